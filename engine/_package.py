@@ -1,0 +1,1 @@
+"""holdfast keeps the state of training runs safe."""
