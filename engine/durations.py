@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import re
@@ -25,19 +26,20 @@ def seconds(duration: Duration, *, name: str = "duration") -> float:
         The duration in seconds, greater than zero.
 
     Raises:
-        OptionError: The text cannot be read, or the duration is not positive and finite.
+        OptionError: It is something else, the text cannot be read, or the duration is not positive and finite.
 
     >>> seconds("1h30m")
     5400.0
     """
-    if isinstance(duration, bool):
-        value = None
-    elif isinstance(duration, datetime.timedelta):
+    value = None
+    if isinstance(duration, datetime.timedelta):
         value = duration.total_seconds()
-    elif isinstance(duration, (int, float)):
-        value = float(duration)
-    else:
+    elif isinstance(duration, str):
         value = _parse(duration.strip())
+    elif isinstance(duration, (int, float)) and not isinstance(duration, bool):
+        # A whole number may be too large for a float.
+        with contextlib.suppress(OverflowError):
+            value = float(duration)
     if value is None or not math.isfinite(value) or value <= 0:
         raise OptionError(
             f"{name}={duration!r} is not a duration: give seconds above zero, or text such as '90s', '15m', '1h30m'"

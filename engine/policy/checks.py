@@ -39,7 +39,7 @@ def positive_seconds(owner: object, value: Any) -> None:
         OptionError: The value is something else.
     """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (number and math.isfinite(value) and value > 0):
+    if not (number and 0 < value < math.inf):
         raise OptionError(f"{type(owner).__name__}: seconds={value!r}, expected a number of seconds above zero")
 
 

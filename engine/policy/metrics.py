@@ -74,17 +74,15 @@ def _lookup(metrics: Mapping[str, Any], name: str) -> Any:
 
 
 def _number(value: Any) -> float | None:
+    if not isinstance(value, (int, float)):
+        # An array of one element is a number, whatever its shape; `float` would warn about one of shape (1,). Errors of
+        # the computation behind an array come out here, and must not pass for a missing metric.
+        if math.prod(getattr(value, "shape", ())) != 1:
+            return None
+        item = getattr(value, "item", None)
+        value = item() if callable(item) else value
     if isinstance(value, (str, bytes, bytearray)):
         return None
-    if not isinstance(value, (int, float)):
-        # An array of exactly one element is a number, whatever its shape; `float` would warn about one of shape (1,).
-        item = getattr(value, "item", None)
-        try:
-            value = item() if callable(item) else value
-        except (TypeError, ValueError, RuntimeError):
-            return None
-        if isinstance(value, (str, bytes, bytearray)):
-            return None
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
