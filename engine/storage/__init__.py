@@ -1,0 +1,10 @@
+"""Where bytes live: locations on local disks and in object stores, small objects, bulk data files."""
+
+from __future__ import annotations
+
+from .backend import Entry
+from .buffers import Buffer, aligned_empty
+from .bulk import DataReader, Segment
+from .location import Location, as_location
+
+__all__ = ["Buffer", "DataReader", "Entry", "Location", "Segment", "aligned_empty", "as_location"]
