@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ..engine.durations import Duration
 from ..engine.errors import OptionError
 from ..engine.options import CheckpointManagerOptions
+
+if TYPE_CHECKING:
+    from ..engine.durations import Duration
 
 BestMode = Literal["max", "min"]
 Resume = Literal["auto", "must", "never"]

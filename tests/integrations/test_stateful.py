@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter, OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+from holdfast.engine.errors import DamagedCheckpointError, OptionError
+from holdfast.integrations.stateful import is_plain, is_stateful, restore_state, state_of
+
+
+class Shuffled:
+    """A shuffled iterator that keeps one array and changes it in place."""
+
+    def __init__(self) -> None:
+        self.order = np.arange(6)
+        self.position = 0
+
+    def get_state(self) -> dict[str, Any]:
+        return {"order": self.order, "position": self.position}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.order = np.array(state["order"])
+        self.position = state["position"]
+
+
+class Timer:
+    def __init__(self) -> None:
+        self.elapsed = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.__dict__
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+@pytest.mark.parametrize("thing", [Shuffled(), Timer()], ids=["get_state", "state_dict"])
+def test_objects_are_restored_in_place(thing: Any) -> None:
+    assert is_stateful(thing)
+    state = state_of(thing)
+    fresh = type(thing)()
+    assert restore_state(fresh, state) is fresh
+    np.testing.assert_equal(fresh.__dict__, thing.__dict__)
+
+
+def test_a_state_is_a_snapshot() -> None:
+    data, timer = Shuffled(), Timer()
+    before, begun = state_of(data), state_of(timer)
+    data.order[:] = 7
+    data.position = 3
+    timer.elapsed = 2.0
+    assert before["order"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert before["position"] == 0
+    assert begun == {"elapsed": 0.0}
+
+
+BIT_GENERATORS = [np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64]
+
+
+@pytest.mark.parametrize("kind", BIT_GENERATORS)
+def test_numpy_generators_go_on_with_the_same_numbers(kind: Any) -> None:
+    generator = np.random.Generator(kind(3))
+    generator.random(5, np.float32)
+    state = state_of(generator)
+    expected = generator.random(4)
+    other = np.random.Generator(kind(9))
+    assert restore_state(other, state) is other
+    np.testing.assert_array_equal(other.random(4), expected)
+
+
+def test_legacy_numpy_and_standard_library_generators_go_on_with_the_same_numbers() -> None:
+    old, standard = np.random.RandomState(1), random.Random(1)
+    old.normal(), standard.gauss()
+    states = state_of(old), state_of(standard)
+    expected = old.normal(size=3).tolist(), [standard.gauss() for _ in range(3)]
+    restored_old, restored = np.random.RandomState(5), random.Random(5)
+    restore_state(restored_old, states[0])
+    restore_state(restored, states[1])
+    assert (restored_old.normal(size=3).tolist(), [restored.gauss() for _ in range(3)]) == expected
+
+
+def test_the_state_of_another_kind_of_object_is_refused() -> None:
+    with pytest.raises(DamagedCheckpointError, match="random.Random"):
+        restore_state(random.Random(), {"position": 1})
+
+
+class Holder:
+    """Hands out whatever it holds."""
+
+    def __init__(self, held: Any = None) -> None:
+        self.held = held
+
+    def get_state(self) -> Any:
+        return self.held
+
+    def set_state(self, state: Any) -> None:
+        self.held = state
+
+
+def as_loaded(tree: Any) -> Any:
+    """The tree as a checkpoint gives it back without a template: every array is a numpy array."""
+    if isinstance(tree, dict):
+        copied = tree.copy()
+        for key, item in tree.items():
+            copied[key] = as_loaded(item)
+        return copied
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map(as_loaded, tree))
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tree, torch.Tensor) and tree.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        return tree.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    return np.asarray(tree) if hasattr(tree, "__array__") else tree
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        b"grain",
+        [1, (2.5, None), {"a": "x", 3: True}],
+        OrderedDict(b=1, a=2),
+        Counter(x=3, y=1),
+        {"nested": OrderedDict(z={"deep": [Counter(q=2)]})},
+        None,
+    ],
+    ids=str,
+)
+def test_containers_and_values_come_back_as_they_were(state: Any) -> None:
+    fresh = Holder()
+    restore_state(fresh, as_loaded(state_of(Holder(state))))
+    assert fresh.held == state
+    assert type(fresh.held) is type(state)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool", "uint8"])
+@pytest.mark.parametrize("shape", [(), (2, 3), (0,)], ids=str)
+def test_torch_tensors_come_back_as_tensors(dtype: str, shape: tuple[int, ...]) -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.arange(int(np.prod(shape))).reshape(shape).to(getattr(torch, dtype))
+    fresh = Holder()
+    restore_state(fresh, as_loaded(state_of(Holder({"order": tensor}))))
+    assert torch.equal(fresh.held["order"], tensor)
+    assert fresh.held["order"].dtype == tensor.dtype
+
+
+def test_torch_generators_go_on_with_the_same_numbers() -> None:
+    torch = pytest.importorskip("torch")
+    generator = torch.Generator().manual_seed(4)
+    state = state_of(generator)
+    expected = torch.rand(3, generator=generator)
+    other = torch.Generator()
+    restore_state(other, as_loaded(state))
+    assert torch.equal(torch.rand(3, generator=other), expected)
+
+
+def test_jax_arrays_and_keys_come_back_as_what_they_were() -> None:
+    jax = pytest.importorskip("jax")
+    key = jax.random.key(7, impl="rbg")
+    fresh = Holder()
+    restore_state(fresh, as_loaded(state_of(Holder({"key": key, "ema": jax.numpy.ones(2)}))))
+    assert isinstance(fresh.held["ema"], jax.Array)
+    assert fresh.held["key"].dtype == key.dtype
+    np.testing.assert_array_equal(jax.random.key_data(fresh.held["key"]), jax.random.key_data(key))
+
+
+def test_plain_data_is_its_own_state() -> None:
+    data = {"epoch": 3, "history": [0.5, 0.25]}
+    assert is_plain(data)
+    assert not is_stateful(data)
+    assert state_of(data) == data
+    assert restore_state({"epoch": 0, "history": []}, data) == data
+
+
+@pytest.mark.parametrize("thing", [np.zeros(2), [object()], {1.5: 2}, Shuffled], ids=repr)
+def test_what_is_neither_is_refused(thing: Any) -> None:
+    assert not is_plain(thing)
+    assert not is_stateful(thing)
+    with pytest.raises(OptionError, match="get_state"):
+        state_of(thing)
