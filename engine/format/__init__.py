@@ -1,0 +1,33 @@
+"""The on-disk language: pure functions, bytes in and bytes out, no input or output."""
+
+from __future__ import annotations
+
+from .checksums import crc32c, extend
+from .documents import DOCUMENT_LIMIT, decode_document, encode_document
+from .dtypes import Stored, dtype_from_name, dtype_name, storage_dtype
+from .ocdbt import MANIFEST_NAME, decode_database, encode_database
+from .ocdbt_entries import Entries
+from .zarr import ArrayMetadata, chunk_keys, decode_array_metadata, encode_array_metadata, metadata_key
+from .zstd import decompress
+
+__all__ = [
+    "DOCUMENT_LIMIT",
+    "MANIFEST_NAME",
+    "ArrayMetadata",
+    "Entries",
+    "Stored",
+    "chunk_keys",
+    "crc32c",
+    "decode_array_metadata",
+    "decode_database",
+    "decode_document",
+    "decompress",
+    "dtype_from_name",
+    "dtype_name",
+    "encode_array_metadata",
+    "encode_database",
+    "encode_document",
+    "extend",
+    "metadata_key",
+    "storage_dtype",
+]

@@ -1,0 +1,171 @@
+"""The names of dtypes, and how each dtype is stored."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
+
+import ml_dtypes
+import numpy as np
+
+from ..errors import DamagedCheckpointError, FormatVersionError
+
+DType: TypeAlias = "np.dtype[Any]"
+
+
+class Stored(NamedTuple):
+    """How the elements of an array are stored.
+
+    Attributes:
+        data_type: The name of the zarr data type.
+        numpy: The same as a numpy dtype, little endian.
+        extra: None when elements are stored as themselves. Otherwise their bytes are stored, as they lie in memory,
+            along one more trailing axis of this size.
+    """
+
+    data_type: str
+    numpy: DType
+    extra: int | None
+
+
+_ML_NAMES = (
+    ("bfloat16", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz")
+    + ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+    + ("int1", "int2", "int4", "uint1", "uint2", "uint4")
+)
+_ML_DTYPES: dict[str, DType] = {
+    # Older versions of ml_dtypes lack some of them.
+    name: np.dtype(getattr(ml_dtypes, name))
+    for name in _ML_NAMES
+    if hasattr(ml_dtypes, name)
+}
+_PLAIN_TYPES: tuple[type[np.generic], ...] = (
+    (np.bool_, np.float16, np.float32, np.float64, np.complex64, np.complex128)
+    + (np.int8, np.int16, np.int32, np.int64)
+    + (np.uint8, np.uint16, np.uint32, np.uint64)
+)
+_PLAIN: dict[str, DType] = {np.dtype(scalar).name: np.dtype(scalar) for scalar in _PLAIN_TYPES}
+# https://google.github.io/tensorstore/driver/zarr3/index.html lists the data types that TensorStore's zarr3 knows; the
+# first row are those of the zarr specification.
+_ZARR: dict[str, DType] = _PLAIN | {
+    name: dtype
+    for name, dtype in _ML_DTYPES.items()
+    if name not in {"int1", "uint1", "uint2", "uint4", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3"}
+}
+_LONG = int(np.finfo(np.longdouble).nmant)
+_LONG_NAME = re.compile(r"([<>]?)(c?longdouble)([0-9]{1,3})")
+_UNITS = r"(?:\[[0-9]{0,9}(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
+_NUMPY_NAME = re.compile(
+    rf"(?:datetime64|timedelta64){_UNITS}|[<>][iufc][0-9]{{1,2}}|[<>][mM]8{_UNITS}|[<>|][SUV][0-9]{{1,10}}"
+)
+
+
+def dtype_name(dtype: DType) -> str:
+    """Names a dtype, so that `dtype_from_name` returns it exactly, byte order included.
+
+    Args:
+        dtype: Any dtype whose elements are plain bytes.
+
+    Returns:
+        A name such as "float32", "bfloat16", ">i4", "<U5" or "datetime64[ns]".
+
+    Raises:
+        TypeError: The elements are objects or have fields.
+    """
+    return _name(dtype)
+
+
+def dtype_from_name(name: str) -> DType:
+    """Finds the dtype with a name that `dtype_name` gave.
+
+    Args:
+        name: The name. It is looked up or parsed, never evaluated.
+
+    Returns:
+        The dtype.
+
+    Raises:
+        DamagedCheckpointError: No dtype has this name.
+        FormatVersionError: It is the long double of another kind of machine, or needs a newer ml_dtypes.
+    """
+    return _parse(name) if isinstance(name, str) else _unknown(name)
+
+
+def storage_dtype(dtype: DType) -> Stored:
+    """Decides how the elements of an array are stored.
+
+    Args:
+        dtype: The dtype of the array in memory.
+
+    Returns:
+        The dtype of the stored array. Those that TensorStore's zarr3 has a name for are stored as themselves, little
+        endian; all others as bytes.
+
+    Raises:
+        TypeError: The elements are objects or have fields.
+    """
+    return _stored(dtype)
+
+
+def zarr_dtype(data_type: str) -> DType | None:
+    """Finds the little-endian numpy dtype of a zarr data type; None when it is not known."""
+    dtype = _ZARR.get(data_type)
+    return None if dtype is None else dtype.newbyteorder("<")
+
+
+@lru_cache(maxsize=1024)
+def _name(dtype: DType) -> str:
+    name = dtype.name
+    if dtype is _ML_DTYPES.get(name) or dtype is _PLAIN.get(name):
+        return name
+    if dtype.hasobject or dtype.kind in "OT" or dtype.fields is not None or dtype.subdtype is not None:
+        raise TypeError(f"the elements of dtype {dtype} are not plain bytes")
+    if dtype.type in (np.longdouble, np.clongdouble):
+        order = "" if dtype.isnative else dtype.str[0]
+        return f"{order}{'c' if dtype.kind == 'c' else ''}longdouble{_LONG}"
+    if dtype.isnative and dtype.kind not in "SUV":
+        return name
+    if dtype.type.__module__ != "numpy":
+        raise TypeError(f"the dtype {dtype} of {dtype.type.__module__} is not known")
+    return dtype.str
+
+
+@lru_cache(maxsize=1024)
+def _parse(name: str) -> DType:
+    dtype = _PLAIN.get(name) or _ML_DTYPES.get(name)
+    if dtype is not None:
+        return dtype
+    if name in _ML_NAMES:
+        raise FormatVersionError(f"the dtype {name} needs a newer version of ml_dtypes than {ml_dtypes.__version__}")
+    long = _LONG_NAME.fullmatch(name)
+    if long:
+        if int(long[3]) != _LONG:
+            raise FormatVersionError(
+                f"the dtype {name} is the long double of another kind of machine; it has {long[3]} bits of mantissa, "
+                f"the one of this machine {_LONG}"
+            )
+        dtype = np.dtype(long[2])
+        if long[1]:
+            dtype = dtype.newbyteorder(">" if long[1] == ">" else "<")
+    elif _NUMPY_NAME.fullmatch(name):
+        try:
+            dtype = np.dtype(name)
+        except (TypeError, ValueError):
+            return _unknown(name)
+    if dtype is None or _name(dtype) != name:
+        return _unknown(name)
+    return dtype
+
+
+def _unknown(name: object) -> DType:
+    raise DamagedCheckpointError(f"{name!r} is not the name of a dtype that holdfast stores")
+
+
+@lru_cache(maxsize=1024)
+def _stored(dtype: DType) -> Stored:
+    _name(dtype)  # refuses what has no name
+    little = _ZARR.get(dtype.name)
+    if little is not None and dtype.newbyteorder("=") == little:
+        return Stored(dtype.name, little.newbyteorder("<"), None)
+    return Stored("uint8", np.dtype(np.uint8), dtype.itemsize)

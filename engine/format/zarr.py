@@ -1,0 +1,242 @@
+"""Zarr version 3 arrays: their metadata and the keys of their chunks.
+
+https://zarr-specs.readthedocs.io/en/latest/v3/core/index.html
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from ..errors import DamagedCheckpointError, FormatVersionError
+from .dtypes import Stored as Stored
+from .dtypes import dtype_from_name as dtype_from_name
+from .dtypes import dtype_name as dtype_name
+from .dtypes import storage_dtype as storage_dtype
+from .dtypes import zarr_dtype
+
+if TYPE_CHECKING:
+    import numpy as np
+
+METADATA_LIMIT = 1 << 20
+"""Bytes of the longest ``zarr.json`` that is read."""
+
+_RANK_LIMIT = 65
+_BYTES_LIMIT = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayMetadata:
+    """What ``zarr.json`` says of an array.
+
+    Attributes:
+        shape: The shape of the array, in elements.
+        data_type: The name of the zarr data type.
+        chunk_shape: The shape of a chunk; chunks at the end are stored whole, too.
+        endian: The byte order of stored elements; None where they are single bytes.
+        checksummed: Whether the four last bytes of each stored chunk are the CRC-32C of the others.
+    """
+
+    shape: tuple[int, ...]
+    data_type: str
+    chunk_shape: tuple[int, ...]
+    endian: Literal["little", "big"] | None
+    checksummed: bool
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The number of chunks along each axis."""
+        return tuple(-(-size // chunk) for size, chunk in zip(self.shape, self.chunk_shape, strict=True))
+
+    @property
+    def chunk_count(self) -> int:
+        """The number of chunks."""
+        return math.prod(self.grid)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The numpy dtype of stored elements, byte order included."""
+        dtype = zarr_dtype(self.data_type)
+        assert dtype is not None  # decode_array_metadata has checked it
+        return dtype.newbyteorder(">") if self.endian == "big" else dtype
+
+
+@lru_cache(maxsize=4096)
+def encode_array_metadata(shape: tuple[int, ...], data_type: str, chunk_shape: tuple[int, ...]) -> bytes:
+    """Encodes the ``zarr.json`` of an array whose chunks are little endian and followed by their checksum.
+
+    Args:
+        shape: The shape of the array, in elements.
+        data_type: The name of the zarr data type.
+        chunk_shape: The shape of a chunk; every size at least 1.
+
+    Returns:
+        Compact JSON. All codecs are explicit, as TensorStore may choose a sharded layout where none are given.
+    """
+    if len(shape) != len(chunk_shape) or min(chunk_shape, default=1) < 1 or min(shape, default=0) < 0:
+        raise ValueError(f"an array of shape {shape} cannot have chunks of shape {chunk_shape}")
+    if data_type == "bool":
+        fill: object = False
+    elif data_type.startswith("complex"):
+        fill = [0.0, 0.0]
+    else:
+        fill = 0
+    return json.dumps(
+        {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": shape,
+            "data_type": data_type,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "fill_value": fill,
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+            "attributes": {},
+        },
+        separators=(",", ":"),
+    ).encode("ascii")
+
+
+@lru_cache(maxsize=4096)
+def decode_array_metadata(data: bytes) -> ArrayMetadata:
+    """Decodes the ``zarr.json`` of an array.
+
+    Args:
+        data: The JSON text.
+
+    Returns:
+        What it says.
+
+    Raises:
+        DamagedCheckpointError: It is not the metadata of a zarr version 3 array.
+        FormatVersionError: It is, but uses a codec, chunk grid, data type or extension that holdfast does not read.
+    """
+    if len(data) > METADATA_LIMIT:
+        _damaged(f"it has {len(data)} bytes; the limit is {METADATA_LIMIT}")
+    try:
+        document = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(f"zarr.json is damaged: it is not JSON ({error})") from error
+    if not isinstance(document, dict) or document.get("zarr_format") != 3 or document.get("node_type") != "array":
+        _damaged("it does not describe a zarr version 3 array")
+    _check_extensions(document)
+    shape = _sizes(document.get("shape"), "shape", 0)
+    grid, grid_options = _named(document.get("chunk_grid"), "chunk_grid")
+    if grid != "regular":
+        _unsupported("chunk grid", grid)
+    chunk_shape = _sizes(grid_options.get("chunk_shape"), "chunk_shape", 1)
+    if len(shape) != len(chunk_shape):
+        _damaged(f"its chunks have {len(chunk_shape)} axes, the array has {len(shape)}")
+    encoding, encoding_options = _named(document.get("chunk_key_encoding"), "chunk_key_encoding")
+    separator = encoding_options.get("separator", "/")
+    if encoding != "default" or separator != "/":
+        _unsupported("chunk key encoding", f"{encoding} with separator {separator!r}")
+    data_type = document.get("data_type")
+    if not isinstance(data_type, str):
+        if not isinstance(data_type, dict):
+            _damaged("it has no data_type")
+        data_type = _named(data_type, "data_type")[0]
+    dtype = zarr_dtype(data_type)
+    if dtype is None:
+        _unsupported("data type", data_type)
+    if max(math.prod(shape), math.prod(chunk_shape)) > _BYTES_LIMIT // dtype.itemsize:
+        _damaged(f"an array of shape {shape} in chunks of shape {chunk_shape} is larger than any file")
+    endian, checksummed = _codecs(document.get("codecs"), dtype.itemsize)
+    return ArrayMetadata(shape, data_type, chunk_shape, endian, checksummed)
+
+
+def metadata_key(name: str) -> bytes:
+    """Returns the key of the ``zarr.json`` of the array called `name`; the empty name stands for the root."""
+    return f"{name}/zarr.json".encode() if name else b"zarr.json"
+
+
+def chunk_keys(name: str, grid: tuple[int, ...]) -> list[bytes]:
+    """Lists the keys of the chunks of an array.
+
+    Args:
+        name: The name of the array; the empty name stands for the root.
+        grid: The number of chunks along each axis.
+
+    Returns:
+        One key per chunk, the last axis varying fastest; none when the array is empty.
+    """
+    prefix = f"{name}/c".encode() if name else b"c"
+    return [prefix + suffix for suffix in _chunk_suffixes(grid)]
+
+
+def _chunk_suffixes(grid: tuple[int, ...]) -> list[bytes]:
+    if all(count == 1 for count in grid):
+        return [b"/0" * len(grid)]
+    return [("/" + "/".join(map(str, indices))).encode() for indices in product(*map(range, grid))]
+
+
+def _codecs(codecs: object, itemsize: int) -> tuple[Literal["little", "big"] | None, bool]:
+    if not isinstance(codecs, list) or not codecs:
+        _damaged("it has no codecs")
+    named = [_named(codec, "codecs") for codec in codecs]
+    names = [name for name, _ in named]
+    foreign = [name for name in names if name not in ("bytes", "crc32c")]
+    if foreign:
+        _unsupported("codec", foreign[0])
+    if names not in (["bytes"], ["bytes", "crc32c"]):
+        _unsupported("codecs", " then ".join(names))
+    endian = named[0][1].get("endian")
+    if endian == "little":
+        return "little", len(names) == 2
+    if endian == "big":
+        return "big", len(names) == 2
+    if endian is not None or itemsize > 1:
+        _damaged(f"its byte order is {endian!r}")
+    return None, len(names) == 2
+
+
+def _check_extensions(document: dict[str, Any]) -> None:
+    known = {
+        "zarr_format",
+        "node_type",
+        "shape",
+        "data_type",
+        "chunk_grid",
+        "chunk_key_encoding",
+        "fill_value",
+        "codecs",
+        "attributes",
+        "dimension_names",
+    }
+    for name, value in document.items():
+        if name in known or (name == "storage_transformers" and value == []):
+            continue
+        if not (isinstance(value, dict) and value.get("must_understand") is False):
+            _unsupported("extension", name)
+
+
+def _named(value: object, what: str) -> tuple[str, dict[str, Any]]:
+    """Reads a name with its configuration; a bare name is allowed by zarr 3.1."""
+    if isinstance(value, str):
+        return value, {}
+    if isinstance(value, dict):
+        name, configuration = value.get("name"), value.get("configuration", {})
+        if isinstance(name, str) and isinstance(configuration, dict):
+            return name, configuration
+    return _damaged(f"its {what} has no name")
+
+
+def _sizes(value: object, what: str, smallest: int) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > _RANK_LIMIT:
+        _damaged(f"its {what} is not a list of up to {_RANK_LIMIT} sizes")
+    for size in value:
+        if type(size) is not int or not smallest <= size <= _BYTES_LIMIT:
+            _damaged(f"its {what} holds {size!r}")
+    return tuple(value)
+
+
+def _damaged(what: str) -> NoReturn:
+    raise DamagedCheckpointError(f"zarr.json is damaged: {what}")
+
+
+def _unsupported(what: str, name: object) -> NoReturn:
+    raise FormatVersionError(f"holdfast does not read zarr arrays with the {what} {name}; open it with TensorStore")
