@@ -1,0 +1,40 @@
+"""Pytrees in memory: named leaves, what they are, and how they are made again."""
+
+from __future__ import annotations
+
+from .comparison import compare, spell
+from .description import describe
+from .document import Skeleton, from_document, to_document
+from .flatten import Flattened, flatten
+from .leaves import ArrayLeaf, Details, Piece, Saved, ValueLeaf
+from .materialization import materialize
+from .names import display, escape_key, join, split, unescape_key
+from .structure import Key, Node, unflatten
+from .targets import Target, describe_template
+
+__all__ = [
+    "ArrayLeaf",
+    "Details",
+    "Flattened",
+    "Key",
+    "Node",
+    "Piece",
+    "Saved",
+    "Skeleton",
+    "Target",
+    "ValueLeaf",
+    "compare",
+    "describe",
+    "describe_template",
+    "display",
+    "escape_key",
+    "flatten",
+    "from_document",
+    "join",
+    "materialize",
+    "spell",
+    "split",
+    "to_document",
+    "unescape_key",
+    "unflatten",
+]

@@ -1,0 +1,92 @@
+"""Whether what was saved fits what a template asks for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import jax_leaves
+from .leaves import ARRAY_KINDS, NUMBER_KINDS, Saved
+from .names import display
+from .numpy_leaves import number_kind
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from .targets import Target
+
+
+def compare(target: Target, saved: Saved, path: str | None = None) -> str | None:
+    """Compares one leaf of a template with the leaf that was saved. Nothing is ever cast silently.
+
+    Arrays of the three libraries stand for each other when shape and dtype are the same. A Python number and a 0-d array
+    (or numpy scalar) of the same kind stand for each other, too: whether the value fits is seen once it is read.
+
+    Args:
+        target: What the template asks for.
+        saved: What the checkpoint says.
+        path: Shown to people; the target's own by default.
+
+    Returns:
+        None if they fit; otherwise one line such as
+        ``params/w: expected float32[10, 3] (template), found float32[10, 4] (checkpoint)``.
+    """
+    if target.kind == "any":
+        return None
+    reason = ""
+    if target.kind == "jax" and target.dtype is not None:
+        actual = jax_leaves.narrowed(target.dtype)
+        if actual is not None:
+            reason = f"; jax would make it {actual}: set jax_enable_x64, or ask for a numpy array"
+    if not reason and _fits(target, saved):
+        return None
+    where = display(target.name) if path is None else path
+    expected = spell(target.kind, target.dtype, target.shape, target.variant)
+    found = spell(saved.kind, saved.dtype, saved.shape, _variant(saved))
+    return f"{where}: expected {expected} (template), found {found} (checkpoint){reason}"
+
+
+def _fits(target: Target, saved: Saved) -> bool:
+    wanted, kind = target.kind, saved.kind
+    if wanted in NUMBER_KINDS:
+        return saved_number(saved) == wanted
+    if target.dtype is None:
+        return wanted == kind
+    if kind in NUMBER_KINDS:
+        return target.variant is None and target.shape == () and number_kind(target.dtype) == kind
+    if saved.dtype is None or target.variant != _variant(saved) or (wanted == "key") != (kind == "key"):
+        return False
+    return target.shape == saved.shape and same_dtype(target.dtype, saved.dtype)
+
+
+def same_dtype(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
+    """Whether two dtypes have the same values; the order of their bytes does not matter."""
+    return one == other or one.newbyteorder("=") == other.newbyteorder("=")
+
+
+def saved_number(saved: Saved) -> str | None:
+    """Gives the kind of Python number that a saved leaf can be read as, or None."""
+    if saved.kind in NUMBER_KINDS:
+        return saved.kind
+    is_array = saved.kind in ARRAY_KINDS or saved.kind == "numpy_scalar"
+    if is_array and saved.kind != "key" and saved.shape == () and saved.dtype is not None and _variant(saved) is None:
+        return number_kind(saved.dtype)
+    return None
+
+
+def _variant(saved: Saved) -> str | None:
+    found = saved.details.get("impl" if saved.kind == "key" else "torch_dtype")
+    return None if found is None else str(found)
+
+
+def spell(kind: str, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None, variant: str | None = None) -> str:
+    """Writes dtype and shape the way people read them: ``float32[10, 3]``, ``key<threefry2x32>[4]``, ``int``, ``None``."""
+    if kind == "none":
+        return "None"
+    if dtype is None or shape is None or kind in NUMBER_KINDS:
+        return kind
+    if kind == "key":
+        return f"key<{variant}>{list(shape[:-1])}"
+    if variant is not None and variant.startswith("complex"):
+        return f"{variant}{list(shape[:-1])}"
+    text = f"{variant or dtype}{list(shape)}"
+    return f"numpy scalar {text}" if kind == "numpy_scalar" else text

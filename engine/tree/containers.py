@@ -1,0 +1,175 @@
+"""Which values are containers, what is in them, and how they are made again."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from .frameworks import loaded
+
+_FACTORIES: dict[Any, str] = {kind: kind.__name__ for kind in (bool, dict, float, int, list, set, str, tuple)}
+FACTORIES: dict[str, Any] = {name: kind for kind, name in _FACTORIES.items()}
+"""Default factories that a document can name; others are not remembered."""
+
+
+class Contents(NamedTuple):
+    """What `expand` finds in a container: the fields of `Node`, with values instead of child nodes."""
+
+    kind: str
+    keys: list[Any] | None
+    values: list[Any]
+    build: Callable[[list[Any]], Any]
+    label: str | None = None
+
+
+def expand(value: object) -> Contents | None:
+    """Opens one container.
+
+    Returns:
+        What is in it, or None if the value is not a container of any kind that is known.
+    """
+    opener = _EXACT.get(type(value))
+    if opener is not None:
+        return opener(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return Contents(
+            "namedtuple", list(value._fields), list(value), partial(_namedtuple, type(value)), _class(value)
+        )
+    jax = loaded("jax")
+    if jax is not None and (contents := _registered(value, jax)) is not None:
+        return contents
+    for base, kind, rebuild in _SUBCLASSES:
+        if isinstance(value, base):
+            return _subclass(value, kind, rebuild)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        values = [getattr(value, name) for name in names]
+        return Contents("dataclass", list(names), values, partial(_dataclass, value, names), _class(value))
+    return None
+
+
+def class_name(value: object) -> str:
+    """Gives the full name of a value's type, for people."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+_class = class_name
+
+
+def build_mapping(kind: Callable[[Any], Any], keys: list[Any], values: list[Any]) -> Any:
+    """Makes a mapping of a kind that takes pairs."""
+    return kind(zip(keys, values, strict=True))
+
+
+def build_defaultdict(factory: Callable[[], Any] | None, keys: list[Any], values: list[Any]) -> Any:
+    """Makes a defaultdict."""
+    return defaultdict(factory, zip(keys, values, strict=True))
+
+
+def build_counter(keys: list[Any], values: list[Any]) -> Any:
+    """Makes a Counter; its constructor would count pairs."""
+    return Counter(dict(zip(keys, values, strict=True)))
+
+
+def _open_dict(value: Any) -> Contents:
+    keys = list(value)
+    return Contents("dict", keys, list(value.values()), partial(build_mapping, dict, keys))
+
+
+def _open_list(value: Any) -> Contents:
+    return Contents("list", None, value, list)
+
+
+def _open_tuple(value: Any) -> Contents:
+    return Contents("tuple", None, value, tuple)
+
+
+def _open_ordered(value: Any) -> Contents:
+    keys = list(value)
+    return Contents("ordered_dict", keys, list(value.values()), partial(build_mapping, OrderedDict, keys))
+
+
+def _open_default(value: Any) -> Contents:
+    keys, factory = list(value), value.default_factory
+    label = _FACTORIES.get(factory) if factory is not None else None
+    return Contents("default_dict", keys, list(value.values()), partial(build_defaultdict, factory, keys), label)
+
+
+def _open_counter(value: Any) -> Contents:
+    keys = list(value)
+    return Contents("counter", keys, list(value.values()), partial(build_counter, keys))
+
+
+_EXACT: dict[type, Callable[[Any], Contents]] = {
+    dict: _open_dict,
+    list: _open_list,
+    tuple: _open_tuple,
+    OrderedDict: _open_ordered,
+    defaultdict: _open_default,
+    Counter: _open_counter,
+}
+
+
+def _registered(value: object, jax: Any) -> Contents | None:
+    """Opens a type that is registered with jax: one level of it, its static fields left in the treedef."""
+    children, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)
+    if len(children) == 1 and children[0][0] == ():
+        return None  # a leaf for jax
+    entries = [path[0] for path, _ in children]
+    values = [child for _, child in children]
+    if entries and [getattr(entry, "idx", None) for entry in entries] == list(range(len(entries))):
+        return Contents("list", None, values, treedef.unflatten, _class(value))
+    return Contents("node", [_entry_key(entry) for entry in entries], values, treedef.unflatten, _class(value))
+
+
+def _entry_key(entry: Any) -> Any:
+    for attribute in ("key", "name", "idx"):  # DictKey and FlattenedIndexKey, GetAttrKey, SequenceKey
+        if hasattr(entry, attribute):
+            return getattr(entry, attribute)
+    return str(entry)
+
+
+def _subclass(value: Any, kind: str, rebuild: Callable[..., Any]) -> Contents:
+    if kind in {"list", "tuple"}:
+        return Contents(kind, None, list(value), partial(rebuild, value), _class(value))
+    keys = list(value)
+    return Contents(kind, keys, [value[key] for key in keys], partial(rebuild, value, keys), _class(value))
+
+
+def _namedtuple(kind: Any, values: list[Any]) -> Any:
+    return kind._make(values)
+
+
+def _dataclass(template: Any, names: list[str], values: list[Any]) -> Any:
+    return dataclasses.replace(template, **dict(zip(names, values, strict=True)))
+
+
+def _sequence(template: Any, values: list[Any]) -> Any:
+    return type(template)(values)
+
+
+def _copied_dict(template: Any, keys: list[Any], values: list[Any]) -> Any:
+    # A copy keeps the attributes of the subclass, and asks nothing of its constructor.
+    built = copy.copy(template)
+    for key, value in zip(keys, values, strict=True):
+        built[key] = value
+    return built
+
+
+def _mapping(template: Any, keys: list[Any], values: list[Any]) -> Any:
+    return type(template)(dict(zip(keys, values, strict=True)))
+
+
+_SUBCLASSES: list[tuple[type, str, Callable[..., Any]]] = [
+    (OrderedDict, "ordered_dict", _copied_dict),
+    (defaultdict, "default_dict", _copied_dict),
+    (Counter, "counter", _copied_dict),
+    (dict, "dict", _copied_dict),
+    (list, "list", _sequence),
+    (tuple, "tuple", _sequence),
+    (Mapping, "mapping", _mapping),
+]

@@ -1,0 +1,89 @@
+"""All leaves of a tree described for storage, or one error for all those that cannot be stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .frameworks import is_jax_abstract, is_jax_array, is_torch_tensor
+from .jax_leaves import JaxDescriber
+from .leaves import ArrayLeaf, LeafProblem, ValueLeaf, report_problems
+from .numpy_leaves import describe_numpy
+from .python_leaves import describe_python, is_python_value
+from .torch_leaves import TorchDescriber
+
+_Describe = Callable[[Any], ArrayLeaf | ValueLeaf]
+
+
+def describe(names: Sequence[str], values: Sequence[Any]) -> list[ArrayLeaf | ValueLeaf]:
+    """Describes leaves for storage. Copies from devices are all started before the first is waited for.
+
+    Args:
+        names: The leaves' names, for errors.
+        values: The leaves.
+
+    Returns:
+        One description for each. Arrays are views of the leaves' own memory wherever that is possible; see
+        `ArrayLeaf.volatile`.
+
+    Raises:
+        UnsupportedLeafError: Leaves of kinds that cannot be stored; every one of them is named.
+    """
+    dispatch = _Dispatch()
+    describers: list[_Describe] = [dispatch.find(value) for value in values]
+    leaves: list[ArrayLeaf | ValueLeaf] = []
+    problems: list[tuple[str, str]] = []
+    for index, (describer, value) in enumerate(zip(describers, values, strict=True)):
+        try:
+            leaves.append(describer(value))
+        except LeafProblem as problem:
+            problems.append((names[index], str(problem)))
+    report_problems(problems, "these leaves cannot be saved, and nothing was written")
+    return leaves
+
+
+class _Dispatch:
+    """Finds who describes a value, and tells them of it."""
+
+    def __init__(self) -> None:
+        self._jax: JaxDescriber | None = None
+        self._torch: TorchDescriber | None = None
+        self._known: dict[type, tuple[Callable[[Any], None] | None, _Describe]] = {}
+
+    def find(self, value: Any) -> _Describe:
+        kind = type(value)
+        found = self._known.get(kind)
+        if found is None:
+            found = self._known[kind] = self._look_up(value)
+        prepare, describer = found
+        if prepare is not None:
+            prepare(value)
+        return describer
+
+    def _look_up(self, value: Any) -> tuple[Callable[[Any], None] | None, _Describe]:
+        if isinstance(value, np.ndarray | np.generic):
+            return None, describe_numpy
+        if is_python_value(value):
+            return None, describe_python
+        if is_jax_array(value):
+            self._jax = self._jax or JaxDescriber()
+            return self._jax.prepare, self._jax.describe
+        if is_torch_tensor(value):
+            self._torch = self._torch or TorchDescriber()
+            return self._torch.prepare, self._torch.describe
+        return None, _refuse
+
+
+def _refuse(value: Any) -> ArrayLeaf:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    if is_jax_abstract(value):
+        raise LeafProblem("is a jax.ShapeDtypeStruct, which has no values; it can only be a template")
+    if hasattr(value, "state_dict"):
+        raise LeafProblem(f"is of type {kind}; store its state_dict()")
+    if hasattr(value, "get_state"):
+        raise LeafProblem(f"is of type {kind}; store its get_state()")
+    if callable(value):
+        raise LeafProblem(f"is of type {kind}, which is code; leave it out of the tree")
+    raise LeafProblem(f"is of type {kind}; leaves are arrays, numbers, strings, bytes and None")

@@ -1,0 +1,85 @@
+"""Leaves that are numpy arrays or numpy scalars, and what can be asked of dtypes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from .leaves import ArrayLeaf, Details, LeafProblem, Piece
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_NUMPY: Details = {"kind": "numpy"}
+_SCALAR: Details = {"kind": "numpy_scalar"}
+_EXTENDED: dict[np.dtype[Any], str] = {}  # the number types of ml_dtypes, with the Python kind of each
+for _name in dir(ml_dtypes):
+    _type = getattr(ml_dtypes, _name)
+    if isinstance(_type, type) and issubclass(_type, np.generic):
+        _EXTENDED[np.dtype(_type)] = "int" if _name.startswith(("int", "uint")) else "float"
+_BUILT_IN = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
+
+
+def number_kind(dtype: np.dtype[Any]) -> str | None:
+    """Gives the Python type that elements of a dtype are like: "bool", "int", "float" or "complex"; None for others."""
+    return _BUILT_IN.get(dtype.kind) or _EXTENDED.get(dtype)
+
+
+def why_not_storable(dtype: np.dtype[Any]) -> str | None:
+    """Says why arrays of a dtype cannot be stored, or None if they can."""
+    if dtype.hasobject:
+        return f"has dtype {dtype}, whose elements are Python objects; convert it to numbers, strings or bytes"
+    if dtype.names is not None:
+        return f"has the structured dtype {dtype}; store its fields as arrays of their own"
+    if dtype.kind in "biufcmMUS" or dtype in _EXTENDED:
+        return None
+    return f"has dtype {dtype}, which cannot be stored"
+
+
+def describe_numpy(value: Any) -> ArrayLeaf:
+    """Describes a numpy array or scalar.
+
+    Raises:
+        LeafProblem: Object and structured dtypes, masked arrays.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise LeafProblem("is a masked array; store its data and its mask as arrays of their own")
+    problem = why_not_storable(value.dtype)
+    if problem is not None:
+        raise LeafProblem(problem)
+    if isinstance(value, np.generic):
+        return ArrayLeaf(value.dtype, (), [Piece((), np.array(value))], False, _SCALAR)
+    array = value if type(value) is np.ndarray else np.asarray(value)
+    return ArrayLeaf(array.dtype, array.shape, [Piece((0,) * array.ndim, array)], True, _NUMPY)
+
+
+def native(array: NDArray[Any]) -> NDArray[Any]:
+    """Gives the array in this machine's byte order, itself if it is so already."""
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def exact_cast(value: Any, dtype: np.dtype[Any]) -> NDArray[Any] | None:
+    """Makes a 0-d array of a Python number.
+
+    Args:
+        value: bool, int, float or complex.
+        dtype: A dtype of the same `number_kind`.
+
+    Returns:
+        The array, or None if the dtype cannot hold exactly this value.
+    """
+    with np.errstate(all="ignore"):
+        try:
+            if isinstance(value, int):
+                # By way of the widest integer: extended dtypes wrap around without a word.
+                array = np.array(value, np.int64 if value < 1 << 63 else np.uint64).astype(dtype)
+                return array if int(array) == value else None
+            array = np.array(value).astype(dtype)
+        except OverflowError:
+            return None
+        back = array.astype(np.complex128 if isinstance(value, complex) else np.float64)
+    # Bytes, not ==, so that NaN is itself and -0.0 is not 0.0; a NaN of any sign counts as NaN.
+    same = back.tobytes() == np.array(value, back.dtype).tobytes() or bool(np.isnan(back) and np.isnan(value))
+    return array if same else None

@@ -1,0 +1,99 @@
+"""What a template asks for, leaf by leaf."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import jax_leaves, torch_leaves
+from .frameworks import is_jax_abstract, is_jax_array, is_torch_tensor
+from .leaves import NUMBER_KINDS, LeafProblem, report_problems
+from .numpy_leaves import why_not_storable
+from .python_leaves import is_python_value
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(slots=True)
+class Target:
+    """What one leaf of a template asks for.
+
+    Attributes:
+        name: The leaf's name.
+        kind: "jax", "key", "torch", "numpy", "numpy_scalar", "bool", "int", "float", "complex", "str", "bytes", "none",
+            "set", "frozenset", or "any" for whatever was saved.
+        shape: Of the array as it is stored (for keys: of the key data); None where kind says all.
+        dtype: Of the array as it is stored; None where kind says all.
+        template: The leaf itself.
+        variant: What dtype cannot say: a key's implementation, the torch dtype that numpy does not have.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...] | None
+    dtype: np.dtype[Any] | None
+    template: Any
+    variant: str | None = None
+
+
+def describe_template(names: Sequence[str], values: Sequence[Any]) -> list[Target]:
+    """Says what the leaves of a template ask for.
+
+    Args:
+        names: The leaves' names.
+        values: Arrays of the three libraries (deleted ones and tensors on the meta device will do),
+            `jax.ShapeDtypeStruct`, typed keys, Python values, or ``...`` for "as it was saved".
+
+    Returns:
+        One target for each leaf.
+
+    Raises:
+        UnsupportedLeafError: Leaves that cannot be templates; every one of them is named.
+    """
+    targets: list[Target] = []
+    problems: list[tuple[str, str]] = []
+    for name, value in zip(names, values, strict=True):
+        try:
+            targets.append(_target(name, value))
+        except LeafProblem as problem:
+            problems.append((name, str(problem)))
+    report_problems(problems, "these leaves of the template cannot be loaded")
+    return targets
+
+
+def _target(name: str, value: Any) -> Target:
+    if isinstance(value, np.ndarray | np.generic):
+        problem = why_not_storable(value.dtype)
+        if problem is not None:
+            raise LeafProblem(problem)
+        kind = "numpy" if isinstance(value, np.ndarray) else "numpy_scalar"
+        return Target(name, kind, value.shape, value.dtype, value)
+    if is_jax_array(value) or is_jax_abstract(value):
+        kind, dtype, shape, variant = jax_leaves.abstract_facts(value)
+        return Target(name, kind, shape, dtype, value, variant)
+    if is_torch_tensor(value):
+        kind, dtype, shape, variant = torch_leaves.abstract_facts(value)
+        return Target(name, kind, shape, dtype, value, variant)
+    if value is ...:
+        return Target(name, "any", None, None, value)
+    if is_python_value(value):
+        return Target(name, _python_kind(value), None, None, value)
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    raise LeafProblem(f"is of type {kind}; templates are arrays, jax.ShapeDtypeStruct and Python values")
+
+
+def _python_kind(value: Any) -> str:
+    if value is None:
+        return "none"
+    for kind in (bool, int, float, complex, str, bytes, set, frozenset):
+        if isinstance(value, kind):
+            return kind.__name__
+    raise LeafProblem(f"is of type {type(value).__name__}")
+
+
+def is_number(target: Target) -> bool:
+    """Whether the target is a Python number."""
+    return target.kind in NUMBER_KINDS
