@@ -1,0 +1,75 @@
+"""``python -m benchmarks.compare``: holdfast beside its peers, in one run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from .goals import goals
+from .peers import PEERS
+from .results import Results, describe_machine
+from .runner import run_startup, run_workload, settle_raw_disk, tell
+from .table import report
+from .workloads import STANDARD, WORKLOADS
+
+STARTUP = "startup"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the comparison and prints it.
+
+    Returns:
+        1 where ``--check`` was given and a goal was missed, else 0.
+    """
+    options = _parser().parse_args(arguments)
+    contenders = options.only or list(PEERS)
+    workloads = options.workload or [*STANDARD, STARTUP]
+    options.directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=options.directory) as temporary:
+        directory = Path(temporary)
+        results = Results(rounds=options.rounds, machine=describe_machine(directory))
+        if "raw disk" in contenders and any(name in STANDARD for name in workloads):
+            results.machine |= settle_raw_disk(directory)
+            tell(f"raw disk settled: {results.machine}")
+        for name in workloads:
+            if name == STARTUP:
+                results.workloads[name] = run_startup(options.rounds, directory)
+            else:
+                results.workloads[name] = run_workload(name, contenders, options.rounds, directory)
+    if options.json:
+        results.write(options.json)
+    all_goals = goals(results)
+    shown = all_goals if options.check else [goal for goal in all_goals if goal.value is not None]
+    print(report(results, shown, as_markdown=options.markdown))
+    return int(options.check and not all(goal.met for goal in all_goals))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
+    parser.add_argument(
+        "--workload", action="append", choices=[*WORKLOADS, STARTUP], help="measure this one only; may be repeated"
+    )
+    parser.add_argument(
+        "--only", action="append", choices=list(PEERS), metavar="NAME", help="this contender only; may be repeated"
+    )
+    parser.add_argument("--rounds", type=_positive, default=5, help="measurements of each number; 5 unless given")
+    parser.add_argument(
+        "--directory", type=Path, default=Path("runs"), help="on the disk to measure; ./runs unless given"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every single number to this file")
+    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+    parser.add_argument("--check", action="store_true", help="exit with 1 when a goal is missed or was not measured")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""Files between measurements: durable, cold, counted and gone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+
+
+def fsync_all(path: Path) -> None:
+    """Fsyncs a file or everything below a directory, then the directory that holds it.
+
+    For libraries that leave this to the file system: without it their times would not include the disk.
+    """
+    for each in [*_below(path), path, path.parent]:
+        descriptor = os.open(each, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def make_cold(path: Path) -> str:
+    """Drops what the page cache holds of a checkpoint.
+
+    Returns:
+        How: the name of the kernel's interface, for the table's footnote.
+    """
+    os.sync()
+    try:
+        DROP_CACHES.write_text("3\n")
+    except OSError:
+        for each in [*_below(path), path]:
+            if each.is_file():
+                _forget(each)
+        return "posix_fadvise(DONTNEED)"
+    return str(DROP_CACHES)
+
+
+def bytes_on_disk(path: Path) -> int:
+    """Bytes of all blocks that a checkpoint occupies, directories included."""
+    return sum(each.lstat().st_blocks * 512 for each in [*_below(path), path])
+
+
+def remove(path: Path) -> None:
+    """Removes a checkpoint and waits until the file system has settled."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    os.sync()
+
+
+def _below(path: Path) -> Iterator[Path]:
+    """Everything below a path, children before their directory."""
+    for folder, folders, files in os.walk(path, topdown=False):
+        yield from (Path(folder, name) for name in (*files, *folders))
+
+
+def _forget(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,105 @@
+"""What was measured, and its medians."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections import defaultdict
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PACKAGES = ("numpy", "tensorstore", "jax", "torch", "orbax-checkpoint", "safetensors", "holdfast")
+
+
+@dataclass
+class Measurements:
+    """Every number of one workload: contender, then metric, then one value a round.
+
+    Attributes:
+        title: The table's heading.
+        nbytes: Bytes of the arrays; 0 where there are none.
+        values: The numbers; seconds for ``*_seconds``, bytes for everything else.
+        cold: How the page cache was emptied before loads.
+    """
+
+    title: str
+    nbytes: int
+    values: dict[str, dict[str, list[float]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
+    cold: str = ""
+
+    def add(self, contender: str, measured: Mapping[str, Any]) -> None:
+        """Adds what one process measured; None stands for what this machine cannot measure."""
+        values = self.values[contender]
+        for metric, value in measured.items():
+            if metric == "cold":
+                self.cold = value
+            elif value is not None:
+                values[metric].append(value)
+
+    def median(self, contender: str, metric: str) -> float | None:
+        """Returns the median over the rounds, or None where nothing was measured."""
+        values = self.values.get(contender, {}).get(metric)
+        return median(values) if values else None
+
+
+@dataclass
+class Results:
+    """One run: every workload's measurements and the machine they were made on."""
+
+    rounds: int
+    machine: dict[str, str] = field(default_factory=dict)
+    workloads: dict[str, Measurements] = field(default_factory=dict)
+
+    def median(self, workload: str, contender: str, metric: str) -> float | None:
+        """Returns a median, or None where nothing was measured."""
+        measurements = self.workloads.get(workload)
+        return measurements.median(contender, metric) if measurements else None
+
+    def write(self, path: Path) -> None:
+        """Writes every single number as JSON."""
+        document = {
+            "rounds": self.rounds,
+            "machine": self.machine,
+            "workloads": {
+                name: {"title": each.title, "nbytes": each.nbytes, "cold": each.cold, "values": each.values}
+                for name, each in self.workloads.items()
+            },
+        }
+        path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def describe_machine(directory: Path) -> dict[str, str]:
+    """Says what the numbers depend on: cores, memory, file system and versions."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cores": str(os.cpu_count()),
+        "memory": f"{memory / 2**30:.0f} GiB",
+        "file system": _file_system(directory),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in PACKAGES},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _file_system(directory: Path) -> str:
+    """The type of the mount that holds a directory: the last one whose mount point is a parent of it."""
+    best, kind = Path("/"), "unknown"
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, mount_point, found, *_ = line.split()
+        if directory.resolve().is_relative_to(mount_point) and len(mount_point) >= len(str(best)):
+            best, kind = Path(mount_point), found
+    return kind

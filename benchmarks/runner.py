@@ -1,0 +1,109 @@
+"""Runs every contender's operations, each in a process of its own, all of them once a round."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from . import startup
+from .disk import remove
+from .peers import PEERS
+from .peers.raw_disk import READ_SETTING, SETTINGS, WRITE_SETTING, read, setting_text, write
+from .results import Measurements
+from .workloads import WORKLOADS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+OPERATIONS = ("save", "load_numpy", "load_native")
+SETTLE_BYTES = 1 << 30
+SETTLE_REPEATS = 2
+TIMEOUT_SECONDS = 600.0
+
+
+def run_workload(name: str, contenders: Sequence[str], rounds: int, directory: Path) -> Measurements:
+    """Measures one workload.
+
+    Every round runs each operation of every contender once, beginning with another contender each time, so that a
+    machine that slows down or speeds up does so for all of them.
+    """
+    workload = WORKLOADS[name]()
+    measurements = Measurements(title=workload.title, nbytes=workload.nbytes)
+    able = [contender for contender in contenders if name not in PEERS[contender].skipped]
+    for contender in able:
+        measurements.add(contender, {})
+    for turn in range(rounds):
+        first = turn % len(able)
+        order = able[first:] + able[:first]
+        for operation in OPERATIONS:
+            for contender in (each for each in order if operation == "save" or operation in PEERS[each].loads):
+                path = directory / contender.replace(" ", "_")
+                measured = _run_worker(contender, name, operation, path)
+                measurements.add(contender, measured)
+                tell(f"{name}, round {turn + 1} of {rounds}: {contender}, {operation}: {_brief(measured)}")
+        for contender in able:
+            remove(directory / contender.replace(" ", "_"))
+    return measurements
+
+
+def run_startup(rounds: int, directory: Path) -> Measurements:
+    """Measures the import and the opening of a manager; their files are in the page cache."""
+    measurements = Measurements(title="startup", nbytes=0)
+    steps = directory / "steps"
+    startup.fill(steps)
+    for turn in range(rounds + 1):
+        measured = {"import_seconds": startup.measure_import(), "manager_seconds": startup.measure_manager(steps)}
+        if turn:  # the first one fills the page cache
+            measurements.add("holdfast", measured)
+    tell(f"startup: {_brief(measured)}")
+    remove(steps)
+    return measurements
+
+
+def settle_raw_disk(directory: Path) -> dict[str, str]:
+    """Finds the threads and request sizes that suit this disk, and sets them for all measuring processes."""
+    path = directory / "raw_disk_settings"
+    writes: dict[str, float] = {}
+    reads: dict[str, float] = {}
+    for setting in SETTINGS * SETTLE_REPEATS:
+        text = setting_text(*setting)
+        remove(path)
+        writes[text] = min(_timed(partial(write, path, SETTLE_BYTES, *setting)), writes.get(text, math.inf))
+        reads[text] = min(_timed(partial(read, path, *setting)), reads.get(text, math.inf))
+    remove(path)
+    settled = {WRITE_SETTING: min(writes, key=writes.__getitem__), READ_SETTING: min(reads, key=reads.__getitem__)}
+    os.environ.update(settled)
+    return {"raw disk writes (threads x bytes)": settled[WRITE_SETTING], "reads": settled[READ_SETTING]}
+
+
+def tell(line: str) -> None:
+    """Says how far the run is, beside the report."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _run_worker(contender: str, workload: str, operation: str, path: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.worker", contender, workload, operation, str(path)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    if finished.returncode:
+        raise RuntimeError(f"{contender}, {operation} of {workload} failed:\n{finished.stderr}")
+    measured = json.loads(finished.stdout.splitlines()[-1])
+    assert isinstance(measured, dict)
+    return measured
+
+
+def _timed(action: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def _brief(measured: Mapping[str, Any]) -> str:
+    seconds = {k.removesuffix("_seconds"): v for k, v in measured.items() if k.endswith("_seconds")}
+    return ", ".join(f"{metric} {value:.4f} s" for metric, value in seconds.items())
