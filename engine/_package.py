@@ -1,1 +1,131 @@
-"""holdfast keeps the state of training runs safe."""
+"""holdfast keeps the state of training runs safe.
+
+>>> import tempfile, numpy as np
+>>> import holdfast as hf
+>>> with tempfile.TemporaryDirectory() as directory:
+...     report = hf.save(f"{directory}/ckpt", {"w": np.arange(3), "step": 7})
+...     hf.load(f"{directory}/ckpt")
+{'w': array([0, 1, 2]), 'step': 7}
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .engine.api import load as load
+    from .engine.api import save as save
+    from .engine.checkpointer import AsyncCheckpointer as AsyncCheckpointer
+    from .engine.checkpointer import Checkpointer as Checkpointer
+    from .engine.checkpointer import PyTreeCheckpointer as PyTreeCheckpointer
+    from .engine.clock import Clock as Clock
+    from .engine.clock import SystemClock as SystemClock
+    from .engine.errors import CheckpointExistsError as CheckpointExistsError
+    from .engine.errors import CheckpointNotFoundError as CheckpointNotFoundError
+    from .engine.errors import DamagedCheckpointError as DamagedCheckpointError
+    from .engine.errors import FormatVersionError as FormatVersionError
+    from .engine.errors import HoldfastError as HoldfastError
+    from .engine.errors import InvalidLocationError as InvalidLocationError
+    from .engine.errors import NoWholeCheckpointError as NoWholeCheckpointError
+    from .engine.errors import ObjectNotFoundError as ObjectNotFoundError
+    from .engine.errors import OptionError as OptionError
+    from .engine.errors import OwnershipError as OwnershipError
+    from .engine.errors import SaveFailedError as SaveFailedError
+    from .engine.errors import StateError as StateError
+    from .engine.errors import StorageConflictError as StorageConflictError
+    from .engine.errors import StorageError as StorageError
+    from .engine.errors import StorageFullError as StorageFullError
+    from .engine.errors import StoragePermissionError as StoragePermissionError
+    from .engine.errors import StorageUnavailableError as StorageUnavailableError
+    from .engine.errors import TreeMismatchError as TreeMismatchError
+    from .engine.errors import UnsupportedLeafError as UnsupportedLeafError
+    from .engine.handlers import AsyncCheckpointHandler as AsyncCheckpointHandler
+    from .engine.handlers import CheckpointHandler as CheckpointHandler
+    from .engine.handlers import JsonCheckpointHandler as JsonCheckpointHandler
+    from .engine.handlers import PyTreeCheckpointHandler as PyTreeCheckpointHandler
+    from .engine.handlers import SaveFuture as SaveFuture
+    from .engine.inspection import CheckpointSummary as CheckpointSummary
+    from .engine.inspection import CheckpointVerification as CheckpointVerification
+    from .engine.inspection import LeafSummary as LeafSummary
+    from .engine.inspection import VerifyReport as VerifyReport
+    from .engine.inspection import describe as describe
+    from .engine.inspection import list_checkpoints as list_checkpoints
+    from .engine.inspection import verify as verify
+    from .engine.loading import LeafMetadata as LeafMetadata
+    from .engine.manager import CheckpointManager as CheckpointManager
+    from .engine.manager import Restored as Restored
+    from .engine.options import CheckpointManagerOptions as CheckpointManagerOptions
+    from .engine.plan import Layout as Layout
+    from .engine.policy import Decision as Decision
+    from .engine.report import SaveReport as SaveReport
+    from .engine.storage import Location as Location
+    from .engine.storage import as_location as as_location
+
+# Loaded when first asked for, so that importing the package costs next to nothing.
+_HOMES = {
+    "api": ("load", "save"),
+    "checkpointer": ("AsyncCheckpointer", "Checkpointer", "PyTreeCheckpointer"),
+    "clock": ("Clock", "SystemClock"),
+    "errors": (
+        "CheckpointExistsError",
+        "CheckpointNotFoundError",
+        "DamagedCheckpointError",
+        "FormatVersionError",
+        "HoldfastError",
+        "InvalidLocationError",
+        "NoWholeCheckpointError",
+        "ObjectNotFoundError",
+        "OptionError",
+        "OwnershipError",
+        "SaveFailedError",
+        "StateError",
+        "StorageConflictError",
+        "StorageError",
+        "StorageFullError",
+        "StoragePermissionError",
+        "StorageUnavailableError",
+        "TreeMismatchError",
+        "UnsupportedLeafError",
+    ),
+    "handlers": (
+        "AsyncCheckpointHandler",
+        "CheckpointHandler",
+        "JsonCheckpointHandler",
+        "PyTreeCheckpointHandler",
+        "SaveFuture",
+    ),
+    "inspection": (
+        "CheckpointSummary",
+        "CheckpointVerification",
+        "LeafSummary",
+        "VerifyReport",
+        "describe",
+        "list_checkpoints",
+        "verify",
+    ),
+    "loading": ("LeafMetadata",),
+    "manager": ("CheckpointManager", "Restored"),
+    "options": ("CheckpointManagerOptions",),
+    "plan": ("Layout",),
+    "policy": ("Decision",),
+    "report": ("SaveReport",),
+    "storage": ("Location", "as_location"),
+}
+_MODULES = {name: module for module, names in _HOMES.items() for name in names}
+
+__version__ = "0.1.0"
+__all__ = sorted(_MODULES)  # noqa: PLE0605 - a list, made of the table above
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".engine.{module}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,195 @@
+"""Saves and restores one object at one path, atomically; at once or in the background."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from .background import BackgroundSave
+from .clock import Clock, SystemClock
+from .commit import read_record
+from .errors import StateError
+from .handlers import AsyncCheckpointHandler, CheckpointHandler, PyTreeCheckpointHandler
+from .record import CheckpointRecord, ItemRecord
+from .report import SaveReport
+from .saving import ItemToSave, Save
+from .storage import Location, as_location
+
+Place = str | os.PathLike[str] | Location
+"""A path, a URL (``file://``, ``memory://``, ``s3://``, ``gs://``) or a :class:`~holdfast.Location`."""
+
+ITEM = "state"
+"""Name of the item of a checkpoint that has only one."""
+
+
+class Checkpointer:
+    """Saves one object at a time: when ``save`` returns, the checkpoint is durable.
+
+    Args:
+        handler: What knows the object's kind.
+        clock: Where the time of the commit comes from.
+
+    >>> import tempfile, numpy as np
+    >>> checkpointer = Checkpointer(PyTreeCheckpointHandler())
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     _ = checkpointer.save(f"{directory}/one", {"weights": np.ones(3)})
+    ...     checkpointer.restore(f"{directory}/one")
+    {'weights': array([1., 1., 1.])}
+    """
+
+    background = False
+
+    def __init__(self, handler: CheckpointHandler, *, clock: Clock | None = None) -> None:
+        self.handler = handler
+        self._clock = clock or SystemClock()
+
+    def save(self, path: Place, item: Any, *, force: bool = False, **kwargs: Any) -> SaveReport | None:
+        """Saves an object.
+
+        Args:
+            path: Where; nothing may be there yet.
+            item: The object.
+            force: Replace a checkpoint that is there. A crash leaves the old one or the new one, whole.
+            **kwargs: Further arguments for the handler.
+
+        Returns:
+            What it cost.
+
+        Raises:
+            CheckpointExistsError: Something is there already.
+            UnsupportedLeafError: The object cannot be saved; nothing was written.
+            StorageError: The storage refused; nothing is left behind.
+        """
+        return self._begin(path, item, force, kwargs).complete()[1]
+
+    def restore(self, path: Place, item: Any = None, **kwargs: Any) -> Any:
+        """Reads an object back.
+
+        Args:
+            path: Where it was saved.
+            item: What to restore into or after, if the handler uses that: a template, for trees.
+            **kwargs: Further arguments for the handler.
+
+        Returns:
+            The object.
+
+        Raises:
+            CheckpointNotFoundError: Nothing was committed there.
+            DamagedCheckpointError: What is there does not verify.
+        """
+        location, saved = self._item(path)
+        return self.handler.restore(location, item, files=saved.files, **kwargs)
+
+    def structure(self, path: Place) -> Any:
+        """Returns what a saved object looks like without reading its data.
+
+        Args:
+            path: Where it was saved.
+        """
+        location, saved = self._item(path)
+        return self.handler.structure(location, files=saved.files)
+
+    def _begin(self, path: Place, item: Any, force: bool, kwargs: Mapping[str, Any]) -> Save:
+        return Save(
+            as_location(path),
+            {ITEM: ItemToSave(self.handler, item, self.background, kwargs)},
+            overwrite=force,
+            record=lambda items: CheckpointRecord(items=items, time=self._clock.now()),
+        )
+
+    def _item(self, path: Place) -> tuple[Location, ItemRecord]:
+        location = as_location(path)
+        items = read_record(location).items
+        if ITEM not in items:
+            raise StateError(
+                f"{location}: this checkpoint has the items {', '.join(sorted(items))}; "
+                "restore it with a CheckpointManager, or with hf.load(path, item=...)"
+            )
+        return location / items[ITEM].folder, items[ITEM]
+
+
+class AsyncCheckpointer(Checkpointer):
+    """Like :class:`Checkpointer`, but ``save`` returns as soon as the object may change again.
+
+    One save at a time: the next one waits for the last. An error of a save is raised once: by the next ``save`` (which
+    is done nevertheless), by ``wait_until_finished``, by ``check_for_errors`` or by ``close``.
+
+    Args:
+        handler: What knows the object's kind.
+        timeout_secs: How long waiting for a save may take, in seconds, before it is an error.
+        clock: Where the time of the commit comes from.
+    """
+
+    background = True
+
+    def __init__(
+        self, handler: AsyncCheckpointHandler, *, timeout_secs: float = 3600.0, clock: Clock | None = None
+    ) -> None:
+        if not isinstance(handler, AsyncCheckpointHandler):
+            raise TypeError(
+                f"{type(handler).__name__} cannot save in the background: use Checkpointer, "
+                "or derive the handler from AsyncCheckpointHandler"
+            )
+        super().__init__(handler, clock=clock)
+        self._save = BackgroundSave(timeout_secs)
+
+    def save(self, path: Place, item: Any, *, force: bool = False, **kwargs: Any) -> None:
+        """Takes a snapshot of an object and saves it in the background.
+
+        Args:
+            path: Where; nothing may be there yet.
+            item: The object; it may change as soon as this returns.
+            force: Replace a checkpoint that is there.
+            **kwargs: Further arguments for the handler.
+
+        Raises:
+            SaveFailedError: The save before this one failed; this one is under way nevertheless.
+        """
+        self._save.join()
+        save = self._begin(path, item, force, kwargs)
+        earlier = self._save.take_error()
+        self._save.start(lambda: _ignore(save.complete()), what=str(as_location(path)))
+        if earlier is not None:
+            raise earlier
+
+    def restore(self, path: Place, item: Any = None, **kwargs: Any) -> Any:
+        """Reads an object back, after waiting for the save that is under way."""
+        self._save.join()
+        return super().restore(path, item, **kwargs)
+
+    def wait_until_finished(self) -> None:
+        """Waits for the save that is under way. Raises SaveFailedError if it failed."""
+        self._save.wait()
+
+    def check_for_errors(self) -> None:
+        """Raises SaveFailedError if a save has failed that was not told yet; does not wait."""
+        self._save.check()
+
+    def close(self) -> None:
+        """Waits for the save that is under way. Raises SaveFailedError if it failed."""
+        self._save.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class PyTreeCheckpointer(Checkpointer):
+    """A :class:`Checkpointer` for trees of arrays.
+
+    Args:
+        clock: Where the time of the commit comes from.
+    """
+
+    def __init__(self, *, clock: Clock | None = None) -> None:
+        super().__init__(PyTreeCheckpointHandler(), clock=clock)
+
+
+def _ignore(_: object) -> None:
+    """Background work returns nothing."""

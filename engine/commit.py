@@ -1,0 +1,203 @@
+"""How one checkpoint comes into being, is replaced, and goes: the commit protocol.
+
+A save puts a marker into the checkpoint's directory, writes its items into folders of their own, makes all of it
+durable, and writes the commit record last, in one atomic step. A crash before that leaves what was there before. To
+replace a checkpoint, the new items go into folders with new names beside the old ones; the record decides which count.
+To delete one, its record is turned into a marker first. Whatever carries a marker and no record may be removed;
+directories without either are somebody else's and are never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import uuid
+from collections.abc import Iterable, Iterator
+
+from .errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    ObjectNotFoundError,
+    StorageError,
+)
+from .record import DELETED, PARTIAL, RECORD, CheckpointRecord
+from .storage import Location
+
+_logger = logging.getLogger("holdfast")
+
+_RECORD_LIMIT = 256 << 20  # bytes; a record names files, not leaves
+
+
+def read_record(location: Location) -> CheckpointRecord:
+    """Reads the commit record of a checkpoint.
+
+    Args:
+        location: The checkpoint's directory.
+
+    Returns:
+        The record.
+
+    Raises:
+        CheckpointNotFoundError: There is none: nothing was committed here.
+        DamagedCheckpointError: It does not verify.
+        FormatVersionError: A newer version of holdfast wrote it.
+    """
+    place = location / RECORD
+    try:
+        data = place.read_bytes(limit=_RECORD_LIMIT)
+    except ObjectNotFoundError as error:
+        raise CheckpointNotFoundError(f"{location}: no checkpoint here (there is no {RECORD})") from error
+    return CheckpointRecord.decode(data, source=str(place))
+
+
+def write_record(location: Location, record: CheckpointRecord) -> None:
+    """Writes or replaces the commit record, atomically and durably.
+
+    Args:
+        location: The checkpoint's directory.
+        record: The record.
+    """
+    (location / RECORD).write_bytes(record.encode())
+
+
+class PendingCheckpoint:
+    """A checkpoint that is being written and does not exist yet.
+
+    Args:
+        location: Its directory.
+        items: Names of its items.
+        overwrite: Whether a checkpoint that is there may be replaced.
+
+    Raises:
+        CheckpointExistsError: A checkpoint is there and must not be replaced, or the directory holds something else.
+
+    Attributes:
+        folders: The folder of every item, by the item's name.
+    """
+
+    def __init__(self, location: Location, items: Iterable[str], *, overwrite: bool) -> None:
+        self.location = location
+        taken = {entry.name for entry in location.entries()}
+        self._old = self._replaceable(taken, overwrite=overwrite)
+        unique = uuid.uuid4().hex[:8]
+        self.folders = {name: location / (f"{name}.{unique}" if name in taken else name) for name in items}
+        self._begun = False
+
+    def begin(self) -> None:
+        """Makes the folders, and marks the directory so that a crash leaves nothing unexplained; done once."""
+        if self._begun:
+            return
+        self.location.make_directory()
+        self._begun = True
+        marker = json.dumps({"format": "holdfast", "folders": [folder.name for folder in self.folders.values()]})
+        (self.location / PARTIAL).write_bytes(marker.encode(), atomic=False)
+        for folder in self.folders.values():
+            folder.make_directory()
+
+    def _replaceable(self, taken: set[str], *, overwrite: bool) -> frozenset[str]:
+        """Returns the folders of the checkpoint that will be replaced."""
+        if RECORD in taken:
+            if not overwrite:
+                raise CheckpointExistsError(
+                    f"{self.location}: a checkpoint is there already; choose another path, or replace it "
+                    "(hf.save(..., overwrite=True), or force=True)"
+                )
+            try:
+                old = read_record(self.location)
+            except DamagedCheckpointError:
+                return frozenset()  # which folders were its own is not known any more
+            return frozenset({item.folder for item in old.items.values()} | set(old.replaced))
+        if taken and not {PARTIAL, DELETED} & taken:
+            raise CheckpointExistsError(
+                f"{self.location}: the directory is not empty and is not a checkpoint (it holds {min(taken)!r}); "
+                "choose another path"
+            )
+        return frozenset()
+
+    def commit(self, record: CheckpointRecord) -> None:
+        """Makes the checkpoint exist; its items must be durable.
+
+        Args:
+            record: What it holds; this adds which folders it replaces.
+        """
+        self.location.sync_directory()
+        self.location.parent.sync_directory()
+        replaced = tuple(sorted(self._old - {folder.name for folder in self.folders.values()}))
+        write_record(self.location, dataclasses.replace(record, replaced=replaced))
+        with _leftover(self.location):
+            (self.location / PARTIAL).remove()
+            (self.location / DELETED).remove()
+            for folder in replaced:
+                (self.location / folder).remove_tree()
+
+    def abort(self) -> None:
+        """Removes what was written; the checkpoint that was to be replaced, if any, stays as it was."""
+        if not self._begun:
+            return
+        with _leftover(self.location):
+            for folder in self.folders.values():
+                folder.remove_tree()
+            if any(entry.name == RECORD for entry in self.location.entries()):
+                (self.location / PARTIAL).remove()
+            else:
+                self.location.remove_tree(last=PARTIAL)
+
+
+def delete_checkpoint(location: Location) -> None:
+    """Deletes a checkpoint: its record first, so that it is gone at once, then its data.
+
+    Args:
+        location: The checkpoint's directory.
+    """
+    with contextlib.suppress(ObjectNotFoundError):
+        (location / RECORD).rename(DELETED)
+    location.remove_tree(last=DELETED)
+
+
+def sweep(location: Location) -> bool:
+    """Removes what interrupted saves and deletions have left in a checkpoint's directory.
+
+    Args:
+        location: The checkpoint's directory.
+
+    Returns:
+        Whether the directory is gone, as no committed checkpoint was in it.
+    """
+    names = {entry.name for entry in location.entries()}
+    if not {PARTIAL, DELETED} & names:
+        return False
+    if RECORD not in names:
+        _logger.info("%s: removing what an interrupted save or deletion has left", location)
+        location.remove_tree(last=DELETED if DELETED in names else PARTIAL)
+        return True
+    try:
+        record = read_record(location)
+    except DamagedCheckpointError:
+        return False  # nothing is removed beside a record that cannot be read: a person may want to look
+    live = {item.folder for item in record.items.values()}
+    for folder in ({*_marked_folders(location), *record.replaced} & names) - live:
+        (location / folder).remove_tree()
+    (location / PARTIAL).remove()
+    (location / DELETED).remove()
+    return False
+
+
+def _marked_folders(location: Location) -> list[str]:
+    try:
+        found = json.loads((location / PARTIAL).read_bytes(limit=1 << 20))
+        folders = found["folders"]
+    except (StorageError, DamagedCheckpointError, ValueError, KeyError, TypeError):
+        return []
+    return [folder for folder in folders if isinstance(folder, str)] if isinstance(folders, list) else []
+
+
+@contextlib.contextmanager
+def _leftover(location: Location) -> Iterator[None]:
+    """Tidying up after the fact must not turn a success, or the real error, into another error."""
+    try:
+        yield
+    except StorageError as error:
+        _logger.warning("%s: could not tidy up, the next run will: %s", location, error)

@@ -1,0 +1,285 @@
+"""What is in an item, and how it gets into its folder and out again.
+
+A handler knows one kind of object. It is not concerned with atomicity or threads: a
+:class:`~holdfast.Checkpointer` or a :class:`~holdfast.CheckpointManager` calls it and commits what it wrote.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import functools
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from .errors import DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
+from .format import crc32c, decode_document, encode_document
+from .loading import load_tree, tree_metadata
+from .plan import Layout
+from .reader import TreeReader
+from .record import FileRecord
+from .staging import StagingBuffer
+from .storage import Location
+from .tree import describe, flatten
+from .writer import HostTree, write_tree
+
+T = TypeVar("T")
+
+Files = Mapping[str, FileRecord]
+"""The files of an item by their path in its folder, as the commit record lists them."""
+
+
+class SaveFuture(Protocol):
+    """The part of a save that can happen later, on another thread."""
+
+    def result(self, timeout: float | None = None) -> Files | None:
+        """Completes that part; returns the files written, if the handler knows them."""
+        ...
+
+
+class CheckpointHandler(abc.ABC):
+    """Saves and restores one kind of object, in a folder that is its own.
+
+    Attributes:
+        kind: How the commit record names what this handler writes.
+    """
+
+    kind = "files"
+
+    @abc.abstractmethod
+    def save(self, directory: Location, item: Any, **kwargs: Any) -> Files | None:
+        """Writes an item into a folder.
+
+        Args:
+            directory: An empty folder. It can be used as a path when it is on a file system.
+            item: What to save.
+            **kwargs: ``save_kwargs`` of the caller.
+
+        Returns:
+            The files, if they are durable already; None leaves it to the caller to find them and make them so.
+        """
+
+    @abc.abstractmethod
+    def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
+        """Reads an item back.
+
+        Args:
+            directory: The folder.
+            item: What to restore into or after, if the handler uses that.
+            files: What the commit record says about the folder, to check against.
+            **kwargs: ``restore_kwargs`` of the caller.
+
+        Returns:
+            The item.
+        """
+
+    def structure(self, directory: Location, *, files: Files | None = None) -> Any:
+        """Returns what the item looks like without reading its data, or None if the handler cannot tell."""
+        return None
+
+
+class AsyncCheckpointHandler(CheckpointHandler):
+    """A handler that can take a snapshot quickly and write it later."""
+
+    @abc.abstractmethod
+    async def async_save(self, directory: Location, item: Any, **kwargs: Any) -> list[SaveFuture] | None:
+        """Takes a snapshot of an item.
+
+        Args:
+            directory: An empty folder for it.
+            item: What to save; it may change as soon as this returns.
+            **kwargs: ``save_kwargs`` of the caller.
+
+        Returns:
+            Futures whose ``result()`` completes the save, called one after the other on another thread.
+        """
+
+    def save(self, directory: Location, item: Any, **kwargs: Any) -> Files | None:
+        """Takes the snapshot and writes it at once."""
+        return finish(run_coroutine(self.async_save(directory, item, **kwargs)))
+
+
+class PreparedCheckpointHandler(AsyncCheckpointHandler):
+    """A handler whose snapshot needs no folder: whatever is wrong with an item shows before anything is written."""
+
+    @abc.abstractmethod
+    def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> Callable[[Location], Files]:
+        """Makes an item ready to be written.
+
+        Args:
+            item: What to save.
+            snapshot: Whether it may change between this call and the writing. A handler may reuse the memory of its
+                last snapshot, so that one has to be written, or given up, before the next is taken.
+            **kwargs: ``save_kwargs`` of the caller.
+
+        Returns:
+            A function that writes it into a folder, durably, and returns the files.
+        """
+
+    def save(self, directory: Location, item: Any, **kwargs: Any) -> Files:
+        """Writes an item at once."""
+        return self.prepare(item, snapshot=False, **kwargs)(directory)
+
+    async def async_save(self, directory: Location, item: Any, **kwargs: Any) -> list[SaveFuture] | None:
+        """Takes a snapshot of an item; the one future that is returned writes it."""
+        return [_Later(functools.partial(self.prepare(item, snapshot=True, **kwargs), directory))]
+
+
+class PyTreeCheckpointHandler(PreparedCheckpointHandler):
+    """Saves trees: containers of arrays of any library, scalars, text and bytes.
+
+    Args:
+        layout: Sizes of chunks, segments and data files.
+    """
+
+    kind = "pytree"
+
+    def __init__(self, *, layout: Layout | None = None) -> None:
+        self._layout = layout or Layout()
+        self._staging = StagingBuffer()
+
+    def prepare(
+        self, item: Any, *, snapshot: bool, layout: Layout | None = None, **kwargs: Any
+    ) -> Callable[[Location], Files]:
+        """Makes a tree ready to be written.
+
+        Args:
+            item: The tree.
+            snapshot: Whether to copy arrays that can change. Those that cannot, such as jax's, are held, not copied.
+            layout: Sizes of chunks, segments and data files, instead of the handler's own.
+            **kwargs: None are known.
+
+        Returns:
+            A function that writes the tree into a folder.
+
+        Raises:
+            UnsupportedLeafError: A leaf cannot be saved; names every such leaf.
+        """
+        _no_arguments(self, kwargs)
+        flat = flatten(item)
+        leaves = describe(flat.names, flat.values)
+        if snapshot:
+            leaves = self._staging.snapshot(leaves)
+        tree = HostTree(flat.names, leaves, flat.structure)
+        return lambda directory: write_tree(directory, tree, layout or self._layout)
+
+    def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
+        """Reads a tree.
+
+        Args:
+            directory: The folder.
+            item: The template: its containers, array libraries, dtypes and shardings decide what is returned. None
+                returns the saved containers with numpy arrays.
+            files: What the commit record says about the folder.
+            **kwargs: ``select``: patterns of paths; only matching leaves are read.
+
+        Returns:
+            The tree.
+
+        Raises:
+            TreeMismatchError: Template and checkpoint differ; lists every leaf that does.
+            DamagedCheckpointError: What is stored does not verify.
+        """
+        return load_tree(TreeReader(directory, files), like=item, **kwargs)
+
+    def structure(self, directory: Location, *, files: Files | None = None) -> Any:
+        """Returns the tree with a description of every leaf in its place; no data is read."""
+        return tree_metadata(TreeReader(directory, files))
+
+
+class JsonCheckpointHandler(PreparedCheckpointHandler):
+    """Saves what JSON can hold: nested dictionaries and lists of text, numbers, booleans and None.
+
+    Args:
+        filename: The file's name in the item's folder.
+    """
+
+    kind = "json"
+
+    def __init__(self, filename: str = "data.json") -> None:
+        self._filename = filename
+
+    def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> Callable[[Location], Files]:
+        """Makes an item ready to be written. Raises UnsupportedLeafError if JSON cannot hold it."""
+        _no_arguments(self, kwargs)
+        try:
+            content = encode_document("json", {"data": item})
+        except (TypeError, ValueError) as error:
+            raise UnsupportedLeafError(
+                f"this item cannot be saved as JSON: {error}. Use PyTreeCheckpointHandler for arrays and other values"
+            ) from error
+
+        def write(directory: Location) -> Files:
+            (directory / self._filename).write_bytes(content, atomic=False)
+            directory.sync_directory()
+            return {self._filename: FileRecord(len(content), crc32c(content))}
+
+        return write
+
+    def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
+        """Reads the item back; ``item`` is not needed."""
+        _no_arguments(self, kwargs)
+        place = directory / self._filename
+        try:
+            content = place.read_bytes()
+        except ObjectNotFoundError as error:
+            raise DamagedCheckpointError(f"{place} is missing: the checkpoint is not whole") from error
+        return decode_document(content, "json", source=str(place)).get("data")
+
+    def structure(self, directory: Location, *, files: Files | None = None) -> Any:
+        """Returns the item itself: reading it costs no more than describing it."""
+        return self.restore(directory, files=files)
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine to its end, also where an event loop runs already (as in a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(asyncio.run(coroutine))
+        except BaseException as error:  # handed to the caller
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="holdfast-snapshot")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def finish(futures: Sequence[SaveFuture] | None) -> Files | None:
+    """Completes a save; returns its files if every future knows its own."""
+    found: dict[str, FileRecord] = {}
+    known = bool(futures)
+    for future in futures or ():
+        files = future.result()
+        known = known and files is not None
+        found.update(files or {})
+    return found if known else None
+
+
+class _Later:
+    """Work that is done when its result is asked for, once."""
+
+    def __init__(self, work: Callable[[], Files]) -> None:
+        self._work: Callable[[], Files] | None = work
+        self._files: Files | None = None
+
+    def result(self, timeout: float | None = None) -> Files | None:
+        if self._work is not None:
+            self._files = self._work()
+            self._work = None  # lets go of the snapshot
+        return self._files
+
+
+def _no_arguments(handler: CheckpointHandler, kwargs: Mapping[str, Any]) -> None:
+    if kwargs:
+        raise TypeError(f"{type(handler).__name__} does not know these arguments: {', '.join(sorted(kwargs))}")

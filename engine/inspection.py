@@ -1,0 +1,298 @@
+"""What is in a directory of checkpoints, and whether it is whole: data for people's and programs' eyes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .api import find_checkpoint, step_index
+from .checkpointer import Place
+from .commit import read_record
+from .database import Problem
+from .directory import stored_options
+from .errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, HoldfastError
+from .format import crc32c
+from .policy import reasons
+from .reader import SavedLeaf, TreeReader
+from .record import RECORD, CheckpointRecord, ItemRecord
+from .storage import Location, as_location
+from .tree import display
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSummary:
+    """One step of a directory.
+
+    Attributes:
+        step: The step.
+        path: Its directory.
+        time: When it was committed, in seconds since 1970-01-01 UTC; None if it is damaged.
+        bytes: Bytes of all its files.
+        metrics: The metrics stored with it, or None.
+        reason: Why it was saved.
+        kept: Why it is kept, as far as that is known.
+        damage: What is wrong with it at first sight (its record, missing or truncated files), or None.
+    """
+
+    step: int
+    path: str
+    time: float | None
+    bytes: int
+    metrics: Mapping[str, Any] | None
+    reason: str
+    kept: tuple[str, ...]
+    damage: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafSummary:
+    """One leaf of a checkpoint.
+
+    Attributes:
+        item: The item it belongs to.
+        path: Its path in the tree, such as ``params/Dense_0/kernel``.
+        kind: What it was: ``"jax"``, ``"numpy"``, ``"torch"``, ``"key"``, ``"int"``, ``"str"``, ...
+        shape: Its shape; ``()`` for a value that is no array.
+        dtype: The name of its element type, or None for a value that is no array.
+        sharding: How it was spread over devices, or ``""``.
+        bytes: Bytes of its elements.
+        value: The value of a leaf that is no array, shortened; None for arrays.
+    """
+
+    item: str
+    path: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str | None
+    sharding: str
+    bytes: int
+    value: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointVerification:
+    """What reading a whole checkpoint has shown.
+
+    Attributes:
+        step: Its step, or None outside a manager's directory.
+        path: Its directory.
+        bytes: Bytes that were read and checked.
+        problems: What is wrong; empty if it is whole.
+    """
+
+    step: int | None
+    path: str
+    bytes: int
+    problems: tuple[Problem, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What reading whole checkpoints has shown.
+
+    Attributes:
+        checkpoints: One entry for each, in ascending order of steps.
+    """
+
+    checkpoints: tuple[CheckpointVerification, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Returns whether all of them are whole."""
+        return not any(checkpoint.problems for checkpoint in self.checkpoints)
+
+
+def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
+    """Lists the steps of a directory; reads only their records and looks at the sizes of their files.
+
+    Args:
+        directory: A manager's directory.
+
+    Returns:
+        The steps in ascending order, damaged ones among them.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing at this path.
+    """
+    location = as_location(directory)
+    if not location.exists():
+        raise CheckpointNotFoundError(f"{location}: there is nothing at this path")
+    index = step_index(location)
+    options = stored_options(location)
+    kept = reasons(index.infos(), options.rules()) if options is not None else {}
+    found = {
+        step: CheckpointSummary(
+            step=step,
+            path=str(index.location(step)),
+            time=None,
+            bytes=0,
+            metrics=None,
+            reason="",
+            kept=(),
+            damage=what,
+        )
+        for step, what in index.damage.items()
+    }
+    for step in index.steps():
+        record = index.record(step)
+        found[step] = CheckpointSummary(
+            step=step,
+            path=str(index.location(step)),
+            time=record.time,
+            bytes=record.nbytes,
+            metrics=record.metrics,
+            reason=record.reason,
+            kept=kept.get(step, ()),
+            damage=next((f"{p.file}: {p.what}" for p in _file_problems(index.location(step), record)), None),
+        )
+    return [found[step] for step in sorted(found)]
+
+
+def describe(path: Place, step: int | None = None) -> list[LeafSummary]:
+    """Describes every leaf of a checkpoint without reading its data.
+
+    Args:
+        path: A checkpoint, or a directory of steps.
+        step: Which step of such a directory; None is the newest.
+
+    Returns:
+        The leaves, item by item, in the order of the trees.
+
+    Raises:
+        CheckpointNotFoundError: There is no such checkpoint.
+        DamagedCheckpointError: Its structure does not verify.
+    """
+    location = find_checkpoint(as_location(path), step)
+    found: list[LeafSummary] = []
+    for name, item in read_record(location).items.items():
+        if item.kind == "pytree":
+            reader = TreeReader(location / item.folder, item.files)
+            found.extend(_leaf_summary(name, leaf) for leaf in reader.leaves)
+        else:
+            found.extend(
+                LeafSummary(
+                    item=name,
+                    path=file,
+                    kind=item.kind,
+                    shape=(),
+                    dtype=None,
+                    sharding="",
+                    bytes=known.size,
+                    value=None,
+                )
+                for file, known in item.files.items()
+            )
+    return found
+
+
+def verify(path: Place, step: int | None = None) -> VerifyReport:
+    """Reads a checkpoint, or all of a directory, and checks every byte.
+
+    Args:
+        path: A checkpoint, or a directory of steps.
+        step: Which step of such a directory; None is all of them.
+
+    Returns:
+        What is wrong, file by file and leaf by leaf.
+
+    Raises:
+        CheckpointNotFoundError: There is no such checkpoint.
+    """
+    location = as_location(path)
+    if step is None and not (location / RECORD).exists():
+        index = step_index(location)
+        steps = sorted({*index.steps(), *index.damage})
+        if steps:
+            return VerifyReport(checkpoints=tuple(_verify(index.location(one), one) for one in steps))
+    return VerifyReport(checkpoints=(_verify(find_checkpoint(location, step), step),))
+
+
+def _verify(location: Location, step: int | None) -> CheckpointVerification:
+    try:
+        record = read_record(location)
+        if step is not None and record.step != step:
+            raise DamagedCheckpointError(f"it was written for step {record.step}")
+    except (DamagedCheckpointError, FormatVersionError) as error:
+        problems = [Problem(RECORD, "", str(error))]
+        return CheckpointVerification(step=step, path=str(location), bytes=0, problems=tuple(problems))
+    problems = []
+    for name, item in record.items.items():
+        for problem in _verify_item(location / item.folder, item):
+            leaf = problem.leaf if len(record.items) == 1 or not problem.leaf else f"{name}: {problem.leaf}"
+            problems.append(Problem(f"{item.folder}/{problem.file}", leaf, problem.what))
+    return CheckpointVerification(step=record.step, path=str(location), bytes=record.nbytes, problems=tuple(problems))
+
+
+def _verify_item(folder: Location, item: ItemRecord) -> list[Problem]:
+    if item.kind != "pytree":
+        return [problem for file in item.files if (problem := _digest_problem(folder, file, item)) is not None]
+    try:
+        return TreeReader(folder, item.files).verify()
+    except HoldfastError as error:  # the structure itself: say which files differ, or else what the reader said
+        found = [problem for file in item.files if (problem := _digest_problem(folder, file, item)) is not None]
+        return found or [Problem("", "", str(error))]
+
+
+def _digest_problem(folder: Location, file: str, item: ItemRecord) -> Problem | None:
+    known = item.files[file]
+    try:
+        with (folder / file).open_data() as data:
+            if data.size != known.size:
+                return Problem(file, "", f"expected {known.size} bytes, found {data.size}")
+            if known.crc32c is not None:
+                found = crc32c(data.read(0, data.size))
+                if found != known.crc32c:
+                    return Problem(file, "", f"expected crc32c {known.crc32c:08x}, found {found:08x}")
+    except HoldfastError as error:
+        return Problem(file, "", str(error))
+    return None
+
+
+def _file_problems(location: Location, record: CheckpointRecord) -> Iterator[Problem]:
+    """Compares the sizes of a checkpoint's files with its record."""
+    for item in record.items.values():
+        sizes = _sizes(location / item.folder)
+        for file, known in item.files.items():
+            path = f"{item.folder}/{file}"
+            if file not in sizes:
+                yield Problem(path, "", "missing")
+            elif sizes[file] not in (known.size, None):
+                yield Problem(path, "", f"expected {known.size} bytes, found {sizes[file]}")
+
+
+def _sizes(folder: Location, prefix: str = "") -> dict[str, int | None]:
+    found: dict[str, int | None] = {}
+    for entry in folder.entries():
+        if entry.is_directory:
+            found.update(_sizes(folder / entry.name, f"{prefix}{entry.name}/"))
+        else:
+            found[prefix + entry.name] = entry.size
+    return found
+
+
+def _leaf_summary(item: str, leaf: SavedLeaf) -> LeafSummary:
+    saved = leaf.saved
+    value = saved.details.get("value")
+    return LeafSummary(
+        item=item,
+        path=display(leaf.name),
+        kind=saved.kind,
+        shape=saved.shape or (),
+        dtype=None if saved.dtype is None else str(saved.dtype),
+        sharding=_sharding_text(saved.details.get("sharding")),
+        bytes=leaf.nbytes,
+        value=None if saved.dtype is not None else saved.kind if value is None else f"{value!r:.60}",
+    )
+
+
+def _sharding_text(sharding: Any) -> str:
+    if not isinstance(sharding, dict):
+        return ""
+    if sharding.get("type") == "NamedSharding":
+        mesh = sharding.get("mesh")
+        axes = mesh.get("axes") if isinstance(mesh, dict) else None
+        shown = ", ".join(f"{axis[0]}={axis[1]}" for axis in axes or [] if isinstance(axis, list) and len(axis) == 2)
+        return f"{json.dumps(sharding.get('spec'))} over ({shown})"
+    return str(sharding.get("device") or sharding.get("type") or "")

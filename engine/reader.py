@@ -1,0 +1,163 @@
+"""Reads one PyTree item back: the tree's structure first, then the leaves that are asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .database import ArrayDatabase, Problem
+from .errors import DamagedCheckpointError, HoldfastError
+from .format import ArrayMetadata, decode_document, dtype_from_name
+from .record import FileRecord
+from .storage import Location
+from .tree import Saved, display, from_document
+from .writer import TREE, TREE_KIND
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLeaf:
+    """One leaf of a checkpoint, before any data is read.
+
+    Attributes:
+        name: Its storage name.
+        saved: What the checkpoint says about it.
+    """
+
+    name: str
+    saved: Saved
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes of its array's elements; 0 for a plain value."""
+        dtype, shape = self.saved.dtype, self.saved.shape
+        return 0 if dtype is None or shape is None else math.prod(shape) * dtype.itemsize
+
+
+class TreeReader:
+    """A PyTree item, opened for reading.
+
+    Args:
+        location: The item's folder.
+        files: What the commit record says about its files, or None where there is none to compare with.
+
+    Raises:
+        DamagedCheckpointError: The structure or the index is missing or does not verify.
+        FormatVersionError: A newer version of holdfast wrote it.
+
+    Attributes:
+        location: The item's folder.
+        skeleton: The containers.
+        leaves: The leaves, in the order of the tree.
+    """
+
+    def __init__(self, location: Location, files: Mapping[str, FileRecord] | None = None) -> None:
+        self.location = location
+        self._files = files or {}
+        self._database = ArrayDatabase(location, files)
+        document = decode_document(self._database.read_file(TREE), TREE_KIND, source=str(location / TREE))
+        names, details, self.skeleton = from_document(_tree_of(document, location))
+        self.leaves = [self._leaf(name, detail) for name, detail in zip(names, details, strict=True)]
+
+    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+        """Reads leaves.
+
+        Args:
+            leaves: Some of :attr:`leaves`.
+
+        Returns:
+            For every one its array, with the saved shape and element type, writable and the caller's own; None for a
+            plain value.
+
+        Raises:
+            DamagedCheckpointError: A chunk is missing or does not verify; names the leaf and the file.
+        """
+        arrays = [leaf for leaf in leaves if leaf.saved.dtype is not None]
+        values, problems = self._database.read([leaf.name for leaf in arrays])
+        if problems:
+            lines = [f"  {display(p.leaf)}: {self.location / p.file}: {p.what}" for p in problems]
+            raise DamagedCheckpointError(
+                "\n".join(
+                    [
+                        f"{self.location} is damaged in {len({p.leaf for p in problems})} of its leaves; "
+                        "load another step, or load the others with select=",
+                        *lines[:20],
+                        *([f"  and {len(lines) - 20} more"] if len(lines) > 20 else []),
+                    ]
+                )
+            )
+        found = iter(values)
+        return [None if leaf.saved.dtype is None else _as_saved(next(found), leaf.saved) for leaf in leaves]
+
+    def verify(self) -> list[Problem]:
+        """Reads every file and chunk and checks it.
+
+        Returns:
+            What is wrong; empty when the item is whole. Leaves are given as people write them.
+        """
+        problems = [
+            Problem(path, "", what) for path, known in self._files.items() if (what := self._check(path, known))
+        ]
+        found = self._database.verify([leaf.name for leaf in self.leaves if leaf.saved.dtype is not None])
+        return problems + [problem._replace(leaf=display(problem.leaf)) for problem in found]
+
+    def _check(self, path: str, known: FileRecord) -> str:
+        """Compares a file with the commit record; returns what is wrong with it, or nothing."""
+        try:
+            if known.crc32c is not None:
+                self._database.read_file(path)
+                return ""
+            with (self.location / path).open_data() as file:
+                return "" if file.size == known.size else f"expected {known.size} bytes, found {file.size}"
+        except (HoldfastError, OSError) as error:
+            return str(error)
+
+    def _leaf(self, name: str, details: dict[str, Any]) -> SavedLeaf:
+        metadata = self._database.metadata(name)
+        if metadata is None:
+            if "value" in details or details.get("kind") == "none":
+                return SavedLeaf(name, Saved(details))
+            raise DamagedCheckpointError(f"{self.location}: the index holds no array for leaf {display(name)}")
+        dtype, shape = _logical(metadata, details)
+        if shape is None:
+            raise DamagedCheckpointError(
+                f"{self.location}: leaf {display(name)} is stored as {metadata.data_type}{list(metadata.shape)}, "
+                f"which does not hold elements of {dtype}"
+            )
+        return SavedLeaf(name, Saved(details, dtype, shape))
+
+
+def _tree_of(document: dict[str, Any], location: Location) -> dict[str, Any]:
+    tree = document.get("tree")
+    if not isinstance(tree, dict):
+        raise DamagedCheckpointError(f"{location / TREE} does not describe a tree")
+    return tree
+
+
+def _logical(metadata: ArrayMetadata, details: Mapping[str, Any]) -> tuple[np.dtype[Any], tuple[int, ...] | None]:
+    """Returns the dtype and shape that were saved; the shape is None where what is stored cannot hold them."""
+    stored = dtype_from_name(metadata.data_type)
+    dtype = dtype_from_name(details["dtype"]) if "dtype" in details else stored
+    if dtype == stored or dtype.newbyteorder("=") == stored:
+        return dtype, metadata.shape
+    # A type that zarr has no name for is stored as bytes, with one more axis for the bytes of an element.
+    fits = stored == np.uint8 and bool(metadata.shape) and metadata.shape[-1] == dtype.itemsize
+    return dtype, metadata.shape[:-1] if fits else None
+
+
+def _as_saved(array: NDArray[Any] | None, saved: Saved) -> NDArray[Any]:
+    """Returns an array as it was saved: bytes become elements again, and big endian stays big endian."""
+    assert array is not None
+    assert saved.dtype is not None
+    assert saved.shape is not None
+    if array.dtype == saved.dtype:
+        return array
+    if array.shape == saved.shape:
+        return array.astype(saved.dtype)
+    if saved.dtype.itemsize == 0:
+        return np.zeros(saved.shape, saved.dtype)
+    return array.reshape(-1).view(saved.dtype).reshape(saved.shape)

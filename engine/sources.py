@@ -1,0 +1,125 @@
+"""Turns host arrays into the bytes of chunks, with their checksums, in pieces small enough to stay in the cache."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .format import crc32c, extend
+from .plan import CHECKSUM_BYTES, ArraySpec, PlannedSegment, grid_of
+from .tree import Piece
+
+Bytes = NDArray[np.uint8]
+
+_STEP = 1 << 20  # a piece this large is still in the second-level cache when it is copied after its checksum was taken
+_SMALL = 64 << 10  # chunks up to this size are joined before they are handed on, to save a step for each
+
+
+class Source(NamedTuple):
+    """Where the values of one array come from.
+
+    Attributes:
+        spec: The array as it is stored.
+        dtype: Its element type as it is stored, little endian.
+        pieces: Host arrays that together cover it once; each already has the stored element type or differs
+            from it in byte order only.
+    """
+
+    spec: ArraySpec
+    dtype: np.dtype[np.generic]
+    pieces: Sequence[Piece]
+
+
+def segment_parts(segment: PlannedSegment, sources: Sequence[Source]) -> Iterator[Bytes]:
+    """Generates the bytes of one segment: chunks, checksums and the gaps between them.
+
+    Args:
+        segment: What to produce.
+        sources: The arrays, in the order in which they were planned.
+
+    Yields:
+        One-dimensional uint8 arrays of ``segment.size`` bytes in all. The memory behind each may change or vanish
+        as soon as the next is asked for.
+    """
+    position = segment.offset
+    joined: list[bytes] = []
+    waiting = 0
+    for chunk in segment.chunks:
+        source = sources[chunk.array]
+        gap = chunk.offset - position
+        data = _chunk_bytes(source, chunk.number)
+        full = source.spec.chunk_nbytes
+        position = chunk.offset + full + CHECKSUM_BYTES
+        if full <= _SMALL:
+            raw = data.tobytes() if len(data) == full else data.tobytes().ljust(full, b"\0")
+            joined += (bytes(gap), raw, struct.pack("<I", crc32c(raw)))
+            waiting += gap + full + CHECKSUM_BYTES
+            if waiting < _STEP:
+                continue
+            yield _join(joined)
+            joined, waiting = [], 0
+            continue
+        yield _join([*joined, bytes(gap)])
+        joined, waiting = [], 0
+        checksum = 0
+        for start in range(0, len(data), _STEP):
+            part = data[start : start + _STEP]
+            checksum = extend(checksum, part)
+            yield part
+        for start in range(len(data), full, _STEP):
+            part = np.zeros(min(_STEP, full - start), np.uint8)
+            checksum = extend(checksum, part)
+            yield part
+        yield _join([struct.pack("<I", checksum)])
+    if joined:
+        yield _join(joined)
+
+
+def _join(parts: list[bytes]) -> Bytes:
+    return np.frombuffer(b"".join(parts), np.uint8)
+
+
+def _chunk_bytes(source: Source, number: int) -> Bytes:
+    """Returns a chunk's bytes; a chunk at the end of its axis may come short of its full size."""
+    spec = source.spec
+    grid = grid_of(spec.shape, spec.chunk_shape)
+    place = np.unravel_index(number, grid) if grid else ()
+    starts = [int(i) * size for i, size in zip(place, spec.chunk_shape, strict=True)]
+    if len(source.pieces) == 1 and source.pieces[0].array.dtype == source.dtype:
+        array = source.pieces[0].array
+        if array.flags.c_contiguous:
+            flat = array.reshape(-1).view(np.uint8)
+            if math.prod(grid) == 1:
+                return flat
+            first = int(np.ravel_multi_index(starts, spec.shape)) * spec.itemsize
+            return flat[first : first + _rows_left(spec, starts) * spec.itemsize]
+    return _gather(source, starts)
+
+
+def _rows_left(spec: ArraySpec, starts: Sequence[int]) -> int:
+    """Returns how many elements of a chunk lie inside the array (chunks are cut along one axis only)."""
+    return math.prod(
+        min(size, limit - start) for size, limit, start in zip(spec.chunk_shape, spec.shape, starts, strict=True)
+    )
+
+
+def _gather(source: Source, starts: Sequence[int]) -> Bytes:
+    """Copies one chunk together from every piece that has a part of it."""
+    shape = source.spec.chunk_shape
+    chunk = np.zeros(shape, source.dtype)
+    for piece in source.pieces:
+        here, there = [], []
+        for start, size, begin, extent in zip(starts, shape, piece.start, piece.array.shape, strict=True):
+            low, high = max(start, begin), min(start + size, begin + extent)
+            if low >= high:
+                break
+            here.append(slice(low - start, high - start))
+            there.append(slice(low - begin, high - begin))
+        else:
+            chunk[tuple(here)] = piece.array[tuple(there)]
+    return chunk.reshape(-1).view(np.uint8)

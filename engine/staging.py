@@ -1,0 +1,79 @@
+"""Copies of arrays whose memory the training loop goes on writing to, in buffers that are used again and again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from .sources import Bytes
+from .storage import aligned_empty
+from .tree import ArrayLeaf, Piece, ValueLeaf
+
+_ALIGNMENT = 64
+
+
+class StagingBuffer:
+    """Memory for the snapshot of one tree; it grows to the largest tree and is kept.
+
+    Fresh memory costs several times as much as the copy itself, as the system hands it out page by page; so only the
+    first save of a run is slow.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Bytes = np.empty(0, np.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """Returns how much memory is held, in bytes."""
+        return self._memory.nbytes
+
+    def prepare(self, nbytes: int) -> None:
+        """Sets memory aside, so that the first snapshot need not.
+
+        Args:
+            nbytes: How much will be needed, in bytes.
+        """
+        if nbytes > self._memory.nbytes:
+            self._memory = np.empty(0, np.uint8)  # given back first: never both at once
+            self._memory = aligned_empty(nbytes)
+
+    def snapshot(self, leaves: Sequence[ArrayLeaf | ValueLeaf]) -> list[ArrayLeaf | ValueLeaf]:
+        """Copies whatever may change.
+
+        Args:
+            leaves: Leaves on the host. Those of a snapshot that was taken before must not be in use any more.
+
+        Returns:
+            The leaves, with copies in place of the arrays that may change after this call.
+        """
+        self.prepare(sum(_space(leaf) for leaf in leaves))
+        copies: list[ArrayLeaf | ValueLeaf] = []
+        offset = 0
+        for leaf in leaves:
+            if isinstance(leaf, ValueLeaf) or not leaf.volatile:
+                copies.append(leaf)
+                continue
+            pieces = []
+            for piece in leaf.pieces:
+                array = piece.array
+                end = offset + array.nbytes
+                copy = self._memory[offset:end].view(array.dtype).reshape(array.shape)
+                copy[...] = array
+                pieces.append(Piece(piece.start, copy))
+                offset = _aligned(end)
+            copies.append(
+                ArrayLeaf(dtype=leaf.dtype, shape=leaf.shape, pieces=pieces, volatile=False, details=leaf.details)
+            )
+        return copies
+
+
+def _space(leaf: ArrayLeaf | ValueLeaf) -> int:
+    if isinstance(leaf, ValueLeaf) or not leaf.volatile:
+        return 0
+    return sum(_aligned(math.prod(piece.array.shape) * piece.array.dtype.itemsize) for piece in leaf.pieces)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,127 @@
+"""The committed steps of a directory: found once, then kept up to date by the manager that writes."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+
+from .commit import read_record
+from .errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError
+from .policy import StepInfo
+from .record import RECORD, CheckpointRecord
+from .storage import Location
+
+
+class StepIndex:
+    """The steps below a directory.
+
+    Args:
+        directory: The manager's directory.
+        prefix: Steps live in ``<prefix>_<step>``, or in ``<step>`` without one.
+    """
+
+    def __init__(self, directory: Location, prefix: str | None = None) -> None:
+        self._directory = directory
+        self._prefix = "" if prefix is None else f"{prefix}_"
+        self._pattern = re.compile(re.escape(self._prefix) + r"(0|[1-9][0-9]*)")
+        self._lock = threading.Lock()
+        self._records: dict[int, CheckpointRecord] = {}
+        self._damage: dict[int, str] = {}
+        self._infos: tuple[StepInfo, ...] | None = None
+        self.reload()
+
+    def location(self, step: int) -> Location:
+        """Returns the directory of a step, whether it exists or not."""
+        return self._directory / f"{self._prefix}{step}"
+
+    def directories(self) -> Iterator[tuple[int, Location]]:
+        """Generates every directory whose name is that of a step, committed or not."""
+        for entry in self._directory.entries():
+            match = self._pattern.fullmatch(entry.name)
+            if match and entry.is_directory:
+                yield int(match[1]), self._directory / entry.name
+
+    def reload(self) -> None:
+        """Reads the directory anew."""
+        records: dict[int, CheckpointRecord] = {}
+        damage: dict[int, str] = {}
+        for step, location in self.directories():
+            try:
+                record = read_record(location)
+            except CheckpointNotFoundError:
+                continue  # a save that never finished, or somebody else's directory
+            except (DamagedCheckpointError, FormatVersionError) as error:
+                damage[step] = str(error)
+                continue
+            if record.step != step:
+                damage[step] = (
+                    f"{location / RECORD}: written for step {record.step}, found in the directory of step {step}"
+                )
+                continue
+            records[step] = record
+        with self._lock:
+            self._records, self._damage, self._infos = records, damage, None
+
+    def add(self, step: int, record: CheckpointRecord) -> None:
+        """Notes that a step has been committed, or its record replaced."""
+        with self._lock:
+            self._records[step] = record
+            self._damage.pop(step, None)
+            self._infos = None
+
+    def remove(self, step: int) -> None:
+        """Notes that a step has been deleted."""
+        with self._lock:
+            self._records.pop(step, None)
+            self._damage.pop(step, None)
+            self._infos = None
+
+    def condemn(self, step: int, damage: str) -> None:
+        """Notes that the data of a step is damaged: it is not listed any more, and may be replaced."""
+        self.remove(step)
+        with self._lock:
+            self._damage[step] = damage
+
+    def steps(self) -> list[int]:
+        """Returns the committed steps whose record verifies, in ascending order."""
+        return [info.step for info in self.infos()]
+
+    def infos(self) -> tuple[StepInfo, ...]:
+        """Returns what retention knows of the committed steps, in ascending order."""
+        with self._lock:
+            if self._infos is None:
+                self._infos = tuple(
+                    StepInfo(step=step, time=record.time, metrics=record.metrics, pinned=record.pinned)
+                    for step, record in sorted(self._records.items())
+                )
+            return self._infos
+
+    def __contains__(self, step: object) -> bool:
+        return step in self._records
+
+    def record(self, step: int) -> CheckpointRecord:
+        """Returns the commit record of a step.
+
+        Raises:
+            CheckpointNotFoundError: There is no such step; names those that exist.
+            DamagedCheckpointError: There is, but its record does not verify.
+        """
+        record = self._records.get(step)
+        if record is not None:
+            return record
+        if step in self._damage:
+            raise DamagedCheckpointError(self._damage[step])
+        steps = self.steps()
+        known = f"there are {_listed(steps)}" if steps else "there is none at all"
+        raise CheckpointNotFoundError(f"{self._directory}: no checkpoint of step {step}; {known}")
+
+    @property
+    def damage(self) -> dict[int, str]:
+        """Returns the steps whose record does not verify, each with what is wrong."""
+        return dict(self._damage)
+
+
+def _listed(steps: list[int]) -> str:
+    shown = [str(step) for step in steps]
+    return ", ".join(shown if len(shown) <= 12 else [*shown[:4], "...", *shown[-6:]])
