@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def compare(target: Target, saved: Saved, path: str | None = None) -> str | None:
     """Compares one leaf of a template with the leaf that was saved. Nothing is ever cast silently.
 
-    Arrays of the three libraries stand for each other when shape and dtype are the same. A Python number and a 0-d array
-    (or numpy scalar) of the same kind stand for each other, too: whether the value fits is seen once it is read.
+    Arrays of the three libraries stand for each other when shape and dtype are the same. A Python number and a 0-d
+    array (or numpy scalar) of the same kind stand for each other, too: whether the value fits is seen once it is read.
 
     Args:
         target: What the template asks for.
@@ -79,7 +79,7 @@ def _variant(saved: Saved) -> str | None:
 
 
 def spell(kind: str, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None, variant: str | None = None) -> str:
-    """Writes dtype and shape the way people read them: ``float32[10, 3]``, ``key<threefry2x32>[4]``, ``int``, ``None``."""
+    """Writes dtype and shape as people read them: ``float32[10, 3]``, ``key<threefry2x32>[4]``, ``int``, ``None``."""
     if kind == "none":
         return "None"
     if dtype is None or shape is None or kind in NUMBER_KINDS:

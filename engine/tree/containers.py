@@ -37,7 +37,7 @@ def expand(value: object) -> Contents | None:
         return opener(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return Contents(
-            "namedtuple", list(value._fields), list(value), partial(_namedtuple, type(value)), _class(value)
+            "namedtuple", list(value._fields), list(value), partial(_namedtuple, type(value)), class_name(value)
         )
     jax = loaded("jax")
     if jax is not None and (contents := _registered(value, jax)) is not None:
@@ -46,18 +46,15 @@ def expand(value: object) -> Contents | None:
         if isinstance(value, base):
             return _subclass(value, kind, rebuild)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if field.init]
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         values = [getattr(value, name) for name in names]
-        return Contents("dataclass", list(names), values, partial(_dataclass, value, names), _class(value))
+        return Contents("dataclass", list(names), values, partial(_dataclass, value, names), class_name(value))
     return None
 
 
 def class_name(value: object) -> str:
     """Gives the full name of a value's type, for people."""
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-_class = class_name
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
 def build_mapping(kind: Callable[[Any], Any], keys: list[Any], values: list[Any]) -> Any:
@@ -122,8 +119,8 @@ def _registered(value: object, jax: Any) -> Contents | None:
     entries = [path[0] for path, _ in children]
     values = [child for _, child in children]
     if entries and [getattr(entry, "idx", None) for entry in entries] == list(range(len(entries))):
-        return Contents("list", None, values, treedef.unflatten, _class(value))
-    return Contents("node", [_entry_key(entry) for entry in entries], values, treedef.unflatten, _class(value))
+        return Contents("list", None, values, treedef.unflatten, class_name(value))
+    return Contents("node", [_entry_key(entry) for entry in entries], values, treedef.unflatten, class_name(value))
 
 
 def _entry_key(entry: Any) -> Any:
@@ -135,9 +132,9 @@ def _entry_key(entry: Any) -> Any:
 
 def _subclass(value: Any, kind: str, rebuild: Callable[..., Any]) -> Contents:
     if kind in {"list", "tuple"}:
-        return Contents(kind, None, list(value), partial(rebuild, value), _class(value))
+        return Contents(kind, None, list(value), partial(rebuild, value), class_name(value))
     keys = list(value)
-    return Contents(kind, keys, [value[key] for key in keys], partial(rebuild, value, keys), _class(value))
+    return Contents(kind, keys, [value[key] for key in keys], partial(rebuild, value, keys), class_name(value))
 
 
 def _namedtuple(kind: Any, values: list[Any]) -> Any:
@@ -145,7 +142,11 @@ def _namedtuple(kind: Any, values: list[Any]) -> Any:
 
 
 def _dataclass(template: Any, names: list[str], values: list[Any]) -> Any:
-    return dataclasses.replace(template, **dict(zip(names, values, strict=True)))
+    # Not the constructor: it may derive fields anew, and all fields, those it does not take included, are leaves.
+    built = copy.copy(template)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(built, name, value)  # frozen ones, too
+    return built
 
 
 def _sequence(template: Any, values: list[Any]) -> Any:

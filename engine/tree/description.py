@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from .containers import class_name
 from .frameworks import is_jax_abstract, is_jax_array, is_torch_tensor
-from .jax_leaves import JaxDescriber
+from .garbage import collection_paused
+from .jax_leaves import JaxDescriber, is_key, is_tracer
 from .leaves import ArrayLeaf, LeafProblem, ValueLeaf, report_problems
 from .numpy_leaves import describe_numpy
 from .python_leaves import describe_python, is_python_value
@@ -32,14 +34,15 @@ def describe(names: Sequence[str], values: Sequence[Any]) -> list[ArrayLeaf | Va
         UnsupportedLeafError: Leaves of kinds that cannot be stored; every one of them is named.
     """
     dispatch = _Dispatch()
-    describers: list[_Describe] = [dispatch.find(value) for value in values]
     leaves: list[ArrayLeaf | ValueLeaf] = []
     problems: list[tuple[str, str]] = []
-    for index, (describer, value) in enumerate(zip(describers, values, strict=True)):
-        try:
-            leaves.append(describer(value))
-        except LeafProblem as problem:
-            problems.append((names[index], str(problem)))
+    with collection_paused():
+        describers: list[_Describe] = [dispatch.find(value) for value in values]
+        for index, (describer, value) in enumerate(zip(describers, values, strict=True)):
+            try:
+                leaves.append(describer(value))
+            except LeafProblem as problem:
+                problems.append((names[index], str(problem)))
     report_problems(problems, "these leaves cannot be saved, and nothing was written")
     return leaves
 
@@ -69,7 +72,10 @@ class _Dispatch:
             return None, describe_python
         if is_jax_array(value):
             self._jax = self._jax or JaxDescriber()
-            return self._jax.prepare, self._jax.describe
+            prepare = self._jax.prepare if self._jax.prefetches else None
+            if is_tracer(value):
+                return None, self._jax.describe_tracer
+            return prepare, self._jax.describe_key if is_key(value) else self._jax.describe
         if is_torch_tensor(value):
             self._torch = self._torch or TorchDescriber()
             return self._torch.prepare, self._torch.describe
@@ -77,7 +83,7 @@ class _Dispatch:
 
 
 def _refuse(value: Any) -> ArrayLeaf:
-    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    kind = class_name(value)
     if is_jax_abstract(value):
         raise LeafProblem("is a jax.ShapeDtypeStruct, which has no values; it can only be a template")
     if hasattr(value, "state_dict"):

@@ -1,8 +1,8 @@
 """Containers as JSON: the part of ``tree.json`` that says how the leaves hang together.
 
-A container is ``{"type": ..., "keys": [...], "children": [...]}``, a leaf is null in its place; the leaves' own documents
-follow in a list of their own. Keys that are str are written escaped, as they stand in the leaves' names: that keeps lone
-surrogates out of JSON, and tells ``"1"`` beside ``1``. Nothing here names code to be run.
+A container is ``{"type": ..., "keys": [...], "children": [...]}``, a leaf is null in its place; the leaves' own
+documents follow in a list of their own. Keys that are str are written escaped, as they stand in the leaves' names: that
+keeps lone surrogates out of JSON, and tells ``"1"`` beside ``1``. Nothing here names code to be run.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import numpy as np
 from ..errors import UnsupportedLeafError
 from .containers import expand
 from .frameworks import is_jax_abstract, is_jax_array, is_torch_tensor
+from .garbage import collection_paused
 from .names import display
 from .structure import MAX_DEPTH, KeyProblem, Node, key_segments
 
@@ -51,7 +52,8 @@ def flatten(tree: Any) -> Flattened:
             deeper than `MAX_DEPTH`. All such places are named.
     """
     walk = _Walk()
-    structure = walk.visit(tree, "", 0)
+    with collection_paused():
+        structure = walk.visit(tree, "", 0)
     if walk.problems:
         lines = "\n  ".join(walk.problems)
         raise UnsupportedLeafError(f"this tree has containers that cannot be stored:\n  {lines}")

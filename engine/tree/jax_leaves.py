@@ -1,7 +1,7 @@
 """Leaves that are jax arrays or typed PRNG keys.
 
-A host view of a jax array is a snapshot: jax arrays never change, and while such a view is alive on the CPU, a donated or
-deleted array keeps its memory.
+A host view of a jax array is a snapshot: jax arrays never change, and while such a view is alive on the CPU, an array
+that is donated or deleted keeps its memory.
 """
 
 from __future__ import annotations
@@ -19,33 +19,32 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-_ORIGINS = [(0,) * axes for axes in range(33)]
+_ORIGINS = [(0,) * axes for axes in range(65)]
 
 
 class JaxDescriber:
     """Describes jax arrays, one after the other, of one tree.
 
-    Construct it, `prepare` every array, then `describe` every array: all copies from devices are under way before the
-    first is waited for.
+    Where `prefetches` is true, `prepare` every array before the first is described: then all copies from devices are
+    under way before one is waited for.
+
+    Attributes:
+        prefetches: Whether arrays may lie elsewhere than in this machine's memory.
     """
 
     def __init__(self) -> None:
         jax: Any = loaded("jax")
         self._jax = jax
-        self._tracer = jax.core.Tracer
-        # By id of the sharding: itself, what tree.json says of it, whether one device has all, whether that is the host.
-        self._placements: dict[int, tuple[Any, Details, bool, bool]] = {}
+        self._placements: dict[int, tuple[Any, Details, bool]] = {}
+        self.prefetches: bool = jax.default_backend() != "cpu"
 
     def prepare(self, value: Any) -> None:
-        """Starts the copy to the host, where there is one to make."""
-        if isinstance(value, self._tracer):
+        """Starts the copy of an array or typed key to the host."""
+        if isinstance(value, self._jax.core.Tracer) or value.is_deleted():
             return
-        _, _, whole, on_host = self._placement(value)
-        if on_host or value.is_deleted():
-            return
-        if _is_key(self._jax, value):
+        if is_key(value):
             value = self._jax.random.key_data(value)
-        if whole:
+        if self._placement(value)[2]:
             value.copy_to_host_async()
         else:
             for shard in value.addressable_shards:
@@ -53,31 +52,44 @@ class JaxDescriber:
                     shard.data.copy_to_host_async()
 
     def describe(self, value: Any) -> ArrayLeaf:
-        """Describes one array or typed key array.
+        """Describes one array that is neither a tracer nor a typed key.
 
         Raises:
-            LeafProblem: Tracers, deleted arrays, arrays that other processes hold a part of.
+            LeafProblem: Deleted arrays, arrays that other processes hold a part of.
         """
-        if isinstance(value, self._tracer):
-            raise LeafProblem("is a tracer; save outside of jax.jit, jax.grad and the like")
-        _, details, whole, _ = self._placement(value)
-        if not whole and not value.is_fully_addressable:
-            raise LeafProblem("lies partly on devices of other processes; gather it first")
+        _, details, whole = self._placements.get(id(value.sharding)) or self._placement(value)
         try:
-            if _is_key(self._jax, value):
-                implementation = str(self._jax.random.key_impl(value))
-                details = {**details, "kind": "key", "impl": implementation}
-                value = self._jax.random.key_data(value)
             if not whole:
                 return self._sharded(value, details)
             array: NDArray[Any] = np.asarray(value)
         except RuntimeError as error:
-            if value.is_deleted():
-                raise LeafProblem("was deleted or donated; save the array that took its place") from error
-            raise
+            raise _deleted(value, error) from error
         return ArrayLeaf(array.dtype, array.shape, [Piece(_ORIGINS[array.ndim], array)], False, details)
 
+    def describe_key(self, value: Any) -> ArrayLeaf:
+        """Describes one array of typed keys, stored as its key data.
+
+        Raises:
+            LeafProblem: As `describe`.
+        """
+        try:
+            leaf = self.describe(self._jax.random.key_data(value))
+        except RuntimeError as error:
+            raise _deleted(value, error) from error
+        leaf.details = {**leaf.details, "kind": "key", "impl": str(self._jax.random.key_impl(value))}
+        return leaf
+
+    def describe_tracer(self, value: Any) -> ArrayLeaf:
+        """Refuses a tracer.
+
+        Raises:
+            LeafProblem: Always.
+        """
+        raise LeafProblem(f"is a tracer ({type(value).__name__}); save outside of jax.jit, jax.grad and the like")
+
     def _sharded(self, value: Any, details: Details) -> ArrayLeaf:
+        if not value.is_fully_addressable:
+            raise LeafProblem("lies partly on devices of other processes; gather it first")
         pieces = []
         for shard in value.addressable_shards:
             if shard.replica_id == 0:
@@ -85,16 +97,24 @@ class JaxDescriber:
                 pieces.append(Piece(start, np.asarray(shard.data)))
         return ArrayLeaf(np.dtype(value.dtype), value.shape, pieces, False, details)
 
-    def _placement(self, value: Any) -> tuple[Any, Details, bool, bool]:
+    def _placement(self, value: Any) -> tuple[Any, Details, bool]:
+        """What is known of an array's sharding: itself (so that its id stays its own), facts, whether it has one part.
+
+        Most arrays of a tree share a few sharding objects.
+        """
         sharding = value.sharding
         found = self._placements.get(id(sharding))
         if found is None:
-            devices = list(sharding.device_set)
-            whole = len(devices) == 1 and sharding.is_fully_addressable
-            on_host = all(device.platform == "cpu" for device in devices)
-            details = {"kind": "jax", "sharding": describe_sharding(sharding)}
-            found = self._placements[id(sharding)] = (sharding, details, whole, on_host)
+            whole = len(sharding.device_set) == 1 and sharding.is_fully_addressable
+            found = (sharding, {"kind": "jax", "sharding": describe_sharding(sharding)}, whole)
+            self._placements[id(sharding)] = found
         return found
+
+
+def _deleted(value: Any, error: RuntimeError) -> Exception:
+    if value.is_deleted():
+        return LeafProblem("was deleted or donated; save the array that took its place")
+    return error
 
 
 def describe_sharding(sharding: Any) -> Details:
@@ -116,8 +136,16 @@ def describe_sharding(sharding: Any) -> Details:
     return {"type": kind, "mesh": {"axes": axes}, "spec": spec}
 
 
-def _is_key(jax: Any, value: Any) -> bool:
-    return not isinstance(value.dtype, np.dtype) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+def is_key(value: Any) -> bool:
+    """Whether a jax array, tracer or `jax.ShapeDtypeStruct` is one of typed PRNG keys."""
+    jax: Any = loaded("jax")
+    return not isinstance(value.dtype, np.dtype) and bool(jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key))
+
+
+def is_tracer(value: Any) -> bool:
+    """Whether a jax array is a tracer, which stands for a value inside a transformation."""
+    jax: Any = loaded("jax")
+    return isinstance(value, jax.core.Tracer)
 
 
 def abstract_facts(value: Any) -> tuple[str, np.dtype[Any], tuple[int, ...], str | None]:
@@ -132,23 +160,29 @@ def abstract_facts(value: Any) -> tuple[str, np.dtype[Any], tuple[int, ...], str
     Raises:
         LeafProblem: A tracer, or a dtype that cannot be stored.
     """
-    jax: Any = loaded("jax")
-    if isinstance(value, jax.core.Tracer):
+    dtype = value.dtype
+    if is_tracer(value):
         raise LeafProblem("is a tracer; load outside of jax.jit, jax.grad and the like")
-    if _is_key(jax, value):
-        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(value.shape, value.dtype))
-        return "key", np.dtype(data.dtype), tuple(data.shape), _implementation(jax, value)
-    dtype = np.dtype(value.dtype)
+    if not isinstance(dtype, np.dtype):
+        if is_key(value):
+            return _key_facts(value)
+        raise LeafProblem(f"has dtype {dtype}, which cannot be stored")
     problem = why_not_storable(dtype)
     if problem is not None:
         raise LeafProblem(problem)
-    return "jax", dtype, tuple(value.shape), None
+    return "jax", dtype, value.shape, None
 
 
-def _implementation(jax: Any, value: Any) -> str:
+def _key_facts(value: Any) -> tuple[str, np.dtype[Any], tuple[int, ...], str | None]:
+    jax: Any = loaded("jax")
     found: list[str] = []
-    jax.eval_shape(lambda key: found.append(str(jax.random.key_impl(key))), jax.ShapeDtypeStruct((), value.dtype))
-    return found[0]
+
+    def trace(key: Any) -> Any:
+        found.append(str(jax.random.key_impl(key)))
+        return jax.random.key_data(key)
+
+    data = jax.eval_shape(trace, jax.ShapeDtypeStruct(value.shape, value.dtype))
+    return "key", np.dtype(data.dtype), tuple(data.shape), found[0]
 
 
 def narrowed(dtype: np.dtype[Any]) -> np.dtype[Any] | None:

@@ -10,10 +10,11 @@ import numpy as np
 from ..errors import DamagedCheckpointError, TreeMismatchError
 from . import jax_leaves, torch_leaves
 from .comparison import spell
+from .garbage import collection_paused
 from .leaves import ARRAY_KINDS, NUMBER_KINDS, Saved
 from .names import display
 from .numpy_leaves import exact_cast, number_kind
-from .python_leaves import decode_value
+from .python_leaves import decode_bytes, decode_value
 from .targets import Target, is_number
 
 if TYPE_CHECKING:
@@ -51,6 +52,16 @@ def materialize(
         TreeMismatchError: A number has a value that the template's dtype cannot hold exactly.
         DamagedCheckpointError: What is said of a leaf contradicts itself.
     """
+    with collection_paused():
+        return _materialize(targets, saved, arrays, names)
+
+
+def _materialize(
+    targets: Sequence[Target | None],
+    saved: Sequence[Saved],
+    arrays: Sequence[NDArray[Any] | None],
+    names: Sequence[str],
+) -> list[Any]:
     results: list[Any] = [None] * len(targets)
     for_jax: list[int] = []
     differences: list[str] = []
@@ -62,7 +73,7 @@ def materialize(
             elif is_number(target):
                 results[index] = _number(target, _plain(leaf, array, name), array, name)
             elif target.dtype is None:
-                results[index] = decode_value(leaf.details, name)
+                results[index] = _plain(leaf, array, name)
             else:
                 fitted = _fitted(target, leaf, array, name)
                 if target.kind in {"jax", "key"}:
@@ -92,14 +103,17 @@ def _plain(leaf: Saved, array: NDArray[Any] | None, name: str) -> Any:
         return decode_value(leaf.details, name)
     if leaf.kind in NUMBER_KINDS:
         if array.shape != () or number_kind(array.dtype) != leaf.kind:
+            stored = spell("numpy", array.dtype, array.shape)
             raise DamagedCheckpointError(
-                f"leaf {display(name)} is said to be a Python {leaf.kind}, but {spell('', array.dtype, array.shape)} is stored"
+                f"leaf {display(name)} is said to be of kind {leaf.kind}, but {stored} is stored"
             )
         return _PYTHON[leaf.kind](array[()])
     if leaf.kind == "numpy_scalar":
         if array.shape != ():
             raise DamagedCheckpointError(f"leaf {display(name)} is said to be a scalar, but has shape {array.shape}")
         return array[()]
+    if leaf.kind in {"str", "bytes"}:
+        return decode_bytes(leaf.kind, array, name)
     if leaf.kind not in ARRAY_KINDS:
         raise DamagedCheckpointError(f"leaf {display(name)} is an array of the unknown kind {leaf.kind!r:.80}")
     if leaf.details.get("torch_dtype") == "complex32" and array.dtype == np.float16 and array.shape[-1:] == (2,):
@@ -112,9 +126,9 @@ def _number(target: Target, value: Any, array: NDArray[Any] | None, name: str) -
     """A Python number; the value is one already, or a 0-d array or numpy scalar."""
     kind = _PYTHON[target.kind]
     plain = kind(value)
-    if array is not None and array.dtype.itemsize > 8 and array.dtype.kind in "fc":  # longer than Python's own
-        if not _same(np.asarray(plain).astype(array.dtype), array):
-            raise _Inexact(f"{display(name)}: expected a Python {target.kind} (template), found {value} (checkpoint)")
+    wide = array is not None and array.dtype.kind in "fc" and array.dtype.itemsize > 8  # perhaps longer than Python's
+    if array is not None and wide and not _same(np.asarray(plain).astype(array.dtype), array):
+        raise _Inexact(f"{display(name)}: expected a Python {target.kind} (template), found {value} (checkpoint)")
     return type(target.template)(plain) if isinstance(target.template, Enum) else plain
 
 

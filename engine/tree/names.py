@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# "." joins keys, "/" separates a name from its chunk keys, "%" escapes; control characters and lone surrogates cannot be
-# printed or stored everywhere.
+# "." joins keys, "/" separates a name from its chunk keys, "%" escapes; control characters and lone surrogates cannot
+# be printed or stored everywhere.
 _ESCAPED = re.compile("[./%\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _SEQUENCE = re.compile("(?:%[0-9A-F]{2})+")
 _LOCK = "__lock"  # a file name with this ending belongs to TensorStore's file driver

@@ -70,16 +70,24 @@ def exact_cast(value: Any, dtype: np.dtype[Any]) -> NDArray[Any] | None:
     Returns:
         The array, or None if the dtype cannot hold exactly this value.
     """
+    if isinstance(value, int):
+        return _exact_int(value, dtype)
     with np.errstate(all="ignore"):
-        try:
-            if isinstance(value, int):
-                # By way of the widest integer: extended dtypes wrap around without a word.
-                array = np.array(value, np.int64 if value < 1 << 63 else np.uint64).astype(dtype)
-                return array if int(array) == value else None
-            array = np.array(value).astype(dtype)
-        except OverflowError:
-            return None
-        back = array.astype(np.complex128 if isinstance(value, complex) else np.float64)
-    # Bytes, not ==, so that NaN is itself and -0.0 is not 0.0; a NaN of any sign counts as NaN.
-    same = back.tobytes() == np.array(value, back.dtype).tobytes() or bool(np.isnan(back) and np.isnan(value))
-    return array if same else None
+        array = np.array(value).astype(dtype)
+        back = complex(array) if isinstance(value, complex) else float(array)
+    return array if _identical(back, value) else None
+
+
+def _exact_int(value: int, dtype: np.dtype[Any]) -> NDArray[Any] | None:
+    if not -(1 << 63) <= value < 1 << 64:
+        return None
+    # By way of the widest integers; narrower ones wrap around without a word.
+    array = np.array(value, np.int64 if value < 1 << 63 else np.uint64).astype(dtype)
+    return array if int(array) == value else None
+
+
+def _identical(one: complex, other: complex) -> bool:
+    """Whether two numbers are the same, NaN being NaN, and 0.0 not being -0.0."""
+    if isinstance(one, complex) and isinstance(other, complex):
+        return _identical(one.real, other.real) and _identical(one.imag, other.imag)
+    return repr(one) == repr(other)

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import base64
 import binascii
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import DamagedCheckpointError
 from .leaves import ArrayLeaf, Details, LeafProblem, Piece, ValueLeaf
+from .names import display
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _INT64 = range(-(1 << 63), 1 << 63)
-_LARGEST_INT = 1 << 20  # hexadecimal digits, 4 million bits
+_LARGEST_INT = 1 << 22  # bits
+_LONG = 1 << 16  # bytes; longer text and bytes are stored as arrays, which are written and read in bulk
 _KINDS: dict[Any, tuple[Details, np.dtype[Any]]] = {
     bool: ({"kind": "bool"}, np.dtype(np.bool_)),
     int: ({"kind": "int"}, np.dtype(np.int64)),
@@ -41,7 +46,30 @@ def describe_python(value: Any) -> ArrayLeaf | ValueLeaf:
             if kind is int and int(value) not in _INT64:
                 break
             return ArrayLeaf(dtype, (), [Piece((), np.array(kind(value), dtype))], False, details)
+    if isinstance(value, str | bytes) and len(value) > _LONG:
+        content = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+        data = np.frombuffer(content, np.uint8)
+        long_kind = "str" if isinstance(value, str) else "bytes"
+        return ArrayLeaf(data.dtype, data.shape, [Piece((0,), data)], False, {"kind": long_kind})
     return ValueLeaf(encode_value(value))
+
+
+def decode_bytes(kind: str, array: NDArray[Any], name: str) -> str | bytes:
+    """Gives back long text or bytes that `describe_python` made an array of.
+
+    Raises:
+        DamagedCheckpointError: The array is not that of text or bytes.
+    """
+    if array.dtype != np.uint8 or array.ndim != 1:
+        raise DamagedCheckpointError(
+            f"leaf {display(name)} is said to be {kind}, but {array.dtype}{list(array.shape)} is stored"
+        )
+    if kind == "bytes":
+        return array.tobytes()
+    try:
+        return array.tobytes().decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise DamagedCheckpointError(f"leaf {display(name)}: its text is not UTF-8 ({error})") from error
 
 
 def encode_value(value: Any) -> Details:
@@ -62,6 +90,8 @@ def encode_value(value: Any) -> Details:
     if isinstance(value, bool):
         return {"kind": "bool", "value": value}
     if isinstance(value, int):
+        if value.bit_length() > _LARGEST_INT:
+            raise LeafProblem(f"is an integer of {value.bit_length()} bits; at most {_LARGEST_INT} can be stored")
         return {"kind": "int", "value": hex(value)}
     if isinstance(value, float):
         return {"kind": "float", "value": float(value).hex()}
@@ -91,7 +121,9 @@ def decode_value(details: Details, name: str) -> Any:
     try:
         return _decode(details, True)
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, AttributeError, binascii.Error) as error:
-        raise DamagedCheckpointError(f"leaf {name!r}: its stored value makes no sense ({error!r:.200})") from error
+        raise DamagedCheckpointError(
+            f"leaf {display(name)}: its stored value makes no sense ({error!r:.200})"
+        ) from error
 
 
 def _decode(details: Details, outer: bool) -> Any:
@@ -104,7 +136,7 @@ def _decode(details: Details, outer: bool) -> Any:
     value = details["value"]
     if kind in {"str", "bool"} and type(value).__name__ == kind:
         return value
-    if kind == "int" and len(value) <= _LARGEST_INT:
+    if kind == "int" and len(value) <= _LARGEST_INT // 4 + 3:
         return int(value, 16)
     if kind == "float":
         return float.fromhex(value)

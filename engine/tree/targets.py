@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import jax_leaves, torch_leaves
+from .containers import class_name
 from .frameworks import is_jax_abstract, is_jax_array, is_torch_tensor
 from .leaves import NUMBER_KINDS, LeafProblem, report_problems
 from .numpy_leaves import why_not_storable
@@ -81,8 +82,7 @@ def _target(name: str, value: Any) -> Target:
         return Target(name, "any", None, None, value)
     if is_python_value(value):
         return Target(name, _python_kind(value), None, None, value)
-    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    raise LeafProblem(f"is of type {kind}; templates are arrays, jax.ShapeDtypeStruct and Python values")
+    raise LeafProblem(f"is of type {class_name(value)}; templates are arrays, jax.ShapeDtypeStruct and Python values")
 
 
 def _python_kind(value: Any) -> str:
