@@ -7,7 +7,6 @@ every chunk is verified on the way.
 from __future__ import annotations
 
 import math
-import struct
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,7 +23,6 @@ from .format import (
     crc32c,
     decode_array_metadata,
     decode_database,
-    dtype_from_name,
     metadata_key,
 )
 from .plan import CHECKSUM_BYTES
@@ -66,8 +64,17 @@ class ArrayDatabase:
     def __init__(self, location: Location, files: Mapping[str, FileRecord] | None = None) -> None:
         self._location = location
         self._files = files
+        self._metadata: dict[str, ArrayMetadata] = {}
         self._entries: Entries = decode_database(self.read_file(MANIFEST), self._read_node)
         self._rows = {key: row for row, key in enumerate(self._entries.keys)}
+        self._places = list(
+            zip(
+                self._entries.file_ids.tolist(),
+                self._entries.offsets.tolist(),
+                self._entries.lengths.tolist(),
+                strict=True,
+            )
+        )
 
     def read_file(self, path: str) -> bytes:
         """Reads a small file of the folder and compares it with the commit record.
@@ -112,6 +119,9 @@ class ArrayDatabase:
             DamagedCheckpointError: Its metadata cannot be read.
             FormatVersionError: It uses a codec that holdfast does not read.
         """
+        known = self._metadata.get(name)
+        if known is not None:
+            return known
         row = self._rows.get(metadata_key(name))
         if row is None:
             return None
@@ -119,7 +129,7 @@ class ArrayDatabase:
         if content is None:
             file, offset, length = self._place(row)
             content = self._read_node(file, offset, length)
-        return decode_array_metadata(content)
+        return self._metadata.setdefault(name, decode_array_metadata(content))
 
     def read(self, names: Sequence[str]) -> tuple[list[NDArray[Any] | None], list[Problem]]:
         """Reads whole arrays.
@@ -152,8 +162,8 @@ class ArrayDatabase:
         return metadata
 
     def _place(self, row: int) -> tuple[str, int, int]:
-        entries = self._entries
-        return entries.files[int(entries.file_ids[row])], int(entries.offsets[row]), int(entries.lengths[row])
+        file, offset, length = self._places[row]
+        return self._entries.files[file], offset, length
 
     def _read_node(self, path: str, offset: int, length: int) -> bytes:
         with self._open(path) as file:
@@ -178,29 +188,28 @@ class ArrayDatabase:
                 problems.append(Problem(file, names[array], what))
 
         for array, name in enumerate(names):
-            grid = reading.metadata[array].grid
-            if math.prod(grid) > len(self._rows):  # before a hostile shape makes us count, or allocate, for ever
-                report(
-                    MANIFEST, array, f"it should have {math.prod(grid)} chunks; the whole index has {len(self._rows)}"
-                )
+            form = reading.forms[array]
+            if form.chunk_count > len(self._rows):  # before a hostile shape makes us count, or allocate, for ever
+                what = f"it should have {form.chunk_count} chunks; the whole index has {len(self._rows)} entries"
+                report(MANIFEST, array, what)
                 continue
             reading.prepare(array)
-            for index, key in enumerate(chunk_keys(name, grid)):
+            for chunk, key in enumerate(chunk_keys(name, form.grid)):
                 row = self._rows.get(key)
                 if row is None:
-                    report(MANIFEST, array, f"chunk {index} is not in the index")
+                    report(MANIFEST, array, f"chunk {chunk} is not in the index")
                     continue
                 content = self._entries.inline[row]
                 if content is not None:
-                    inline.append((_Place(array, index), content))
+                    inline.append((_Place(array, chunk), content))
                     continue
                 file, offset, length = self._place(row)
-                if length != reading.stored_bytes(array):
-                    what = f"chunk {index} should take {reading.stored_bytes(array)} bytes and takes {length}"
+                if length != form.stored_bytes:
+                    what = f"chunk {chunk} should take {form.stored_bytes} bytes and takes {length}"
                     report(file, array, what)
                     continue
-                ranges.append(Range(file, offset, length, len(places), reading.keeps_view(array)))
-                places.append(_Place(array, index))
+                ranges.append(Range(file, offset, length, len(places), reading.keep and not form.copied))
+                places.append(_Place(array, chunk))
 
         def use(place: _Place, data: Bytes, file: str) -> None:
             what = reading.accept(place, data)
@@ -229,57 +238,61 @@ class ArrayDatabase:
         return sorted(set(problems))
 
 
+class _Form:
+    """How the arrays of one shape and element type are read."""
+
+    __slots__ = ("chunk_count", "copied", "data_bytes", "dtype", "grid", "metadata", "stored_bytes", "whole")
+
+    def __init__(self, metadata: ArrayMetadata) -> None:
+        self.metadata = metadata
+        self.dtype = metadata.dtype
+        self.grid = metadata.grid
+        self.chunk_count = metadata.chunk_count
+        self.data_bytes = math.prod(metadata.chunk_shape) * metadata.dtype.itemsize
+        self.stored_bytes = self.data_bytes + (CHECKSUM_BYTES if metadata.checksummed else 0)
+        # An array of one chunk is a view of what was read, unless it is so small that copying is cheaper than keeping.
+        self.whole = metadata.chunk_shape == metadata.shape
+        self.copied = not self.whole or self.data_bytes < _COPY
+
+
 class _Reading:
     """Arrays that are being put together from chunks as these arrive."""
 
     def __init__(self, metadata: Sequence[ArrayMetadata], *, keep: bool) -> None:
-        self.metadata = metadata
-        self._dtypes = [dtype_from_name(one.data_type) for one in metadata]
-        self._keep = keep
-        self._whole = [one.chunk_shape == one.shape and one.endian != "big" for one in metadata]
+        forms: dict[ArrayMetadata, _Form] = {}
+        self.forms = [forms.get(one) or forms.setdefault(one, _Form(one)) for one in metadata]
+        self.keep = keep
         self.arrays: list[NDArray[Any] | None] = [None] * len(metadata)
 
     def prepare(self, array: int) -> None:
         """Sets memory aside for an array that is put together from several chunks."""
-        if self._keep and not self._whole[array]:
-            self.arrays[array] = _empty(self.metadata[array].shape, self._dtypes[array])
-
-    def data_bytes(self, array: int) -> int:
-        """Returns the bytes of a chunk's values."""
-        return math.prod(self.metadata[array].chunk_shape) * self._dtypes[array].itemsize
-
-    def stored_bytes(self, array: int) -> int:
-        """Returns the bytes that a chunk takes on disk."""
-        return self.data_bytes(array) + (CHECKSUM_BYTES if self.metadata[array].checksummed else 0)
-
-    def keeps_view(self, array: int) -> bool:
-        """Tells whether the array will be a view of the memory that is read."""
-        return self._keep and self._whole[array] and self.data_bytes(array) >= _COPY
+        form = self.forms[array]
+        if self.keep and not form.whole:
+            self.arrays[array] = _empty(form.metadata.shape, form.dtype)
 
     def accept(self, place: _Place, data: Bytes) -> str:
         """Checks a chunk and puts it where it belongs; returns what is wrong with it, or nothing."""
-        metadata, dtype, size = self.metadata[place.array], self._dtypes[place.array], self.data_bytes(place.array)
-        if len(data) != self.stored_bytes(place.array):
-            return f"chunk {place.chunk} should take {self.stored_bytes(place.array)} bytes and takes {len(data)}"
+        form = self.forms[place.array]
+        size = form.data_bytes
+        if len(data) != form.stored_bytes:
+            return f"chunk {place.chunk} should take {form.stored_bytes} bytes and takes {len(data)}"
         values = data[:size]
-        if metadata.checksummed:
-            (expected,) = struct.unpack("<I", data[size:].tobytes())
+        if size != form.stored_bytes:
+            expected = int.from_bytes(data[size:].tobytes(), "little")
             found = crc32c(values)
             if found != expected:
                 return f"chunk {place.chunk} has crc32c {found:08x} where {expected:08x} was written"
-        if not self._keep:
+        if not self.keep:
             return ""
-        if metadata.endian == "big":
-            dtype = dtype.newbyteorder(">")
-        if self._whole[place.array]:
-            view = values.view(dtype)
-            if not (self.keeps_view(place.array) and view.flags.aligned):
+        view = values.view(form.dtype)
+        if form.whole:
+            if form.copied or not view.flags.aligned:
                 view = view.copy()
-            self.arrays[place.array] = view.reshape(metadata.shape)
+            self.arrays[place.array] = view.reshape(form.metadata.shape)
             return ""
         array = self.arrays[place.array]
         if array is not None:  # None once another chunk of it has turned out to be damaged
-            _insert(array, values.view(dtype).reshape(metadata.chunk_shape), place.chunk, metadata)
+            _insert(array, view.reshape(form.metadata.chunk_shape), place.chunk, form.metadata)
         return ""
 
 

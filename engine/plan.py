@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .errors import OptionError
@@ -82,17 +82,31 @@ class PlannedFile:
     segments: list[PlannedSegment]
 
 
-class ArraySpec(NamedTuple):
-    """What the plan needs to know of an array as it is stored: its shape, its chunks' shape, bytes an element."""
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """What the plan needs to know of an array as it is stored.
+
+    Attributes:
+        shape: Its shape.
+        chunk_shape: The shape of a whole chunk.
+        itemsize: Bytes an element.
+        grid: How many chunks there are along each axis (0 along an empty one).
+        chunks: How many chunks there are in all.
+        chunk_nbytes: Bytes of one whole chunk, without its checksum.
+    """
 
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
     itemsize: int
+    grid: tuple[int, ...] = field(init=False)
+    chunks: int = field(init=False)
+    chunk_nbytes: int = field(init=False)
 
-    @property
-    def chunk_nbytes(self) -> int:
-        """Returns the bytes of one (whole) chunk, without its checksum."""
-        return math.prod(self.chunk_shape) * self.itemsize
+    def __post_init__(self) -> None:
+        grid = tuple(-(-size // chunk) for size, chunk in zip(self.shape, self.chunk_shape, strict=True))
+        object.__setattr__(self, "grid", grid)
+        object.__setattr__(self, "chunks", math.prod(grid))
+        object.__setattr__(self, "chunk_nbytes", math.prod(self.chunk_shape) * self.itemsize)
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, ...]:
@@ -121,11 +135,6 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int,
     return (*(1 for _ in range(axis)), -(-dims[axis] // count), *dims[axis + 1 :])
 
 
-def grid_of(shape: tuple[int, ...], chunks: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the number of chunks along each axis (0 along an empty one)."""
-    return tuple(-(-size // chunk) for size, chunk in zip(shape, chunks, strict=True))
-
-
 def plan_files(arrays: Sequence[ArraySpec], layout: Layout) -> list[PlannedFile]:
     """Places the chunks of arrays in data files.
 
@@ -146,7 +155,7 @@ def plan_files(arrays: Sequence[ArraySpec], layout: Layout) -> list[PlannedFile]
         if chunks:
             segments.append(PlannedSegment(start, end - start, chunks))
             chunks = []
-        start = _aligned(end, SEGMENT_ALIGNMENT)
+        start = -(-end // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
 
     def close_file() -> None:
         nonlocal segments, start, end
@@ -158,8 +167,8 @@ def plan_files(arrays: Sequence[ArraySpec], layout: Layout) -> list[PlannedFile]
 
     for number, array in enumerate(arrays):
         stored = array.chunk_nbytes + CHECKSUM_BYTES
-        for chunk in range(math.prod(grid_of(array.shape, array.chunk_shape))):
-            offset = _aligned(end, CHUNK_ALIGNMENT)
+        for chunk in range(array.chunks):
+            offset = -(-end // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
             if chunks and offset + stored - start > layout.segment_bytes:
                 close_segment()
                 if start + stored > layout.data_file_bytes:
@@ -169,7 +178,3 @@ def plan_files(arrays: Sequence[ArraySpec], layout: Layout) -> list[PlannedFile]
             end = offset + stored
     close_file()
     return files
-
-
-def _aligned(offset: int, alignment: int) -> int:
-    return -(-offset // alignment) * alignment

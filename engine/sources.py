@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .format import crc32c, extend
-from .plan import CHECKSUM_BYTES, ArraySpec, PlannedSegment, grid_of
+from .plan import CHECKSUM_BYTES, ArraySpec, PlannedSegment
 from .tree import Piece
 
 Bytes = NDArray[np.uint8]
@@ -87,18 +87,20 @@ def _join(parts: list[bytes]) -> Bytes:
 def _chunk_bytes(source: Source, number: int) -> Bytes:
     """Returns a chunk's bytes; a chunk at the end of its axis may come short of its full size."""
     spec = source.spec
-    grid = grid_of(spec.shape, spec.chunk_shape)
-    place = np.unravel_index(number, grid) if grid else ()
-    starts = [int(i) * size for i, size in zip(place, spec.chunk_shape, strict=True)]
-    if len(source.pieces) == 1 and source.pieces[0].array.dtype == source.dtype:
-        array = source.pieces[0].array
-        if array.flags.c_contiguous:
+    pieces = source.pieces
+    flat = None
+    if len(pieces) == 1:
+        array = pieces[0].array
+        if array.dtype == source.dtype and array.flags.c_contiguous:
             flat = array.reshape(-1).view(np.uint8)
-            if math.prod(grid) == 1:
+            if spec.chunks == 1:
                 return flat
-            first = int(np.ravel_multi_index(starts, spec.shape)) * spec.itemsize
-            return flat[first : first + _rows_left(spec, starts) * spec.itemsize]
-    return _gather(source, starts)
+    place = np.unravel_index(number, spec.grid) if spec.grid else ()
+    starts = [int(i) * size for i, size in zip(place, spec.chunk_shape, strict=True)]
+    if flat is None:
+        return _gather(source, starts)
+    first = int(np.ravel_multi_index(starts, spec.shape)) * spec.itemsize
+    return flat[first : first + _rows_left(spec, starts) * spec.itemsize]
 
 
 def _rows_left(spec: ArraySpec, starts: Sequence[int]) -> int:

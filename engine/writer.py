@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .format import (
     Entries,
+    Stored,
     chunk_keys,
     crc32c,
     dtype_name,
@@ -25,7 +27,7 @@ from .format import (
     metadata_key,
     storage_dtype,
 )
-from .plan import ArraySpec, Layout, PlannedFile, PlannedSegment, chunk_shape, grid_of, plan_files
+from .plan import CHECKSUM_BYTES, ArraySpec, Layout, PlannedFile, PlannedSegment, chunk_shape, plan_files
 from .record import FileRecord
 from .sources import Bytes, Source, segment_parts
 from .storage import Location, Segment
@@ -64,14 +66,14 @@ def write_tree(location: Location, tree: HostTree, layout: Layout) -> dict[str, 
     """
     data = location / "d"
     data.make_directory()
-    names, sources, documents = _stored(tree, layout)
+    metadata, sources, documents = _stored(tree, layout)
     files = plan_files([source.spec for source in sources], layout)
     written: dict[str, FileRecord] = {}
     for number, file in enumerate(files):
         (data / str(number)).write_data(file.size, [_segment(segment, sources) for segment in file.segments])
         written[f"d/{number}"] = FileRecord(file.size)
     manifest, index = encode_database(
-        _entries(names, sources, files),
+        _entries(metadata, sources, files),
         node_file=INDEX,
         database_id=uuid.uuid4().bytes,
         created_ns=time.time_ns(),
@@ -92,29 +94,47 @@ def _segment(segment: PlannedSegment, sources: Sequence[Source]) -> Segment:
     return Segment(segment.offset, segment.size, parts)
 
 
-def _stored(tree: HostTree, layout: Layout) -> tuple[list[str], list[Source], list[dict[str, Any]]]:
-    """Returns the names and sources of the arrays, and what ``tree.json`` says about every leaf."""
-    names: list[str] = []
+class _Form(NamedTuple):
+    """What arrays of one shape and element type have in common."""
+
+    spec: ArraySpec
+    stored: Stored
+    metadata: bytes
+    facts: dict[str, Any]  # what the array's own metadata cannot say
+
+
+def _form(shape: tuple[int, ...], dtype: np.dtype[Any], layout: Layout) -> _Form:
+    stored = storage_dtype(dtype)
+    full = shape if stored.extra is None else (*shape, stored.extra)
+    chunks = chunk_shape(full, stored.numpy.itemsize, layout.chunk_bytes)
+    plain = stored.extra is None and dtype.isnative
+    return _Form(
+        ArraySpec(full, chunks, stored.numpy.itemsize),
+        stored,
+        encode_array_metadata(full, stored.data_type, chunks),
+        {} if plain else {"dtype": dtype_name(dtype)},
+    )
+
+
+def _stored(tree: HostTree, layout: Layout) -> tuple[dict[str, bytes], list[Source], list[dict[str, Any]]]:
+    """Returns the metadata of the arrays by name, their sources, and what ``tree.json`` says about every leaf."""
+    metadata: dict[str, bytes] = {}
     sources: list[Source] = []
     documents: list[dict[str, Any]] = []
-    cut: dict[tuple[tuple[int, ...], int], ArraySpec] = {}
+    forms: dict[tuple[tuple[int, ...], np.dtype[Any]], _Form] = {}
     for name, leaf in zip(tree.names, tree.leaves, strict=True):
         if isinstance(leaf, ValueLeaf):
             documents.append(leaf.details)
             continue
-        stored = storage_dtype(leaf.dtype)
-        shape = leaf.shape if stored.extra is None else (*leaf.shape, stored.extra)
-        itemsize = stored.numpy.itemsize
-        spec = cut.get((shape, itemsize))
-        if spec is None:
-            spec = cut[shape, itemsize] = ArraySpec(shape, chunk_shape(shape, itemsize, layout.chunk_bytes), itemsize)
-        pieces = leaf.pieces if stored.extra is None else [_raw(piece, stored.extra) for piece in leaf.pieces]
-        names.append(name)
-        sources.append(Source(spec, stored.numpy, pieces))
-        # The array's own metadata cannot say this: a dtype without a zarr name, or bytes that were big endian.
-        plain = stored.extra is None and leaf.dtype.isnative
-        documents.append(leaf.details if plain else {**leaf.details, "dtype": dtype_name(leaf.dtype)})
-    return names, sources, documents
+        form = forms.get((leaf.shape, leaf.dtype))
+        if form is None:
+            form = forms[leaf.shape, leaf.dtype] = _form(leaf.shape, leaf.dtype, layout)
+        extra = form.stored.extra
+        pieces = leaf.pieces if extra is None else [_raw(piece, extra) for piece in leaf.pieces]
+        metadata[name] = form.metadata
+        sources.append(Source(form.spec, form.stored.numpy, pieces))
+        documents.append({**leaf.details, **form.facts} if form.facts else leaf.details)
+    return metadata, sources, documents
 
 
 def _raw(piece: Piece, extra: int) -> Piece:
@@ -124,36 +144,25 @@ def _raw(piece: Piece, extra: int) -> Piece:
     return Piece((*piece.start, 0), raw.reshape(*array.shape, extra))
 
 
-def _entries(names: Sequence[str], sources: Sequence[Source], files: Sequence[PlannedFile]) -> Entries:
+def _entries(metadata: Mapping[str, bytes], sources: Sequence[Source], files: Sequence[PlannedFile]) -> Entries:
     """Returns the database's entries: an array's metadata inline, its chunks as places in the data files."""
-    keys = [key for name, source in zip(names, sources, strict=True) for key in _chunk_keys(name, source.spec)]
-    chunks = [(number, chunk) for number, file in enumerate(files) for part in file.segments for chunk in part.chunks]
-    place = {key: (*found, sources[found[1].array]) for key, found in zip(keys, chunks, strict=True)}
-    inline = {metadata_key(name): _metadata(source) for name, source in zip(names, sources, strict=True)}
-    ordered = sorted([*place, *inline])
-    file_ids = np.zeros(len(ordered), np.int64)
-    offsets = np.zeros(len(ordered), np.int64)
-    lengths = np.zeros(len(ordered), np.int64)
-    for row, key in enumerate(ordered):
-        found = place.get(key)
-        if found is not None:
-            number, chunk, source = found
-            file_ids[row] = number
-            offsets[row] = chunk.offset
-            lengths[row] = source.spec.chunk_nbytes + 4
+    keys = [key for name, source in zip(metadata, sources, strict=True) for key in chunk_keys(name, source.spec.grid)]
+    places = [
+        (None, number, chunk.offset, sources[chunk.array].spec.chunk_nbytes + CHECKSUM_BYTES)
+        for number, file in enumerate(files)
+        for segment in file.segments
+        for chunk in segment.chunks
+    ]
+    rows: list[tuple[bytes, bytes | None, int, int, int]] = [
+        (key, *place) for key, place in zip(keys, places, strict=True)
+    ]
+    rows += [(metadata_key(name), content, 0, 0, 0) for name, content in metadata.items()]
+    rows.sort(key=itemgetter(0))
     return Entries(
-        keys=ordered,
-        inline=[inline.get(key) for key in ordered],
+        keys=[row[0] for row in rows],
+        inline=[row[1] for row in rows],
         files=[f"d/{number}" for number in range(len(files))],
-        file_ids=file_ids,
-        offsets=offsets,
-        lengths=lengths,
+        file_ids=np.array([row[2] for row in rows], np.int64),
+        offsets=np.array([row[3] for row in rows], np.int64),
+        lengths=np.array([row[4] for row in rows], np.int64),
     )
-
-
-def _chunk_keys(name: str, spec: ArraySpec) -> list[bytes]:
-    return chunk_keys(name, grid_of(spec.shape, spec.chunk_shape))
-
-
-def _metadata(source: Source) -> bytes:
-    return encode_array_metadata(source.spec.shape, storage_dtype(source.dtype).data_type, source.spec.chunk_shape)
