@@ -1,0 +1,138 @@
+"""A demonstration: a run is preempted half-way, goes on, and ends where an uninterrupted run ends, bit for bit.
+
+``python -m holdfast.cli.demo [DIR]`` leaves its files in DIR, or in no place at all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from .. import load
+from .status import DONE, FAILED, PREEMPTED
+
+CONFIG = "flax_digits"
+_PROGRESS = re.compile(r"step (\d+) of (\d+)")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Shows what is promised, with real processes and a real signal.
+
+    Args:
+        arguments: At most a directory to leave the files in.
+
+    Returns:
+        0 if everything went as promised.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if len(arguments) > 1:
+        print("usage: python -m holdfast.cli.demo [DIR]", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as temporary:
+        return _demonstrate(arguments[0] if arguments else temporary)
+
+
+def _demonstrate(directory: str) -> int:
+    stopped, whole = (os.path.join(directory, name) for name in ("preempted", "uninterrupted"))
+    command = ["run", CONFIG, f"run_dir={stopped}"]
+
+    _say("A training run. Half-way, the machine is taken away: SIGTERM.")
+    status = _holdfast(command, preempt=True)
+    if status != PREEMPTED:
+        return _fail(f"expected exit status {PREEMPTED} (preempted and saved), found {status}")
+    _say(f"Exit status {status}: preempted and saved, run me again. The same command again:")
+    status = _holdfast(command)
+    if status != DONE:
+        return _fail(f"expected exit status {DONE}, found {status}")
+
+    _say("For comparison, the same run without an interruption:")
+    if _holdfast(["run", CONFIG, f"run_dir={whole}"]) != DONE:
+        return _fail("the run failed")
+    _say("Do both end with the same bits?")
+    if not _same(stopped, whole):
+        return FAILED
+
+    _say("Is everything on the disk whole? Every byte is read and checked:")
+    if _holdfast(["verify", stopped]) != DONE:
+        return _fail("a checkpoint is damaged")
+    _say("And what was kept, and why?")
+    return _holdfast(["ls", stopped])
+
+
+def _holdfast(arguments: Sequence[str], *, preempt: bool = False) -> int:
+    """Runs the command, repeats its output, and sends SIGTERM half-way if asked to."""
+    print(f"$ holdfast {shlex.join(arguments)}", flush=True)
+    # The command of this very installation, whatever the search path holds.
+    process = subprocess.Popen(
+        [sys.executable, "-m", "holdfast.cli.main", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    with process, process.stdout as lines:
+        for line in lines:
+            print(f"  {line}", end="", flush=True)
+            found = _PROGRESS.search(line)
+            if preempt and found and int(found[1]) * 2 >= int(found[2]):
+                print(f"  $ kill -TERM {process.pid}", flush=True)
+                process.send_signal(signal.SIGTERM)
+                preempt = False
+    return process.returncode
+
+
+def _same(one: str, other: str) -> bool:
+    first, second = (dict(_leaves(load(_newest(run)))) for run in (one, other))
+    different = [path for path in first.keys() | second.keys() if not _equal(first.get(path), second.get(path))]
+    for path in sorted(different):
+        print(f"  {path}: {first.get(path)!r} and {second.get(path)!r}")
+    if different:
+        _fail(f"{len(different)} of {len(first)} leaves differ")
+        return False
+    size = sum(np.asarray(leaf).nbytes for leaf in first.values())
+    print(f"  yes: {len(first)} leaves, {size} bytes, all equal")
+    return True
+
+
+def _newest(run: str) -> str:
+    checkpoints = os.path.join(run, "checkpoints")
+    return os.path.join(checkpoints, max((name for name in os.listdir(checkpoints) if name.isdigit()), key=int))
+
+
+def _leaves(tree: object, path: str = "") -> Iterator[tuple[str, object]]:
+    if isinstance(tree, dict):
+        for key, item in tree.items():
+            yield from _leaves(item, f"{path}/{key}")
+    elif isinstance(tree, (list, tuple)):
+        for index, item in enumerate(tree):
+            yield from _leaves(item, f"{path}/{index}")
+    else:
+        yield path[1:], tree
+
+
+def _equal(one: object, other: object) -> bool:
+    """Tells whether two leaves are the same bits, not just equal numbers."""
+    if not isinstance(one, np.ndarray) or not isinstance(other, np.ndarray):
+        return type(one) is type(other) and repr(one) == repr(other)
+    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+
+
+def _say(text: str) -> None:
+    print(f"\n{text}", flush=True)
+
+
+def _fail(text: str) -> int:
+    print(f"demo: {text}", file=sys.stderr)
+    return FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

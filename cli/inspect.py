@@ -1,0 +1,182 @@
+"""``holdfast ls``, ``show`` and ``verify``: looking at checkpoints without any framework."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from .. import CheckpointSummary, describe, list_checkpoints, verify
+from ..engine.api import find_checkpoint
+from ..engine.commit import read_record
+from ..engine.storage import Location
+from .log import configure_logging
+from .places import checkpoints_at, is_one_checkpoint
+from .report import age, count, metrics_text, print_json, print_table, size
+from .status import DONE, FAILED
+
+
+def list_steps(place: str, *, as_json: bool) -> int:
+    """Prints the checkpoints in a directory.
+
+    Args:
+        place: The directory: a path or URL.
+        as_json: Print JSON instead of a table.
+
+    Returns:
+        The exit status; damaged checkpoints are shown, and are no failure of the listing.
+    """
+    configure_logging("warning")
+    location = checkpoints_at(place)
+    found = _one(location) if is_one_checkpoint(location) else [_shown(item) for item in list_checkpoints(location)]
+    if as_json:
+        print_json({"directory": str(location), "checkpoints": found})
+        return DONE
+    if not found:
+        print(f"no checkpoints in {location}")
+        return DONE
+    now = time.time()
+    rows = [
+        [
+            "-" if item["step"] is None else str(item["step"]),
+            "-" if item["time"] is None else age(now - item["time"]),
+            "-" if item["time"] is None else size(item["bytes"]),
+            metrics_text(item["metrics"]),
+            ", ".join(item["kept"]),
+            "ok" if item["damage"] is None else f"damaged: {item['damage']}",
+        ]
+        for item in found
+    ]
+    print_table(["STEP", "AGE", "SIZE", "METRICS", "KEPT BECAUSE", "STATE"], rows, right=["STEP", "AGE", "SIZE"])
+    return DONE
+
+
+def _shown(item: CheckpointSummary) -> dict[str, Any]:
+    return {
+        "step": item.step,
+        "path": item.path,
+        "time": item.time,
+        "bytes": item.bytes,
+        "metrics": item.metrics,
+        "reason": item.reason,
+        "kept": list(item.kept),
+        "damage": item.damage,
+    }
+
+
+def _one(location: Location) -> list[dict[str, Any]]:
+    """Describes one checkpoint: as its manager sees it, or by its record alone when it has no manager."""
+    for item in list_checkpoints(location.parent):
+        if item.path == str(location):
+            return [_shown(item)]
+    record = read_record(location)
+    return [
+        {
+            "step": record.step,
+            "path": str(location),
+            "time": record.time,
+            "bytes": record.nbytes,
+            "metrics": record.metrics,
+            "reason": record.reason,
+            "kept": [],
+            "damage": None,
+        }
+    ]
+
+
+def show_leaves(place: str, step: int | None, *, as_json: bool) -> int:
+    """Prints every leaf of a checkpoint.
+
+    Args:
+        place: The directory: a path or URL.
+        step: Which step; None for the newest.
+        as_json: Print JSON instead of a table.
+
+    Returns:
+        The exit status.
+    """
+    configure_logging("warning")
+    location = find_checkpoint(checkpoints_at(place), step)
+    record = read_record(location)
+    leaves = describe(location)
+    if as_json:
+        shown: list[dict[str, Any]] = [
+            {
+                "item": leaf.item,
+                "path": leaf.path,
+                "kind": leaf.kind,
+                "shape": list(leaf.shape),
+                "dtype": leaf.dtype,
+                "sharding": leaf.sharding,
+                "bytes": leaf.bytes,
+                "value": leaf.value,
+            }
+            for leaf in leaves
+        ]
+        print_json({"path": str(location), "step": record.step, "time": record.time, "leaves": shown})
+        return DONE
+    columns = ["ITEM", "LEAF", "SHAPE", "TYPE", "SHARDING", "SIZE", "VALUE"]
+    rows = [
+        [
+            leaf.item,
+            leaf.path,
+            str(list(leaf.shape)) if leaf.dtype else "",
+            "key" if leaf.kind == "key" else leaf.dtype or leaf.kind,
+            leaf.sharding,
+            size(leaf.bytes),
+            leaf.value or "",
+        ]
+        for leaf in leaves
+    ]
+    if len({leaf.item for leaf in leaves}) < 2:
+        columns, rows = columns[1:], [row[1:] for row in rows]
+    if not any(leaf.value for leaf in leaves):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    print_table(columns, rows, right=["SIZE"])
+    total = size(sum(leaf.bytes for leaf in leaves))
+    print(f"\n{location}: {count(len(leaves), 'leaf', 'leaves')}, {total}, saved {age(time.time() - record.time)} ago")
+    return DONE
+
+
+def verify_checkpoints(place: str, step: int | None, *, as_json: bool) -> int:
+    """Reads and checks checkpoints.
+
+    Args:
+        place: The directory: a path or URL.
+        step: Which step; None for all.
+        as_json: Print JSON instead of text.
+
+    Returns:
+        The exit status: 1 if anything is damaged.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing to verify.
+    """
+    configure_logging("error")
+    location = checkpoints_at(place)
+    result = verify(location, step)
+    if as_json:
+        checkpoints = [
+            {
+                "step": item.step,
+                "path": str(item.path),
+                "bytes": item.bytes,
+                "ok": not item.problems,
+                "problems": [{"file": p.file, "leaf": p.leaf, "what": p.what} for p in item.problems],
+            }
+            for item in result.checkpoints
+        ]
+        print_json({"directory": str(location), "ok": result.ok, "checkpoints": checkpoints})
+        return DONE if result.ok else FAILED
+    for item in result.checkpoints:
+        name = str(item.path) if item.step is None else f"step {item.step}"
+        if not item.problems:
+            print(f"{name}: whole, {size(item.bytes)} read and checked")
+            continue
+        print(f"{name}: DAMAGED, {count(len(item.problems), 'problem', 'problems')}")
+        for problem in item.problems:
+            leaf = f" ({problem.leaf})" if problem.leaf else ""
+            print(f"  {problem.file}{leaf}: {problem.what}")
+    states = Counter("damaged" if item.problems else "whole" for item in result.checkpoints)
+    print(", ".join(f"{number} {state}" for state, number in sorted(states.items(), reverse=True)))
+    return DONE if result.ok else FAILED

@@ -1,0 +1,46 @@
+"""Where the log lines of a command go: to standard output, warnings and errors to standard error."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+class _Lines(logging.Handler):
+    """Writes to the streams of the moment, and around a progress bar where there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+            tqdm = sys.modules.get("tqdm")
+            if tqdm is None:
+                print(self.format(record), file=stream, flush=True)
+            else:
+                tqdm.tqdm.write(self.format(record), file=stream)
+                stream.flush()
+        except Exception:
+            self.handleError(record)
+
+
+class _Format(logging.Formatter):
+    """``12:00:00 message``, with the level's name where it is not the usual one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        name = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        return f"{self.formatTime(record, '%H:%M:%S')} {name}{record.getMessage()}"
+
+
+def configure_logging(level: str) -> None:
+    """Shows what holdfast logs.
+
+    Args:
+        level: The least important level to show: debug, info, warning or error.
+    """
+    logger = logging.getLogger("holdfast")
+    for handler in [handler for handler in logger.handlers if isinstance(handler, _Lines)]:
+        logger.removeHandler(handler)
+    handler = _Lines()
+    handler.setFormatter(_Format())
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+    logger.propagate = False

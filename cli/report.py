@@ -1,0 +1,99 @@
+"""What the commands print: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_UNLIMITED = 1_000_000
+_SPANS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
+    """Prints a table: fitted to the terminal by wrapping, and as wide as it needs to be anywhere else.
+
+    Args:
+        columns: The headings.
+        rows: The cells.
+        right: The headings of the columns that are aligned to the right.
+    """
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        # Text objects, as the markup of plain strings would eat square brackets.
+        table.add_row(*(Text(cell) for cell in row))
+    console = Console() if sys.stdout.isatty() else Console(width=_UNLIMITED, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in capture.get().splitlines()))
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Prints strict JSON; numbers that JSON has no word for become null."""
+    print(json.dumps(_finite(value), indent=2, allow_nan=False))
+
+
+def size(number: int) -> str:
+    """Returns bytes for people, in powers of 1000.
+
+    >>> size(1234567)
+    '1.2 MB'
+    """
+    if number < 1000:
+        return f"{number} B"
+    value = float(number)
+    for unit in ("", "kB", "MB", "GB", "TB"):
+        if unit and value < 999.95:
+            return f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} PB"
+
+
+def age(seconds: float) -> str:
+    """Returns a span of time for people.
+
+    >>> age(7300)
+    '2 h'
+    """
+    for span, unit in _SPANS:
+        if seconds >= span:
+            return f"{int(seconds // span)} {unit}"
+    return f"{max(0, int(seconds))} s"
+
+
+def metrics_text(metrics: Mapping[str, Any] | None) -> str:
+    """Returns metrics in one line, nested ones with ``/`` in their names."""
+    return ", ".join(f"{name} {_number(value)}" for name, value in _flat(metrics or {}))
+
+
+def count(number: int, one: str, many: str) -> str:
+    """Returns a number with its noun, such as ``3 leaves``."""
+    return f"{number} {one if number == 1 else many}"
+
+
+def _number(value: object) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def _flat(metrics: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{path}{name}/")
+        else:
+            yield f"{path}{name}", value
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,45 @@
+"""What passes between the runner and a training program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .progress import Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """What a program is given beside its configuration.
+
+    Attributes:
+        run_dir: Where the run keeps its files.
+        checkpoints: Where its checkpoints go: a path or a URL.
+        callback_arguments: The keyword arguments for its checkpoint callback.
+        log_interval: Report the progress every so many steps.
+    """
+
+    run_dir: Path
+    checkpoints: str
+    callback_arguments: dict[str, Any]
+    log_interval: int
+
+    def progress(self, start: int, total: int) -> Progress:
+        """Returns the report of a run that begins with `start` of `total` steps done."""
+        return Progress(start, total, self.log_interval)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        start: Steps that were done when it began.
+        step: Steps done now.
+        preempted: It was asked to stop, saved, and waits to be run again.
+    """
+
+    start: int
+    step: int
+    preempted: bool

@@ -1,0 +1,110 @@
+"""A Flax linen classifier with BatchNorm and dropout on scikit-learn's digits."""
+
+# mypy: disallow-untyped-calls=False
+# Parts of flax come without type information.
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]  # it comes without type information
+from flax.training import train_state
+
+from ..integrations.flax import CheckpointCallback
+from .context import Outcome, RunContext
+from .digits import CLASSES, Batches, Images, split_digits
+from .optimizers import adamw
+from .schema import FlaxDigits
+
+
+class Classifier(nn.Module):
+    """A multilayer perceptron; every hidden layer is normalized over the batch.
+
+    Attributes:
+        hidden: Units of every hidden layer.
+        dropout: The share of the units dropped in training.
+    """
+
+    hidden: Sequence[int]
+    dropout: float
+
+    @nn.compact
+    def __call__(self, pixels: jax.Array, training: bool) -> jax.Array:
+        """Returns float32[n, 10], the logits of float32[n, 64] pixels."""
+        x = pixels
+        for units in self.hidden:
+            x = nn.relu(nn.BatchNorm(use_running_average=not training)(nn.Dense(units)(x)))
+            x = nn.Dropout(self.dropout, deterministic=not training)(x)
+        return nn.Dense(CLASSES)(x)
+
+
+class TrainState(train_state.TrainState):
+    """The parameters, the optimizer's state, and the running averages of BatchNorm."""
+
+    batch_stats: Any
+
+
+def initial_state(config: FlaxDigits) -> TrainState:
+    """Returns the state before the first update."""
+    model = Classifier(config.model.hidden, config.model.dropout)
+    variables = model.init(jax.random.key(config.seed), jnp.zeros((1, 64)), training=False)
+    state: TrainState = TrainState.create(
+        apply_fn=model.apply,
+        params=variables["params"],
+        batch_stats=variables["batch_stats"],
+        tx=adamw(config.optimizer),
+    )
+    return state
+
+
+@partial(jax.jit, donate_argnums=0)
+def train_step(state: TrainState, batch: Images, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Does one update; the dropout depends on the key and the step alone, so that a resumed run repeats it."""
+
+    def loss_of(params: Any) -> tuple[jax.Array, Any]:
+        logits, changed = state.apply_fn(
+            {"params": params, "batch_stats": state.batch_stats},
+            batch.pixels,
+            training=True,
+            mutable=["batch_stats"],
+            rngs={"dropout": jax.random.fold_in(key, state.step)},
+        )
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
+        return loss, changed["batch_stats"]
+
+    (loss, batch_stats), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+    return state.apply_gradients(grads=gradients, batch_stats=batch_stats), {"loss": loss}
+
+
+@jax.jit
+def evaluate(state: TrainState, images: Images) -> dict[str, jax.Array]:
+    """Returns the loss and the accuracy on images held back."""
+    variables = {"params": state.params, "batch_stats": state.batch_stats}
+    logits = state.apply_fn(variables, images.pixels, training=False)
+    return {
+        "val_loss": optax.softmax_cross_entropy_with_integer_labels(logits, images.labels).mean(),
+        "val_accuracy": (logits.argmax(-1) == images.labels).mean(),
+    }
+
+
+def run(config: FlaxDigits, context: RunContext) -> Outcome:
+    """Trains from the newest checkpoint, or from the beginning."""
+    total = step = config.train.steps
+    with CheckpointCallback(context.checkpoints, **context.callback_arguments) as checkpoint:
+        training, validation = split_digits(config.data.validation_fraction, config.seed)
+        batches = Batches(training, config.data.batch_size, config.seed)
+        key = jax.random.key(config.seed)
+        state, start = checkpoint.restore_or_initialize(initial_state(config), data=batches)
+        with context.progress(start, total) as progress:
+            for step in range(start + 1, total + 1):
+                state, metrics = train_step(state, next(batches), key)
+                if step % config.train.eval_interval_steps == 0 or step == total:
+                    metrics |= evaluate(state, validation)
+                progress.update(step, metrics)
+                if checkpoint.on_step(step, state, metrics=metrics, data=batches).should_stop:
+                    break
+    return Outcome(start=start, step=step, preempted=checkpoint.should_stop and step < total)

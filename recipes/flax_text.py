@@ -1,0 +1,110 @@
+"""A Flax nnx character transformer on Python's own help texts."""
+
+# mypy: disallow-untyped-calls=False
+# Parts of flax come without type information.
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax  # type: ignore[import-untyped]  # it comes without type information
+from flax import nnx
+
+from ..integrations.flax import CheckpointCallback
+from .context import Outcome, RunContext
+from .optimizers import adamw
+from .schema import FlaxText, TextModel
+from .text import Windows, help_texts, windows
+
+VALIDATION_WINDOWS = 128
+
+
+class Block(nnx.Module):
+    """Attention and a feed-forward layer, each normalized before and added to its input.
+
+    Args:
+        model: The sizes.
+        rngs: Where the initial weights and the dropout come from.
+    """
+
+    def __init__(self, model: TextModel, rngs: nnx.Rngs) -> None:
+        self.attention_norm = nnx.LayerNorm(model.width, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(num_heads=model.heads, in_features=model.width, decode=False, rngs=rngs)
+        self.feed_forward_norm = nnx.LayerNorm(model.width, rngs=rngs)
+        self.expand = nnx.Linear(model.width, 4 * model.width, rngs=rngs)
+        self.contract = nnx.Linear(4 * model.width, model.width, rngs=rngs)
+        self.dropout = nnx.Dropout(model.dropout, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        """Returns float32[batch, context, width], as `x` is."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), mask=mask))
+        return x + self.dropout(self.contract(nnx.gelu(self.expand(self.feed_forward_norm(x)))))
+
+
+class Transformer(nnx.Module):
+    """Predicts the next character.
+
+    Args:
+        model: The sizes.
+        characters: Size of the alphabet.
+        context: The longest sequence, in characters.
+        rngs: Where the initial weights and the dropout come from.
+    """
+
+    def __init__(self, model: TextModel, characters: int, context: int, rngs: nnx.Rngs) -> None:
+        self.tokens = nnx.Embed(characters, model.width, rngs=rngs)
+        self.positions = nnx.Embed(context, model.width, rngs=rngs)
+        self.blocks = nnx.List([Block(model, rngs) for _ in range(model.layers)])
+        self.norm = nnx.LayerNorm(model.width, rngs=rngs)
+        self.logits = nnx.Linear(model.width, characters, rngs=rngs)
+
+    def __call__(self, characters: jax.Array) -> jax.Array:
+        """Returns float32[batch, context, alphabet], the logits after each of int32[batch, context] characters."""
+        x = self.tokens(characters) + self.positions(jnp.arange(characters.shape[1]))
+        mask = nnx.make_causal_mask(characters)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.logits(self.norm(x))
+
+
+def loss_of(model: Transformer, batch: jax.Array) -> jax.Array:
+    """Returns the mean cross-entropy of the next character, in nats, over int32[batch, context + 1] windows."""
+    losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(model(batch[:, :-1]), batch[:, 1:])
+    return losses.mean()
+
+
+@nnx.jit
+def train_step(model: Transformer, optimizer: nnx.Optimizer[Transformer], batch: jax.Array) -> dict[str, jax.Array]:
+    """Does one update, in place."""
+    model.train()
+    loss, gradients = nnx.value_and_grad(loss_of)(model, batch)
+    optimizer.update(model, gradients)
+    return {"loss": loss}
+
+
+@nnx.jit
+def evaluate(model: Transformer, batch: jax.Array) -> dict[str, jax.Array]:
+    """Returns the loss on windows held back."""
+    model.eval()
+    return {"val_loss": loss_of(model, batch)}
+
+
+def run(config: FlaxText, context: RunContext) -> Outcome:
+    """Trains from the newest checkpoint, or from the beginning."""
+    total = step = config.train.steps
+    with CheckpointCallback(context.checkpoints, **context.callback_arguments) as checkpoint:
+        corpus = help_texts(config.data.validation_fraction)
+        batches = Windows(corpus, config.data.batch_size, config.data.context, config.seed)
+        validation = jnp.asarray(windows(corpus.validation, config.data.context, VALIDATION_WINDOWS))
+        model = Transformer(config.model, len(corpus.alphabet), config.data.context, nnx.Rngs(config.seed))
+        optimizer = nnx.Optimizer(model, adamw(config.optimizer), wrt=nnx.Param)
+        state = {"model": model, "optimizer": optimizer}
+        state, start = checkpoint.restore_or_initialize(state, data=batches)
+        with context.progress(start, total) as progress:
+            for step in range(start + 1, total + 1):
+                metrics = train_step(model, optimizer, jnp.asarray(next(batches)))
+                if step % config.train.eval_interval_steps == 0 or step == total:
+                    metrics |= evaluate(model, validation)
+                progress.update(step, metrics)
+                if checkpoint.on_step(step, state, metrics=metrics, data=batches).should_stop:
+                    break
+    return Outcome(start=start, step=step, preempted=checkpoint.should_stop and step < total)

@@ -1,0 +1,137 @@
+"""A PyTorch Lightning classifier on scikit-learn's digits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from ..integrations.lightning import CheckpointCallback
+from .context import Outcome, RunContext
+from .digits import CLASSES, Images, split_digits
+from .progress import Progress
+from .schema import LightningDigits, Schedule
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Classifier(LightningModule):
+    """A multilayer perceptron with dropout.
+
+    Args:
+        config: The sizes and the schedule.
+    """
+
+    def __init__(self, config: LightningDigits) -> None:
+        super().__init__()
+        self.schedule = config.optimizer
+        layers: list[nn.Module] = []
+        width = 64
+        for units in config.model.hidden:
+            layers += [nn.Linear(width, units), nn.BatchNorm1d(units), nn.ReLU(), nn.Dropout(config.model.dropout)]
+            width = units
+        self.layers = nn.Sequential(*layers, nn.Linear(width, CLASSES))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Returns float32[n, 10], the logits of float32[n, 64] pixels."""
+        logits: Tensor = self.layers(pixels)
+        return logits
+
+    def training_step(self, batch: Batch, _: int) -> Tensor:
+        """Returns the loss of a batch."""
+        pixels, labels = batch
+        loss = functional.cross_entropy(self(pixels), labels)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Batch, _: int) -> None:
+        """Reports the loss and the accuracy on images held back."""
+        pixels, labels = batch
+        logits = self(pixels)
+        self.log("val_loss", functional.cross_entropy(logits, labels))
+        self.log("val_accuracy", (logits.argmax(-1) == labels).float().mean())
+
+    def configure_optimizers(self) -> Any:
+        """Returns AdamW, and the schedule that is advanced after every update."""
+        section = self.schedule
+        optimizer = torch.optim.AdamW(self.parameters(), section.learning_rate, weight_decay=section.weight_decay)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(section, step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def learning_rate_factor(section: Schedule, step: int) -> float:
+    """Returns the learning rate of an update in units of the largest: a linear rise, then a cosine down to 0.1."""
+    if step < section.warmup_steps:
+        return step / section.warmup_steps
+    done = min(1.0, (step - section.warmup_steps) / (section.decay_steps - section.warmup_steps))
+    return 0.55 + 0.45 * math.cos(math.pi * done)
+
+
+class Report(Callback):
+    """Tells the progress, as the other recipes do, and remembers where the run began.
+
+    Args:
+        context: Where the progress goes.
+        total: Updates in all.
+    """
+
+    def __init__(self, context: RunContext, total: int) -> None:
+        self.context = context
+        self.total = total
+        self.start = 0
+        self.progress: Progress | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins the report."""
+        self.start = trainer.global_step
+        self.progress = self.context.progress(self.start, self.total)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Reports an update."""
+        if self.progress is not None:
+            self.progress.update(trainer.global_step, trainer.callback_metrics)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Ends the report."""
+        if self.progress is not None:
+            self.progress.close()
+
+
+def loader(images: Images, batch_size: int, *, training: bool) -> DataLoader[Any]:
+    """Returns batches of float32[n, 64] pixels and int64[n] labels, shuffled for training."""
+    dataset = TensorDataset(torch.from_numpy(images.pixels), torch.from_numpy(images.labels).long())
+    return DataLoader(dataset, batch_size, shuffle=training, drop_last=training)
+
+
+def run(config: LightningDigits, context: RunContext) -> Outcome:
+    """Trains from the newest checkpoint, or from the beginning."""
+    total = config.train.steps
+    seed_everything(config.seed, verbose=False)
+    training, validation = split_digits(config.data.validation_fraction, config.seed)
+    report = Report(context, total)
+    checkpoint = CheckpointCallback(context.checkpoints, **context.callback_arguments)
+    trainer = Trainer(
+        max_steps=total,
+        max_epochs=-1,
+        val_check_interval=config.train.eval_interval_steps,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        devices=1,
+        callbacks=[checkpoint, report],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=context.run_dir,
+    )
+    trainer.fit(
+        Classifier(config),
+        loader(training, config.data.batch_size, training=True),
+        loader(validation, len(validation.labels), training=False),
+    )
+    return Outcome(start=report.start, step=trainer.global_step, preempted=trainer.received_sigterm)

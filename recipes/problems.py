@@ -1,0 +1,78 @@
+"""What is wrong with a configuration: all problems at once, each with the place where it was written."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..engine.errors import OptionError
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a key was written: a line of a file, or an argument of the command."""
+
+    source: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong: where it was written, which key, and what was expected and found."""
+
+    place: Place
+    key: str
+    text: str
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (str(self.place), self.key, self.text) if part)
+
+
+class ConfigError(OptionError):
+    """A configuration that cannot be used.
+
+    Attributes:
+        problems: Everything that is wrong, in the order of the file.
+    """
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def dotted(path: KeyPath) -> str:
+    """Returns a key path as it is written on the command line, such as ``model.hidden.0``."""
+    return ".".join(str(key) for key in path)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns ``'; did you mean "steps"?'`` for the known word that is nearest to `word`, or nothing."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f'; did you mean "{near[0]}"?' if near else ""
+
+
+def found(value: object) -> str:
+    """Returns a value as an error message shows it: with its kind, and shortened when it is long."""
+    match value:
+        case None:
+            return "nothing"
+        case bool():
+            return str(value).lower()
+        case str():
+            return f'the text "{_shortened(value)}"'
+        case dict():
+            return f"a section ({_shortened(', '.join(str(key) for key in value))})" if value else "an empty section"
+        case list():
+            return f"the list {_shortened(str(value))}"
+        case _:
+            return _shortened(str(value))
+
+
+def _shortened(text: str, limit: int = 60) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -1,0 +1,77 @@
+"""How far a run is: a bar on a terminal, plain lines otherwise."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from tqdm import tqdm  # type: ignore[import-untyped]  # it comes without type information
+
+logger = logging.getLogger("holdfast.recipes")
+
+
+class Progress:
+    """Reports finished steps.
+
+    Metrics may be scalars on a device: they are only looked at when they are reported, so that the loop is not held up
+    in between.
+
+    Args:
+        start: Steps that were done when this process began.
+        total: Steps in all.
+        interval: Report every so many steps; the last step is always reported.
+        bar: Draw a bar; by default on a terminal.
+    """
+
+    def __init__(self, start: int, total: int, interval: int, *, bar: bool | None = None) -> None:
+        self._last = self._reported = start
+        self._total = total
+        self._interval = interval
+        self._reported_at = time.monotonic()
+        shown = sys.stdout.isatty() and sys.stderr.isatty() if bar is None else bar
+        self._bar: Any = None
+        if shown and start < total:
+            # tqdm's own lock is shared between processes, and its semaphore is left behind when a run is killed.
+            tqdm.set_lock(threading.RLock())
+            self._bar = tqdm(initial=start, total=total, unit=" steps", dynamic_ncols=True, leave=True)
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Reports that a step is finished.
+
+        Args:
+            step: Steps done so far.
+            metrics: What is known about this step.
+        """
+        previous, self._last = self._last, step
+        due = step // self._interval != previous // self._interval or step >= self._total
+        if self._bar is not None:
+            if due:
+                self._bar.set_postfix_str(_written(metrics), refresh=False)
+            self._bar.update(step - previous)
+        elif due:
+            now = time.monotonic()
+            rate = (step - self._reported) / max(now - self._reported_at, 1e-9)
+            self._reported, self._reported_at = step, now
+            logger.info("step %d of %d: %s (%.3g steps/s)", step, self._total, _written(metrics), rate)
+
+    def close(self) -> None:
+        """Leaves the bar as it is, so that lines can follow it."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _written(metrics: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {float(value):.4f}" for name, value in metrics.items())

@@ -1,0 +1,147 @@
+"""YAML 1.2 text to plain values, with the place of every key.
+
+Scalars follow the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema): ``1e-3`` is a number, ``on``,
+``no`` and ``2024-01-01`` are text, and ``010`` is ten. Tags are refused, and so is a key that is given twice.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from .problems import KeyPath, Place, Problem, dotted
+
+_TAG = "tag:yaml.org,2002:"
+_TEXT_TAGS = {f"{_TAG}str", f"{_TAG}timestamp", f"{_TAG}value", f"{_TAG}merge"}
+
+
+@dataclass(slots=True)
+class Document:
+    """Plain values (dict, list, str, int, float, bool, None) and where each of them was written."""
+
+    values: Any = None
+    places: dict[KeyPath, Place] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def place(self, path: KeyPath) -> Place:
+        """Returns where a key was written, or the nearest section around a key that nobody wrote."""
+        while path not in self.places and path:
+            path = path[:-1]
+        return self.places[path]
+
+
+def read_yaml(text: str, source: str, *, one_place: bool = False) -> Document:
+    """Reads one YAML document.
+
+    Args:
+        text: The YAML text.
+        source: The name that error messages give it: a file's path, or an argument.
+        one_place: Leave line numbers out, for text that is a single argument.
+
+    Returns:
+        The values, their places, and the problems found on the way: bad syntax, tags and doubled keys.
+    """
+    return _Reader(source, one_place).read(text)
+
+
+class _Reader:
+    def __init__(self, source: str, one_place: bool) -> None:
+        self._source = source
+        self._one_place = one_place
+        self._document = Document()
+        self._open: set[int] = set()
+
+    def read(self, text: str) -> Document:
+        self._document.places[()] = Place(self._source)
+        try:
+            root: Node | None = YAML(typ="safe", pure=True).compose(text)
+        except MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            place = Place(self._source, None if mark is None or self._one_place else mark.line + 1)
+            self._report(place, (), f"this is not YAML: {error.problem or error.context}")
+            return self._document
+        except YAMLError as error:
+            self._report(Place(self._source), (), f"this is not YAML: {' '.join(str(error).split())}")
+            return self._document
+        self._document.values = None if root is None else self._value(root, ())
+        return self._document
+
+    def _value(self, node: Node, path: KeyPath) -> Any:
+        if id(node) in self._open:
+            self._report(self._place(node), path, "an alias that holds itself has no value")
+            return None
+        self._open.add(id(node))
+        try:
+            if isinstance(node, MappingNode) and str(node.tag) == f"{_TAG}map":
+                return self._mapping(node, path)
+            if isinstance(node, SequenceNode) and str(node.tag) == f"{_TAG}seq":
+                return [self._item(item, (*path, index)) for index, item in enumerate(node.value)]
+            if isinstance(node, ScalarNode):
+                return self._scalar(node, path)
+        finally:
+            self._open.discard(id(node))
+        self._report(self._place(node), path, f"the tag {node.tag} is not allowed: write plain YAML")
+        return None
+
+    def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            place = self._place(key_node)
+            if not isinstance(key_node, ScalarNode):
+                self._report(place, path, "a key must be text, found a list or a section")
+                continue
+            key = str(key_node.value)
+            inner = (*path, key)
+            if key in values:
+                self._report(place, inner, f"the key is given twice; the first is at {self._document.places[inner]}")
+                continue
+            self._document.places[inner] = place
+            values[key] = self._value(value_node, inner)
+        return values
+
+    def _item(self, node: Node, path: KeyPath) -> Any:
+        self._document.places[path] = self._place(node)
+        return self._value(node, path)
+
+    def _scalar(self, node: ScalarNode, path: KeyPath) -> Any:
+        tag, text = str(node.tag), str(node.value)
+        if tag in _TEXT_TAGS:
+            return text
+        try:
+            match tag.removeprefix(_TAG):
+                case "null":
+                    return None
+                case "bool":
+                    return text.lower() == "true"
+                case "int":
+                    return _integer(text)
+                case "float":
+                    return _number(text)
+        except ValueError:
+            pass
+        self._report(self._place(node), path, f"the tag {tag} is not allowed: write plain YAML")
+        return None
+
+    def _place(self, node: Node) -> Place:
+        return Place(self._source, None if self._one_place else node.start_mark.line + 1)
+
+    def _report(self, place: Place, path: KeyPath, text: str) -> None:
+        self._document.problems.append(Problem(place, dotted(path), text))
+
+
+def _integer(text: str) -> int:
+    digits = text.replace("_", "").lower()
+    bases = {"0x": 16, "0o": 8, "0b": 2}
+    return int(digits, bases.get(digits.lstrip("+-")[:2], 10))
+
+
+def _number(text: str) -> float:
+    digits = text.replace("_", "").lower()
+    if digits.endswith(".inf"):
+        return -math.inf if digits.startswith("-") else math.inf
+    return math.nan if digits.endswith(".nan") else float(digits)

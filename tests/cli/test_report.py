@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from holdfast.cli.report import age, count, metrics_text, print_json, print_table, size
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (1234, "1.2 kB"),
+        (999_949, "999.9 kB"),
+        (999_950, "1.0 MB"),
+        (1_234_567, "1.2 MB"),
+        (5_000_000_000, "5.0 GB"),
+        (2 * 10**18, "2000.0 PB"),
+    ],
+)
+def test_sizes(number: int, text: str) -> None:
+    assert size(number) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-5, "0 s"), (0, "0 s"), (59.9, "59 s"), (60, "1 min"), (3599, "59 min"), (7300, "2 h"), (200_000, "2 d")],
+)
+def test_ages(seconds: float, text: str) -> None:
+    assert age(seconds) == text
+
+
+def test_counts() -> None:
+    assert [count(number, "leaf", "leaves") for number in (0, 1, 2)] == ["0 leaves", "1 leaf", "2 leaves"]
+
+
+def test_metrics() -> None:
+    assert metrics_text({"loss": 0.123456789, "eval": {"top": {"1": 3}}}) == "loss 0.12346, eval/top/1 3"
+    assert metrics_text(None) == ""
+
+
+def test_tables_in_a_pipe_are_as_wide_as_they_need_to_be(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "/".join(["[bold]layer"] * 60)
+    print_table(["NAME", "N"], [[name, "1"], ["b", "23"]], right=["N"])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["NAME", "N"]
+    assert lines[1] == f"{name}   1"
+    assert lines[2].split() == ["b", "23"]
+    assert not any(line.endswith(" ") for line in lines)
+
+
+def test_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"metrics": {"loss": math.nan, "list": [1.5, -math.inf]}, "text": "ü"})
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert found == {"metrics": {"loss": None, "list": [1.5, None]}, "text": "ü"}

@@ -1,0 +1,417 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.recipes.config_files import bundled_configs, read_config
+from holdfast.recipes.configuration import load_configuration, to_yaml
+from holdfast.recipes.problems import ConfigError
+from holdfast.recipes.registry import RECIPES
+from holdfast.recipes.schema import Section
+from holdfast.recipes.yaml_reader import read_yaml
+
+
+def problems_of(tmp_path: Path, text: str, *arguments: str) -> list[str]:
+    """Returns the problems of a configuration, its path left out."""
+    path = tmp_path / "my.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_configuration(str(path), arguments)
+    assert str(caught.value).splitlines() == [str(problem) for problem in caught.value.problems]
+    return [str(problem).replace(str(path), "FILE") for problem in caught.value.problems]
+
+
+ERRORS = {
+    "unknown key": (
+        "train:\n  stpes: 3",
+        'FILE:3: train.stpes: unknown key; did you mean "steps"?',
+    ),
+    "unknown section": (
+        "chekpoint:\n  max_to_keep: 3",
+        'FILE:2: chekpoint: unknown key; did you mean "checkpoint"?',
+    ),
+    "key of another section": (
+        "max_to_keep: 3",
+        'FILE:2: max_to_keep: unknown key; did you mean "checkpoint.max_to_keep"?',
+    ),
+    "nothing like it": (
+        "logging:\n  zzz: 3",
+        "FILE:3: logging.zzz: unknown key; expected one of interval_steps, level",
+    ),
+    "doubled key": (
+        "seed: 1\nname: x\nseed: 2",
+        "FILE:4: seed: the key is given twice; the first is at FILE:2",
+    ),
+    "doubled section": (
+        "train:\n  steps: 3\ntrain:\n  steps: 4",
+        "FILE:4: train: the key is given twice; the first is at FILE:2",
+    ),
+    "text for a whole number": (
+        "train: {steps: many}",
+        'FILE:2: train.steps: expected a whole number, found the text "many"',
+    ),
+    "quoted number": (
+        'train: {steps: "100"}',
+        'FILE:2: train.steps: expected a whole number, found the text "100"',
+    ),
+    "fraction for a whole number": (
+        "train: {steps: 1e3}",
+        "FILE:2: train.steps: expected a whole number, found 1000.0",
+    ),
+    "truth for a whole number": (
+        "seed: true",
+        "FILE:2: seed: expected a whole number, found true",
+    ),
+    "zero steps": (
+        "train: {steps: 0}",
+        "FILE:2: train.steps: expected a number above 0, found 0",
+    ),
+    "text for a number": (
+        "optimizer:\n  warmup_steps: 3\n  learning_rate: fast",
+        'FILE:4: optimizer.learning_rate: expected a number, found the text "fast"',
+    ),
+    "not finite": (
+        "optimizer: {learning_rate: .nan}",
+        "FILE:2: optimizer.learning_rate: expected a finite number, found nan",
+    ),
+    "out of range": (
+        "model: {dropout: 1.5}",
+        "FILE:2: model.dropout: expected a number below 1.0, found 1.5",
+    ),
+    "on is text": (
+        "checkpoint: {save_on_best: on}",
+        'FILE:2: checkpoint.save_on_best: expected true or false, found the text "on"',
+    ),
+    "one of three": (
+        "checkpoint: {resume: always}",
+        "FILE:2: checkpoint.resume: expected 'auto', 'must' or 'never', found the text \"always\"",
+    ),
+    "duration": (
+        "checkpoint: {save_interval_secs: soon}",
+        'FILE:2: checkpoint.save_interval_secs: expected seconds above zero, or text such as "15m", '
+        'found the text "soon"',
+    ),
+    "item of a list": (
+        "model:\n  hidden:\n  - 64\n  - many",
+        'FILE:5: model.hidden.1: expected a whole number, found the text "many"',
+    ),
+    "empty list": (
+        "model: {hidden: []}",
+        "FILE:2: model.hidden: expected a list of at least 1, found the list []",
+    ),
+    "number for a list": (
+        "model: {hidden: 64}",
+        "FILE:2: model.hidden: expected a list, found 64",
+    ),
+    "empty section": (
+        "seed: 0\ntrain:\n",
+        "FILE:3: train: expected a section with keys, found nothing",
+    ),
+    "name of a folder": (
+        "name: a/b",
+        'FILE:2: name: expected a name that a folder can have, found the text "a/b"',
+    ),
+    "tag": (
+        "name: !!python/name:os.system x",
+        "FILE:2: name: the tag tag:yaml.org,2002:python/name:os.system is not allowed: write plain YAML",
+    ),
+    "key that is a list": (
+        "[a, b]: 3",
+        "FILE:2: a key must be text, found a list or a section",
+    ),
+    "alias that holds itself": (
+        "model: {hidden: &a [1, *a]}",
+        "FILE:2: model.hidden.1: an alias that holds itself has no value",
+    ),
+    "metric that the recipe has not": (
+        "checkpoint: {best_fn: val_acuracy}",
+        "FILE:2: checkpoint.best_fn: expected a metric of this recipe (loss, val_accuracy, val_loss), "
+        'found "val_acuracy"; did you mean "val_accuracy"?',
+    ),
+    "best without a metric": (
+        "checkpoint: {save_on_best: true}",
+        "FILE:2: checkpoint.save_on_best: expected best_fn to name a metric as well: loss, val_accuracy, val_loss",
+    ),
+    "allowed change of nothing": (
+        "checkpoint: {allow_changes: [optimizer.learning_rat]}",
+        "FILE:2: checkpoint.allow_changes.0: expected one of seed, model, data, optimizer, or a key in them, "
+        'found "optimizer.learning_rat"; did you mean "optimizer.learning_rate"?',
+    ),
+    "schedule": (
+        "optimizer: {warmup_steps: 10, decay_steps: 10}",
+        "FILE:2: optimizer.decay_steps: expected more steps than warmup_steps (10), found 10",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_name_place_key_and_what_was_expected(tmp_path: Path, case: str) -> None:
+    text, message = ERRORS[case]
+
+    assert message in problems_of(tmp_path, f"recipe: flax_digits\n{text}\n")
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_each_of_these_is_one_problem(tmp_path: Path, case: str) -> None:
+    assert len(problems_of(tmp_path, f"recipe: flax_digits\n{ERRORS[case][0]}\n")) == 1
+
+
+def test_all_problems_are_listed_in_the_order_of_the_file(tmp_path: Path) -> None:
+    text = "recipe: flax_digits\ntrain:\n  steps: x\n  stepz: 1\nseed: 1\nseed: 2\nmodel: {hidden: 3}\n"
+
+    found = problems_of(tmp_path, text, "data.batch_size=y", "typo")
+
+    assert [problem.split(": ")[0] for problem in found] == [
+        "FILE:3",
+        "FILE:4",
+        "FILE:6",
+        "FILE:7",
+        "argument typo",
+        "argument data.batch_size=y",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "FILE: expected a section with keys, the first of them recipe, found nothing"),
+        ("- a\n- b\n", "FILE: expected a section with keys, the first of them recipe, found the list ['a', 'b']"),
+        ("seed: 3\n", "FILE: recipe: the key is missing; expected one of flax_digits, flax_text, lightning_digits"),
+        (
+            "\nrecipe: flax_digit\n",
+            "FILE:2: recipe: expected one of flax_digits, flax_text, lightning_digits, found the text "
+            '"flax_digit"; did you mean "flax_digits"?',
+        ),
+        ("recipe: flax_digits\nname: [a\n", "FILE:3: this is not YAML: "),
+        ("recipe: flax_digits\n--- \nrecipe: x\n", "FILE:2: this is not YAML: "),
+        ("recipe: a\x00b\n", "FILE: this is not YAML: "),
+        ("recipe: *nowhere\n", "FILE:1: this is not YAML: "),
+    ],
+    ids=["empty", "list", "no recipe", "unknown recipe", "syntax", "two documents", "NUL", "unknown alias"],
+)
+def test_files_that_are_no_configuration(tmp_path: Path, text: str, message: str) -> None:
+    assert problems_of(tmp_path, text)[0].startswith(message)
+
+
+def test_the_transformer_needs_heads_that_fit(tmp_path: Path) -> None:
+    found = problems_of(tmp_path, "recipe: flax_text\nmodel: {width: 65}\n")
+
+    assert found == ["FILE:2: model.width: expected a multiple of heads (4), found 65"]
+
+
+SCALARS = {
+    "1e-3": 0.001,
+    "1E5": 1e5,
+    "-2.5": -2.5,
+    "1.": 1.0,
+    ".inf": math.inf,
+    "-.INF": -math.inf,
+    "010": 10,
+    "0x1F": 31,
+    "0o17": 15,
+    "+7": 7,
+    "true": True,
+    "False": False,
+    "null": None,
+    "~": None,
+    "": None,
+    "yes": "yes",
+    "on": "on",
+    "no": "no",
+    "2024-01-01": "2024-01-01",
+    "1:30:00": "1:30:00",
+    "15m": "15m",
+    "'1'": "1",
+    "=": "=",
+    "[1, 2.0, a]": [1, 2.0, "a"],
+    "{a: {b: 1}}": {"a": {"b": 1}},
+    "&x [1]": [1],
+}
+
+
+@pytest.mark.parametrize("text", SCALARS)
+def test_scalars_follow_yaml_1_2(text: str) -> None:
+    document = read_yaml(f"key: {text}\n", "file")
+
+    assert document.problems == []
+    value = document.values["key"]
+    assert (value, type(value)) == (SCALARS[text], type(SCALARS[text]))
+
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20)
+    | st.sampled_from(["1e-3", "on", "null", "010", "2024-01-01", "", "~", "#", ": ", "- "]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("abc=:-", max_size=5), inner, max_size=4),
+    max_leaves=15,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.text("xyz", min_size=1), plain, max_size=5))
+def test_what_is_written_is_read_again(values: dict[str, object]) -> None:
+    document = read_yaml(to_yaml(values), "file")
+
+    assert document.problems == []
+    assert document.values == values
+    assert repr(document.values) == repr(values)  # 1, 1.0 and true are equal, but not the same
+
+
+OVERRIDES = {
+    "number": (["train.steps=7"], ("train", "steps"), 7),
+    "float": (["optimizer.learning_rate=1e-2"], ("optimizer", "learning_rate"), 0.01),
+    "whole number for a float": (["optimizer.weight_decay=0"], ("optimizer", "weight_decay"), 0.0),
+    "null": (["checkpoint.best_fn="], ("checkpoint", "best_fn"), None),
+    "list": (["model.hidden=[8, 9]"], ("model", "hidden"), [8, 9]),
+    "index": (["model.hidden.1=5"], ("model", "hidden"), [128, 5]),
+    "two indices": (["model.hidden.0=4", "model.hidden.1=5"], ("model", "hidden"), [4, 5]),
+    "section": (["train={steps: 5}"], ("train", "steps"), 5),
+    "section that the file leaves out": (["logging.level=debug"], ("logging", "level"), "debug"),
+    "value with an equals sign": (["run_dir=/a=b"], ("run_dir",), "/a=b"),
+    "duration": (["checkpoint.save_interval_secs=1h30m"], ("checkpoint", "save_interval_secs"), "1h30m"),
+}
+
+
+@pytest.mark.parametrize("case", OVERRIDES)
+def test_overrides_go_over_the_file(case: str) -> None:
+    arguments, path, value = OVERRIDES[case]
+    found: Any = load_configuration("flax_digits", arguments).resolved()
+    for key in path:
+        found = found[key]
+
+    assert found == value
+
+
+OVERRIDE_ERRORS = {
+    "no value": (["train.steps"], "argument train.steps: expected key=value, such as train.steps=400"),
+    "no key": (["=3"], "argument =3: expected key=value, such as train.steps=400"),
+    "empty part": (["train..steps=3"], "argument train..steps=3: expected key=value, such as train.steps=400"),
+    "unknown": (["trian.steps=3"], 'argument trian.steps=3: trian: unknown key; did you mean "train"?'),
+    "unknown inside": (["train.stesp=3"], 'argument train.stesp=3: train.stesp: unknown key; did you mean "steps"?'),
+    "type": (
+        ["train.steps=1.5"],
+        "argument train.steps=1.5: train.steps: expected a whole number, found 1.5",
+    ),
+    "type inside": (
+        ["train={steps: x}"],
+        'argument train={steps: x}: train.steps: expected a whole number, found the text "x"',
+    ),
+    "twice": (
+        ["seed=1", "seed=2"],
+        "argument seed=2: seed: the key is given twice; the first is seed=1",
+    ),
+    "section and key": (
+        ["train={steps: 1}", "train.steps=2"],
+        "argument train.steps=2: train.steps: the key is given twice; the first is train={steps: 1}",
+    ),
+    "key and section": (
+        ["train.steps=2", "train={steps: 1}"],
+        "argument train={steps: 1}: train: the key is given twice; the first is train.steps=2",
+    ),
+    "index": (
+        ["model.hidden.2=5"],
+        "argument model.hidden.2=5: model.hidden.2: expected the index of an item, 0 to 1, found 2",
+    ),
+    "key of a number": (
+        ["seed.x=5"],
+        "argument seed.x=5: seed: expected a section to set a key in, found 0",
+    ),
+    "syntax": (["name=[a"], "argument name=[a: name: this is not YAML: "),
+    "doubled inside": (
+        ["train={steps: 1, steps: 2}"],
+        "argument train={steps: 1, steps: 2}: train: the key is given twice; the first is at argument "
+        "train={steps: 1, steps: 2}",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OVERRIDE_ERRORS)
+def test_override_errors_name_the_argument(case: str) -> None:
+    arguments, message = OVERRIDE_ERRORS[case]
+    with pytest.raises(ConfigError) as caught:
+        load_configuration("flax_digits", arguments)
+
+    assert len(caught.value.problems) == 1
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("name", ["flax_text", "flax_text.yaml", "configs/flax_text.yaml", "configs/flax_text"])
+def test_bundled_configurations_are_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    assert load_configuration(name).recipe.name == "flax_text"
+
+
+def test_a_file_goes_before_a_bundled_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "flax_text.yaml").write_text("recipe: flax_digits\n", encoding="utf-8")
+
+    assert read_config("flax_text") == ("flax_text.yaml", "recipe: flax_digits\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "flax_txt",
+            'flax_txt: no such file, and no configuration of this name comes with holdfast; did you mean "flax_text"?',
+        ),
+        (
+            "/nowhere/else.yaml",
+            "/nowhere/else.yaml: no such file, and no configuration of this name comes with holdfast; "
+            "bundled: flax_digits, flax_text, lightning_digits",
+        ),
+    ],
+)
+def test_unknown_configurations(name: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_configuration(name)
+
+    assert str(caught.value) == message
+
+
+def test_a_file_that_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_bytes(b"\xff\xfe\x00")
+
+    with pytest.raises(ConfigError, match="the file cannot be read"):
+        load_configuration(str(tmp_path / "my.yaml"))
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_every_recipe_has_a_configuration_and_documented_keys(name: str) -> None:
+    configuration = load_configuration(name)
+    sections = [configuration.config, *(value for _, value in configuration.config if isinstance(value, Section))]
+
+    assert name in bundled_configs()
+    assert configuration.recipe.name == name
+    for section in sections:
+        for key, field in type(section).model_fields.items():
+            assert field.description, f"{type(section).__name__}.{key} has no documentation"
+
+
+def test_a_resolved_configuration_can_be_read_again(tmp_path: Path) -> None:
+    first = load_configuration("flax_digits", ["train.steps=5", "checkpoint.save_interval_secs=15m"])
+    (tmp_path / "again.yaml").write_text(first.yaml(), encoding="utf-8")
+
+    assert load_configuration(str(tmp_path / "again.yaml")).resolved() == first.resolved()
+    assert list(first.resolved())[:3] == ["recipe", "name", "run_dir"]
+
+
+def test_the_checkpoint_section_has_the_words_of_the_callbacks() -> None:
+    import inspect
+
+    from holdfast.integrations.options import CallbackOptions
+
+    section = load_configuration("flax_digits").config.checkpoint.callback_arguments()
+
+    assert list(section) == list(inspect.signature(CallbackOptions).parameters)
