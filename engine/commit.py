@@ -15,12 +15,14 @@ import json
 import logging
 import uuid
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from .errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
     ObjectNotFoundError,
+    StorageConflictError,
     StorageError,
 )
 from .record import DELETED, PARTIAL, RECORD, CheckpointRecord
@@ -82,7 +84,11 @@ class PendingCheckpoint:
         self.location = location
         taken = {entry.name for entry in location.entries()}
         self._old = self._replaceable(taken, overwrite=overwrite)
+        if {PARTIAL, DELETED} & taken:
+            sweep(location)
+            taken = {entry.name for entry in location.entries()}
         unique = uuid.uuid4().hex[:8]
+        self._token = uuid.uuid4().hex
         self.folders = {name: location / (f"{name}.{unique}" if name in taken else name) for name in items}
         self._begun = False
 
@@ -92,7 +98,8 @@ class PendingCheckpoint:
             return
         self.location.make_directory()
         self._begun = True
-        marker = json.dumps({"format": "holdfast", "folders": [folder.name for folder in self.folders.values()]})
+        folders = [folder.name for folder in self.folders.values()]
+        marker = json.dumps({"format": "holdfast", "token": self._token, "folders": folders})
         (self.location / PARTIAL).write_bytes(marker.encode(), atomic=False)
         for folder in self.folders.values():
             folder.make_directory()
@@ -123,6 +130,10 @@ class PendingCheckpoint:
         Args:
             record: What it holds; this adds which folders it replaces.
         """
+        if _marker(self.location).get("token") != self._token:
+            raise StorageConflictError(
+                f"{self.location}: another save to the same path has begun since; only one at a time can be committed"
+            )
         self.location.sync_directory()
         self.location.parent.sync_directory()
         replaced = tuple(sorted(self._old - {folder.name for folder in self.folders.values()}))
@@ -185,12 +196,16 @@ def sweep(location: Location) -> bool:
     return False
 
 
-def _marked_folders(location: Location) -> list[str]:
+def _marker(location: Location) -> dict[str, Any]:
     try:
         found = json.loads((location / PARTIAL).read_bytes(limit=1 << 20))
-        folders = found["folders"]
-    except (StorageError, DamagedCheckpointError, ValueError, KeyError, TypeError):
-        return []
+    except (StorageError, DamagedCheckpointError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _marked_folders(location: Location) -> list[str]:
+    folders = _marker(location).get("folders")
     return [folder for folder in folders if isinstance(folder, str)] if isinstance(folders, list) else []
 
 

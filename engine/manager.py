@@ -97,11 +97,13 @@ class CheckpointManager:
     def decide(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> Decision:
         """Tells whether a save is due, and why or why not.
 
+        The first step that is asked about counts as the one that the run begins with.
+
         Args:
             step: The number of optimizer updates done.
             metrics: The metrics of this step, for ``save_on_best``.
         """
-        return decide(
+        decision = decide(
             self._triggers,
             Moment(
                 step=step,
@@ -113,6 +115,9 @@ class CheckpointManager:
                 saved=step in self._steps or step == self._in_flight,
             ),
         )
+        if self._previous is None:
+            self._previous = step
+        return decision
 
     def should_save(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
         """Tells whether a save is due at a step."""
@@ -151,8 +156,6 @@ class CheckpointManager:
         step = _valid_step(step)
         decision = Decision(True, "forced") if force else self.decide(step, metrics=metrics)
         if not decision.save:
-            if self._previous is None:
-                self._previous = step
             return False
         self.acquire()
         self._background.join()
