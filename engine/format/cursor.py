@@ -59,7 +59,13 @@ class Cursor:
 
     def varint(self, limit: int = INT64_MAX) -> int:
         """Reads one varint of at most `limit`."""
-        return int(self.varints(1, limit)[0])
+        if self.position < len(self.data) and self.data[self.position] < 128:  # the common case, without arrays
+            value = self.byte()
+        else:
+            value = int(self.wide_varints(1)[0])
+        if value > limit:
+            self.fail(f"the number {value} before offset {self.position} exceeds its limit of {limit}")
+        return value
 
     def varints(self, count: int, limit: int = INT64_MAX) -> NDArray[np.int64]:
         """Reads `count` varints, each at most `limit` (which is at most 2**63 - 1)."""

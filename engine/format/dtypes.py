@@ -55,7 +55,8 @@ _ZARR: dict[str, DType] = _PLAIN | {
 }
 _LONG = int(np.finfo(np.longdouble).nmant)
 _LONG_NAME = re.compile(r"([<>]?)(c?longdouble)([0-9]{1,3})")
-_UNITS = r"(?:\[[0-9]{0,9}(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
+# A multiple of zero is left out on purpose: numpy divides by it and takes the whole process down.
+_UNITS = r"(?:\[(?:[1-9][0-9]{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
 _NUMPY_NAME = re.compile(
     rf"(?:datetime64|timedelta64){_UNITS}|[<>][iufc][0-9]{{1,2}}|[<>][mM]8{_UNITS}|[<>|][SUV][0-9]{{1,10}}"
 )
@@ -117,7 +118,8 @@ def zarr_dtype(data_type: str) -> DType | None:
 @lru_cache(maxsize=1024)
 def _name(dtype: DType) -> str:
     name = dtype.name
-    if dtype is _ML_DTYPES.get(name) or dtype is _PLAIN.get(name):
+    known = _PLAIN.get(name) or _ML_DTYPES.get(name)
+    if known is not None and known == dtype:
         return name
     if dtype.hasobject or dtype.kind in "OT" or dtype.fields is not None or dtype.subdtype is not None:
         raise TypeError(f"the elements of dtype {dtype} are not plain bytes")
@@ -159,7 +161,7 @@ def _parse(name: str) -> DType:
 
 
 def _unknown(name: object) -> DType:
-    raise DamagedCheckpointError(f"{name!r} is not the name of a dtype that holdfast stores")
+    raise DamagedCheckpointError(f"{str(name)[:100]!r} is not the name of a dtype that holdfast stores")
 
 
 @lru_cache(maxsize=1024)

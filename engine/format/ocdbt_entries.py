@@ -31,7 +31,8 @@ class Entries:
     Attributes:
         keys: The keys, strictly increasing.
         inline: The value itself, or None where the value lies in a data file.
-        files: Paths of the data files, relative to the directory of the database.
+        files: Paths of the data files, relative to the directory of the database. A decoded database lists those
+            that hold a value, in the order of their first one.
         file_ids: Index into `files`; 0 where the value is inline.
         offsets: Where the value starts in its file, in bytes; 0 where it is inline.
         lengths: Size of the value in its file, in bytes; 0 where it is inline.
@@ -59,8 +60,6 @@ class Entries:
             and np.array_equal(self.lengths, other.lengths)
         )
 
-    __hash__ = None  # type: ignore[assignment]  # mutable, and compared by value
-
     def check(self) -> None:
         """Raises ValueError where the entries cannot be stored."""
         count = len(self.keys)
@@ -75,6 +74,9 @@ class Entries:
         largest = max((len(value) for value in self.inline if value is not None), default=0)
         if largest > INLINE_LIMIT:
             raise ValueError(f"an inline value has {largest} bytes; the limit is {INLINE_LIMIT}")
+        for path in self.files:
+            if not is_inside(path):
+                raise ValueError(f"the path {path!r} of a data file leads out of the directory of the database")
         outside = np.array([value is None for value in self.inline], bool)
         if not outside.any():
             return
@@ -83,6 +85,11 @@ class Entries:
             raise ValueError(f"a file id is not between 0 and {len(self.files) - 1}")
         if offsets.min() < 0 or lengths.min() < 0 or (offsets > np.iinfo(np.int64).max - lengths).any():
             raise ValueError("an offset or a length is negative or too large")
+
+
+def is_inside(path: str) -> bool:
+    """Whether a path is relative, and stays below the directory that it is relative to."""
+    return not ("\\" in path or "\0" in path or any(part in ("", ".", "..") for part in path.split("/")))
 
 
 def is_increasing(keys: list[bytes]) -> bool:

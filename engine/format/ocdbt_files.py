@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from .ocdbt_entries import PATH_LIMIT
+from .ocdbt_entries import PATH_LIMIT, is_inside
 from .varint import encode_varint, encode_varints
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .cursor import Cursor
+
+
+_FILES_LIMIT = 1 << 17
+_TABLE_LIMIT = 4 << 20
+"""Files, and bytes of their paths together, that a table may have."""
 
 
 class DataFile(NamedTuple):
@@ -64,7 +69,7 @@ def decode_files(cursor: Cursor, base: bytes) -> list[DataFile]:
     Raises:
         DamagedCheckpointError: The table is not well-formed.
     """
-    count = cursor.varint()
+    count = cursor.varint(_FILES_LIMIT)
     if not count:
         return []
     prefixes = [0, *cursor.varints(count - 1, PATH_LIMIT).tolist()]
@@ -77,7 +82,7 @@ def decode_files(cursor: Cursor, base: bytes) -> list[DataFile]:
             cursor.fail(f"path {i} of its file table shares {prefixes[i]} bytes with one of {len(previous)}")
         path = previous[: prefixes[i]] + cursor.take(suffixes[i])
         total += len(path)
-        if len(base) + len(path) > PATH_LIMIT or total > 64 * PATH_LIMIT:
+        if len(base) + len(path) > PATH_LIMIT or total > _TABLE_LIMIT:
             cursor.fail("the paths of its file table are too long")
         if bases[i] > len(path):
             cursor.fail(f"path {i} of its file table is shorter than its base path")
@@ -95,6 +100,6 @@ def _safe_path(cursor: Cursor, path: bytes) -> str:
     except UnicodeDecodeError:
         cursor.fail(f"the path {path!r} in its file table is not UTF-8")
     # The empty path is how an empty database refers to its missing root.
-    if text and (any(part in ("", ".", "..") for part in text.split("/")) or "\\" in text or "\0" in text):
+    if text and not is_inside(text):
         cursor.fail(f"the path {text!r} in its file table leads out of the directory")
     return text

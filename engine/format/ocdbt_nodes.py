@@ -92,11 +92,17 @@ def encode_leaves(entries: Entries, node_limit: int) -> tuple[list[bytes], Nodes
         )
     totals = np.cumsum(np.where(outside, lengths, 0))
     frames = [encode_frame(NODE_MAGIC, body) for body in bodies]
-    level = _level(0, entries.keys, bounds, frames, 0)
+    sizes = np.array([len(frame) for frame in frames], np.int64)
     ends = np.array([stop for _, stop in bounds], np.int64) - 1
-    level.key_counts = np.diff(ends, prepend=-1)
-    level.value_bytes = np.diff(totals[ends], prepend=0)
-    return frames, level
+    return frames, Nodes(
+        height=0,
+        keys=[entries.keys[start] for start, _ in bounds],
+        offsets=np.cumsum(sizes) - sizes,
+        lengths=sizes,
+        key_counts=np.diff(ends, prepend=-1),
+        tree_bytes=sizes,
+        value_bytes=np.diff(totals[ends], prepend=0),
+    )
 
 
 def encode_parents(below: Nodes, node_file: str, node_limit: int) -> tuple[list[bytes], Nodes]:
@@ -121,12 +127,17 @@ def encode_parents(below: Nodes, node_file: str, node_limit: int) -> tuple[list[
         counts, prefixes, suffixes, text = _encode_keys(below.keys, shared, start, stop)
         body = (bytes([below.height + 1]), table, counts, prefixes, suffixes, bytes(count), text, bytes(count))
         frames.append(encode_frame(NODE_MAGIC, b"".join((*body, *(encode_varints(c[start:stop]) for c in columns)))))
-    level = _level(below.height + 1, below.keys, bounds, frames, int(below.offsets[-1] + below.lengths[-1]))
-    starts = np.array([start for start, _ in bounds], np.int64)
-    level.key_counts = np.add.reduceat(below.key_counts, starts)
-    level.tree_bytes += np.add.reduceat(below.tree_bytes, starts)
-    level.value_bytes = np.add.reduceat(below.value_bytes, starts)
-    return frames, level
+    sizes = np.array([len(frame) for frame in frames], np.int64)
+    starts = [start for start, _ in bounds]
+    return frames, Nodes(
+        height=below.height + 1,
+        keys=[below.keys[start] for start in starts],
+        offsets=below.offsets[-1] + below.lengths[-1] + np.cumsum(sizes) - sizes,
+        lengths=sizes,
+        key_counts=np.add.reduceat(below.key_counts, starts),
+        tree_bytes=np.add.reduceat(below.tree_bytes, starts) + sizes,
+        value_bytes=np.add.reduceat(below.value_bytes, starts),
+    )
 
 
 def _encode_keys(keys: list[bytes], shared: NDArray[np.int64], start: int, stop: int) -> tuple[bytes, ...]:
@@ -162,17 +173,3 @@ def _split(
         bounds.append((start, stop))
         start = stop
     return bounds
-
-
-def _level(height: int, keys: list[bytes], bounds: list[tuple[int, int]], frames: list[bytes], offset: int) -> Nodes:
-    lengths = np.array([len(frame) for frame in frames], np.int64)
-    unknown = np.zeros(len(frames), np.int64)
-    return Nodes(
-        height=height,
-        keys=[keys[start] for start, _ in bounds],
-        offsets=offset + np.cumsum(lengths) - lengths,
-        lengths=lengths,
-        key_counts=unknown,
-        tree_bytes=lengths.copy(),
-        value_bytes=unknown,
-    )

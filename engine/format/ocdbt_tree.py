@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _ENTRY_BYTES = 100
 """Roughly what one entry takes in memory besides its key and value."""
+_NODE_BYTES = 4096
+"""What reading a node counts besides its size; it bounds how many tiny nodes, and so how much time, a tree can take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class TreeReader:
 
     Args:
         read_node: Reads bytes: (file, offset, length) -> exactly `length` bytes.
-        memory_limit: Bytes that nodes and entries may take together.
+        memory_limit: Bytes that nodes and entries may take together; a node counts for 4 KiB more than its size.
     """
 
     def __init__(self, read_node: Callable[[str, int, int], bytes], memory_limit: int) -> None:
@@ -82,7 +84,7 @@ class TreeReader:
                     f"the database is damaged: a node in {node.file} has {node.length} bytes, "
                     f"more than the limit of {FRAME_LIMIT}"
                 )
-            self._spend(node.length, node.file)
+            self._spend(node.length + _NODE_BYTES, node.file)
             data = self._read_node(node.file, node.offset, node.length)
             cursor = decode_frame(NODE_MAGIC, data, f"the node at offset {node.offset} of {node.file}")
             pending.extend(reversed(self._decode_node(cursor, node)))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 METADATA_LIMIT = 1 << 20
 """Bytes of the longest ``zarr.json`` that is read."""
 
+_CACHED_LIMIT = 2048
 _RANK_LIMIT = 65
 _BYTES_LIMIT = (1 << 63) - 1
 
@@ -89,9 +90,9 @@ def encode_array_metadata(shape: tuple[int, ...], data_type: str, chunk_shape: t
         {
             "zarr_format": 3,
             "node_type": "array",
-            "shape": shape,
+            "shape": [int(size) for size in shape],
             "data_type": data_type,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [int(size) for size in chunk_shape]}},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
             "fill_value": fill,
             "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
@@ -101,7 +102,6 @@ def encode_array_metadata(shape: tuple[int, ...], data_type: str, chunk_shape: t
     ).encode("ascii")
 
 
-@lru_cache(maxsize=4096)
 def decode_array_metadata(data: bytes) -> ArrayMetadata:
     """Decodes the ``zarr.json`` of an array.
 
@@ -117,6 +117,11 @@ def decode_array_metadata(data: bytes) -> ArrayMetadata:
     """
     if len(data) > METADATA_LIMIT:
         _damaged(f"it has {len(data)} bytes; the limit is {METADATA_LIMIT}")
+    # Many arrays of a tree share one text; long ones are not worth the memory.
+    return _decode_cached(data) if len(data) <= _CACHED_LIMIT else _decode(data)
+
+
+def _decode(data: bytes) -> ArrayMetadata:
     try:
         document = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -149,6 +154,9 @@ def decode_array_metadata(data: bytes) -> ArrayMetadata:
     return ArrayMetadata(shape, data_type, chunk_shape, endian, checksummed)
 
 
+_decode_cached = lru_cache(maxsize=4096)(_decode)
+
+
 def metadata_key(name: str) -> bytes:
     """Returns the key of the ``zarr.json`` of the array called `name`; the empty name stands for the root."""
     return f"{name}/zarr.json".encode() if name else b"zarr.json"
@@ -159,7 +167,8 @@ def chunk_keys(name: str, grid: tuple[int, ...]) -> list[bytes]:
 
     Args:
         name: The name of the array; the empty name stands for the root.
-        grid: The number of chunks along each axis.
+        grid: The number of chunks along each axis. When it was read from a file, compare `chunk_count` with the number
+            of keys in the database first: a few bytes can describe any number of chunks.
 
     Returns:
         One key per chunk, the last axis varying fastest; none when the array is empty.

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import json
+import tracemalloc
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.engine.errors import DamagedCheckpointError, FormatVersionError
+from holdfast.engine.format import crc32c, decode_document, documents, encode_document
+
+BODY: dict[str, Any] = {
+    "step": 1200,
+    "time": 1.75e9,
+    "metrics": {"loss": 0.125, "tiny": 5e-324, "minus zero": -0.0},
+    "text": 'größe "quoted" \\ \n \u2028 \ud800',
+    "items": [None, True, False, [], {}, 10**30, -1],
+}
+KINDS = ["checkpoint", "tree"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_trip(kind: str) -> None:
+    data = encode_document(kind, BODY)
+    found = decode_document(data, kind, source="x")
+    assert found == BODY
+    assert json.dumps(found) == json.dumps(BODY)  # also the order of members, and the sign of zero
+    assert data.endswith(b"}\n")
+    assert data.isascii()
+
+
+def test_records_are_for_people_and_the_rest_is_compact() -> None:
+    assert encode_document("checkpoint", {"step": 3}).decode().splitlines()[:5] == [
+        "{",
+        ' "format": "holdfast",',
+        ' "version": 1,',
+        ' "kind": "checkpoint",',
+        ' "step": 3,',
+    ]
+    assert encode_document("tree", {"a": 1}).startswith(
+        b'{"format":"holdfast","version":1,"kind":"tree","a":1,"digest":"'
+    )
+
+
+def test_digest_is_what_the_format_says() -> None:
+    document = json.loads(encode_document("checkpoint", BODY))
+    digest = document.pop("digest")
+    assert digest == f"crc32c:{crc32c(json.dumps(document, separators=(',', ':')).encode()):08x}"
+
+
+def test_white_space_does_not_matter() -> None:
+    text = json.dumps(json.loads(encode_document("tree", BODY)), indent=4).replace("\n", "\r\n")
+    assert decode_document(text.encode(), "tree", source="x") == BODY
+
+
+values = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(allow_nan=False, allow_infinity=False),
+        st.text(st.characters(exclude_categories=())),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=4), inner, max_size=4)),
+    max_leaves=20,
+)
+names = st.text(max_size=4).filter(lambda name: name not in {"format", "version", "kind", "digest"})
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.dictionaries(names, values, max_size=4), st.sampled_from(KINDS))
+def test_any_body_round_trips(body: dict[str, Any], kind: str) -> None:
+    found = decode_document(encode_document(kind, body), kind, source="x")
+    assert json.dumps(found) == json.dumps(body)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_flipped_bit_is_found_or_changes_nothing(kind: str) -> None:
+    data = encode_document(kind, BODY)
+    harmless = 0
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        try:
+            found = decode_document(bytes(flipped), kind, source="x")
+        except DamagedCheckpointError:
+            continue
+        harmless += 1
+        assert json.dumps(found) == json.dumps(BODY)
+    assert harmless < 40  # letters of hexadecimal digits and exponents that may be of either case
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_truncation_is_found(kind: str) -> None:
+    data = encode_document(kind, BODY)
+    for size in range(len(data) - 1):
+        with pytest.raises(DamagedCheckpointError):
+            decode_document(data[:size], kind, source="x")
+
+
+def _document(**changes: Any) -> bytes:
+    """A document with any members and the digest that belongs to them; `digest` replaces it."""
+    document: dict[str, Any] = {"format": "holdfast", "version": 1, "kind": "tree", "a": 1, **changes}
+    document = {name: value for name, value in document.items() if value is not ...}
+    if "digest" not in changes:
+        text = json.dumps(document, separators=(",", ":"))
+        document["digest"] = f"crc32c:{crc32c(text.encode()):08x}"
+    return json.dumps(document).encode()
+
+
+def test_newer_versions_say_to_upgrade() -> None:
+    for data in (_document(version=2), _document(version=2, digest="sha256:00"), _document(version=3, digest=...)):
+        with pytest.raises(FormatVersionError, match=r"run/tree\.json has format version \d.*upgrade"):
+            decode_document(data, "tree", source="run/tree.json")
+
+
+def test_files_of_other_programs_are_named_so() -> None:
+    for data in (b"{}", b'{"format": "other"}', _document(format="other")):
+        with pytest.raises(FormatVersionError, match="was not written by holdfast"):
+            decode_document(data, "tree", source="x")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"\xff\xfe{\0}\0", "not JSON"),
+        (b'{"a": NaN}', "NaN is not"),
+        (b'{"a": -Infinity}', "-Infinity is not"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b"[]", "expected a JSON object, found list"),
+        (b"[" * 1_000_000, "nested too deeply"),
+        (b'{"a":' * 1_000_000, "nested too deeply"),
+        (_document(kind="checkpoint"), "expected a 'tree' document, found 'checkpoint'"),
+        (_document(kind=...), "found None"),
+        (_document(digest=...), "no digest"),
+        (_document(digest=7), "no digest"),
+        (_document(digest="crc32c:0"), "no digest"),
+        (_document(digest="crc32c:00000000"), "expected the digest crc32c:00000000, computed"),
+        (_document(version=True), "version is True"),
+        (_document(version=0), "version is 0"),
+        (_document(version="1"), "version is '1'"),
+        (_document(version=...), "version is None"),
+        (_document(a=1).replace(b'"a": 1', b'"a": 1e999'), "cannot be checked"),
+        (_document(a=1).replace(b'"a": 1', b'"a": 2'), "expected the digest"),
+    ],
+    ids=[
+        "empty",
+        "cut-off",
+        "utf-16",
+        "nan",
+        "infinity",
+        "digits",
+        "list",
+        "deep-lists",
+        "deep-objects",
+        "kind",
+        "no-kind",
+        "no-digest",
+        "digest-type",
+        "digest-length",
+        "digest",
+        "version-true",
+        "version-0",
+        "version-text",
+        "no-version",
+        "overflow",
+        "value",
+    ],
+)
+def test_damaged_documents(data: bytes, message: str) -> None:
+    with pytest.raises(DamagedCheckpointError, match=r"run/tree\.json is damaged: ") as caught:
+        decode_document(data, "tree", source="run/tree.json")
+    assert message in str(caught.value)
+
+
+def test_size_is_checked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "DOCUMENT_LIMIT", 1000)
+    data = b"[" + b"[]," * 100_000 + b"[]]"
+    tracemalloc.start()
+    with pytest.raises(DamagedCheckpointError, match="limit is 1000"):
+        decode_document(data, "tree", source="x")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000
+    with pytest.raises(ValueError, match="limit is 1000"):
+        encode_document("tree", {"a": "x" * 1000})
+
+
+def _nested(depth: int) -> Any:
+    value: Any = 0
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+_CYCLE: list[Any] = []
+_CYCLE.append(_CYCLE)
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ({"a": float("nan")}, ValueError),
+        ({"a": [float("inf")]}, ValueError),
+        ({"a": _nested(100_000)}, ValueError),
+        ({"a": _CYCLE}, ValueError),
+        ({"version": 2}, ValueError),
+        ({"digest": ""}, ValueError),
+        ({"a": 10**5000}, ValueError),
+        ({"a": {1, 2}}, TypeError),
+        ({"a": b"bytes"}, TypeError),
+    ],
+    ids=["nan", "inf", "deep", "cycle", "version", "digest", "digits", "set", "bytes"],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bodies_that_are_not_json_are_refused(body: dict[str, Any], error: type[Exception], kind: str) -> None:
+    with pytest.raises(error):
+        encode_document(kind, body)

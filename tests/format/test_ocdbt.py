@@ -1,0 +1,256 @@
+"""Databases encoded here, read back here and by TensorStore."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.engine.format import Entries, decode_database, encode_database
+from holdfast.engine.format.ocdbt_frames import NODE_MAGIC
+
+DATABASE_ID = bytes(range(16))
+CREATED = 1_700_000_000_000_000_000
+NODE_FILE = "d/index"
+
+Value = bytes | tuple[str, int, int]
+
+
+def make_entries(values: dict[bytes, Value]) -> Entries:
+    """Entries of a dict: key -> the value, or (file, offset, length)."""
+    items = sorted(values.items())
+    files = sorted({value[0] for _, value in items if isinstance(value, tuple)})
+    places = [
+        (files.index(value[0]), value[1], value[2]) if isinstance(value, tuple) else (0, 0, 0) for _, value in items
+    ]
+    columns = np.array(places, np.int64).reshape(-1, 3)
+    return Entries(
+        keys=[key for key, _ in items],
+        inline=[value if isinstance(value, bytes) else None for _, value in items],
+        files=files,
+        file_ids=columns[:, 0],
+        offsets=columns[:, 1],
+        lengths=columns[:, 2],
+    )
+
+
+def values_of(entries: Entries) -> dict[bytes, Value]:
+    """The dict that entries stand for."""
+    columns = zip(entries.file_ids.tolist(), entries.offsets.tolist(), entries.lengths.tolist(), strict=True)
+    return {
+        key: (entries.files[file], offset, length) if value is None else value
+        for key, value, (file, offset, length) in zip(entries.keys, entries.inline, columns, strict=True)
+    }
+
+
+def many(count: int, *, files: int = 2) -> dict[bytes, Value]:
+    """As many keys as a tree of `count` // 2 arrays has, with values in data files of 1000 bytes."""
+    values: dict[bytes, Value] = {}
+    for i in range(count):
+        name = f"params.layers_{i // 8:05d}.attention.{'qkvo'[i // 2 % 4]}.kernel"
+        if i % 2:
+            values[f"{name}/c/0/0".encode()] = (f"d/{i % files:02d}", i * 7 % 900, i % 100)
+        else:
+            values[f"{name}/zarr.json".encode()] = f'{{"zarr_format":3,"shape":[{i},3]}}'.encode()
+    return values
+
+
+def encode(entries: Entries, node_limit: int = 1 << 20) -> tuple[bytes, bytes]:
+    return encode_database(
+        entries, node_file=NODE_FILE, database_id=DATABASE_ID, created_ns=CREATED, node_limit=node_limit
+    )
+
+
+def decode(manifest: bytes, nodes: bytes) -> Entries:
+    def read_node(file: str, offset: int, length: int) -> bytes:
+        assert file == NODE_FILE
+        return nodes[offset : offset + length]
+
+    return decode_database(manifest, read_node)
+
+
+def open_database(manifest: bytes, nodes: bytes, data: dict[str, bytes]) -> Any:
+    """The same database, opened by TensorStore in memory."""
+    context = ts.Context()
+    base = ts.KvStore.open("memory://base/", context=context).result()
+    for name, content in {**data, "manifest.ocdbt": manifest, NODE_FILE: nodes}.items():
+        base.write(name, content).result()
+    return ts.KvStore.open({"driver": "ocdbt", "base": "memory://base/"}, context=context).result()
+
+
+def frame_heights(nodes: bytes) -> list[int]:
+    """The height of each node of a node file, which must consist of nodes without gaps."""
+    heights, offset = [], 0
+    while offset < len(nodes):
+        assert int.from_bytes(nodes[offset : offset + 4]) == NODE_MAGIC
+        heights.append(nodes[offset + 14])
+        offset += int.from_bytes(nodes[offset + 4 : offset + 12], "little")
+    assert offset == len(nodes)
+    return heights
+
+
+DATA = {f"d/{i:02d}": bytes((i + k) % 251 for k in range(1000)) for i in range(40)}
+
+
+@pytest.mark.parametrize(
+    ("values", "node_limit", "levels"),
+    [
+        ({}, 1 << 20, 0),
+        ({b"a": b""}, 1 << 20, 1),
+        ({b"": b"the empty key"}, 1 << 20, 1),
+        ({b"a": ("d/00", 5, 0), b"b": ("d/01", 0, 1000)}, 1 << 20, 1),
+        (many(300, files=40), 1 << 20, 1),
+        (many(300), 4096, 2),
+        (many(300), 700, 3),
+        (many(60, files=40), 1, 7),
+        (many(20_000), 1 << 16, 2),
+        ({b"k" * n: bytes([n % 256]) * n for n in range(1, 500)}, 2000, None),
+        ({bytes([n]): b"v" for n in range(256)}, 300, None),
+        ({b"x" * 65535: b"v" * (1 << 20), b"y": ("d/00", 0, 1)}, 1 << 20, 2),
+    ],
+    ids=[
+        "empty",
+        "one",
+        "empty-key",
+        "two-outside",
+        "one-node",
+        "two-levels",
+        "three-levels",
+        "two-children-a-node",
+        "20000",
+        "nested-prefixes",
+        "every-byte",
+        "longest",
+    ],
+)
+def test_tensorstore_reads_what_we_write(values: dict[bytes, Value], node_limit: int, levels: int | None) -> None:
+    manifest, nodes = encode(make_entries(values), node_limit)
+    heights = frame_heights(nodes)
+    if levels is not None:
+        assert len(set(heights)) == levels
+    assert values_of(decode(manifest, nodes)) == values
+
+    database = open_database(manifest, nodes, DATA)
+    assert sorted(database.list().result()) == sorted(values)
+    for key in sorted(values)[:: max(1, len(values) // 200)]:
+        value = values[key]
+        expected = value if isinstance(value, bytes) else DATA[value[0]][value[1] : value[1] + value[2]]
+        assert database.read(key).result().value == expected
+    absent = database.read(b"params.layers_0000").result()
+    assert absent.state == "missing"
+
+
+def test_nodes_respect_their_limit() -> None:
+    for limit in (500, 5000, 50_000):
+        _, nodes = encode(make_entries(many(2000, files=40)), limit)
+        offset = 0
+        while offset < len(nodes):
+            length = int.from_bytes(nodes[offset + 4 : offset + 12], "little")
+            assert length <= limit
+            offset += length
+        assert len(nodes) / len(frame_heights(nodes)) > limit / 4  # and are not much smaller
+
+
+def test_tensorstore_can_add_to_what_we_write() -> None:
+    values = many(300)
+    manifest, nodes = encode(make_entries(values), 1000)
+    database = open_database(manifest, nodes, DATA)
+    database.write(b"params.layers_00010.new", b"added").result()
+    database.write(next(iter(values)), None).result()
+    assert database.read(b"params.layers_00010.new").result().value == b"added"
+    assert len(database.list().result()) == len(values)
+
+
+def test_tensorstore_agrees_with_the_statistics() -> None:
+    values = many(300)
+    manifest, nodes = encode(make_entries(values), 1000)
+    database = open_database(manifest, nodes, {})
+    dumped = ts.ocdbt.dump(database.base).result()
+    (version,) = dumped["versions"]
+    assert version["root"]["statistics"] == {
+        "num_keys": len(values),
+        "num_tree_bytes": len(nodes),
+        "num_indirect_value_bytes": sum(value[2] for value in values.values() if isinstance(value, tuple)),
+    }
+    assert version["generation_number"] == 1
+    assert version["commit_time"] == CREATED
+
+
+def test_encoding_is_reproducible() -> None:
+    entries = make_entries(many(300))
+    assert encode(entries, 1000) == encode(entries, 1000)
+
+
+keys = st.one_of(
+    st.binary(max_size=6), st.builds(lambda n, s: b"prefix" * n + s, st.integers(0, 4), st.binary(max_size=3))
+)
+places = st.tuples(st.sampled_from(["d/0", "d/1", "p/q/é"]), st.integers(0, 2**62), st.integers(0, 2**61))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.dictionaries(keys, st.one_of(st.binary(max_size=20), places), max_size=40), st.integers(1, 400))
+def test_round_trip(values: dict[bytes, Value], node_limit: int) -> None:
+    entries = make_entries(values)
+    decoded = decode(*encode(entries, node_limit))
+    assert values_of(decoded) == values
+    assert decode(*encode(decoded, node_limit)) == decoded
+
+
+ONE = make_entries({b"a": ("d/00", 1, 2), b"b": b"x"})
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (replace(ONE, keys=[b"b", b"a"]), "increasing"),
+        (replace(ONE, keys=[b"a", b"a"]), "increasing"),
+        (replace(ONE, keys=[b"a"]), "1 keys"),
+        (replace(ONE, keys=[b"a", b"b" * 65536]), "65536 bytes"),
+        (replace(ONE, inline=[None, bytes((1 << 20) + 1)]), "inline value"),
+        (replace(ONE, file_ids=np.array([1, 0])), "file id"),
+        (replace(ONE, file_ids=np.array([-1, 0])), "file id"),
+        (replace(ONE, offsets=np.array([-1, 0])), "offset"),
+        (replace(ONE, lengths=np.array([2**63 - 1, 0])), "offset"),
+        (replace(ONE, files=["../d"]), "leads out"),
+        (replace(ONE, files=["/d"]), "leads out"),
+        (replace(ONE, files=["d" * 65536]), "65536 bytes"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_entries_that_cannot_be_stored_are_refused(entries: Entries, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        encode(entries)
+
+
+def test_the_database_id_has_16_bytes() -> None:
+    with pytest.raises(ValueError, match="16 bytes"):
+        encode_database(ONE, node_file=NODE_FILE, database_id=b"short", created_ns=0)
+
+
+def test_zarr_array_opens_as_documented(tmp_path: Path) -> None:
+    """The whole path: an array in a data file, its metadata inline, opened by URL on disk."""
+    from holdfast.engine.format import chunk_keys, crc32c, encode_array_metadata, metadata_key
+
+    array = np.arange(12, dtype="<f4").reshape(3, 4)
+    content = array.tobytes() + crc32c(array.tobytes()).to_bytes(4, "little")
+    (chunk,) = chunk_keys("params.Dense_0.kernel", (1, 1))
+    manifest, nodes = encode(
+        make_entries(
+            {
+                chunk: ("d/0", 64, len(content)),
+                metadata_key("params.Dense_0.kernel"): encode_array_metadata((3, 4), "float32", (3, 4)),
+            }
+        )
+    )
+    (tmp_path / "d").mkdir()
+    for name, data in (("d/0", bytes(64) + content), (NODE_FILE, nodes), ("manifest.ocdbt", manifest)):
+        (tmp_path / name).write_bytes(data)
+    kvstore = {"driver": "ocdbt", "base": f"file://{tmp_path}/", "path": "params.Dense_0.kernel/"}
+    opened = ts.open({"driver": "zarr3", "kvstore": kvstore}).result()
+    np.testing.assert_array_equal(opened.read().result(), array)

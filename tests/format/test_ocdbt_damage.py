@@ -1,0 +1,311 @@
+"""Damaged and hostile databases: each is refused with one of our errors, before memory is taken."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import tracemalloc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.engine.errors import DamagedCheckpointError, FormatVersionError, HoldfastError
+from holdfast.engine.format import Entries, crc32c, decode_database, encode_database
+from holdfast.engine.format.ocdbt_frames import MANIFEST_MAGIC, NODE_MAGIC, encode_frame
+from holdfast.engine.format.ocdbt_manifest import Root, encode_manifest
+from holdfast.engine.format.varint import encode_varint, encode_varints
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ENTRIES = Entries(
+    keys=[b"a/c/0", b"a/c/1", b"a/zarr.json"],
+    inline=[None, None, b"{}"],
+    files=["d/0", "d/1"],
+    file_ids=np.array([0, 1, 0]),
+    offsets=np.array([0, 200, 0]),
+    lengths=np.array([100, 1000, 0]),
+)
+
+
+@dataclass
+class Database:
+    manifest: bytes
+    nodes: bytes
+
+    def decode(self, **options: Any) -> Entries:
+        return decode_database(self.manifest, lambda _, start, size: self.nodes[start : start + size], **options)
+
+
+@pytest.fixture(params=[1 << 20, 120], ids=["one-node", "two-leaves"])
+def database(request: pytest.FixtureRequest) -> Database:
+    encoded = encode_database(
+        ENTRIES, node_file="d/index", database_id=bytes(16), created_ns=1, node_limit=request.param
+    )
+    return Database(*encoded)
+
+
+def varints(*values: int) -> bytes:
+    return b"".join(map(encode_varint, values))
+
+
+def with_nodes(nodes: bytes, *, height: int = 0, length: int | None = None, offset: int = 0, keys: int = 1) -> Database:
+    """A manifest whose root is the last `length` bytes of some nodes."""
+    length = len(nodes) - offset if length is None else length
+    return Database(encode_manifest(Root(height, "d/index", b"", offset, length, keys, 0, 0), bytes(16), 0), nodes)
+
+
+def node(*fields: bytes) -> bytes:
+    return encode_frame(NODE_MAGIC, b"".join(fields))
+
+
+@contextlib.contextmanager
+def limited_memory(limit: int = 4 << 20) -> Iterator[None]:
+    """Fails when more than `limit` bytes were in use at once."""
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < limit, f"{peak} bytes were taken"
+
+
+NO_FILES = b"\0"
+INDEX_FILE = b"\1\7\0d/index"
+
+
+def test_the_fixture_is_whole(database: Database) -> None:
+    assert database.decode() == ENTRIES
+
+
+def test_every_flipped_bit_is_found(database: Database) -> None:
+    for part in ("manifest", "nodes"):
+        content = getattr(database, part)
+        for bit in range(8 * len(content)):
+            flipped = bytearray(content)
+            flipped[bit // 8] ^= 1 << bit % 8
+            damaged = Database(database.manifest, database.nodes)
+            setattr(damaged, part, bytes(flipped))
+            with pytest.raises(DamagedCheckpointError):
+                damaged.decode()
+
+
+def test_every_truncation_is_found(database: Database) -> None:
+    for part in ("manifest", "nodes"):
+        content = getattr(database, part)
+        for size in range(len(content)):
+            damaged = Database(database.manifest, database.nodes)
+            setattr(damaged, part, content[:size])
+            with pytest.raises(DamagedCheckpointError):
+                damaged.decode()
+
+
+def test_appended_bytes_are_found(database: Database) -> None:
+    with pytest.raises(DamagedCheckpointError, match=r"expected \d+ bytes, found"):
+        Database(database.manifest + b"\0", database.nodes).decode()
+
+
+def test_errors_name_the_place(database: Database) -> None:
+    with pytest.raises(DamagedCheckpointError, match=r"run/3/state/manifest\.ocdbt is damaged"):
+        Database(database.manifest[:-1] + b"\0\1", database.nodes).decode(source="run/3/state/manifest.ocdbt")
+    with pytest.raises(DamagedCheckpointError, match=r"node at offset \d+ of d/index is damaged: .* checksum"):
+        Database(
+            database.manifest, bytes(b ^ (i == len(database.nodes) - 1) for i, b in enumerate(database.nodes))
+        ).decode()
+
+
+def _reframed(frame: bytes, version: int, compression: int) -> bytes:
+    changed = frame[:12] + bytes([version, compression]) + frame[14:-4]
+    return changed + struct.pack("<I", crc32c(changed))
+
+
+@pytest.mark.parametrize(("version", "compression"), [(1, 0), (0, 2)], ids=["version", "compression"])
+def test_newer_formats_are_not_called_damaged(database: Database, version: int, compression: int) -> None:
+    with pytest.raises(FormatVersionError, match="OCDBT"):
+        Database(_reframed(database.manifest, version, compression), database.nodes).decode()
+
+
+CONFIGURATION = bytes(16) + varints(0, 100, 1 << 23) + b"\4\0"
+
+
+HOSTILE_MANIFESTS = {
+    "nothing": b"",
+    "short-id": bytes(15),
+    "kind": bytes(16) + varints(2, 100, 100) + b"\4\0",
+    "arity-1": bytes(16) + varints(0, 100, 100) + b"\0\0",
+    "arity-2**63": bytes(16) + varints(0, 100, 100) + b"\x3f\0",
+    "files": CONFIGURATION + varints(2**62),
+    "no-version": CONFIGURATION + NO_FILES + varints(0, 0),
+    "versions": CONFIGURATION + NO_FILES + varints(2**40),
+    "no-such-file": CONFIGURATION + NO_FILES + varints(1, 1) + b"\0" + varints(0, 0, 0, 0, 0, 0) + bytes(8) + b"\0",
+    "generation-0": CONFIGURATION + INDEX_FILE + varints(1, 0) + b"\0" + varints(0, 0, 0, 0, 0, 0) + bytes(8) + b"\0",
+    "generations-not-sorted": CONFIGURATION + INDEX_FILE + varints(2, 2, 1) + b"\0\0" + bytes(12) + bytes(16) + b"\0",
+    "offset": CONFIGURATION + INDEX_FILE + varints(1, 1) + b"\0" + varints(0, 2**63, 1, 0, 0, 0) + bytes(8) + b"\0",
+    "keys-without-root": CONFIGURATION
+    + INDEX_FILE
+    + varints(1, 1)
+    + b"\0"
+    + varints(0, 2**64 - 1, 2**64 - 1, 3, 0, 0)
+    + bytes(8)
+    + b"\0",
+    "older-versions": CONFIGURATION
+    + INDEX_FILE
+    + varints(1, 1)
+    + b"\0"
+    + varints(0, 0, 0, 0, 0, 0)
+    + bytes(8)
+    + varints(2**60),
+    "rest": CONFIGURATION + INDEX_FILE + varints(1, 1) + b"\0" + varints(0, 0, 0, 0, 0, 0) + bytes(8) + b"\0rest",
+}
+
+
+@pytest.mark.parametrize("body", HOSTILE_MANIFESTS.values(), ids=HOSTILE_MANIFESTS)
+def test_hostile_manifests(body: bytes) -> None:
+    with pytest.raises(DamagedCheckpointError), limited_memory():
+        Database(encode_frame(MANIFEST_MAGIC, body), b"").decode()
+
+
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "../other", "a/../../b", "a//b", "a/", "./a", "a\\b", "a\0b"], ids=ascii
+)
+def test_paths_cannot_leave_the_directory(path: str) -> None:
+    table = varints(1, len(path), 0) + path.encode()
+    body = CONFIGURATION + table + varints(1, 1) + b"\0" + varints(0, 0, 30, 1, 0, 0) + bytes(8) + b"\0"
+    with pytest.raises(DamagedCheckpointError, match="leads out of the directory"):
+        Database(encode_frame(MANIFEST_MAGIC, body), b"").decode()
+    leaf = node(b"\0", table, varints(1, 1), b"k", varints(5, 1, 0, 0))
+    with pytest.raises(DamagedCheckpointError, match="leads out of the directory"):
+        with_nodes(leaf).decode()
+
+
+HOSTILE_LEAVES = {
+    "nothing": (),
+    "height": (b"\1", NO_FILES),
+    "no-entries": (b"\0", NO_FILES, varints(0)),
+    "entries": (b"\0", NO_FILES, varints(2**62)),
+    "files": (b"\0", varints(2**62), bytes(100)),
+    "many-files": (b"\0", varints(60_000_000), bytes(1000)),
+    "path-prefix": (b"\0", varints(2, 9, 1, 1, 0, 0), b"ab", varints(1, 1), b"k", varints(0, 0)),
+    "base-path": (b"\0", varints(1, 1, 2), b"a", varints(1, 1), b"k", varints(0, 0)),
+    "base-path-prefix": (b"\0", varints(2, 1, 2, 0, 1, 0), b"ab", varints(1, 1), b"k", varints(0, 0)),
+    "path-not-text": (b"\0", varints(1, 1, 0), b"\xff", varints(1, 1), b"k", varints(0, 0)),
+    "key-length": (b"\0", NO_FILES, varints(1, 2**40), b"k", varints(0, 0)),
+    "key-missing": (b"\0", NO_FILES, varints(1, 65535), b"k", varints(0, 0)),
+    "key-prefix": (b"\0", NO_FILES, varints(2, 2, 1, 1), b"ab", varints(0, 0, 0, 0)),
+    "keys-not-sorted": (b"\0", NO_FILES, varints(2, 0, 1, 1), b"ba", varints(0, 0, 0, 0)),
+    "keys-equal": (b"\0", NO_FILES, varints(2, 0, 1, 1), b"aa", varints(0, 0, 0, 0)),
+    "value-kind": (b"\0", NO_FILES, varints(1, 1), b"k", varints(0, 2)),
+    "no-such-file": (b"\0", NO_FILES, varints(1, 1), b"k", varints(1, 1, 0, 0)),
+    "inline-value-size": (b"\0", NO_FILES, varints(1, 1), b"k", varints((1 << 20) + 1, 0), bytes((1 << 20) + 1)),
+    "inline-value-missing": (b"\0", NO_FILES, varints(1, 1), b"k", varints(2**62, 0)),
+    "offset": (b"\0", INDEX_FILE, varints(1, 1), b"k", varints(2**62, 1, 0, 2**62)),
+    "length": (b"\0", INDEX_FILE, varints(1, 1), b"k", varints(2**64 - 1, 1, 0, 0)),
+    "file-id": (b"\0", INDEX_FILE, varints(1, 1), b"k", varints(1, 1, 1, 0)),
+    "rest": (b"\0", NO_FILES, varints(1, 1), b"k", varints(0, 0), b"rest"),
+    "more-keys-than-announced": (b"\0", NO_FILES, varints(2, 0, 1, 1), b"ab", varints(0, 0, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("fields", HOSTILE_LEAVES.values(), ids=HOSTILE_LEAVES)
+def test_hostile_leaves(fields: tuple[bytes, ...]) -> None:
+    with pytest.raises(DamagedCheckpointError), limited_memory():
+        with_nodes(node(*fields)).decode()
+
+
+LEAF = node(b"\0", NO_FILES, varints(1, 1), b"k", varints(0, 0))
+SIZE = len(LEAF)
+
+
+HOSTILE_PARENTS = {
+    "length": (varints(1, 1, 0), b"k", varints(0, 0, 2**62, 1, 1, 1)),
+    "offset": (varints(1, 1, 0), b"k", varints(0, 2**62, 2**62, 1, 1, 1)),
+    "file-id": (varints(1, 1, 0), b"k", varints(1, 0, SIZE, 1, 1, 1)),
+    "prefix-longer-than-key": (varints(1, 1, 2), b"k", varints(0, 0, SIZE, 1, 1, 1)),
+    "key-before-first": (varints(1, 1, 0), b"l", varints(0, 0, SIZE, 1, 1, 1)),
+    "key-after-end": (varints(2, 0, 1, 1, 0, 0), b"ak", varints(0, 0, 0, 0, SIZE, SIZE, 1, 1, 1, 1, 1, 1)),
+    "same-leaf-twice": (varints(2, 0, 1, 1, 0, 0), b"jk", varints(0, 0, 0, 0, SIZE, SIZE, 1, 1, 1, 1, 1, 1)),
+    "rest": (varints(1, 1, 0), b"k", varints(0, 0, SIZE, 1, 1, 1), b"rest"),
+    "itself": (varints(1, 1, 0), b"k", varints(0, SIZE, 40, 1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("fields", HOSTILE_PARENTS.values(), ids=HOSTILE_PARENTS)
+def test_hostile_interior_nodes(fields: tuple[bytes, ...]) -> None:
+    nodes = LEAF + node(b"\1", INDEX_FILE, *fields)
+    with pytest.raises(DamagedCheckpointError), limited_memory():
+        with_nodes(nodes, height=1, offset=SIZE).decode()
+
+
+def test_a_leaf_that_is_used_many_times_does_not_fill_the_memory() -> None:
+    """Each level refers 64 times to the one below, so that a few KiB describe 64**6 keys."""
+    nodes, previous, size = LEAF, 0, SIZE
+    names = [bytes([n]) for n in range(64)]
+    for height in range(1, 7):
+        count = len(names)
+        columns = [np.full(count, value) for value in (0, previous, size, 1, 1, 1)]
+        level = node(
+            bytes([height]),
+            INDEX_FILE,
+            varints(count),
+            bytes(count - 1),
+            bytes([1] * count),
+            bytes([1] * count),
+            b"".join(names),
+            *map(encode_varints, columns),
+        )
+        previous, size = len(nodes), len(level)
+        nodes += level
+    assert len(nodes) < 10_000
+    with pytest.raises(DamagedCheckpointError, match="describes a database of more than"), limited_memory(32 << 20):
+        with_nodes(nodes, height=6, offset=previous, keys=64**6).decode(memory_limit=16 << 20)
+
+
+def test_shared_key_prefixes_do_not_fill_the_memory() -> None:
+    """A long key, of which many keys share all but one byte."""
+    count = 50_000
+    prefixes = encode_varints(np.full(count - 1, 60_000))
+    suffixes = encode_varints(np.array([60_001] + [4] * (count - 1)))
+    text = bytes(60_001) + b"".join(struct.pack(">I", n + (1 << 24)) for n in range(1, count))
+    leaf = node(b"\0", NO_FILES, varints(count), prefixes, suffixes, text, bytes(2 * count))
+    assert len(leaf) < 1 << 20
+    with pytest.raises(DamagedCheckpointError, match="its keys take more than"), limited_memory(32 << 20):
+        with_nodes(leaf, keys=count).decode()
+
+
+def test_a_node_below_itself_is_refused() -> None:
+    fields = (b"\1", INDEX_FILE, varints(1, 0, 0))
+    loop = next(loop for size in range(100) if len(loop := node(*fields, varints(0, 0, size, 1, 1, 1))) == size)
+    with pytest.raises(DamagedCheckpointError, match="expected a node of height 0, found 1"):
+        with_nodes(loop, height=1).decode()
+
+
+def test_a_missing_leaf_is_noticed() -> None:
+    with pytest.raises(DamagedCheckpointError, match="expected 2 sorted keys, found 1"):
+        with_nodes(LEAF, keys=2).decode()
+
+
+def test_a_reader_that_returns_too_little_is_noticed(database: Database) -> None:
+    with pytest.raises(DamagedCheckpointError):
+        decode_database(database.manifest, lambda *_: b"")
+
+
+MANIFEST, NODES = encode_database(ENTRIES, node_file="d/index", database_id=bytes(16), created_ns=1)
+
+
+@pytest.mark.parametrize(
+    ("magic", "frame"), [(MANIFEST_MAGIC, MANIFEST), (NODE_MAGIC, NODES)], ids=["manifest", "node"]
+)
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_bytes_with_valid_checksums_never_break_the_decoder(magic: int, frame: bytes, data: st.DataObject) -> None:
+    body = bytearray(frame[14:-4])
+    for position in data.draw(st.lists(st.integers(0, len(body) - 1), max_size=4)):
+        body[position] = data.draw(st.integers(0, 255))
+    changed = encode_frame(magic, bytes(body[: len(body) - data.draw(st.integers(0, 6))]))
+    with contextlib.suppress(HoldfastError):
+        (Database(changed, NODES) if magic == MANIFEST_MAGIC else with_nodes(changed, keys=3)).decode()

@@ -1,0 +1,175 @@
+"""Databases that TensorStore's own writer wrote, decoded here."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import tensorstore as ts
+
+from holdfast.engine.errors import DamagedCheckpointError, FormatVersionError
+from holdfast.engine.format import Entries, decode_database
+
+ZSTD = {"id": "zstd", "level": 3}
+
+
+def open_database(base: Any, context: Any, path: str = "", **config: Any) -> Any:
+    spec = {"driver": "ocdbt", "base": f"memory://base/{path}", "config": config}
+    return ts.KvStore.open(spec, context=context).result()
+
+
+def write(database: Any, values: dict[bytes, bytes]) -> None:
+    """Writes all values as one version."""
+    with ts.Transaction() as transaction:
+        view = database.with_transaction(transaction)
+        for key, value in values.items():
+            view.write(key, value)
+
+
+class Reader:
+    """Decodes a database of a base store, and notes which nodes it read."""
+
+    def __init__(self, base: Any, path: str = "") -> None:
+        self.base = base
+        self.path = path
+        self.nodes: list[bytes] = []
+
+    def file(self, name: str) -> bytes:
+        return bytes(self.base.read(self.path + name).result().value)
+
+    def read_node(self, file: str, offset: int, length: int) -> bytes:
+        node = self.file(file)[offset : offset + length]
+        self.nodes.append(node)
+        return node
+
+    def entries(self) -> Entries:
+        return decode_database(self.file("manifest.ocdbt"), self.read_node)
+
+    def values(self) -> dict[bytes, bytes]:
+        entries = self.entries()
+        found = {}
+        for i, (key, value) in enumerate(zip(entries.keys, entries.inline, strict=True)):
+            if value is None:
+                start = int(entries.offsets[i])
+                value = self.file(entries.files[entries.file_ids[i]])[start : start + int(entries.lengths[i])]
+            found[key] = value
+        return found
+
+    def heights(self) -> set[int]:
+        """Heights of the nodes that were read and are not compressed."""
+        return {node[14] for node in self.nodes if node[13] == 0}
+
+
+def sample(count: int, seed: int = 0) -> dict[bytes, bytes]:
+    """Values of which about every second one is too large to lie inline (100 bytes)."""
+    rng = random.Random(seed)
+    return {f"params.layer{i:06d}/c/0".encode(): rng.randbytes(rng.choice([0, 3, 90, 101, 300])) for i in range(count)}
+
+
+@pytest.mark.parametrize(
+    ("count", "config"),
+    [
+        (0, {}),
+        (1, {}),
+        (500, {}),
+        (500, {"compression": ZSTD}),
+        (500, {"compression": None}),
+        (500, {"max_inline_value_bytes": 0}),
+        (500, {"max_inline_value_bytes": 1 << 20}),
+        (3000, {"max_decoded_node_bytes": 2000, "compression": None}),
+        (700, {"max_decoded_node_bytes": 500}),
+        (6000, {"max_inline_value_bytes": 50}),
+        (3000, {"max_inline_value_bytes": 1000, "compression": {"id": "zstd", "level": 19}}),
+    ],
+    ids=[
+        "empty",
+        "one",
+        "default",
+        "zstd3",
+        "raw",
+        "all-outside",
+        "all-inline",
+        "raw-interior-nodes",
+        "zstd-interior-nodes",
+        "6000",
+        "zstd19",
+    ],
+)
+def test_databases_of_tensorstore(count: int, config: dict[str, Any]) -> None:
+    context = ts.Context()
+    base = ts.KvStore.open("memory://base/", context=context).result()
+    database = open_database(base, context, **config)
+    values = sample(count)
+    if count:
+        write(database, values)
+    else:
+        database.write(b"gone", b"").result()
+        database.delete_range(ts.KvStore.KeyRange()).result()
+    reader = Reader(base)
+    assert reader.values() == values
+    if "max_decoded_node_bytes" in config:
+        assert len(reader.nodes) > 100
+        if config.get("compression", ZSTD) is None:
+            assert len(reader.heights()) > 2
+    compressed = {node[13] for node in reader.nodes}
+    assert compressed <= {0 if "compression" in config and config["compression"] is None else 1}
+
+
+@pytest.mark.parametrize("versions", [2, 15, 16, 17, 40, 300])
+def test_the_newest_of_several_versions_is_read(versions: int) -> None:
+    """From 17 versions on, the manifest refers to version tree nodes for the older ones."""
+    context = ts.Context()
+    base = ts.KvStore.open("memory://base/", context=context).result()
+    database = open_database(base, context)
+    for i in range(versions):
+        database.write(f"key{i % 7}".encode(), f"value {i}".encode() * (i % 3 * 20)).result()
+    expected = {bytes(key): bytes(database.read(key).result().value) for key in database.list().result()}
+    assert Reader(base).values() == expected
+
+
+def test_paths_below_a_base_path() -> None:
+    """Databases of several processes, merged by reference: data files lie below the directory of each process."""
+    context = ts.Context()
+    base = ts.KvStore.open("memory://base/", context=context).result()
+    merged = open_database(base, context)
+    expected: dict[bytes, bytes] = {}
+    with ts.Transaction() as transaction:
+        for process in range(3):
+            values = {f"p{process}".encode() + key: value for key, value in sample(200, process).items()}
+            expected |= values
+            part = open_database(base, context, f"process_{process}/", max_decoded_node_bytes=1000)
+            write(part, values)
+            part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
+    reader = Reader(base)
+    assert reader.values() == expected
+    files = reader.entries().files
+    assert {path.split("/")[0] for path in files} == {"process_0", "process_1", "process_2"}
+
+
+def test_a_database_within_a_database_directory() -> None:
+    context = ts.Context()
+    base = ts.KvStore.open("memory://base/", context=context).result()
+    write(open_database(base, context, "inner/"), sample(10))
+    assert Reader(base, "inner/").values() == sample(10)
+
+
+def test_numbered_manifests_are_refused_clearly() -> None:
+    context = ts.Context()
+    base = ts.KvStore.open("memory://base/", context=context).result()
+    write(open_database(base, context, manifest_kind="numbered"), sample(3))
+    with pytest.raises(FormatVersionError, match="numbered manifests"):
+        Reader(base).entries()
+
+
+def test_every_flipped_bit_of_a_compressed_manifest_is_found() -> None:
+    context = ts.Context()
+    base = ts.KvStore.open("memory://base/", context=context).result()
+    write(open_database(base, context), sample(3))
+    reader = Reader(base)
+    manifest = reader.file("manifest.ocdbt")
+    for bit in range(8 * len(manifest)):
+        flipped = bytearray(manifest)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(DamagedCheckpointError):
+            decode_database(bytes(flipped), reader.read_node)

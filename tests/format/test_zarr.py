@@ -1,0 +1,300 @@
+"""Array metadata and chunk keys, compared with TensorStore's zarr3 driver."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.engine.errors import DamagedCheckpointError, FormatVersionError, HoldfastError
+from holdfast.engine.format import (
+    ArrayMetadata,
+    chunk_keys,
+    crc32c,
+    decode_array_metadata,
+    dtype_from_name,
+    encode_array_metadata,
+    metadata_key,
+    storage_dtype,
+)
+
+DATA_TYPES = [
+    "bool",
+    "int2",
+    "int4",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "bfloat16",
+    "complex64",
+    "complex128",
+    "float4_e2m1fn",
+    "float8_e3m4",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+]
+SHAPES: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+    ((), ()),
+    ((0,), (1,)),
+    ((3, 0, 2), (3, 1, 2)),
+    ((5,), (5,)),
+    ((5, 4), (2, 3)),
+    ((2, 3, 4), (1, 3, 4)),
+]
+
+
+def store(name: str, array: np.ndarray[Any, Any], chunk_shape: tuple[int, ...]) -> dict[bytes, bytes]:
+    """All keys and values of an array."""
+    data_type, dtype, _ = storage_dtype(array.dtype)
+    text = encode_array_metadata(array.shape, data_type, chunk_shape)
+    grid = decode_array_metadata(text).grid
+    values = {metadata_key(name): text}
+    for key, index in zip(chunk_keys(name, grid), np.ndindex(grid), strict=True):
+        chunk = np.zeros(chunk_shape, dtype)
+        part = array[tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, chunk_shape, strict=True))]
+        chunk[tuple(slice(n) for n in part.shape)] = part
+        values[key] = chunk.tobytes() + crc32c(chunk.tobytes()).to_bytes(4, "little")
+    return values
+
+
+def open_array(name: str, values: dict[bytes, bytes]) -> Any:
+    context = ts.Context()
+    base = ts.KvStore.open("memory://", context=context).result()
+    for key, value in values.items():
+        base.write(key, value).result()
+    path = f"{name}/" if name else ""
+    spec = {"driver": "zarr3", "kvstore": {"driver": "memory", "path": path}, "fill_missing_data_reads": False}
+    return ts.open(spec, context=context).result()
+
+
+@pytest.mark.parametrize(("shape", "chunk_shape"), SHAPES, ids=str)
+@pytest.mark.parametrize("data_type", DATA_TYPES)
+def test_tensorstore_reads_what_we_write(data_type: str, shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> None:
+    dtype = dtype_from_name(data_type)
+    rng = np.random.default_rng(0)
+    if dtype.itemsize == 1:  # any bytes at all would not do for booleans and integers of two bits
+        array = np.asarray(rng.integers(0, 2, shape)).astype(dtype)
+    else:
+        array = np.frombuffer(rng.bytes(max(1, int(np.prod(shape))) * dtype.itemsize), dtype)
+        array = array[: int(np.prod(shape))].reshape(shape)
+    opened = open_array("params.kernel", store("params.kernel", array, chunk_shape))
+    assert opened.dtype.numpy_dtype == dtype
+    assert opened.shape == shape
+    assert (opened.chunk_layout.read_chunk.shape or ()) == chunk_shape
+    assert opened.read().result().tobytes() == array.tobytes()
+
+
+def test_big_endian_arrays_are_stored_little_endian() -> None:
+    array = np.arange(6, dtype=">f4").reshape(2, 3)
+    opened = open_array("a", store("a", array, (2, 3)))
+    np.testing.assert_array_equal(opened.read().result(), array)
+
+
+def test_a_flipped_bit_in_a_chunk_is_found_by_tensorstore() -> None:
+    values = store("a", np.arange(4, dtype="f4"), (4,))
+    content = bytearray(values[b"a/c/0"])
+    content[2] ^= 1
+    opened = open_array("a", {**values, b"a/c/0": bytes(content)})
+    with pytest.raises(ValueError, match="mismatch"):
+        opened.read().result()
+
+
+def test_the_nameless_array() -> None:
+    array = np.arange(4, dtype="f4")
+    assert set(store("", array, (4,))) == {b"zarr.json", b"c/0"}
+    np.testing.assert_array_equal(open_array("", store("", array, (4,))).read().result(), array)
+
+
+@pytest.mark.parametrize(
+    ("grid", "keys"),
+    [
+        ((), [b"n/c"]),
+        ((1,), [b"n/c/0"]),
+        ((1, 1, 1), [b"n/c/0/0/0"]),
+        ((2, 3), [b"n/c/0/0", b"n/c/0/1", b"n/c/0/2", b"n/c/1/0", b"n/c/1/1", b"n/c/1/2"]),
+        ((0, 4), []),
+        ((11,), [f"n/c/{i}".encode() for i in range(11)]),
+    ],
+    ids=str,
+)
+def test_chunk_keys(grid: tuple[int, ...], keys: list[bytes]) -> None:
+    assert chunk_keys("n", grid) == keys
+    assert len(chunk_keys("größe", grid)) == len(keys)
+
+
+def test_metadata_key() -> None:
+    assert metadata_key("params.größe") == "params.größe/zarr.json".encode()
+
+
+sizes = st.integers(0, 2**20)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(sizes, st.integers(1, 2**20)), max_size=2), st.sampled_from(DATA_TYPES))
+def test_metadata_round_trips(axes: list[tuple[int, int]], data_type: str) -> None:
+    shape, chunk_shape = tuple(n for n, _ in axes), tuple(c for _, c in axes)
+    found = decode_array_metadata(encode_array_metadata(shape, data_type, chunk_shape))
+    assert found == ArrayMetadata(shape, data_type, chunk_shape, "little", checksummed=True)
+    assert found.dtype == dtype_from_name(data_type).newbyteorder("<")
+    assert found.chunk_count == np.prod([-(-n // c) for n, c in axes], dtype=int)
+
+
+@pytest.mark.parametrize("data_type", DATA_TYPES)
+@pytest.mark.parametrize("codecs", [["bytes"], ["bytes", "crc32c"]], ids="+".join)
+def test_metadata_of_tensorstore(data_type: str, codecs: list[str]) -> None:
+    context = ts.Context()
+    metadata = {
+        "shape": [4, 6],
+        "data_type": data_type,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [2, 6]}},
+        "codecs": codecs,
+        "attributes": {"note": 1},
+        "dimension_names": ["x", None],
+    }
+    ts.open({"driver": "zarr3", "kvstore": "memory://a/", "metadata": metadata}, create=True, context=context).result()
+    text = bytes(ts.KvStore.open("memory://a/", context=context).result().read("zarr.json").result().value)
+    found = decode_array_metadata(text)
+    assert (found.shape, found.chunk_shape, found.data_type) == ((4, 6), (2, 6), data_type)
+    assert found.checksummed == ("crc32c" in codecs)
+    assert found.endian == ("little" if dtype_from_name(data_type).itemsize > 1 else None)
+
+
+WHOLE = json.loads(encode_array_metadata((4, 6), "float32", (2, 6)))
+ZSTD = {"name": "zstd", "configuration": {"level": 1}}
+SHARDING = {"name": "sharding_indexed", "configuration": {}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"codecs": ["bytes", ZSTD]}, "codec zstd"),
+        ({"codecs": [SHARDING]}, "codec sharding_indexed"),
+        ({"codecs": [{"name": "transpose", "configuration": {"order": [1, 0]}}, "bytes"]}, "codec transpose"),
+        ({"codecs": ["crc32c", "bytes"]}, "codecs crc32c then bytes"),
+        ({"chunk_grid": {"name": "rectilinear", "configuration": {}}}, "chunk grid rectilinear"),
+        ({"chunk_key_encoding": {"name": "v2"}}, "chunk key encoding v2"),
+        ({"chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}}}, "separator '.'"),
+        ({"data_type": "string"}, "data type string"),
+        ({"data_type": "r16"}, "data type r16"),
+        ({"data_type": {"name": "numpy.datetime64", "configuration": {}}}, "data type numpy.datetime64"),
+        ({"storage_transformers": [{"name": "x"}]}, "extension storage_transformers"),
+        ({"novelty": {"name": "x"}}, "extension novelty"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_we_do_not_read_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(FormatVersionError, match=message):
+        decode_array_metadata(json.dumps(WHOLE | changes).encode())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"storage_transformers": []},
+        {"novelty": {"name": "x", "must_understand": False}},
+        {"codecs": [{"name": "bytes", "configuration": {"endian": "big"}}]},
+        {"chunk_key_encoding": {"name": "default"}},
+        {"chunk_key_encoding": "default"},
+        {"attributes": {"long": "x" * 5000}},
+    ],
+    ids=ascii,
+)
+def test_variants_that_mean_something(changes: dict[str, Any]) -> None:
+    found = decode_array_metadata(json.dumps(WHOLE | changes).encode())
+    assert found.shape == (4, 6)
+    assert found.dtype.str == (">f4" if found.endian == "big" else "<f4")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"zarr_format": 2},
+        {"node_type": "group"},
+        {"shape": None},
+        {"shape": [4, -1]},
+        {"shape": [4, True]},
+        {"shape": [4, 6.0]},
+        {"shape": [4, 2**64]},
+        {"shape": [2**31, 2**31]},
+        {"shape": [4]},
+        {"shape": [1] * 100},
+        {"chunk_grid": None},
+        {"chunk_grid": {"name": "regular"}},
+        {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [0, 6]}}},
+        {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [2**40, 2**40]}}},
+        {"chunk_grid": {"name": "regular", "configuration": 3}},
+        {"chunk_key_encoding": 3},
+        {"data_type": 3},
+        {"data_type": {}},
+        {"codecs": []},
+        {"codecs": "bytes"},
+        {"codecs": [3]},
+        {"codecs": ["bytes"]},
+        {"codecs": [{"name": "bytes", "configuration": {"endian": "middle"}}]},
+    ],
+    ids=ascii,
+)
+def test_damaged_metadata(changes: dict[str, Any]) -> None:
+    with pytest.raises(DamagedCheckpointError, match=r"zarr\.json is damaged"):
+        decode_array_metadata(json.dumps(WHOLE | changes).encode())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff",
+        b"3",
+        b"[" * 100_000,
+        b'"' + b"x" * (1 << 20) + b'"',
+        b'{"shape":' + b"9" * 5000 + b"}",
+    ],
+    ids=["empty", "cut-off", "list", "not-text", "number", "deep", "long", "digits"],
+)
+def test_metadata_that_is_not_json(data: bytes) -> None:
+    with pytest.raises(DamagedCheckpointError, match=r"zarr\.json is damaged"):
+        decode_array_metadata(data)
+
+
+json_values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-1, 9), st.text(max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(["name", "configuration"]), inner)
+    ),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.sampled_from(sorted(WHOLE)), json_values)
+def test_any_value_is_understood_or_refused(member: str, value: object) -> None:
+    with contextlib.suppress(HoldfastError):
+        decode_array_metadata(json.dumps(WHOLE | {member: value}).encode())
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunk_shape"), [((3,), ()), ((3,), (0,)), ((-1,), (1,))], ids=["rank", "empty-chunk", "negative"]
+)
+def test_impossible_arrays_are_refused(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="cannot have chunks"):
+        encode_array_metadata(shape, "float32", chunk_shape)
