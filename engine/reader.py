@@ -119,7 +119,7 @@ class TreeReader:
     def _leaf(self, name: str, details: dict[str, Any]) -> SavedLeaf:
         metadata = self._database.metadata(name)
         if metadata is None:
-            if "value" in details or details.get("kind") == "none":
+            if "value" in details or "base64" in details or details["kind"] == "none":
                 return SavedLeaf(name, Saved(details))
             raise DamagedCheckpointError(f"{self.location}: the index holds no array for leaf {display(name)}")
         dtype, shape = _logical(metadata, details)
