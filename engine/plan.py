@@ -30,7 +30,8 @@ class Layout:
     Attributes:
         chunk_bytes: Largest chunk of an array, the unit of partial reads.
         segment_bytes: How much one writer thread takes at a time.
-        data_file_bytes: Data files are closed before they pass this size; on object stores, the size of an upload.
+        data_file_bytes: Data files are closed before they pass this size (a single chunk may); on object stores, the
+            size of an upload.
     """
 
     chunk_bytes: int = 32 << 20
@@ -171,8 +172,9 @@ def plan_files(arrays: Sequence[ArraySpec], layout: Layout) -> list[PlannedFile]
             offset = -(-end // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
             if chunks and offset + stored - start > layout.segment_bytes:
                 close_segment()
-                if start + stored > layout.data_file_bytes:
-                    close_file()
+                offset = start
+            if offset and offset + stored > layout.data_file_bytes:
+                close_file()
                 offset = start
             chunks.append(Chunk(number, chunk, offset))
             end = offset + stored
