@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 logger = logging.getLogger("holdfast")
 
@@ -86,7 +86,7 @@ class PreemptionSignal:
             return False
         self._process = os.getpid()
         for number in self._signals:
-            self._previous[number] = cast(Handler, signal.signal(number, self._handle))
+            self._previous[number] = signal.signal(number, self._handle)
         return True
 
     def restore(self) -> None:

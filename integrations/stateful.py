@@ -22,6 +22,7 @@ from ..engine.errors import DamagedCheckpointError, OptionError
 _TORCH = "torch.Tensor"
 _JAX = "jax.Array"
 _KEY = "jax.random.key"
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
 
@@ -97,7 +98,7 @@ def is_plain(value: object) -> bool:
         return all(isinstance(key, (str, int)) and is_plain(item) for key, item in value.items())
     if isinstance(value, (list, tuple)):
         return all(map(is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, complex, str, bytes))
+    return isinstance(value, _PLAIN)
 
 
 def _methods(thing: object) -> tuple[str, str] | None:
@@ -110,6 +111,8 @@ def _methods(thing: object) -> tuple[str, str] | None:
 
 
 def _encode(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, dict):
         entries = {key: _encode(item) for key, item in value.items()}
         # A plain dict would lose the order and the type that an OrderedDict or a Counter has.

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+
 from holdfast.integrations.preemption import PreemptionSignal
 
 

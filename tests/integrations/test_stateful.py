@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from holdfast.engine.errors import DamagedCheckpointError, OptionError
 from holdfast.integrations.stateful import is_plain, is_stateful, restore_state, state_of
 
@@ -83,7 +84,7 @@ def test_legacy_numpy_and_standard_library_generators_go_on_with_the_same_number
 
 
 def test_the_state_of_another_kind_of_object_is_refused() -> None:
-    with pytest.raises(DamagedCheckpointError, match="random.Random"):
+    with pytest.raises(DamagedCheckpointError, match=r"random\.Random"):
         restore_state(random.Random(), {"position": 1})
 
 

@@ -1,0 +1,625 @@
+"""The Flax callback around states that are plain pytrees: when it saves, what it says, what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.integrations.flax import CheckpointCallback, StepOutcome
+from holdfast.integrations.options import CallbackOptions
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.time = 1000.0
+
+    def now(self) -> float:
+        return self.time
+
+    def monotonic(self) -> float:
+        return self.time
+
+
+class Positions:
+    """A data iterator that knows how far it is."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __next__(self) -> int:
+        self.position += 1
+        return self.position
+
+    def get_state(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        self.position = state["position"]
+
+
+class OnDevice:
+    """A scalar on a device: whoever looks at its value waits for the device."""
+
+    def __init__(self, value: float) -> None:
+        self._value = value
+        self.fetched = 0
+
+    def item(self) -> float:
+        self.fetched += 1
+        return self._value
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the device was waited for")
+
+    def __float__(self) -> float:
+        raise AssertionError("the device was waited for")
+
+
+def state_at(step: int) -> dict[str, Any]:
+    return {"params": {"w": np.full(3, step, np.float32)}, "count": step}
+
+
+def run(checkpoint: CheckpointCallback, first: int, last: int, **metrics: Any) -> list[int]:
+    """Reports steps first..last and returns those that were saved."""
+    outcomes = {step: checkpoint.on_step(step, state_at(step)) for step in range(first, last + 1)}
+    return [step for step, outcome in outcomes.items() if outcome.saved]
+
+
+@pytest.fixture(autouse=True)
+def _default_handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "the callback left its handler behind"
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_the_options_are_those_of_every_callback() -> None:
+    parameters = inspect.signature(CheckpointCallback.__init__).parameters
+    for field in dataclasses.fields(CallbackOptions):
+        assert parameters[field.name].default == field.default
+        assert parameters[field.name].kind is inspect.Parameter.KEYWORD_ONLY
+    others = set(parameters) - {field.name for field in dataclasses.fields(CallbackOptions)}
+    assert others == {"self", "directory", "clock", "metadata"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"resume": "alway"}, "resume='alway'.*'auto', 'must', 'never'"),
+        ({"resume": "nevr"}, "did you mean 'never'"),
+        ({"save_on_best": True}, "best_fn"),
+        ({"save_interval_steps": 0}, "save_interval_steps"),
+        ({"best_fn": "loss", "best_mode": "lowest"}, "best_mode"),
+        ({"save_interval_secs": "soon"}, "save_interval_secs"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(hf.OptionError, match=message):
+        CheckpointCallback(tmp_path, **options)
+
+
+def test_it_saves_at_the_interval_and_at_the_end(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path / "c", save_interval_steps=3) as checkpoint:
+        state = state_at(0)
+        assert checkpoint.restore_or_initialize(state) == (state, 0)
+        assert run(checkpoint, 1, 10) == [3, 6, 9]
+    manager = hf.CheckpointManager(tmp_path / "c")
+    assert manager.all_steps() == [3, 6, 9, 10]
+    assert hf.load(tmp_path / "c" / "10", item="state")["count"] == 10
+
+
+def test_a_counter_that_jumps_over_the_interval_still_saves(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path, save_interval_steps=10, save_at_end=False) as checkpoint:
+        checkpoint.restore_or_initialize(state_at(0))
+        saved = [step for step in range(4, 40, 4) if checkpoint.on_step(step, state_at(step)).saved]
+    assert saved == [12, 20, 32]
+
+
+def test_metadata_is_stored_with_the_checkpoints(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path, metadata={"lr": 0.1}) as checkpoint:
+        checkpoint.on_step(1, state_at(1))
+    assert hf.CheckpointManager(tmp_path).metadata() == {"lr": 0.1}
+
+
+def test_a_step_that_is_saved_is_not_saved_again_at_the_end(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path, save_interval_steps=2) as checkpoint:
+        checkpoint.restore_or_initialize(state_at(0))
+        run(checkpoint, 1, 4)
+        checkpoint.manager.wait_until_finished()
+        written = (tmp_path / "4" / "checkpoint.json").stat().st_mtime_ns
+    assert (tmp_path / "4" / "checkpoint.json").stat().st_mtime_ns == written
+
+
+def test_without_save_at_end_the_last_step_is_left(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path, save_interval_steps=2, save_at_end=False) as checkpoint:
+        checkpoint.restore_or_initialize(state_at(0))
+        run(checkpoint, 1, 5)
+    assert hf.CheckpointManager(tmp_path).all_steps() == [2, 4]
+
+
+def test_without_triggers_it_saves_every_quarter_of_an_hour(tmp_path: Path) -> None:
+    clock = FakeClock()
+    saved = []
+    with CheckpointCallback(tmp_path, clock=clock) as checkpoint:
+        checkpoint.restore_or_initialize(state_at(0))
+        for step in range(1, 10):
+            clock.time += 300
+            saved += run(checkpoint, step, step)
+    assert saved == [3, 6, 9]
+
+
+def test_nothing_happens_in_a_directory_in_which_no_step_was_done(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path / "c") as checkpoint:
+        assert checkpoint.restore_or_initialize(state_at(0))[1] == 0
+    assert hf.CheckpointManager(tmp_path / "c").all_steps() == []
+
+
+def test_outcomes_say_what_was_done(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path, save_interval_steps=2) as checkpoint:
+        checkpoint.restore_or_initialize(state_at(0))
+        assert checkpoint.on_step(1, state_at(1)) == StepOutcome(False, "nothing is due", False)
+        assert checkpoint.on_step(2, state_at(2)) == StepOutcome(True, "every 2 steps", False)
+        assert not checkpoint.should_stop
+
+
+# Resuming
+
+
+def test_resuming_restores_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    with CheckpointCallback(tmp_path, save_interval_steps=4) as checkpoint:
+        checkpoint.restore_or_initialize(state_at(0))
+        run(checkpoint, 1, 4)
+    assert "started fresh" in caplog.text
+    with CheckpointCallback(tmp_path, save_interval_steps=4) as checkpoint:
+        fresh = state_at(0)
+        state, start = checkpoint.restore_or_initialize(fresh)
+        assert start == 4
+        np.testing.assert_equal(state, state_at(4))
+        np.testing.assert_equal(fresh, state_at(0))
+        assert run(checkpoint, 5, 9) == [8]
+    assert f"resumed from step 4 in {tmp_path}" in caplog.text
+
+
+def test_must_needs_a_checkpoint(tmp_path: Path) -> None:
+    with (
+        CheckpointCallback(tmp_path / "none", resume="must") as checkpoint,
+        pytest.raises(hf.CheckpointNotFoundError, match=f"must.*{tmp_path / 'none'}"),
+    ):
+        checkpoint.restore_or_initialize(state_at(0))
+    assert not (tmp_path / "none").exists()
+
+
+def test_never_refuses_checkpoints_that_are_there(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path, resume="never") as checkpoint:
+        assert checkpoint.restore_or_initialize(state_at(0))[1] == 0
+        run(checkpoint, 1, 2)
+    with (
+        CheckpointCallback(tmp_path, resume="never") as checkpoint,
+        pytest.raises(hf.CheckpointExistsError, match=r"newest of step 2.*another directory"),
+    ):
+        checkpoint.restore_or_initialize(state_at(0))
+    with CheckpointCallback(tmp_path, resume="must") as checkpoint:
+        assert checkpoint.restore_or_initialize(state_at(0))[1] == 2
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_loudly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
+        checkpoint.restore_or_initialize(state_at(0))
+        run(checkpoint, 1, 3)
+    for file in (tmp_path / "3" / "state").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    with CheckpointCallback(tmp_path) as checkpoint:
+        state, start = checkpoint.restore_or_initialize(state_at(0))
+        assert (state["count"], start) == (2, 2)
+        run(checkpoint, 3, 3)
+    assert hf.load(tmp_path / "3", item="state")["count"] == 3
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert any("fell back" in warning and "3" in warning for warning in warnings)
+
+
+def test_a_different_structure_is_an_error(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path) as checkpoint:
+        checkpoint.restore_or_initialize(state_at(0))
+        run(checkpoint, 1, 1)
+    with CheckpointCallback(tmp_path) as checkpoint, pytest.raises(hf.TreeMismatchError, match="params/w"):
+        checkpoint.restore_or_initialize({"params": {"w": np.zeros(4, np.float32)}, "count": 0})
+
+
+def test_a_loop_that_forgets_to_restore_is_stopped_before_it_mixes_two_runs(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path) as checkpoint:  # into an empty directory there is nothing to restore
+        run(checkpoint, 1, 2)
+    for _ in range(2):
+        with CheckpointCallback(tmp_path) as checkpoint, pytest.raises(hf.StateError, match="restore_or_initialize"):
+            checkpoint.on_step(1, state_at(1))
+    assert hf.CheckpointManager(tmp_path).all_steps() == [2]
+
+
+# Extras
+
+
+def test_extras_come_back_each_in_its_own_way(tmp_path: Path) -> None:
+    data, generator = Positions(), np.random.default_rng(3)
+    plain = {"history": [], "note": "x"}
+    with CheckpointCallback(tmp_path) as checkpoint:
+        checkpoint.restore_or_initialize(state_at(0), data=data, noise=generator, ema=np.zeros(2), config=plain)
+        assert checkpoint.extras["data"] is data
+        assert checkpoint.extras["config"] is plain
+        next(data), generator.random()
+        history = {"history": [0.5, 0.25], "note": "y"}
+        checkpoint.on_step(1, state_at(1), data=data, noise=generator, ema=np.ones(2), config=history, late=b"more")
+    expected = generator.random()
+
+    data, generator = Positions(), np.random.default_rng(9)
+    with CheckpointCallback(tmp_path) as checkpoint:
+        _, start = checkpoint.restore_or_initialize(
+            state_at(0), data=data, noise=generator, ema=np.zeros(2), config={"history": [], "note": "x"}, late=None
+        )
+    assert start == 1
+    assert data.position == 1
+    assert generator.random() == expected
+    assert checkpoint.extras["data"] is data
+    assert checkpoint.extras["noise"] is generator
+    assert checkpoint.extras["ema"].tolist() == [1, 1]
+    assert checkpoint.extras["config"] == {"history": [0.5, 0.25], "note": "y"}
+    assert checkpoint.extras["late"] == b"more"
+
+
+def test_an_extra_that_is_not_in_the_checkpoint_is_an_error_that_changes_nothing(tmp_path: Path) -> None:
+    data = Positions()
+    next(data)
+    with CheckpointCallback(tmp_path) as checkpoint:
+        checkpoint.restore_or_initialize(state_at(0), data=data)
+        checkpoint.on_step(1, state_at(1), data=data)
+    fresh, timer = Positions(), Positions()
+    with CheckpointCallback(tmp_path) as checkpoint, pytest.raises(hf.TreeMismatchError, match="timer="):
+        checkpoint.restore_or_initialize(state_at(0), data=fresh, timer=timer)
+    assert fresh.position == 0
+    with CheckpointCallback(tmp_path) as checkpoint:  # what the message recommends
+        checkpoint.restore_or_initialize(state_at(0), data=fresh)
+        checkpoint.on_step(2, state_at(2), data=fresh, timer=timer)
+    with CheckpointCallback(tmp_path) as checkpoint:
+        assert checkpoint.restore_or_initialize(state_at(0), data=fresh, timer=timer)[1] == 2
+
+
+def test_extras_asked_of_a_checkpoint_without_any(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path) as checkpoint:
+        run(checkpoint, 1, 1)
+    with CheckpointCallback(tmp_path) as checkpoint, pytest.raises(hf.TreeMismatchError, match="data="):
+        checkpoint.restore_or_initialize(state_at(0), data=Positions())
+
+
+def test_an_array_extra_of_another_shape_is_an_error(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path) as checkpoint:
+        checkpoint.on_step(1, state_at(1), ema={"w": np.ones(2)})
+    with CheckpointCallback(tmp_path) as checkpoint, pytest.raises(hf.TreeMismatchError, match="ema/w"):
+        checkpoint.restore_or_initialize(state_at(0), ema={"w": np.ones(3)})
+
+
+def test_an_extra_forgotten_at_a_step_is_an_error(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path) as checkpoint:
+        checkpoint.restore_or_initialize(state_at(0), data=Positions())
+        with pytest.raises(hf.StateError, match="data="):
+            checkpoint.on_step(1, state_at(1))
+
+
+@pytest.mark.parametrize("expensive", [False, True], ids=["cheap", "expensive"])
+def test_a_batch_drawn_after_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expensive: bool) -> None:
+    """The position belongs to the step, unless taking it at every step would cost too much."""
+    if expensive:
+        monkeypatch.setattr("holdfast.integrations.flax.laststep._CHEAP", -1.0)
+    data = Positions()
+    with CheckpointCallback(tmp_path, save_interval_steps=100) as checkpoint:
+        checkpoint.restore_or_initialize(state_at(0), data=data)
+        for step in range(1, 8):
+            next(data)
+            checkpoint.on_step(step, state_at(step), data=data)
+        next(data)
+    with CheckpointCallback(tmp_path) as checkpoint:
+        checkpoint.restore_or_initialize(state_at(0), data=data)
+    assert data.position == (8 if expensive else 7)
+
+
+# Preemption
+
+
+def test_sigterm_saves_durably_and_asks_to_stop(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path, save_interval_steps=100) as checkpoint:
+        checkpoint.restore_or_initialize(state_at(0))
+        run(checkpoint, 1, 3)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert checkpoint.preempted
+        assert not checkpoint.should_stop
+        assert checkpoint.on_step(4, state_at(4)) == StepOutcome(True, "preempted", True)
+        assert checkpoint.should_stop
+        assert (tmp_path / "4" / "checkpoint.json").exists()
+        assert checkpoint.on_step(5, state_at(5)) == StepOutcome(False, "nothing is due", True)
+    assert hf.CheckpointManager(tmp_path).all_steps() == [4, 5]
+
+
+def test_sigterm_at_a_step_that_is_due_anyway_saves_once(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path, save_interval_steps=2) as checkpoint:
+        checkpoint.restore_or_initialize(state_at(0))
+        run(checkpoint, 1, 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert checkpoint.on_step(2, state_at(2)).should_stop
+    assert hf.CheckpointManager(tmp_path).all_steps() == [2]
+
+
+def test_sigterm_after_the_last_step_still_saves_it(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path, save_interval_steps=100, save_at_end=False) as checkpoint:
+        checkpoint.restore_or_initialize(state_at(0))
+        run(checkpoint, 1, 3)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert hf.CheckpointManager(tmp_path).all_steps() == [3]
+
+
+# Exceptions and the end
+
+
+def test_an_exception_saves_nothing_more_but_lets_the_pending_save_commit(tmp_path: Path) -> None:
+    with (  # noqa: PT012 - the loop is what raises
+        pytest.raises(RuntimeError, match="in the loop"),
+        CheckpointCallback(tmp_path, save_interval_steps=2) as checkpoint,
+    ):
+        checkpoint.restore_or_initialize(state_at(0))
+        run(checkpoint, 1, 3)
+        raise RuntimeError("in the loop")
+    assert hf.CheckpointManager(tmp_path).all_steps() == [2]
+
+
+def break_next_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", refuse)
+
+
+def test_a_failed_save_is_raised_when_the_block_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (  # noqa: PT012 - leaving the inner block is what raises
+        pytest.raises(hf.SaveFailedError, match="step 2"),
+        CheckpointCallback(tmp_path, save_interval_steps=2) as checkpoint,
+    ):
+        checkpoint.restore_or_initialize(state_at(0))
+        break_next_commit(monkeypatch)
+        run(checkpoint, 1, 2)
+    monkeypatch.undo()
+    assert hf.CheckpointManager(tmp_path).all_steps() == []
+
+
+def test_a_failed_save_does_not_hide_the_exception_of_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (  # noqa: PT012 - the loop is what raises
+        pytest.raises(RuntimeError, match="in the loop"),
+        CheckpointCallback(tmp_path, save_interval_steps=2) as checkpoint,
+    ):
+        checkpoint.restore_or_initialize(state_at(0))
+        break_next_commit(monkeypatch)
+        run(checkpoint, 1, 2)
+        raise RuntimeError("in the loop")
+    monkeypatch.undo()
+    assert "a save failed while the training loop was ending with RuntimeError" in caplog.text
+
+
+def test_closing_by_hand_is_the_same_as_leaving_the_block(tmp_path: Path) -> None:
+    checkpoint = CheckpointCallback(tmp_path, save_interval_steps=2)
+    checkpoint.restore_or_initialize(state_at(0))
+    run(checkpoint, 1, 3)
+    checkpoint.close()
+    checkpoint.close()
+    assert hf.CheckpointManager(tmp_path).all_steps() == [2, 3]
+    with pytest.raises(hf.StateError, match="closed"):
+        checkpoint.on_step(4, state_at(4))
+    with pytest.raises(hf.StateError, match="closed"):
+        checkpoint.restore_or_initialize(state_at(0))
+
+
+def test_the_step_of_a_train_state_must_agree(tmp_path: Path) -> None:
+    train_state, optax = pytest.importorskip("flax.training.train_state"), pytest.importorskip("optax")
+    state = train_state.TrainState.create(apply_fn=None, params={"w": np.zeros(2)}, tx=optax.sgd(0.1))
+    with CheckpointCallback(tmp_path) as checkpoint:
+        checkpoint.on_step(0, state)
+        with pytest.raises(hf.OptionError, match=r"on_step\(1\).*step=0.*step \+ 1"):
+            checkpoint.on_step(1, state)
+        checkpoint.on_step(1, state.replace(step=1))
+
+
+def test_the_step_of_a_train_state_on_the_device_is_checked_once_at_a_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train_state, optax = pytest.importorskip("flax.training.train_state"), pytest.importorskip("optax")
+    jnp = pytest.importorskip("jax.numpy")
+    state = train_state.TrainState.create(apply_fn=None, params={"w": np.zeros(2)}, tx=optax.sgd(0.1))
+    with CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
+        for step in range(1, 4):
+            checkpoint.on_step(step, state.replace(step=jnp.int32(step + 1)))
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "step=2" in warnings[0]
+    assert "on_step(1)" in warnings[0]
+
+
+def test_another_trees_own_step_is_its_own_business(tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class Counted:
+        step: int
+
+    with CheckpointCallback(tmp_path) as checkpoint:
+        checkpoint.on_step(5, Counted(step=3))
+    assert hf.CheckpointManager(tmp_path).all_steps() == [5]
+
+
+# Metrics
+
+
+def test_metrics_are_stored_as_numbers(tmp_path: Path) -> None:
+    jnp = pytest.importorskip("jax.numpy")
+    metrics = {
+        "loss": jnp.float32(0.5),
+        "val": {"accuracy": np.float64(0.25), "confusion": np.eye(2)},
+        "count": np.int64(3),
+        "lr": 0.125,
+        "done": True,
+        "half": jnp.bfloat16(1.5),
+    }
+    with CheckpointCallback(tmp_path) as checkpoint:
+        checkpoint.on_step(1, state_at(1), metrics=metrics)
+    assert hf.CheckpointManager(tmp_path).metrics(1) == {
+        "loss": 0.5,
+        "val": {"accuracy": 0.25},
+        "count": 3,
+        "lr": 0.125,
+        "done": True,
+        "half": 1.5,
+    }
+
+
+def test_metrics_that_are_no_mapping_are_refused(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint, pytest.raises(hf.OptionError, match="loss"):
+        checkpoint.on_eval(1, [0.5])  # type: ignore[arg-type]  # what is to be refused
+    with CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint, pytest.raises(hf.OptionError, match="loss"):
+        checkpoint.on_step(1, state_at(1), metrics=0.5)  # type: ignore[arg-type]  # what is to be refused
+
+
+def test_an_evaluation_does_not_hide_that_the_save_of_its_step_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = CheckpointCallback(tmp_path, save_interval_steps=2)
+    checkpoint.restore_or_initialize(state_at(0))
+    run(checkpoint, 1, 1)
+    break_next_commit(monkeypatch)
+    run(checkpoint, 2, 2)
+
+    def evaluate_and_close() -> None:
+        try:
+            checkpoint.on_eval(2, {"loss": 0.5})
+        finally:
+            checkpoint.close()
+
+    with pytest.raises(hf.SaveFailedError, match="step 2"):
+        evaluate_and_close()
+
+
+def test_every_new_best_is_saved_also_across_a_restart(tmp_path: Path) -> None:
+    accuracies = [0.1, 0.3, 0.2, float("nan"), None, 0.3, 0.5, 0.4, 0.6]
+
+    def train(first: int, last: int) -> list[int]:
+        saved = []
+        with CheckpointCallback(
+            tmp_path, save_on_best=True, best_fn="accuracy", save_at_end=False, max_to_keep=2
+        ) as checkpoint:
+            checkpoint.restore_or_initialize(state_at(0))
+            for step in range(first, last + 1):
+                value = accuracies[step - 1]
+                metrics = {} if value is None else {"accuracy": np.float32(value)}
+                if checkpoint.on_step(step, state_at(step), metrics=metrics).saved:
+                    saved.append(step)
+        return saved
+
+    assert train(1, 3) == [1, 2]
+    assert train(3, 9) == [7, 9]
+    manager = hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(best_fn="accuracy"))
+    assert manager.all_steps() == [7, 9]
+    assert manager.best_step() == 9
+
+
+def test_metrics_of_an_evaluation_reach_the_checkpoint_of_their_step(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path, save_interval_steps=2, best_fn="loss", best_mode="min") as checkpoint:
+        checkpoint.restore_or_initialize(state_at(0))
+        for step, loss in [(1, 0.1), (2, 0.5), (3, 0.4), (4, 0.7), (5, 0.6)]:
+            checkpoint.on_step(step, state_at(step), metrics={"train": 1.0})
+            checkpoint.on_eval(step, {"loss": np.float32(loss)})
+        assert checkpoint.on_eval(2, {"late": 1}).reason == "metrics recorded with step 2"
+        assert "not saved" in checkpoint.on_eval(3, {"late": 1}).reason
+        assert checkpoint.manager.best_step() == 2
+    manager = hf.CheckpointManager(tmp_path)
+    assert manager.all_steps() == [2, 4, 5]
+    assert manager.metrics(2) == {"train": 1.0, "loss": 0.5, "late": 1}
+    assert manager.metrics(5) == {"train": 1.0, "loss": pytest.approx(0.6)}
+
+
+def test_the_best_evaluation_saves_the_step_then(tmp_path: Path) -> None:
+    outcomes = []
+    with CheckpointCallback(
+        tmp_path, save_on_best=True, best_fn=lambda metrics: metrics["loss"], best_mode="min", save_at_end=False
+    ) as checkpoint:
+        checkpoint.restore_or_initialize(state_at(0))
+        for step, loss in enumerate([0.5, 0.7, 0.4, 0.4, float("nan"), 0.3], start=1):
+            assert not checkpoint.on_step(step, state_at(step), metrics={"lr": 0.1}).saved
+            outcomes.append(checkpoint.on_eval(step, {"loss": loss}).saved)
+    assert outcomes == [True, False, True, False, False, True]
+    manager = hf.CheckpointManager(tmp_path)
+    assert manager.all_steps() == [1, 3, 6]
+    assert manager.metrics(6) == {"lr": 0.1, "loss": 0.3}
+
+
+# What a call costs
+
+
+def test_metrics_on_the_device_are_left_there_until_a_save_needs_them(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path, save_interval_steps=3, best_fn="loss") as checkpoint:
+        checkpoint.restore_or_initialize(state_at(0))
+        losses = [OnDevice(step / 10) for step in range(1, 8)]
+        for step, loss in enumerate(losses, start=1):
+            checkpoint.on_step(step, state_at(step), metrics={"loss": loss})
+    assert [loss.fetched > 0 for loss in losses] == [False, False, True, False, False, True, True]
+
+
+def test_only_the_metric_of_a_policy_is_fetched_at_every_step(tmp_path: Path) -> None:
+    other = OnDevice(1.0)
+    with CheckpointCallback(tmp_path, save_on_best=True, best_fn="loss", save_at_end=False) as checkpoint:
+        checkpoint.restore_or_initialize(state_at(0))
+        checkpoint.on_step(1, state_at(1), metrics={"loss": 0.5})
+        checkpoint.on_step(2, state_at(2), metrics={"loss": OnDevice(0.1), "other": other})
+        checkpoint.on_step(3, state_at(3), metrics={"other": other})
+    assert other.fetched == 0
+
+
+def calls_made(checkpoint: CheckpointCallback, step: int, state: Any, **extras: Any) -> int:
+    count = 0
+
+    def on_event(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(on_event)
+    try:
+        checkpoint.on_step(step, state, metrics={"loss": OnDevice(0.5)}, **extras)
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_a_step_at_which_nothing_is_due_costs_a_few_calls_whatever_the_size_of_the_state(tmp_path: Path) -> None:
+    """The device is not asked (its arrays would raise), and neither the leaves nor the disk are visited.
+
+    The first few steps also look for what changes in place, and measure what a position costs.
+    """
+    counts = []
+    for leaves in (1, 10_000):
+        state = {str(index): OnDevice(index) for index in range(leaves)}
+        with CheckpointCallback(
+            tmp_path / str(leaves),
+            save_interval_steps=10_000,
+            save_interval_secs="1h",
+            best_fn="loss",
+            save_at_end=False,
+        ) as checkpoint:
+            checkpoint.restore_or_initialize({}, data=Positions())
+            counts += [calls_made(checkpoint, step, state, data=Positions()) for step in range(1, 9)][4:]
+    assert len(set(counts)) == 1
+    assert max(counts) < 70
