@@ -6,33 +6,38 @@ every chunk is verified on the way.
 
 from __future__ import annotations
 
-import math
+import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .assembly import Assembly, Place
 from .errors import DamagedCheckpointError, ObjectNotFoundError
 from .extents import Range, read_ranges
 from .format import (
+    METADATA_LIMIT,
     ArrayMetadata,
     Entries,
     chunk_keys,
     crc32c,
     decode_array_metadata,
     decode_database,
+    decode_fill_value,
     metadata_key,
 )
-from .plan import CHECKSUM_BYTES
 from .record import FileRecord
 from .sources import Bytes
-from .storage import DataReader, Location, aligned_empty
+from .storage import DataReader, Location
 
 MANIFEST = "manifest.ocdbt"
 _METADATA_SUFFIX = b"/zarr.json"
-_COPY = 256 << 10  # arrays below this are copied out, so that a small one never keeps a whole extent in memory
+_SMALL_FILE_LIMIT = 512 << 20  # bytes of a file that is read in one piece
+# What chunks that are not stored, as they hold nothing but their array's fill value, may come to all together.
+_FILLED_CHUNKS = 1 << 20
+_FILLED_BYTES = 4 << 30
 
 
 class Problem(NamedTuple):
@@ -43,15 +48,11 @@ class Problem(NamedTuple):
     what: str
 
 
-class _Place(NamedTuple):
-    """Where one chunk belongs: the wanted array's position and the chunk's number in its grid."""
-
-    array: int
-    chunk: int
-
-
 class ArrayDatabase:
     """Named arrays in a folder, opened for reading.
+
+    A folder that belongs to a checkpoint holds every chunk. Other writers leave out chunks that hold nothing but the
+    array's fill value; so in a folder of theirs, and only there, a missing chunk stands for that.
 
     Args:
         location: The folder that holds ``manifest.ocdbt``.
@@ -90,8 +91,9 @@ class ArrayDatabase:
         """
         known = None if self._files is None else self._files.get(path)
         place = self._location / path
+        limit = _SMALL_FILE_LIMIT if known is None else min(_SMALL_FILE_LIMIT, known.size)
         try:
-            content = place.read_bytes(limit=None if known is None else known.size)
+            content = place.read_bytes(limit=limit)
         except ObjectNotFoundError as error:
             raise DamagedCheckpointError(f"{place} is missing: the checkpoint is not whole") from error
         if known is not None:
@@ -105,9 +107,21 @@ class ArrayDatabase:
 
     @property
     def names(self) -> list[str]:
-        """Returns the names of the arrays, in the order of the index."""
+        """Returns the names of the arrays, in the order of the index; an array that is alone may have the name "".
+
+        Raises:
+            DamagedCheckpointError: A name is no text.
+        """
         end = len(_METADATA_SUFFIX)
-        return [key[:-end].decode() for key in self._entries.keys if key.endswith(_METADATA_SUFFIX)]
+        keys = [key[:-end] for key in self._entries.keys if key.endswith(_METADATA_SUFFIX)]
+        if metadata_key("") in self._rows:
+            keys.append(b"")
+        try:
+            return [key.decode() for key in keys]
+        except UnicodeDecodeError as error:
+            raise DamagedCheckpointError(
+                f"{self._location}: the index holds a name that is no text: {error}"
+            ) from error
 
     def metadata(self, name: str) -> ArrayMetadata | None:
         """Returns how an array is stored, or None where there is no array of this name.
@@ -122,14 +136,8 @@ class ArrayDatabase:
         known = self._metadata.get(name)
         if known is not None:
             return known
-        row = self._rows.get(metadata_key(name))
-        if row is None:
-            return None
-        content = self._entries.inline[row]
-        if content is None:
-            file, offset, length = self._place(row)
-            content = self._read_node(file, offset, length)
-        return self._metadata.setdefault(name, decode_array_metadata(content))
+        content = self._metadata_text(name)
+        return None if content is None else self._metadata.setdefault(name, decode_array_metadata(content))
 
     def read(self, names: Sequence[str]) -> tuple[list[NDArray[Any] | None], list[Problem]]:
         """Reads whole arrays.
@@ -141,8 +149,9 @@ class ArrayDatabase:
             The arrays in the order of the names, writable and the caller's own, with None where one is damaged;
             and what is wrong.
         """
-        reading = _Reading([self._known(name) for name in names], keep=True)
-        return reading.arrays, self._fetch(names, reading)
+        assembly = Assembly([self._known(name) for name in names], keep=True)
+        problems = self._fetch(names, assembly)
+        return assembly.finish(), problems
 
     def verify(self, names: Sequence[str]) -> list[Problem]:
         """Reads arrays, checks every chunk and keeps nothing.
@@ -153,13 +162,25 @@ class ArrayDatabase:
         Returns:
             What is wrong; empty when all is whole.
         """
-        return self._fetch(names, _Reading([self._known(name) for name in names], keep=False))
+        return self._fetch(names, Assembly([self._known(name) for name in names], keep=False))
 
     def _known(self, name: str) -> ArrayMetadata:
         metadata = self.metadata(name)
         if metadata is None:
             raise DamagedCheckpointError(f"{self._location}: the index holds no array {name!r}")
         return metadata
+
+    def _metadata_text(self, name: str) -> bytes | None:
+        row = self._rows.get(metadata_key(name))
+        if row is None:
+            return None
+        content = self._entries.inline[row]
+        if content is not None:
+            return content
+        file, offset, length = self._place(row)
+        if length > METADATA_LIMIT:
+            raise DamagedCheckpointError(f"{self._location}: the metadata of array {name!r} takes {length} bytes")
+        return self._read_node(file, offset, length)
 
     def _place(self, row: int) -> tuple[str, int, int]:
         file, offset, length = self._places[row]
@@ -175,134 +196,103 @@ class ArrayDatabase:
         except ObjectNotFoundError as error:
             raise DamagedCheckpointError(f"{self._location / path} is missing: the checkpoint is not whole") from error
 
-    def _fetch(self, names: Sequence[str], reading: _Reading) -> list[Problem]:
+    def _fetch(self, names: Sequence[str], assembly: Assembly) -> list[Problem]:
+        """Reads the chunks of arrays and hands them over; returns what is wrong."""
         problems: list[Problem] = []
         lock = threading.Lock()
-        places: list[_Place] = []
-        ranges: list[Range] = []
-        inline: list[tuple[_Place, bytes]] = []
 
         def report(file: str, array: int, what: str) -> None:
             with lock:
-                reading.arrays[array] = None
+                assembly.give_up(array)
                 problems.append(Problem(file, names[array], what))
 
-        for array, name in enumerate(names):
-            form = reading.forms[array]
-            if form.chunk_count > len(self._rows):  # before a hostile shape makes us count, or allocate, for ever
-                what = f"it should have {form.chunk_count} chunks; the whole index has {len(self._rows)} entries"
-                report(MANIFEST, array, what)
+        places: list[Place] = []
+        ranges: list[Range] = []
+        for place, file, offset, length in self._chunks(names, assembly, report):
+            form = assembly.forms[place.array]
+            if length != form.stored_bytes:
+                report(file, place.array, f"chunk {place.chunk} should take {form.stored_bytes} bytes, not {length}")
                 continue
-            reading.prepare(array)
-            for chunk, key in enumerate(chunk_keys(name, form.grid)):
-                row = self._rows.get(key)
-                if row is None:
-                    report(MANIFEST, array, f"chunk {chunk} is not in the index")
-                    continue
-                content = self._entries.inline[row]
-                if content is not None:
-                    inline.append((_Place(array, chunk), content))
-                    continue
-                file, offset, length = self._place(row)
-                if length != form.stored_bytes:
-                    what = f"chunk {chunk} should take {form.stored_bytes} bytes and takes {length}"
-                    report(file, array, what)
-                    continue
-                ranges.append(Range(file, offset, length, len(places), reading.keep and not form.copied))
-                places.append(_Place(array, chunk))
+            ranges.append(Range(file, offset, length, len(places), assembly.keep and not form.copied))
+            places.append(place)
 
-        def use(place: _Place, data: Bytes, file: str) -> None:
-            what = reading.accept(place, data)
+        def use(wanted: Range, data: Bytes) -> None:
+            place = places[wanted.tag]
+            what = assembly.accept(place, data)
             if what:
-                report(file, place.array, what)
+                report(wanted.file, place.array, what)
 
         def failed(wanted: Range, error: Exception) -> None:
             report(wanted.file, places[wanted.tag].array, str(error))
 
-        for place, content in inline:
-            use(place, np.frombuffer(content, np.uint8), MANIFEST)
-        files: dict[str, DataReader] = {}
-        try:
+        with contextlib.ExitStack() as stack:
+            files: dict[str, DataReader] = {}
             for path in {wanted.file for wanted in ranges}:
                 try:
-                    files[path] = self._open(path)
+                    files[path] = stack.enter_context(self._open(path))
                 except DamagedCheckpointError as error:
                     for wanted in ranges:
                         if wanted.file == path:
                             failed(wanted, error)
-            usable = [wanted for wanted in ranges if wanted.file in files]
-            read_ranges(files, usable, lambda wanted, data: use(places[wanted.tag], data, wanted.file), failed)
-        finally:
-            for reader in files.values():
-                reader.close()
+            read_ranges(files, list(self._plausible(ranges, files, failed)), use, failed)
         return sorted(set(problems))
 
+    def _chunks(
+        self, names: Sequence[str], assembly: Assembly, report: Callable[[str, int, str], None]
+    ) -> Iterator[tuple[Place, str, int, int]]:
+        """Generates where every chunk lies that is in a data file; hands over those that are in the index itself."""
+        # All chunks that the arrays should have are counted before a hostile shape makes us do so for ever.
+        left = len(self._rows) + (_FILLED_CHUNKS if self._files is None else 0)
+        filled = _FILLED_BYTES
+        for array, name in enumerate(names):
+            form = assembly.forms[array]
+            if form.chunk_count > left:
+                what = f"it should have {form.chunk_count} chunks; the whole index has {len(self._rows)} entries"
+                report(MANIFEST, array, what)
+                continue
+            left -= form.chunk_count
+            rows = [self._rows.get(key) for key in chunk_keys(name, form.grid)]
+            if None in rows:
+                filled -= form.nbytes
+                if self._files is not None or filled < 0:
+                    report(MANIFEST, array, f"chunk {rows.index(None)} is not in the index")
+                    continue
+                assembly.fill(array, decode_fill_value(self._metadata_text(name) or b""))
+            for chunk, row in enumerate(rows):
+                content = None if row is None else self._entries.inline[row]
+                if content is not None:
+                    what = assembly.accept(Place(array, chunk), np.frombuffer(content, np.uint8))
+                    if what:
+                        report(MANIFEST, array, what)
+                elif row is not None:
+                    yield (Place(array, chunk), *self._place(row))
 
-class _Form:
-    """How the arrays of one shape and element type are read."""
+    def _plausible(
+        self, ranges: Sequence[Range], files: Mapping[str, DataReader], failed: Callable[[Range, Exception], None]
+    ) -> Iterator[Range]:
+        """Generates the ranges that lie in their files and share no byte with another one.
 
-    __slots__ = ("chunk_count", "copied", "data_bytes", "dtype", "grid", "metadata", "stored_bytes", "whole")
+        So an index cannot make us read more than there is, nor take memory for it.
+        """
+        path, end, size = "", 0, 0
+        for wanted in sorted(ranges):
+            if wanted.file not in files:
+                continue
+            if wanted.file != path:
+                path, end, size = wanted.file, 0, self._size(wanted.file, files[wanted.file])
+            if wanted.offset < end:
+                failed(wanted, DamagedCheckpointError("a chunk shares bytes with another one"))
+                continue
+            end = wanted.offset + wanted.length
+            if end > size:
+                what = f"it is truncated or the index is wrong: a chunk ends at {end}, the file has {size} bytes"
+                failed(wanted, DamagedCheckpointError(what))
+                continue
+            yield wanted
 
-    def __init__(self, metadata: ArrayMetadata) -> None:
-        self.metadata = metadata
-        self.dtype = metadata.dtype
-        self.grid = metadata.grid
-        self.chunk_count = metadata.chunk_count
-        self.data_bytes = math.prod(metadata.chunk_shape) * metadata.dtype.itemsize
-        self.stored_bytes = self.data_bytes + (CHECKSUM_BYTES if metadata.checksummed else 0)
-        # An array of one chunk is a view of what was read, unless it is so small that copying is cheaper than keeping.
-        self.whole = metadata.chunk_shape == metadata.shape
-        self.copied = not self.whole or self.data_bytes < _COPY
-
-
-class _Reading:
-    """Arrays that are being put together from chunks as these arrive."""
-
-    def __init__(self, metadata: Sequence[ArrayMetadata], *, keep: bool) -> None:
-        forms: dict[ArrayMetadata, _Form] = {}
-        self.forms = [forms.get(one) or forms.setdefault(one, _Form(one)) for one in metadata]
-        self.keep = keep
-        self.arrays: list[NDArray[Any] | None] = [None] * len(metadata)
-
-    def prepare(self, array: int) -> None:
-        """Sets memory aside for an array that is put together from several chunks."""
-        form = self.forms[array]
-        if self.keep and not form.whole:
-            self.arrays[array] = _empty(form.metadata.shape, form.dtype)
-
-    def accept(self, place: _Place, data: Bytes) -> str:
-        """Checks a chunk and puts it where it belongs; returns what is wrong with it, or nothing."""
-        form = self.forms[place.array]
-        size = form.data_bytes
-        if len(data) != form.stored_bytes:
-            return f"chunk {place.chunk} should take {form.stored_bytes} bytes and takes {len(data)}"
-        values = data[:size]
-        if size != form.stored_bytes:
-            expected = int.from_bytes(data[size:].tobytes(), "little")
-            found = crc32c(values)
-            if found != expected:
-                return f"chunk {place.chunk} has crc32c {found:08x} where {expected:08x} was written"
-        if not self.keep:
-            return ""
-        view = values.view(form.dtype)
-        if form.whole:
-            if form.copied or not view.flags.aligned:
-                view = view.copy()
-            self.arrays[place.array] = view.reshape(form.metadata.shape)
-            return ""
-        array = self.arrays[place.array]
-        if array is not None:  # None once another chunk of it has turned out to be damaged
-            _insert(array, view.reshape(form.metadata.chunk_shape), place.chunk, form.metadata)
-        return ""
-
-
-def _insert(array: NDArray[Any], chunk: NDArray[Any], index: int, metadata: ArrayMetadata) -> None:
-    """Copies a chunk into its array, without what lies beyond the array's end."""
-    position = np.unravel_index(index, metadata.grid) if metadata.grid else ()
-    starts = [int(i) * size for i, size in zip(position, metadata.chunk_shape, strict=True)]
-    target = array[tuple(slice(start, start + size) for start, size in zip(starts, metadata.chunk_shape, strict=True))]
-    target[...] = chunk[tuple(slice(0, size) for size in target.shape)]
-
-
-def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    return aligned_empty(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+    def _size(self, path: str, file: DataReader) -> int:
+        """Returns the size of a data file, as far as it is known without reading all of it."""
+        known = None if self._files is None else self._files.get(path)
+        if self._location.is_local:
+            return file.size
+        return 1 << 63 if known is None else known.size

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from .errors import DamagedCheckpointError, ObjectNotFoundError, StorageError
 from .sources import Bytes
 from .storage import Buffer, DataReader
 
@@ -45,9 +47,10 @@ def read_ranges(
         ranges: What to read, in any order.
         use: Called once for every range that could be read, from several threads, with the range and its bytes. The
             memory is the caller's to keep where ``range.keep`` is set; otherwise it is reused after the call.
-        failed: Called instead where reading failed; other ranges are still read.
+        failed: Called instead where the bytes are not there, or cannot be read any more; other ranges are still read.
 
     Raises:
+        StorageError: The storage refuses, or does not answer: nothing is known of the bytes.
         BaseException: Whatever ``use`` or ``failed`` raises; the first of it, after all threads have stopped.
     """
     pending = _extents(sorted(ranges))
@@ -90,7 +93,9 @@ def _read_extent(
         keep = any(wanted.keep for wanted in extent)
         length = last.offset + last.length - first.offset
         data = files[first.file].read(first.offset, length, None if keep else buffer)
-    except (OSError, ValueError) as error:
+    except (DamagedCheckpointError, StorageError) as error:
+        if not _is_damage(error):
+            raise
         if len(extent) == 1:
             failed(first, error)
             return
@@ -100,6 +105,13 @@ def _read_extent(
     for wanted in extent:
         start = wanted.offset - first.offset
         use(wanted, data[start : start + wanted.length])
+
+
+def _is_damage(error: DamagedCheckpointError | StorageError) -> bool:
+    """Tells bytes that are lost from bytes that cannot be had at the moment."""
+    if isinstance(error, StorageError):
+        return isinstance(error, ObjectNotFoundError) or error.errno == errno.EIO
+    return True
 
 
 def _extents(ranges: Sequence[Range]) -> Iterator[list[Range]]:

@@ -7,12 +7,21 @@ from .documents import DOCUMENT_LIMIT, decode_document, encode_document
 from .dtypes import Stored, dtype_from_name, dtype_name, storage_dtype
 from .ocdbt import MANIFEST_NAME, decode_database, encode_database
 from .ocdbt_entries import Entries
-from .zarr import ArrayMetadata, chunk_keys, decode_array_metadata, encode_array_metadata, metadata_key
+from .zarr import (
+    METADATA_LIMIT,
+    ArrayMetadata,
+    chunk_keys,
+    decode_array_metadata,
+    decode_fill_value,
+    encode_array_metadata,
+    metadata_key,
+)
 from .zstd import decompress
 
 __all__ = [
     "DOCUMENT_LIMIT",
     "MANIFEST_NAME",
+    "METADATA_LIMIT",
     "ArrayMetadata",
     "Entries",
     "Stored",
@@ -21,6 +30,7 @@ __all__ = [
     "decode_array_metadata",
     "decode_database",
     "decode_document",
+    "decode_fill_value",
     "decompress",
     "dtype_from_name",
     "dtype_name",

@@ -10,7 +10,9 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
+
+import numpy as np
 
 from ..errors import DamagedCheckpointError, FormatVersionError
 from .dtypes import Stored as Stored
@@ -18,9 +20,6 @@ from .dtypes import dtype_from_name as dtype_from_name
 from .dtypes import dtype_name as dtype_name
 from .dtypes import storage_dtype as storage_dtype
 from .dtypes import zarr_dtype
-
-if TYPE_CHECKING:
-    import numpy as np
 
 METADATA_LIMIT = 1 << 20
 """Bytes of the longest ``zarr.json`` that is read."""
@@ -155,6 +154,42 @@ def _decode(data: bytes) -> ArrayMetadata:
 
 
 _decode_cached = lru_cache(maxsize=4096)(_decode)
+
+
+def decode_fill_value(data: bytes) -> bytes:
+    """Reads what the elements of chunks that were not stored are, out of the ``zarr.json`` of an array.
+
+    Args:
+        data: The JSON text, which `decode_array_metadata` accepts.
+
+    Returns:
+        One element, in the byte order of the stored ones.
+
+    Raises:
+        DamagedCheckpointError: There is no such value, or the data type cannot hold it.
+    """
+    dtype = decode_array_metadata(data).dtype
+    value = json.loads(data.decode("utf-8")).get("fill_value")
+    parts = value if isinstance(value, list) and dtype.kind == "c" and len(value) == 2 else [value]
+    try:
+        if len(parts) == 2:
+            number: Any = complex(*map(_fill_part, parts))
+        elif isinstance(value, str) and value.startswith("0x"):
+            return int(value, 16).to_bytes(dtype.itemsize, "big" if dtype.str[0] == ">" else "little")
+        else:
+            number = _fill_part(value)
+        with np.errstate(all="ignore"):
+            return np.array(number).astype(dtype).tobytes()
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DamagedCheckpointError(f"zarr.json is damaged: its fill value is {value!r:.80}") from error
+
+
+def _fill_part(value: object) -> bool | int | float:
+    if isinstance(value, bool | int | float):
+        return value
+    if value in ("NaN", "Infinity", "-Infinity"):
+        return float(str(value))
+    raise ValueError("not a number")
 
 
 def metadata_key(name: str) -> bytes:
