@@ -7,15 +7,19 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from . import startup
 from .disk import remove
+from .memory import Reserve
 from .peers import PEERS
 from .peers.raw_disk import READ_SETTING, SETTINGS, WRITE_SETTING, read, setting_text, write
 from .results import Measurements
+from .worker import READY
 from .workloads import WORKLOADS
 
 if TYPE_CHECKING:
@@ -26,6 +30,7 @@ OPERATIONS = ("save", "load_numpy", "load_native")
 SETTLE_BYTES = 1 << 30
 SETTLE_REPEATS = 2
 TIMEOUT_SECONDS = 600.0
+RESERVE_FACTOR = 2.2  # times the bytes of the arrays: for the arrays and for their pages in the page cache
 
 
 def run_workload(name: str, contenders: Sequence[str], rounds: int, directory: Path) -> Measurements:
@@ -36,6 +41,7 @@ def run_workload(name: str, contenders: Sequence[str], rounds: int, directory: P
     """
     workload = WORKLOADS[name]()
     measurements = Measurements(title=workload.title, nbytes=workload.nbytes)
+    reserve = Reserve(int(RESERVE_FACTOR * workload.nbytes))
     able = [contender for contender in contenders if name not in PEERS[contender].skipped]
     for contender in able:
         measurements.add(contender, {})
@@ -45,7 +51,7 @@ def run_workload(name: str, contenders: Sequence[str], rounds: int, directory: P
         for operation in OPERATIONS:
             for contender in (each for each in order if operation == "save" or operation in PEERS[each].loads):
                 path = directory / contender.replace(" ", "_")
-                measured = _run_worker(contender, name, operation, path)
+                measured = _run_worker(contender, name, operation, path, reserve)
                 measurements.add(contender, measured)
                 tell(f"{name}, round {turn + 1} of {rounds}: {contender}, {operation}: {_brief(measured)}")
         for contender in able:
@@ -88,12 +94,33 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _run_worker(contender: str, workload: str, operation: str, path: Path) -> dict[str, Any]:
+def _run_worker(contender: str, workload: str, operation: str, path: Path, reserve: Reserve) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.worker", contender, workload, operation, str(path)]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-    if finished.returncode:
-        raise RuntimeError(f"{contender}, {operation} of {workload} failed:\n{finished.stderr}")
-    measured = json.loads(finished.stdout.splitlines()[-1])
+    reserve.hold()
+    pipe = subprocess.PIPE
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True) as process,
+    ):
+        watchdog = threading.Timer(TIMEOUT_SECONDS, process.kill)
+        watchdog.start()
+        last = ""
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            for line in process.stdout:
+                last = line
+                if line.strip() == READY:
+                    reserve.release()
+                    process.stdin.write("\n")
+                    process.stdin.flush()
+            status = process.wait()
+        finally:
+            watchdog.cancel()
+        if status:
+            errors.seek(0)
+            raise RuntimeError(f"{contender}, {operation} of {workload} ended with {status}:\n{errors.read()}")
+    measured = json.loads(last)
     assert isinstance(measured, dict)
     return measured
 

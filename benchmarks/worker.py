@@ -1,6 +1,7 @@
 """One operation of one contender in a process of its own; prints what it measured as one line of JSON.
 
 Every process first saves and loads a tiny tree, so that no import, thread pool or first touch of a code path is timed.
+When it is about to begin it prints ``ready`` and waits for a line, upon which the runner frees memory for it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from .peers.base import Peer, Tree
 
+READY = "ready"
 MEMCPY_REPEATS = 5
 ASYNC_SAVES = 2  # the second one is reported: the first may still have to make its staging memory
 
@@ -67,6 +69,7 @@ def _measure_save(peer: Peer, workload: Workload, path: Path) -> dict[str, Any]:
         measured["memcpy_seconds"] = _memcpy_seconds(tree, workload.nbytes)
     gc.collect()
     os.sync()
+    _wait_for_start()
     memory = PeakMemory()
     measured["save_seconds"] = _seconds(lambda: peer.save(path, tree))
     measured["save_memory"] = memory.rise()
@@ -89,6 +92,7 @@ def _measure_load(peer: Peer, workload: Workload, path: Path, operation: str) ->
     load: Callable[[Path, Mapping[str, Any]], Tree] = getattr(peer, operation)
     loaded: list[Tree] = []
     measured: dict[str, Any] = {"cold": make_cold(path)}
+    _wait_for_start()
     memory = PeakMemory()
     measured[f"{operation}_seconds"] = _seconds(lambda: loaded.append(load(path, workload.shapes)))
     rise = memory.rise()
@@ -96,6 +100,11 @@ def _measure_load(peer: Peer, workload: Workload, path: Path, operation: str) ->
     if peer.verified:
         _verify(loaded[0], workload)
     return measured
+
+
+def _wait_for_start() -> None:
+    print(READY, flush=True)
+    sys.stdin.readline()
 
 
 def _seconds(action: Callable[[], Any]) -> float:
