@@ -20,7 +20,7 @@ $(READY): pyproject.toml constraints.txt hatch_build.py
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/python -m holdfast.recipes.demo
+	$(BIN)/python -m holdfast.cli.demo
 
 test: $(READY)
 	$(BIN)/python -m pytest
