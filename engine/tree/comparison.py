@@ -53,6 +53,8 @@ def _fits(target: Target, saved: Saved) -> bool:
         return wanted == kind
     if kind in NUMBER_KINDS:
         return target.variant is None and target.shape == () and number_kind(target.dtype) == kind
+    if kind not in ARRAY_KINDS and kind != "numpy_scalar":
+        return False
     if saved.dtype is None or target.variant != _variant(saved) or (wanted == "key") != (kind == "key"):
         return False
     return target.shape == saved.shape and same_dtype(target.dtype, saved.dtype)
@@ -82,10 +84,10 @@ def spell(kind: str, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None,
     """Writes dtype and shape as people read them: ``float32[10, 3]``, ``key<threefry2x32>[4]``, ``int``, ``None``."""
     if kind == "none":
         return "None"
-    if dtype is None or shape is None or kind in NUMBER_KINDS:
+    if dtype is None or shape is None or kind in NUMBER_KINDS or kind in {"str", "bytes"}:
         return kind
     if kind == "key":
-        return f"key<{variant}>{list(shape[:-1])}"
+        return f"key{'' if variant is None else f'<{variant}>'}{list(shape[:-1])}"
     if variant is not None and variant.startswith("complex"):
         return f"{variant}{list(shape[:-1])}"
     text = f"{variant or dtype}{list(shape)}"

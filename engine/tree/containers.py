@@ -39,7 +39,8 @@ def expand(value: object) -> Contents | None:
         return Contents(
             "namedtuple", list(value._fields), list(value), partial(_namedtuple, type(value)), class_name(value)
         )
-    jax = loaded("jax")
+    # Only classes can be registered; the interpreter's own types (iterators, say) are not for jax to look at.
+    jax = loaded("jax") if type(value).__module__ != "builtins" else None
     if jax is not None and (contents := _registered(value, jax)) is not None:
         return contents
     for base, kind, rebuild in _SUBCLASSES:
@@ -87,6 +88,8 @@ def _open_tuple(value: Any) -> Contents:
 
 def _open_ordered(value: Any) -> Contents:
     keys = list(value)
+    if value.__dict__:  # torch notes versions of modules in an attribute of its state dicts
+        return Contents("ordered_dict", keys, list(value.values()), partial(_copied_dict, value, keys))
     return Contents("ordered_dict", keys, list(value.values()), partial(build_mapping, OrderedDict, keys))
 
 

@@ -6,6 +6,7 @@ that is donated or deleted keeps its memory.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -174,6 +175,13 @@ def abstract_facts(value: Any) -> tuple[str, np.dtype[Any], tuple[int, ...], str
 
 
 def _key_facts(value: Any) -> tuple[str, np.dtype[Any], tuple[int, ...], str | None]:
+    dtype, shape, implementation = _key_data(value.dtype)
+    return "key", dtype, (*value.shape, *shape), implementation
+
+
+@lru_cache(maxsize=16)
+def _key_data(key_dtype: Any) -> tuple[np.dtype[Any], tuple[int, ...], str]:
+    """Gives dtype and shape of one key's data, and the name of its implementation."""
     jax: Any = loaded("jax")
     found: list[str] = []
 
@@ -181,8 +189,8 @@ def _key_facts(value: Any) -> tuple[str, np.dtype[Any], tuple[int, ...], str | N
         found.append(str(jax.random.key_impl(key)))
         return jax.random.key_data(key)
 
-    data = jax.eval_shape(trace, jax.ShapeDtypeStruct(value.shape, value.dtype))
-    return "key", np.dtype(data.dtype), tuple(data.shape), found[0]
+    data = jax.eval_shape(trace, jax.ShapeDtypeStruct((), key_dtype))
+    return np.dtype(data.dtype), tuple(data.shape), found[0]
 
 
 def narrowed(dtype: np.dtype[Any]) -> np.dtype[Any] | None:

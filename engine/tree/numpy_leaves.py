@@ -18,7 +18,7 @@ _EXTENDED: dict[np.dtype[Any], str] = {}  # the number types of ml_dtypes, with 
 for _name in dir(ml_dtypes):
     _type = getattr(ml_dtypes, _name)
     if isinstance(_type, type) and issubclass(_type, np.generic):
-        _EXTENDED[np.dtype(_type)] = "int" if _name.startswith(("int", "uint")) else "float"
+        _EXTENDED[np.dtype(_type)] = "int" if "int" in _name else "complex" if "complex" in _name else "float"
 _BUILT_IN = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
 
 
@@ -29,10 +29,12 @@ def number_kind(dtype: np.dtype[Any]) -> str | None:
 
 def why_not_storable(dtype: np.dtype[Any]) -> str | None:
     """Says why arrays of a dtype cannot be stored, or None if they can."""
-    if dtype.hasobject:
-        return f"has dtype {dtype}, whose elements are Python objects; convert it to numbers, strings or bytes"
     if dtype.names is not None:
         return f"has the structured dtype {dtype}; store its fields as arrays of their own"
+    if dtype.kind == "T":
+        return f"has dtype {dtype}, whose elements vary in size; convert it with astype(str)"
+    if dtype.hasobject:
+        return f"has dtype {dtype}, whose elements are Python objects; convert it to numbers, strings or bytes"
     if dtype.kind in "biufcmMUS" or dtype in _EXTENDED:
         return None
     return f"has dtype {dtype}, which cannot be stored"

@@ -140,7 +140,7 @@ def _decode(details: Details, outer: bool) -> Any:
         return int(value, 16)
     if kind == "float":
         return float.fromhex(value)
-    if kind == "complex":
+    if kind == "complex" and isinstance(value, list):
         real, imaginary = value
         return complex(float.fromhex(real), float.fromhex(imaginary))
     if kind in {"set", "frozenset"} and outer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -14,10 +16,11 @@ from .numpy_leaves import native
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_COPIED_TYPES = {"uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "bool"} | {
+_COMMON_TYPES = {"uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "bool"} | {
     "float16", "float32", "float64", "complex64", "complex128",
 }  # fmt: skip
 _PAIRED = {"complex32": "float16"}  # stored as real and imaginary part, in one more axis
+_ASYNCHRONOUS = {"cuda", "xpu"}  # devices whose copies to the host go on in the background
 
 
 class TorchDescriber:
@@ -36,8 +39,10 @@ class TorchDescriber:
         """Starts the copy to the host, where there is one to make."""
         torch = self._torch
         if value.device.type not in {"cpu", "meta"} and _why_not(torch, value) is None:
-            self._copies[id(value)] = value.detach().to("cpu", non_blocking=True)
-            self._devices.add(value.device)
+            overlaps = value.device.type in _ASYNCHRONOUS
+            self._copies[id(value)] = value.detach().to("cpu", non_blocking=overlaps)
+            if overlaps:
+                self._devices.add(value.device)
 
     def describe(self, value: Any) -> ArrayLeaf:
         """Describes one tensor.
@@ -45,25 +50,24 @@ class TorchDescriber:
         Raises:
             LeafProblem: Sparse, quantized, nested, meta and other tensors that have no plain memory of numbers.
         """
-        torch = self._torch
-        problem = _why_not(torch, value)
+        problem = _why_not(self._torch, value)
         if problem is not None:
             raise LeafProblem(problem)
-        self._synchronize()
-        copied = self._copies.pop(id(value), None)
-        source = value.detach() if copied is None else copied
-        tensor = source.resolve_conj().resolve_neg()
-        details: Details = {"kind": "torch"}
-        if value.requires_grad:
-            details["requires_grad"] = True
-        name = dtype_name(value.dtype)
+        if self._devices:
+            self._synchronize()
+        needs_gradient = value.requires_grad
+        tensor = self._copies.get(id(value))  # kept there: the same tensor may be two leaves
+        volatile = tensor is None
+        if tensor is None:
+            tensor = value.detach() if needs_gradient else value
+        if tensor.is_conj() or tensor.is_neg():
+            tensor, volatile = tensor.resolve_conj().resolve_neg(), False
+        form = _form(value.dtype)
         try:
-            array = _to_numpy(torch, tensor, name)
+            array = form.to_numpy(tensor)
         except (RuntimeError, TypeError) as error:
             raise LeafProblem(f"is a {type(value).__name__} that cannot be turned into an array: {error}") from error
-        if name in _PAIRED or stored_dtype(value.dtype) is None:
-            details["torch_dtype"] = name
-        volatile = copied is None and tensor.data_ptr() == value.data_ptr()
+        details = form.details if not needs_gradient else {**form.details, "requires_grad": True}
         return ArrayLeaf(array.dtype, array.shape, [Piece((0,) * array.ndim, array)], volatile, details)
 
     def _synchronize(self) -> None:
@@ -72,25 +76,65 @@ class TorchDescriber:
         self._devices.clear()
 
 
-def dtype_name(dtype: Any) -> str:
-    """Gives a torch dtype's name without its module: "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How tensors of one dtype are stored.
+
+    Attributes:
+        dtype: The torch dtype.
+        stored: The numpy dtype of the same bytes.
+        carrier: The torch dtype of that size which numpy knows as well; None where numpy knows the dtype itself.
+        paired: Whether an element is stored as two, real and imaginary part.
+        variant: The torch dtype's name where the numpy dtype does not mean the same, or None.
+        details: For the leaf.
+    """
+
+    dtype: Any
+    stored: np.dtype[Any]
+    carrier: Any
+    paired: bool
+    variant: str | None
+    details: Details
+
+    def to_numpy(self, tensor: Any) -> NDArray[Any]:
+        """Gives a view of a tensor that has neither gradient nor conjugate nor negative bit."""
+        torch: Any = loaded("torch")
+        if self.paired:
+            return np.asarray(torch.view_as_real(tensor).numpy())
+        if self.carrier is None:
+            return np.asarray(tensor.numpy())
+        return np.asarray(tensor.view(self.carrier).numpy()).view(self.stored)
+
+    def to_tensor(self, array: NDArray[Any]) -> Any:
+        """Makes a tensor of writable memory in native byte order."""
+        torch: Any = loaded("torch")
+        if self.paired:
+            return torch.view_as_complex(torch.from_numpy(np.ascontiguousarray(array)))
+        if self.carrier is None:
+            return torch.from_numpy(array)
+        return torch.from_numpy(array.view(f"uint{8 * array.dtype.itemsize}")).view(self.dtype)
 
 
-def stored_dtype(dtype: Any) -> np.dtype[Any] | None:
-    """Gives the numpy dtype that means the same as a torch dtype, or None where there is none."""
-    name = dtype_name(dtype)
-    if name in _COPIED_TYPES:
-        return np.dtype(name)
+@lru_cache(maxsize=128)
+def _form(dtype: Any) -> _Form:
+    torch: Any = loaded("torch")
+    name = str(dtype).removeprefix("torch.")
+    if name in _PAIRED:
+        details = {"kind": "torch", "torch_dtype": name}
+        return _Form(dtype, np.dtype(_PAIRED[name]), None, True, name, details)
+    if name in _COMMON_TYPES:
+        return _Form(dtype, np.dtype(name), None, False, None, {"kind": "torch"})
+    carrier = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[dtype.itemsize]
     extended: Any = getattr(ml_dtypes, name, None)
-    if extended is None or name.startswith(("int", "uint")):
-        return None  # torch's integers of less than 8 bits are bytes without operations
-    found: np.dtype[Any] = np.dtype(extended)
-    return found
+    if extended is not None and not name.startswith(("int", "uint")):
+        return _Form(dtype, np.dtype(extended), carrier, False, None, {"kind": "torch"})
+    # Integers of less than 8 bits, packed numbers and the like: for torch they are bytes without operations.
+    details = {"kind": "torch", "torch_dtype": name}
+    return _Form(dtype, np.dtype(f"uint{8 * dtype.itemsize}"), carrier, False, name, details)
 
 
 def _why_not(torch: Any, value: Any) -> str | None:
-    if value.is_sparse or value.layout != torch.strided:
+    if value.layout is not torch.strided:
         return f"is a tensor of layout {value.layout}; store its indices and values, or value.to_dense()"
     if value.is_quantized:
         return "is a quantized tensor; store value.int_repr(), its scale and its zero point"
@@ -98,22 +142,12 @@ def _why_not(torch: Any, value: Any) -> str | None:
         return "is a nested tensor; store value.unbind()"
     if value.is_meta:
         return "is on the meta device, it has no values"
-    if type(value).__name__ == "DTensor":
+    name = type(value).__name__
+    if name == "DTensor":
         return "is a DTensor; store value.full_tensor()"
-    if type(value).__name__.startswith("Uninitialized"):
+    if name.startswith("Uninitialized"):
         return "is not initialized yet; run the module once"
     return None
-
-
-def _to_numpy(torch: Any, tensor: Any, name: str) -> NDArray[Any]:
-    if name in _COPIED_TYPES:
-        return np.asarray(tensor.numpy())
-    if name in _PAIRED:
-        return np.asarray(torch.view_as_real(tensor).numpy())
-    carrier = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[tensor.dtype.itemsize]
-    array: NDArray[Any] = np.asarray(tensor.view(carrier).numpy())
-    dtype = stored_dtype(tensor.dtype)
-    return array if dtype is None else array.view(dtype)
 
 
 def abstract_facts(value: Any) -> tuple[str, np.dtype[Any], tuple[int, ...], str | None]:
@@ -132,13 +166,9 @@ def abstract_facts(value: Any) -> tuple[str, np.dtype[Any], tuple[int, ...], str
     problem = None if value.is_meta else _why_not(torch, value)
     if problem is not None:
         raise LeafProblem(problem)
-    name, shape = dtype_name(value.dtype), tuple(value.shape)
-    if name in _PAIRED:
-        return "torch", np.dtype(_PAIRED[name]), (*shape, 2), name
-    dtype = stored_dtype(value.dtype)
-    if dtype is None:
-        return "torch", np.dtype(f"uint{8 * value.dtype.itemsize}"), shape, name
-    return "torch", dtype, shape, None
+    form = _form(value.dtype)
+    shape = (*value.shape, 2) if form.paired else tuple(value.shape)
+    return "torch", form.stored, shape, form.variant
 
 
 def put(array: NDArray[Any], template: Any) -> Any:
@@ -154,13 +184,7 @@ def put(array: NDArray[Any], template: Any) -> Any:
     array = native(array)
     if not array.flags.writeable:
         array = array.copy()
-    name = dtype_name(template.dtype)
-    if name in _PAIRED:
-        tensor = torch.view_as_complex(torch.from_numpy(np.ascontiguousarray(array)))
-    elif name in _COPIED_TYPES:
-        tensor = torch.from_numpy(array)
-    else:
-        tensor = torch.from_numpy(array.view(f"uint{8 * array.dtype.itemsize}")).view(template.dtype)
+    tensor = _form(template.dtype).to_tensor(array)
     if template.device.type not in {"cpu", "meta"}:
         tensor = tensor.to(template.device)
     if isinstance(template, torch.nn.Parameter):

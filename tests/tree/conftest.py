@@ -71,7 +71,7 @@ def assemble(leaf: ArrayLeaf) -> np.ndarray[Any, Any]:
     return whole
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def save() -> Callable[[Any], Memory]:
     """Saves a tree in memory."""
 
