@@ -68,7 +68,7 @@ class Linen(nn.Module):
 LINEN = Linen()
 
 
-@jax.jit
+@functools.partial(jax.jit, donate_argnums=0)  # a save under way must not see the memory being used again
 def linen_step(state: TrainState, batch: Any, key: Any) -> tuple[TrainState, Any]:
     def loss_of(params: Any) -> Any:
         logits = state.apply_fn({"params": params}, batch[0], rngs={"dropout": key})
@@ -102,7 +102,7 @@ def nnx_step(model: Module, optimizer: nnx.Optimizer[Module], batch: Any, noise:
 
 def linen_state() -> TrainState:
     create: Any = TrainState.create  # untyped in flax
-    state: TrainState = create(apply_fn=LINEN.apply, params=linen_params(), tx=OPTIMIZER)
+    state: TrainState = create(apply_fn=LINEN.apply, params=jax.tree.map(jnp.copy, linen_params()), tx=OPTIMIZER)
     return state
 
 
