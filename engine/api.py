@@ -142,7 +142,7 @@ def _load_item(location: Location, name: str, saved: ItemRecord, like: Any, sele
 
 
 def _load_arrays(location: Location, like: Any, select: Select | None) -> dict[str, Any]:
-    """Loads a folder of arrays that other programs wrote with TensorStore: nested dictionaries by their names."""
+    """Loads a folder of arrays without a tree, such as TensorStore itself writes: a dictionary by their names."""
     if like is not None or select is not None:
         raise OptionError(f"{location} holds arrays without a tree: like= and select= do not apply")
     database = ArrayDatabase(location)

@@ -18,7 +18,9 @@ from .policy import reasons
 from .reader import SavedLeaf, TreeReader
 from .record import RECORD, CheckpointRecord, ItemRecord
 from .storage import Location, as_location
-from .tree import display
+from .tree import display, materialize
+
+_LONGEST_VALUE = 60  # characters of a value that is shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,7 +276,6 @@ def _sizes(folder: Location, prefix: str = "") -> dict[str, int | None]:
 
 def _leaf_summary(item: str, leaf: SavedLeaf) -> LeafSummary:
     saved = leaf.saved
-    value = saved.details.get("value")
     return LeafSummary(
         item=item,
         path=display(leaf.name),
@@ -283,8 +284,18 @@ def _leaf_summary(item: str, leaf: SavedLeaf) -> LeafSummary:
         dtype=None if saved.dtype is None else str(saved.dtype),
         sharding=_sharding_text(saved.details.get("sharding")),
         bytes=leaf.nbytes,
-        value=None if saved.dtype is not None else saved.kind if value is None else f"{value!r:.60}",
+        value=None if saved.dtype is not None else _value_text(leaf),
     )
+
+
+def _value_text(leaf: SavedLeaf) -> str:
+    """Writes a value that is no array as Python would, shortened."""
+    (value,) = materialize([None], [leaf.saved], [None], [leaf.name])
+    try:
+        text = hex(value) if leaf.saved.kind == "int" else repr(value)
+    except ValueError:  # a set of integers with thousands of digits
+        text = leaf.saved.kind
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
 
 
 def _sharding_text(sharding: Any) -> str:
@@ -293,6 +304,7 @@ def _sharding_text(sharding: Any) -> str:
     if sharding.get("type") == "NamedSharding":
         mesh = sharding.get("mesh")
         axes = mesh.get("axes") if isinstance(mesh, dict) else None
-        shown = ", ".join(f"{axis[0]}={axis[1]}" for axis in axes or [] if isinstance(axis, list) and len(axis) == 2)
+        pairs = [axis for axis in axes if isinstance(axis, list) and len(axis) == 2] if isinstance(axes, list) else []
+        shown = ", ".join(f"{name}={size}" for name, size in pairs)
         return f"{json.dumps(sharding.get('spec'))} over ({shown})"
     return str(sharding.get("device") or sharding.get("type") or "")

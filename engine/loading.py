@@ -13,7 +13,8 @@ from .reader import SavedLeaf, TreeReader
 from .tree import Target, compare, describe_template, display, flatten, materialize, spell, unflatten
 
 Select = str | Sequence[str]
-"""Patterns of leaf paths such as ``"params/**"``: ``*`` and ``?`` match within one key, ``**`` any number of keys."""
+"""Patterns of leaf paths such as ``"params/**"``: ``*``, ``?`` and ``[ab]`` match within one key, ``**`` matches any
+number of whole keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ def load_tree(reader: TreeReader, *, like: Any = None, select: Select | None = N
     Args:
         reader: The saved tree.
         like: The template, or None for the saved containers with numpy arrays.
-        select: Patterns of paths; leaves that match none are left out. None takes all.
+        select: Patterns of paths; leaves that match none are left out, and a template has none of them. None takes all.
 
     Returns:
         The tree; without the leaves that were not selected, and the containers that have none left.
@@ -80,30 +81,30 @@ def _values(reader: TreeReader, leaves: Sequence[SavedLeaf], targets: Sequence[T
 def _matching(reader: TreeReader, targets: Sequence[Target], select: Select | None) -> list[SavedLeaf]:
     """Returns the saved leaf for every leaf of a template; raises one error for all that do not fit."""
     saved = {leaf.name: leaf for leaf in reader.leaves}
-    wanted = {target.name for target in targets}
+    chosen = {leaf.name for leaf, wanted in zip(reader.leaves, _chosen(reader.leaves, select), strict=True) if wanted}
+    asked = {target.name for target in targets}
     differences = []
-    found = []
     for target in targets:
         leaf = saved.get(target.name)
-        if leaf is None:
+        if leaf is not None and target.name in chosen:
+            difference = compare(target, leaf.saved)
+        else:
             expected = spell(target.kind, target.dtype, target.shape, target.variant)
-            differences.append(f"{_shown(target.name)}: expected {expected} (template), not in the checkpoint")
-            continue
-        found.append(leaf)
-        difference = compare(target, leaf.saved)
+            why = "not in the checkpoint" if leaf is None else "not selected"
+            difference = f"{display(target.name)}: expected {expected} (template), {why}"
         if difference is not None:
             differences.append(difference)
-    for leaf, chosen in zip(reader.leaves, _chosen(reader.leaves, select), strict=True):
-        if chosen and leaf.name not in wanted:
+    for leaf in reader.leaves:
+        if leaf.name in chosen and leaf.name not in asked:
             kept = spell(leaf.saved.kind, leaf.saved.dtype, leaf.saved.shape)
-            differences.append(f"{_shown(leaf.name)}: not in the template, found {kept} (checkpoint)")
+            differences.append(f"{display(leaf.name)}: not in the template, found {kept} (checkpoint)")
     if differences:
         raise TreeMismatchError(
             f"{reader.location}: template and checkpoint differ in {len(differences)} of "
-            f"{len(wanted | saved.keys())} leaves; make them agree, or load a part of the checkpoint with select=",
+            f"{len(asked | saved.keys())} leaves; make them agree, or load a part of the checkpoint with select=",
             differences,
         )
-    return found
+    return [saved[target.name] for target in targets]
 
 
 def _chosen(leaves: Sequence[SavedLeaf], select: Select | None) -> list[bool]:
@@ -111,10 +112,11 @@ def _chosen(leaves: Sequence[SavedLeaf], select: Select | None) -> list[bool]:
         return [True] * len(leaves)
     patterns = [select] if isinstance(select, str) else list(select)
     paths = [display(leaf.name) for leaf in leaves]
+    keys = [path.split("/") for path in paths]
     chosen = [False] * len(leaves)
     for pattern in patterns:
-        match = re.compile(_regex(pattern)).fullmatch
-        hits = [match(path) is not None for path in paths]
+        parts = [None if key == "**" else re.compile(fnmatch.translate(key)) for key in pattern.split("/")]
+        hits = [_matches(path, parts) for path in keys]
         if not any(hits):
             raise TreeMismatchError(
                 f"select={pattern!r} matches no leaf; the checkpoint has {', '.join(map(repr, paths[:8]))}"
@@ -124,16 +126,11 @@ def _chosen(leaves: Sequence[SavedLeaf], select: Select | None) -> list[bool]:
     return chosen
 
 
-def _regex(pattern: str) -> str:
-    """Translates a pattern of paths: ``*`` stays within a key, ``**`` does not, and names all below it, too."""
-    parts = []
-    for key in pattern.split("/"):
-        if key == "**":
-            parts.append("(?:[^/]+(?:/[^/]+)*)")
-        else:
-            parts.append(fnmatch.translate(key).replace(".*", "[^/]*").replace("\\Z", "").replace("\\z", ""))
-    return "/".join(parts)
-
-
-def _shown(name: str) -> str:
-    return display(name) or "(the tree itself)"
+def _matches(path: list[str], pattern: Sequence[re.Pattern[str] | None]) -> bool:
+    """Whether a path, key by key, matches a pattern; None in it stands for any number of keys."""
+    if not pattern:
+        return not path
+    head, rest = pattern[0], pattern[1:]
+    if head is None:
+        return any(_matches(path[start:], rest) for start in range(len(path) + 1))
+    return bool(path) and head.fullmatch(path[0]) is not None and _matches(path[1:], rest)

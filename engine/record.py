@@ -150,11 +150,11 @@ class CheckpointRecord:
                 time=float(body["time"]),
                 step=step,
                 reason=str(body.get("reason", "")),
-                metrics=None if metrics is None else _decode_numbers(metrics),
+                metrics=None if metrics is None else _decode_metrics(metrics),
                 pinned=bool(body.get("pinned", False)),
                 replaced=tuple(_folder_name(name) for name in body.get("replaced", ())),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise DamagedCheckpointError(f"{source}: the commit record has an unexpected content: {error!r}") from error
 
 
@@ -165,6 +165,12 @@ def _encode_numbers(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     return value
+
+
+def _decode_metrics(metrics: Any) -> dict[str, Any]:
+    if not isinstance(metrics, dict):
+        raise TypeError(f"metrics {metrics!r:.80}")
+    return {key: _decode_numbers(inner) for key, inner in metrics.items()}
 
 
 def _decode_numbers(value: Any) -> Any:
