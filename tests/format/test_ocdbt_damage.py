@@ -167,7 +167,7 @@ HOSTILE_MANIFESTS = {
 @pytest.mark.parametrize("body", HOSTILE_MANIFESTS.values(), ids=HOSTILE_MANIFESTS)
 def test_hostile_manifests(body: bytes) -> None:
     with pytest.raises(DamagedCheckpointError), limited_memory():
-        Database(encode_frame(MANIFEST_MAGIC, body), b"").decode()
+        decode_database(encode_frame(MANIFEST_MAGIC, body), lambda *place: pytest.fail(f"{place} was read"))
 
 
 @pytest.mark.parametrize(
@@ -194,6 +194,7 @@ HOSTILE_LEAVES = {
     "base-path": (b"\0", varints(1, 1, 2), b"a", varints(1, 1), b"k", varints(0, 0)),
     "base-path-prefix": (b"\0", varints(2, 1, 2, 0, 1, 0), b"ab", varints(1, 1), b"k", varints(0, 0)),
     "path-not-text": (b"\0", varints(1, 1, 0), b"\xff", varints(1, 1), b"k", varints(0, 0)),
+    "path-too-long": (b"\0", varints(2, 60_000, 60_000, 6000, 0, 0), b"a" * 66_000, varints(1, 1), b"k", varints(0, 0)),
     "key-length": (b"\0", NO_FILES, varints(1, 2**40), b"k", varints(0, 0)),
     "key-missing": (b"\0", NO_FILES, varints(1, 65535), b"k", varints(0, 0)),
     "key-prefix": (b"\0", NO_FILES, varints(2, 2, 1, 1), b"ab", varints(0, 0, 0, 0)),

@@ -10,6 +10,8 @@ import tensorstore as ts
 
 from holdfast.engine.errors import DamagedCheckpointError, FormatVersionError
 from holdfast.engine.format import Entries, decode_database
+from holdfast.engine.format.ocdbt_frames import MANIFEST_MAGIC, NODE_MAGIC, encode_frame
+from holdfast.engine.format.varint import encode_varint
 
 ZSTD = {"id": "zstd", "level": 3}
 
@@ -145,6 +147,32 @@ def test_paths_below_a_base_path() -> None:
     assert reader.values() == expected
     files = reader.entries().files
     assert {path.split("/")[0] for path in files} == {"process_0", "process_1", "process_2"}
+
+
+def test_base_paths_add_up() -> None:
+    """A table's paths are relative to the base path of the file that the table was read from."""
+
+    def table(base: str, path: str) -> bytes:
+        return b"".join(map(encode_varint, (1, len(base + path), len(base)))) + (base + path).encode()
+
+    def numbers(*values: int) -> bytes:
+        return b"".join(map(encode_varint, values))
+
+    leaf = encode_frame(NODE_MAGIC, b"\0" + table("", "value") + numbers(1, 3) + b"key" + numbers(4, 1, 0, 1))
+    child = numbers(0, 0, len(leaf), 1, len(leaf), 4)
+    root = encode_frame(NODE_MAGIC, b"\1" + table("q/", "leaf") + numbers(1, 3, 0) + b"key" + child)
+    version = numbers(1, 1) + b"\1" + numbers(0, 0, len(root), 1, len(root) + len(leaf), 4) + bytes(8) + b"\0"
+    configuration = bytes(16) + numbers(0, 100, 1 << 23, 4, 0)
+    manifest = encode_frame(MANIFEST_MAGIC, configuration + table("p/", "root") + version)
+
+    context = ts.Context()
+    base = ts.KvStore.open("memory://base/", context=context).result()
+    for name, data in {"manifest.ocdbt": manifest, "p/root": root, "p/q/leaf": leaf, "p/q/value": b"-here-"}.items():
+        base.write(name, data).result()
+    reader = Reader(base)
+    assert reader.entries().files == ["p/q/value"]
+    assert reader.values() == {b"key": b"here"}
+    assert open_database(base, context).read(b"key").result().value == b"here"
 
 
 def test_a_database_within_a_database_directory() -> None:

@@ -42,9 +42,20 @@ def test_columns_round_trip(values: list[int], rest: bytes) -> None:
         (b"\xff" * 9 + b"\x02", 1),
         (b"\x80" * 10 + b"\x00", 1),
         (b"\x80" * 50, 1),
+        (b"\x80" * 10 + b"\x00\x01", 2),
         (b"\x01", 2**62),
     ],
-    ids=["empty", "too-few", "unfinished", "second-unfinished", "65-bits", "eleven-bytes", "endless", "huge-count"],
+    ids=[
+        "empty",
+        "too-few",
+        "unfinished",
+        "second-unfinished",
+        "65-bits",
+        "eleven-bytes",
+        "endless",
+        "eleven-bytes-first",
+        "huge-count",
+    ],
 )
 def test_bad_columns_are_refused(data: bytes, count: int) -> None:
     with pytest.raises(ValueError, match=r"number|cannot lie"):

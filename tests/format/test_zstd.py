@@ -72,6 +72,8 @@ def test_frames_of_tensorstore(data: bytes, level: int, checksum: bool) -> None:
 def test_frames_made_by_hand() -> None:
     assert decompress(stored(0, (0, 0, b"")), LIMIT) == b""
     assert decompress(stored(5, (0, 2, b"ab"), (1, 3, b"c")), LIMIT) == b"abccc"
+    smallest_window = b"\x28\xb5\x2f\xfd\0\0"
+    assert decompress(smallest_window + stored(2, (0, 2, b"ab"))[9:], LIMIT) == b"ab"
 
 
 def without_size(frame: bytes) -> bytes:
