@@ -34,14 +34,11 @@ def open_direct(path: str, flags: int) -> int:
     return os.open(path, flags, 0o666)
 
 
-def make_buffered(descriptor: int) -> bool:
-    """Switches a file descriptor to ordinary I/O, for every thread that uses it.
+def is_direct(descriptor: int) -> bool:
+    """Returns whether a file descriptor does direct I/O."""
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & _DIRECT)
 
-    Returns:
-        Whether it did direct I/O until now, so that what has failed is worth another try.
-    """
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    if not flags & _DIRECT:
-        return False
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
-    return True
+
+def make_buffered(descriptor: int) -> None:
+    """Switches a file descriptor to ordinary I/O, for every thread that uses it."""
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~_DIRECT)

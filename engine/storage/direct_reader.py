@@ -90,13 +90,15 @@ class LocalDataReader:
 
     def _fill(self, memory: NDArray[np.uint8], first: int, needed: int) -> int:
         """Reads into ``memory`` from a page boundary on until ``needed`` bytes are there or the file ends."""
-        found = 0
+        found, refused = 0, False
         while found < needed:
             try:
                 count = os.preadv(self._descriptor, [memory[found:].data], first + found)
             except OSError as error:
-                if error.errno != errno.EINVAL or not make_buffered(self._descriptor):
+                if error.errno != errno.EINVAL or refused:
                     raise
+                make_buffered(self._descriptor)
+                refused = True
                 continue
             if not count:
                 break

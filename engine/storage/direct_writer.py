@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from .buffers import PAGE, aligned_empty, round_up
 from .bulk import Segment, check_segments
-from .direct import make_buffered, open_direct
+from .direct import is_direct, make_buffered, open_direct
 from .statuses import os_errors
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 THREADS = 4
 """How many threads write one file, the calling one included."""
 
-BLOCK = 8 << 20
+BLOCK = 4 << 20
 """Bytes that a thread gathers before it writes them."""
 
 
@@ -66,15 +66,17 @@ def write_data_file(path: str, size: int, segments: Sequence[Segment]) -> None:
 
 
 def _allocate(descriptor: int, size: int) -> None:
-    if not size:
-        return
-    try:
-        # Besides failing early, this sets the length: writes that extend a file exclude each other.
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-        os.ftruncate(descriptor, size)
+    """Reserves the space, and sets the length: writes that extend a file exclude each other."""
+    # Where a file system cannot reserve space, the C library writes into every page, which direct I/O refuses at once.
+    if size and is_direct(descriptor):
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+        else:
+            return
+    os.ftruncate(descriptor, size)
 
 
 class _Transfer:
@@ -135,7 +137,7 @@ class _Transfer:
             taken = 0
             while taken < part.size:
                 count = min(block.size - filled, part.size - taken)
-                block[filled : filled + count] = part[taken : taken + count]
+                block[filled : filled + count] = part if count == part.size else part[taken : taken + count]
                 taken += count
                 filled += count
                 if filled == block.size:
@@ -153,13 +155,15 @@ class _Transfer:
             self._write_block(block[:end], position)
 
     def _write_block(self, block: NDArray[np.uint8], position: int) -> None:
-        written = 0
+        written, refused = 0, False
         while written < block.size:
             try:
                 count = os.pwrite(self._descriptor, block[written:].data, position + written)
             except OSError as error:
-                if error.errno != errno.EINVAL or not make_buffered(self._descriptor):
+                if error.errno != errno.EINVAL or refused:
                     raise
+                make_buffered(self._descriptor)  # This file system takes no direct I/O after all.
+                refused = True
                 continue
             if count <= 0:
                 raise OSError(errno.EIO, f"the system wrote {count} of {block.size - written} bytes")

@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import DamagedCheckpointError, HoldfastError, ObjectNotFoundError
 from .backend import Entry
 from .buffers import Buffer, aligned_empty
-from .bulk import DataReader, Segment, check_extent, check_segments, truncated
+from .bulk import DataReader, Segment, check_extent, check_segments
 from .statuses import map_status
 
 if TYPE_CHECKING:
@@ -130,10 +130,13 @@ class KvStoreBackend:
         return sorted(Entry(name, is_directory) for name, is_directory in kinds.items())
 
     def read_bytes(self, key: str, limit: int | None) -> bytes:
-        """Returns the whole object, after asking whether it has a byte behind the ``limit``."""
-        if limit is not None and self._has_byte(key, limit):
+        """Returns the whole object; first asks for the byte behind the ``limit``, which should not be there."""
+        data = None
+        if limit is None or not self._has_byte(key, limit):
+            data = self.read_range(key, None)
+        if limit is not None and (data is None or len(data) > limit):
             raise DamagedCheckpointError(f"{self.url(key)} is longer than the {limit} bytes it may have")
-        return self.read_range(key, None)
+        return data or b""
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:  # noqa: ARG002 - always atomic here
         """Writes an object; stores replace objects in one step and answer when they are durable."""
@@ -165,12 +168,14 @@ class KvStoreBackend:
 
     def remove_tree(self, key: str, last: str | None) -> None:
         """Deletes the object and every object below."""
+        prefix = f"{key}/" if key else ""
         names = self._list(key)
-        for name in names:
-            if name != last:
-                self.remove(f"{key}/{name}" if key else name)
+        with self._statuses(key, "remove"):
+            store = self._store()
+            for answer in [store.write(prefix + name, None) for name in names if name != last]:
+                answer.result()
         if last in names:
-            self.remove(f"{key}/{last}" if key else str(last))
+            self.remove(f"{prefix}{last}")
         if key:
             self.remove(key)
 
@@ -253,7 +258,7 @@ class KvStoreBackend:
 
 
 class KvDataReader:
-    """One object, read by ranges.
+    """One object, read by ranges; as a whole, once, where the store does not serve ranges.
 
     Args:
         backend: Where it is.
@@ -264,30 +269,23 @@ class KvDataReader:
         self._backend = backend
         self._key = key
         self._lock = threading.Lock()
-        self._size: int | None = None
+        self._whole: bytes | None = None
 
     @property
     def size(self) -> int:
-        """Length of the object in bytes. TensorStore does not tell, so the first look reads it once."""
-        with self._lock:
-            if self._size is None:
-                self._size = len(self._backend.read_bytes(self._key, None))
-            return self._size
+        """Length of the object in bytes. TensorStore does not tell, so the first look reads all of it."""
+        return len(self._read_whole())
 
     def read(self, offset: int, length: int, buffer: Buffer | None = None) -> NDArray[np.uint8]:
         """Reads exactly ``length`` bytes; see ``DataReader.read``."""
-        place = self._backend.url(self._key)
-        check_extent(place, _LONGEST, offset, length)
+        value = self._fetch(offset, length)
         memory = aligned_empty(length) if buffer is None else buffer.view(length)
-        if length:
-            value = self._backend.read_range(self._key, slice(offset, offset + length))
-            if len(value) < length:
-                raise truncated(place, offset + len(value), offset, length)
-            memory[:] = np.frombuffer(value, np.uint8)
+        memory[:] = np.frombuffer(value, np.uint8)
         return memory
 
     def close(self) -> None:
-        """Does nothing: objects need no closing."""
+        """Forgets the object; arrays that were read stay valid."""
+        self._whole = None
 
     def __enter__(self) -> Self:
         return self
@@ -296,3 +294,21 @@ class KvDataReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _fetch(self, offset: int, length: int) -> bytes | memoryview:
+        end = offset + length
+        if self._whole is None and 0 <= offset < end <= _LONGEST:
+            with contextlib.suppress(DamagedCheckpointError):
+                value = self._backend.read_range(self._key, slice(offset, end))
+                if len(value) == length:
+                    return value
+            # The object ends before the range does, or some servers answer with the range as if it were everything.
+        whole = self._read_whole()
+        check_extent(self._backend.url(self._key), len(whole), offset, length)
+        return memoryview(whole)[offset:end]
+
+    def _read_whole(self) -> bytes:
+        with self._lock:
+            if self._whole is None:
+                self._whole = self._backend.read_range(self._key, None)
+            return self._whole
