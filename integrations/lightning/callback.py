@@ -1,0 +1,250 @@
+"""The callback of a Lightning trainer: saves, keeps, resumes."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import weakref
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from ...engine.checkpointer import Place
+from ...engine.errors import CheckpointExistsError, CheckpointNotFoundError, HoldfastError
+from ..options import BestFn, BestMode, CallbackOptions, Resume
+from ..preemption import PreemptionSignal
+from .attributes import ModelCheckpointAttributes
+from .io import ResumePath, ignore_automatic_resume, install
+from .packages import ResumingCallback, silence_misleading_warnings
+from .saver import FitSaver
+from .store import RunStore
+
+if TYPE_CHECKING:
+    from ...engine.durations import Duration
+    from ...engine.manager import CheckpointManager
+
+logger = logging.getLogger("holdfast")
+
+
+class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
+    """Saves a Lightning run, keeps the right checkpoints, and brings the run back where it was, all by itself.
+
+    ::
+
+        callback = CheckpointCallback("runs/x/checkpoints", save_interval_steps=100, max_to_keep=3)
+        trainer = L.Trainer(callbacks=[callback])
+        trainer.fit(model, datamodule)  # the same command again resumes; no ckpt_path
+
+    Step N means ``trainer.global_step == N``: N optimizer updates are in the checkpoint. A run that is interrupted
+    anywhere and resumed ends bit for bit where the uninterrupted run does. In the middle of an epoch, data loaders
+    with ``state_dict`` and ``load_state_dict`` go on where they were; others draw the batches of before once more.
+
+    A ``ckpt_path`` given to ``fit`` wins over the newest checkpoint; it may name a step of this or another directory,
+    or one of Lightning's own files. ``trainer.test(ckpt_path="best")`` and ``"last"`` work as usual.
+
+    SIGTERM only sets a flag. The next point between two batches, or within a validation, saves, waits until the files
+    are durable, and ends the process with status 143. Other exceptions save nothing more, but let a save that is under
+    way finish.
+
+    Everything goes into the engine's format as arrays and plain values, each under its own path, such as
+    ``state_dict/layer.weight``; nothing is pickled. Hyper-parameters and callback states that are neither are left
+    out, and named in a warning.
+
+    Args:
+        dirpath: Where the checkpoints go: a path or a URL.
+        save_interval_steps: Save every so many optimizer steps.
+        save_interval_secs: Save when so much time has passed since the last save: seconds, or ``"15m"``, ``"1h"``.
+            Without any of the three triggers, every 15 minutes.
+        save_on_best: Save when the metric is better than at every checkpoint so far, after a validation or an epoch;
+            needs ``best_fn``.
+        save_at_end: Save the last step when training ends.
+        best_fn: Name of the metric in ``trainer.callback_metrics`` that tells which step is best, or a function of the
+            metrics.
+        best_mode: Whether the best value is the largest or the smallest.
+        max_to_keep: Keep so many checkpoints: the best ones with ``best_fn``, the newest without; None for all.
+        keep_latest: Keep so many of the newest checkpoints, best or not.
+        keep_period: Keep every checkpoint whose step is a multiple of this.
+        keep_time_interval: Keep one checkpoint in every such span of time.
+        keep_steps: Keep these steps.
+        resume: ``"auto"`` resumes if there is something to resume from, ``"must"`` raises if there is not, and
+            ``"never"`` raises if there is.
+
+    Raises:
+        OptionError: An option has a value that makes no sense.
+    """
+
+    def __init__(
+        self,
+        dirpath: Place,
+        *,
+        save_interval_steps: int | None = None,
+        save_interval_secs: Duration | None = None,
+        save_on_best: bool = False,
+        save_at_end: bool = True,
+        best_fn: BestFn | None = None,
+        best_mode: BestMode = "max",
+        max_to_keep: int | None = None,
+        keep_latest: int | None = None,
+        keep_period: int | None = None,
+        keep_time_interval: Duration | None = None,
+        keep_steps: Collection[int] = (),
+        resume: Resume = "auto",
+    ) -> None:
+        # The base class is not initialized: all it does is to note the one file that it would save on an exception.
+        self._options = CallbackOptions(
+            save_interval_steps=save_interval_steps,
+            save_interval_secs=save_interval_secs,
+            save_on_best=save_on_best,
+            save_at_end=save_at_end,
+            best_fn=best_fn,
+            best_mode=best_mode,
+            max_to_keep=max_to_keep,
+            keep_latest=keep_latest,
+            keep_period=keep_period,
+            keep_time_interval=keep_time_interval,
+            keep_steps=keep_steps,
+            resume=resume,
+        )
+        self._store = RunStore(dirpath, self._options)
+        self.dirpath = str(self._store.directory)
+        self._preemption = PreemptionSignal()
+        self._saver: FitSaver | None = None
+        self._has_saved = False
+        silence_misleading_warnings()
+
+    @property
+    def state_key(self) -> str:
+        """The same whatever the arguments are, as there is no state under it."""
+        return "holdfast.CheckpointCallback"
+
+    @property
+    def manager(self) -> CheckpointManager:
+        """The manager of the checkpoints, for everything beyond the trainer: listing, metrics, pinning."""
+        return self._store.manager
+
+    @property
+    def preempted(self) -> bool:
+        """Whether SIGTERM has arrived."""
+        return self._preemption.received
+
+    @property
+    def ckpt_path(self) -> str | None:  # type: ignore[override] # trainers take None for nothing to resume from
+        """The path that a trainer resumes from when it is given none; None when there is nothing to resume from.
+
+        Raises:
+            CheckpointNotFoundError: ``resume="must"``, and there is no checkpoint.
+        """
+        if self._store.steps():
+            return ResumePath(self._store.directory)
+        if self._options.resume == "must":
+            raise CheckpointNotFoundError(
+                f"resume='must', but there is no checkpoint in {self._store.directory}; check the path, or pass "
+                "resume='auto' to start fresh when there is none"
+            )
+        return None
+
+    # ---- hooks of the trainer
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Gets between the trainer and its checkpoints, before any is loaded."""
+        install(trainer.strategy, self._store)
+        if stage != "fit":
+            return
+        if trainer.fast_dev_run:
+            ignore_automatic_resume(trainer)
+            return
+        steps = self._store.steps()
+        if self._options.resume == "never" and steps and not self._has_saved:
+            raise CheckpointExistsError(
+                f"resume='never', but {self._store.directory} holds {len(steps)} checkpoint(s), the newest of step "
+                f"{steps[-1]}; choose another directory, delete this one, or pass resume='auto' to go on from there"
+            )
+        self._store.open()
+        self._saver = FitSaver(trainer, self._store, self._options, self._preemption, lambda: self._announce(trainer))
+        if not steps:
+            logger.info("started fresh: no checkpoint in %s", self._store.directory)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Adds the place in the data and the random generators to what is saved."""
+        if self._saver is not None:
+            self._saver.add_to(checkpoint)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Takes them out again, for the moment when the loops need them."""
+        if self._saver is not None:
+            self._saver.go_on_from(checkpoint)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Takes SIGTERM over."""
+        if self._saver is not None:
+            _take_over_sigterm(trainer, self._preemption)
+
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Leaves a validation that would outlast the time that a preempted process has."""
+        if self._saver is not None and self._preemption.received:
+            self._saver.during_validation()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Notes what was measured."""
+        if self._saver is not None and not trainer.sanity_checking:
+            self._saver.notice_metrics()
+
+    def on_exception(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """Lets a save that is under way finish; saves nothing, as the exception came in the middle of something."""
+        try:
+            self._end(trainer)
+        except HoldfastError:
+            # The exception under way matters more; this one must not take its place.
+            logger.exception("a save failed in the background while training was ending with an exception")
+
+    def teardown(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """Waits for the last save.
+
+        Raises:
+            SaveFailedError: It failed.
+        """
+        self._end(trainer)
+
+    def _end(self, trainer: Any) -> None:
+        saver, self._saver = self._saver, None
+        if saver is None:
+            return
+        saver.detach()
+        self._preemption.restore()
+        try:
+            self._store.close()
+        finally:
+            self._announce(trainer)
+
+    def _announce(self, trainer: Any) -> None:
+        """Tells loggers of committed checkpoints, from the trainer's thread."""
+        reports = self._store.reports
+        if not reports:
+            return
+        del reports[: len(reports)]
+        self._has_saved = True
+        for listener in trainer.loggers:
+            listener.after_save_checkpoint(weakref.proxy(self))
+
+
+def _take_over_sigterm(trainer: Any, preemption: PreemptionSignal) -> None:
+    """Puts the flag in the place of Lightning's own handler, on top of what was there before that.
+
+    Lightning ends the run after any batch, also one whose gradients are still being accumulated.
+    """
+    connector = trainer._signal_connector
+    if connector.received_sigterm:
+        connector.received_sigterm = False
+        preemption.request()
+    if threading.current_thread() is threading.main_thread():
+        current = signal.getsignal(signal.SIGTERM)
+        if type(current).__name__ == "_HandlersCompose":
+            before = connector._original_handlers.get(signal.SIGTERM)
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            try:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+                preemption.install()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            return
+    preemption.install()

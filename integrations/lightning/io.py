@@ -1,0 +1,136 @@
+"""How checkpoints of the engine come and go through a Lightning strategy."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Self
+
+from ...engine.errors import InvalidLocationError
+from ...engine.storage import Location
+from .packages import CheckpointIO
+from .store import RunStore, is_checkpoint, load_checkpoint
+
+POSITION = "holdfast"
+"""Where a checkpoint keeps what is not Lightning's: the place in the data, and random generators."""
+
+
+class ResumePath(str):
+    """The path that a trainer is given when nobody has named one: the newest whole checkpoint of a directory.
+
+    A trainer takes only paths that its own file systems find. Directories that are none of this machine's are stood for
+    by one that is; messages show the real one.
+
+    Attributes:
+        directory: The directory of the run.
+    """
+
+    directory: Location
+
+    def __new__(cls, directory: Location) -> Self:
+        """Makes the path of a directory."""
+        path = super().__new__(cls, os.fspath(directory) if directory.is_local else os.path.dirname(__file__))
+        path.directory = directory
+        return path
+
+    def __format__(self, _: str) -> str:
+        return str(self.directory)
+
+
+class EngineCheckpointIO(CheckpointIO):
+    """Saves and loads the checkpoints of one run with the engine, and leaves every other path to the plugin before it.
+
+    Other paths are those of the tuner, of SLURM's requeueing, and files that the user names. Checkpoints of the engine
+    in other directories are read as well.
+
+    Args:
+        store: The run's checkpoints.
+        inner: The plugin that the strategy had.
+    """
+
+    def __init__(self, store: RunStore, inner: Any) -> None:
+        self.store = store
+        self.inner = inner
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Saves a step of the run; the files are written in the background."""
+        step = self._step_of(path)
+        if step is None:
+            self.inner.save_checkpoint(checkpoint, path, storage_options)
+        else:
+            self.store.save(step, checkpoint)
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads a checkpoint; those of the engine hold no code, whatever ``weights_only`` says."""
+        if isinstance(path, ResumePath) and path.directory == self.store.directory:
+            checkpoint = self.store.load_newest()
+            checkpoint.get(POSITION, {})["automatic"] = True
+            return checkpoint
+        if (step := self._step_of(path)) is not None:
+            return self.store.load(step)
+        if not isinstance(path, ResumePath) and _is_ours(path):
+            return load_checkpoint(path)
+        if weights_only is None:
+            loaded: dict[str, Any] = self.inner.load_checkpoint(path, map_location)
+        else:
+            loaded = self.inner.load_checkpoint(path, map_location, weights_only=weights_only)
+        return loaded
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Removes a checkpoint."""
+        step = self._step_of(path)
+        if step is None:
+            self.inner.remove_checkpoint(path)
+        else:
+            self.store.manager.delete(step)
+
+    def teardown(self) -> None:
+        """Passes the end of the run on."""
+        self.inner.teardown()
+
+    def _step_of(self, path: str | os.PathLike[str]) -> int | None:
+        try:
+            return self.store.step_of(path)
+        except InvalidLocationError:
+            return None
+
+
+def install(strategy: Any, store: RunStore) -> None:
+    """Puts the engine in front of a strategy's checkpoint plugin, once.
+
+    Args:
+        strategy: The trainer's strategy.
+        store: The run's checkpoints.
+    """
+    plugin = strategy.checkpoint_io
+    while isinstance(plugin, EngineCheckpointIO):
+        if plugin.store is store:
+            return
+        plugin = plugin.inner
+    strategy.checkpoint_io = EngineCheckpointIO(store, strategy.checkpoint_io)
+
+
+def ignore_automatic_resume(trainer: Any) -> None:
+    """Lets one run of a trainer start fresh, although a callback has offered it a checkpoint.
+
+    Args:
+        trainer: The trainer, at the latest in a callback's ``setup``.
+    """
+    connector = trainer._checkpoint_connector
+    original = connector.resume_start
+
+    def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+        del connector.resume_start
+        original(None if isinstance(checkpoint_path, ResumePath) else checkpoint_path, *args, **kwargs)
+
+    connector.resume_start = resume_start
+
+
+def _is_ours(path: str | os.PathLike[str]) -> bool:
+    try:
+        return is_checkpoint(path)
+    except InvalidLocationError:
+        return False

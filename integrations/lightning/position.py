@@ -1,0 +1,202 @@
+"""Where a run is in its data, and how a new process comes back to the very next batch."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+from . import averages, loaders, randomness
+from .loops import Taps, clear_restart, finish_epoch, forget_unfinished
+
+logger = logging.getLogger("holdfast")
+
+Point = Literal["batch", "validation", "epoch"]
+"""After a batch and all that belongs to it; in the validation that follows one; after an epoch."""
+
+# Of no use to somebody whose loader is put in the right place.
+_NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+class Position:
+    """Follows one ``fit`` through its epochs, says where it is, and takes it to where a checkpoint was saved.
+
+    Three moments of an epoch matter for the order of its batches: the making of the data loader's iterator (workers
+    are seeded, and begin to load), the first batch (samplers without workers are seeded), and each batch after that,
+    where the model draws from the same generators. A loader without a state of its own is brought back by repeating
+    the first two with the generators as they were then, and drawing the batches of before once more.
+
+    Args:
+        trainer: The trainer.
+        taps: Where to wrap the methods of its loops.
+    """
+
+    def __init__(self, trainer: Any, taps: Taps) -> None:
+        self._trainer = trainer
+        self._fit = trainer.fit_loop
+        self._epoch: dict[str, Any] = {}
+        self._before_validation: tuple[dict[str, Any], dict[str, int]] | None = None
+        self._saved: dict[str, Any] | None = None
+        self._skip_batch = False
+        epoch_loop = self._fit.epoch_loop
+        taps.place(self._fit, "_load_combined_loader_states", self._first_iterator)
+        taps.place(self._fit, "on_advance_start", self._epoch_starts)
+        taps.place(epoch_loop, "reset", self._counters_reset)
+        taps.place(epoch_loop, "on_run_start", self._batches_start)
+        taps.place(epoch_loop, "advance", self._batch)
+        taps.place(epoch_loop.val_loop, "run", self._validation)
+
+    @property
+    def in_validation(self) -> bool:
+        """Whether a validation between training batches is under way."""
+        return self._before_validation is not None
+
+    def capture(self, point: Point) -> dict[str, Any]:
+        """Returns the position, as a tree that a checkpoint can hold.
+
+        Args:
+            point: What has just been finished.
+        """
+        fetcher = self._fit._data_fetcher
+        random, counts = self._random(), None
+        if point == "validation" and self._before_validation is not None:
+            random, counts = self._before_validation
+        position: dict[str, Any] = {
+            "point": point,
+            "random": random,
+            "loaders": loaders.states(self._loaders()),
+            "callback_metrics": dict(self._trainer.callback_metrics),
+            "should_stop": bool(self._trainer.should_stop),
+            "reloaded_at_epoch": self._fit._last_train_dl_reload_epoch,
+        }
+        if point == "epoch":
+            position["used_up"] = loaders.is_used_up(self._loaders(), fetcher)
+        else:
+            position["epoch"] = {} if loaders.all_stateful(self._loaders()) else self._epoch
+            position["fetched"] = fetcher.fetched
+            position["averages"] = averages.capture(self._trainer, counts)
+            if ahead := loaders.prefetched(fetcher):
+                position["ahead"] = {"batches": ahead, "done": fetcher.done}
+        return position
+
+    def resume(self, saved: dict[str, Any]) -> None:
+        """Goes on from a position; to be called before the trainer's loops run.
+
+        Args:
+            saved: What :meth:`capture` returned.
+        """
+        self._saved = saved
+
+    # ---- in the order in which the loops call
+
+    def _first_iterator(self, original: Callable[[], None]) -> None:
+        original()
+        self._epoch = self._before_iterator()
+
+    def _epoch_starts(self, original: Callable[[], None]) -> None:
+        saved = self._saved
+        if saved is not None and saved["point"] == "epoch":
+            self._saved = None
+            self._go_to_epoch(saved)
+        original()
+
+    def _counters_reset(self, original: Callable[[], None]) -> None:
+        if self._saved is None:
+            original()
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
+            original()
+
+    def _batches_start(self, original: Callable[[Any], None], fetcher: Any) -> None:
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            self._find_batch(saved, fetcher)
+            original(fetcher)
+            self._go_to_batch(saved, fetcher)
+            return
+        before, iterator = self._before_iterator(), fetcher.combined_loader._iterator
+        original(fetcher)
+        if fetcher.combined_loader._iterator is not iterator or not self._epoch:
+            self._epoch = before
+        self._epoch["at_first_batch"] = self._random()
+
+    def _batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
+        if self._skip_batch:
+            self._skip_batch = False
+            self._fit.epoch_loop._restarting = False
+            return
+        original(fetcher)
+
+    def _validation(self, original: Callable[[], Any]) -> Any:
+        if self._trainer.sanity_checking:
+            return original()
+        self._before_validation = self._random(), averages.update_counts(self._trainer)
+        try:
+            return original()
+        finally:
+            self._before_validation = None
+
+    # ---- going to where a checkpoint was saved
+
+    def _go_to_epoch(self, saved: dict[str, Any]) -> None:
+        self._restore_common(saved)
+        clear_restart(self._fit)
+        finish_epoch(self._fit.epoch_progress)
+        self._fit._last_train_dl_reload_epoch = saved["reloaded_at_epoch"]
+        loaders.end_epoch(self._loaders(), saved["loaders"], saved["used_up"])
+        self._restore_random(saved["random"])
+
+    def _find_batch(self, saved: dict[str, Any], fetcher: Any) -> None:
+        parts, epoch = self._loaders(), saved["epoch"]
+        self._epoch = epoch
+        loaders.set_epoch(parts, self._fit.epoch_progress.current.processed)
+        if loaders.all_stateful(parts):
+            loaders.load_states(parts, saved["loaders"])
+            if (ahead := saved.get("ahead")) is None:
+                iter(fetcher)
+            else:
+                loaders.begin_with(fetcher, ahead["batches"], ahead["done"])
+            return
+        consumed = saved["fetched"] - len(saved.get("ahead", {}).get("batches", ()))
+        logger.info("drawing %d batches again to find the place in the epoch", consumed)
+        loaders.load_states(parts, epoch["loaders"])
+        self._restore_random(epoch["at_iterator"])
+        iter(fetcher)
+        self._restore_random(epoch["at_first_batch"])
+        loaders.skip(fetcher, consumed)
+
+    def _go_to_batch(self, saved: dict[str, Any], fetcher: Any) -> None:
+        self._restore_common(saved)
+        fetcher.fetched = saved["fetched"]
+        averages.restore(self._trainer, saved["averages"])
+        clear_restart(self._fit)
+        if saved["point"] == "validation":
+            # The loop must be entered although the batch is done, do no other batch, and validate.
+            epoch_loop = self._fit.epoch_loop
+            forget_unfinished(epoch_loop.val_loop.batch_progress)
+            epoch_loop.val_loop._has_run = False
+            epoch_loop._restarting = True
+            self._skip_batch = True
+        self._restore_random(saved["random"])
+
+    def _restore_common(self, saved: dict[str, Any]) -> None:
+        self._trainer._logger_connector._callback_metrics.update(saved["callback_metrics"])
+
+    # ---- small things
+
+    def _loaders(self) -> list[Any]:
+        combined = self._fit._combined_loader
+        return [] if combined is None else list(combined.flattened)
+
+    def _before_iterator(self) -> dict[str, Any]:
+        parts = self._loaders()
+        states = [] if loaders.all_stateful(parts) else loaders.states(parts)
+        return {"at_iterator": self._random(), "loaders": states}
+
+    def _random(self) -> dict[str, Any]:
+        return randomness.capture(self._trainer.strategy.root_device, self._loaders())
+
+    def _restore_random(self, state: dict[str, Any]) -> None:
+        randomness.restore(state, self._trainer.strategy.root_device, self._loaders())

@@ -1,0 +1,232 @@
+"""A small Lightning program: run by the tests in their own process, and as a process of its own.
+
+    python program.py DIRECTORY RESULT [key=value ...]
+
+Everything that a resume could get wrong is in it: dropout (random generators), batch normalization (buffers), Adam
+(optimizer state), a schedule, an average of the weights kept by the module's own hook, and epoch means.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as lightning
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from holdfast.integrations.lightning import CheckpointCallback
+
+torch.set_num_threads(1)  # on these sizes more threads only wait for each other
+
+BATCHES, BATCH_SIZE, FEATURES = 5, 4, 3
+
+
+def samples(count: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, FEATURES, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+
+
+class Model(lightning.LightningModule):
+    def __init__(self, schedule: str = "epoch", **facts: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.schedule = schedule
+        self.network = torch.nn.Sequential(
+            torch.nn.Linear(FEATURES, 8),
+            torch.nn.BatchNorm1d(8),
+            torch.nn.ReLU(),
+            torch.nn.Dropout(0.5),
+            torch.nn.Linear(8, 1),
+        )
+        self.register_buffer("average", torch.zeros(1, 8))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.network(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        # Runs after the hooks of all callbacks, so it would be missed by what is saved in one of those.
+        self.average.mul_(0.5).add_(self.network[4].weight.detach(), alpha=0.5)
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def test_step(self, batch: Any, index: int) -> None:
+        self.log("test_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
+        scheduler: Any
+        if self.schedule == "plateau":
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.schedule}}
+
+
+class StatefulLoader:
+    """Shuffles by itself and knows where it is, as torchdata's StatefulDataLoader does."""
+
+    def __init__(self, dataset: TensorDataset, sized: bool = True) -> None:
+        self.dataset = dataset
+        self.place = 0
+        self.order: list[int] = []
+        self.resumed = False
+        if sized:
+            self.__class__ = SizedStatefulLoader
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.resumed:
+            self.order, self.place = torch.randperm(len(self.dataset)).tolist(), 0
+        self.resumed = False
+        while self.place * BATCH_SIZE < len(self.order):
+            chosen = self.order[self.place * BATCH_SIZE : (self.place + 1) * BATCH_SIZE]
+            self.place += 1
+            yield self.dataset[chosen]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": list(self.order), "place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order, self.place, self.resumed = list(state["order"]), state["place"], True
+
+
+class SizedStatefulLoader(StatefulLoader):
+    def __len__(self) -> int:
+        return len(self.dataset) // BATCH_SIZE
+
+
+class Stream(IterableDataset[Any]):
+    """Samples in an order of their own, with no length."""
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in torch.randperm(len(self.dataset)).tolist():
+            yield self.dataset[index]
+
+
+def training_loader(kind: str) -> Any:
+    dataset = samples(BATCHES * BATCH_SIZE, seed=1)
+    if kind.startswith("stateful"):
+        return StatefulLoader(dataset, sized=kind == "stateful")
+    if kind == "stream":
+        return DataLoader(Stream(dataset), batch_size=BATCH_SIZE)
+    if kind == "generator":
+        return DataLoader(dataset, BATCH_SIZE, shuffle=True, generator=torch.Generator().manual_seed(7))
+    if kind == "workers":
+        return DataLoader(dataset, BATCH_SIZE, shuffle=True, num_workers=1)
+    return DataLoader(dataset, BATCH_SIZE, shuffle=kind == "shuffled")
+
+
+class Interruption(Exception):
+    """What ends a run in the tests' own process."""
+
+
+class Recorder(lightning.Callback):
+    """Notes what happens when, and interrupts the run before the batch that follows a step."""
+
+    def __init__(self, stop_after: int | None = None, signal_after: int | None = None, kill_after: int | None = None):
+        self.events: list[tuple[str, int, float]] = []
+        self.stop_after, self.signal_after, self.kill_after = stop_after, signal_after, kill_after
+        self.first_step: int | None = None
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        if self.first_step is None:
+            self.first_step = trainer.global_step
+        if self.stop_after == trainer.global_step:
+            raise Interruption
+        if self.kill_after == trainer.global_step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.signal_after == trainer.global_step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_validation_end(self, trainer: Any, *args: Any) -> None:
+        if not trainer.sanity_checking:
+            self.events.append(("validation", trainer.global_step, float(trainer.callback_metrics["val_loss"])))
+
+    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+        self.events.append(("epoch", trainer.global_step, float(trainer.callback_metrics["train_loss_epoch"])))
+
+
+@dataclasses.dataclass
+class Outcome:
+    trainer: Any
+    model: Any
+    recorder: Recorder
+
+    @property
+    def final(self) -> dict[str, Any]:
+        """Parameters, buffers, optimizer state and schedule, to be compared bit by bit."""
+        return {
+            "step": self.trainer.global_step,
+            "epoch": self.trainer.current_epoch,
+            "model": {name: value.tolist() for name, value in self.model.state_dict().items()},
+            "optimizer": _plain(self.trainer.optimizers[0].state_dict()),
+            "schedule": _plain(self.trainer.lr_scheduler_configs[0].scheduler.state_dict()),
+        }
+
+
+def run(
+    directory: str,
+    *,
+    loader: str = "shuffled",
+    seed: int = 1,
+    schedule: str = "epoch",
+    facts: dict[str, Any] | None = None,
+    callbacks: tuple[Any, ...] = (),
+    checkpoint: dict[str, Any] | None = None,
+    recorder: Recorder | None = None,
+    package: Any = lightning,
+    ckpt_path: str | None = None,
+    **trainer_options: Any,
+) -> Outcome:
+    """Trains from nothing but the directory: every object is new, and the seed is another one after a restart."""
+    torch.manual_seed(seed)
+    model = Model(schedule, **(facts or {}))
+    recorder = recorder or Recorder()
+    callback = CheckpointCallback(directory, **{"save_interval_steps": 1, **(checkpoint or {})})
+    trainer = package.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[callback, recorder, *callbacks],
+        **{"max_epochs": 3, **trainer_options},
+    )
+    validation = DataLoader(samples(2 * BATCH_SIZE, seed=2), BATCH_SIZE)
+    trainer.fit(model, training_loader(loader), validation, ckpt_path=ckpt_path)
+    return Outcome(trainer, model, recorder)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def main() -> None:
+    directory, result, *options = sys.argv[1:]
+    chosen = {name: json.loads(value) for name, _, value in (option.partition("=") for option in options)}
+    recorder = Recorder(**{name: chosen.pop(name) for name in list(chosen) if name.endswith("_after")})
+    outcome = run(directory, recorder=recorder, **chosen)
+    with open(result, "w", encoding="utf-8") as file:
+        json.dump({"final": outcome.final, "first_step": recorder.first_step}, file)
+
+
+if __name__ == "__main__":
+    main()
