@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -14,11 +15,12 @@ if TYPE_CHECKING:
 
 _NUMPY: Details = {"kind": "numpy"}
 _SCALAR: Details = {"kind": "numpy_scalar"}
-_EXTENDED: dict[np.dtype[Any], str] = {}  # the number types of ml_dtypes, with the Python kind of each
-for _name in dir(ml_dtypes):
-    _type = getattr(ml_dtypes, _name)
-    if isinstance(_type, type) and issubclass(_type, np.generic):
-        _EXTENDED[np.dtype(_type)] = "int" if "int" in _name else "complex" if "complex" in _name else "float"
+# The real number types of ml_dtypes, with the Python kind of each. Its complex ones have no name in the format.
+_EXTENDED: dict[np.dtype[Any], str] = {
+    np.dtype(found): "int" if "int" in name else "float"
+    for name, found in vars(ml_dtypes).items()
+    if isinstance(found, type) and issubclass(found, np.generic) and re.fullmatch(r"(bfloat|float|u?int)\d+\w*", name)
+}
 _BUILT_IN = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
 
 

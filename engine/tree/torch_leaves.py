@@ -126,7 +126,7 @@ def _form(dtype: Any) -> _Form:
         return _Form(dtype, np.dtype(name), None, False, None, {"kind": "torch"})
     carrier = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[dtype.itemsize]
     extended: Any = getattr(ml_dtypes, name, None)
-    if extended is not None and not name.startswith(("int", "uint")):
+    if extended is not None and name.startswith(("float", "bfloat")):
         return _Form(dtype, np.dtype(extended), carrier, False, None, {"kind": "torch"})
     # Integers of less than 8 bits, packed numbers and the like: for torch they are bytes without operations.
     details = {"kind": "torch", "torch_dtype": name}
