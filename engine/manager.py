@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +18,7 @@ from .errors import CheckpointNotFoundError, DamagedCheckpointError, NoWholeChec
 from .items import ItemSet
 from .metrics import LateMetrics, plain_metrics
 from .options import CheckpointManagerOptions
-from .policy import Decision, Moment, best, decide
+from .policy import Decision, Moment, StepInfo, best, decide
 from .record import CheckpointRecord, ItemRecord
 from .report import SaveReport
 from .saving import Save
@@ -111,7 +111,7 @@ class CheckpointManager:
                 now=self._clock.monotonic(),
                 last=self._last_save,
                 metrics=metrics,
-                earlier=self._steps.infos() if self.options.save_on_best else (),
+                earlier=self._earlier() if self.options.save_on_best else (),
                 saved=step in self._steps or step == self._in_flight,
             ),
         )
@@ -433,10 +433,18 @@ class CheckpointManager:
             self._steps.add(step, record)
         finally:
             self._in_flight = None
+            self._late.close()
         _logger.info("%s", report)
         self._run.collect()
         for listener in self._listeners:
             listener(report)
+
+    def _earlier(self) -> Sequence[StepInfo]:
+        """Returns the steps that a new best has to beat, the one that is being saved among them."""
+        step = self._in_flight
+        if step is None:
+            return self._steps.infos()
+        return *self._steps.infos(), StepInfo(step=step, time=self._clock.now(), metrics=self._late.peek())
 
     def _record(self, step: int, items: Mapping[str, ItemRecord], reason: str) -> CheckpointRecord:
         """Makes the commit record, at the last moment: the right to write is checked here."""

@@ -62,6 +62,11 @@ class LateMetrics:
             self._metrics = {**(self._metrics or {}), **metrics}
             return True
 
+    def peek(self) -> dict[str, Any] | None:
+        """Returns the metrics that are known so far."""
+        with self._lock:
+            return self._metrics
+
     def close(self) -> dict[str, Any] | None:
         """Returns all metrics of the step, which from now on takes no more."""
         with self._lock:
