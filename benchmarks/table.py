@@ -45,7 +45,7 @@ def _cell(measurements: Measurements, contender: str, metric: str, unit: float) 
         value = max((load for load in loads if load is not None), default=None)
     else:
         value = measurements.median(contender, metric)
-    if value is None or (contender == "raw disk" and metric.endswith("_memory")):
+    if value is None or (contender.startswith("raw disk") and metric.endswith("_memory")):
         return MISSING
     if metric.endswith("_seconds"):
         return f"{value:.4f}" if value < 0.1 else f"{value:.2f}"

@@ -25,6 +25,7 @@ class Entry:
 
 PEERS = {
     "raw disk": Entry(where="raw_disk:RawDisk", loads=("load_numpy",)),
+    "raw disk, new memory": Entry(where="raw_disk:RawDiskNewMemory", loads=("load_numpy",)),
     "holdfast (jax)": Entry(where="holdfast_engine:HoldfastJax"),
     "holdfast (torch)": Entry(where="holdfast_engine:HoldfastTorch"),
     "orbax": Entry(where="orbax_checkpoint:Orbax"),

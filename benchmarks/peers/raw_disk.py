@@ -26,6 +26,7 @@ SETTINGS = ((1, 16 * MIB), (2, 4 * MIB), (2, 16 * MIB), (4, 4 * MIB), (4, 16 * M
 WRITE_SETTING, READ_SETTING = "BENCHMARKS_RAW_WRITE", "BENCHMARKS_RAW_READ"
 
 Transfer = Callable[[int, list[memoryview], int], int]
+Memory = Callable[[int, int, int], memoryview]  # of a worker, for a position in the file and a number of bytes
 
 
 class RawDisk(Peer):
@@ -47,6 +48,16 @@ class RawDisk(Peer):
         return {}
 
 
+class RawDiskNewMemory(RawDisk):
+    """Reads into memory that is new to the process and all kept: the least that any load does."""
+
+    @override
+    def load_numpy(self, path: Path, shapes: Mapping[str, Shape]) -> Tree:
+        memory = _huge_pages(path.stat().st_size)
+        read(path, *_setting(READ_SETTING), memory=lambda _, start, count: memory[start : start + count])
+        return {"memory": memory}
+
+
 def setting_text(threads: int, block: int) -> str:
     """A setting as the environment carries it to the measuring process."""
     return f"{threads}x{block}"
@@ -63,7 +74,7 @@ def write(path: Path, nbytes: int, threads: int, block: int) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o644)
     try:
         os.posix_fallocate(descriptor, 0, size)
-        _transfer(descriptor, size, threads, block, os.pwritev)
+        _transfer(descriptor, size, threads, block, os.pwritev, _reused(threads, block))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -74,19 +85,20 @@ def write(path: Path, nbytes: int, threads: int, block: int) -> None:
         os.close(directory)
 
 
-def read(path: Path, threads: int, block: int) -> None:
-    """Reads a whole file."""
+def read(path: Path, threads: int, block: int, memory: Memory | None = None) -> None:
+    """Reads a whole file, into the same memory again and again unless other memory is given."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     try:
-        _transfer(descriptor, os.fstat(descriptor).st_size, threads, block, os.preadv)
+        size = os.fstat(descriptor).st_size
+        _transfer(descriptor, size, threads, block, os.preadv, memory or _reused(threads, block))
     finally:
         os.close(descriptor)
 
 
-def _transfer(descriptor: int, size: int, threads: int, block: int, call: Transfer) -> None:
+def _transfer(descriptor: int, size: int, threads: int, block: int, call: Transfer, memory: Memory) -> None:
     starts, lock, failures = iter(range(0, size, block)), threading.Lock(), list[OSError]()
 
-    def work(buffer: memoryview) -> None:
+    def work(worker: int) -> None:
         try:
             while True:
                 with lock:
@@ -94,29 +106,33 @@ def _transfer(descriptor: int, size: int, threads: int, block: int, call: Transf
                 if start is None:
                     return
                 wanted = min(block, size - start)
-                moved = call(descriptor, [buffer[:wanted]], start)
+                moved = call(descriptor, [memory(worker, start, wanted)], start)
                 if moved != wanted:
                     raise OSError(f"moved {moved} of {wanted} bytes at {start}")
         except OSError as error:
             failures.append(error)
 
-    workers = [threading.Thread(target=work, args=(buffer,)) for buffer in _buffers(threads, block)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    workers = [threading.Thread(target=work, args=(worker,)) for worker in range(threads)]
+    for each in workers:
+        each.start()
+    for each in workers:
+        each.join()
     if failures:
         raise failures[0]
 
 
 @cache
-def _buffers(threads: int, block: int) -> tuple[memoryview, ...]:
-    """Warm page-aligned memory in huge pages, full of noise: a disk may be quick with zeros."""
+def _reused(threads: int, block: int) -> Memory:
+    """Warm memory, one block a worker, full of noise: a disk may be quick with zeros."""
     noise = np.random.default_rng(0).bytes(block)
-    buffers = []
-    for _ in range(threads):
-        memory = mmap.mmap(-1, block, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        memory[:] = noise
-        buffers.append(memoryview(memory))
-    return tuple(buffers)
+    buffers = [_huge_pages(block) for _ in range(threads)]
+    for buffer in buffers:
+        buffer[:] = noise
+    return lambda worker, _, count: buffers[worker][:count]
+
+
+def _huge_pages(nbytes: int) -> memoryview:
+    """Page-aligned memory in huge pages, where the machine has them."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
