@@ -21,12 +21,13 @@ from .errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
+    FormatVersionError,
     ObjectNotFoundError,
     StorageConflictError,
     StorageError,
 )
 from .record import DELETED, PARTIAL, RECORD, CheckpointRecord
-from .storage import Location
+from .storage import TEMPORARY_PREFIX, Location
 
 _logger = logging.getLogger("holdfast")
 
@@ -82,6 +83,7 @@ class PendingCheckpoint:
 
     def __init__(self, location: Location, items: Iterable[str], *, overwrite: bool) -> None:
         self.location = location
+        self._old_record: bytes | None = None
         taken = {entry.name for entry in location.entries()}
         self._old = self._replaceable(taken, overwrite=overwrite)
         if {PARTIAL, DELETED} & taken:
@@ -91,13 +93,14 @@ class PendingCheckpoint:
         self._token = uuid.uuid4().hex
         self.folders = {name: location / (f"{name}.{unique}" if name in taken else name) for name in items}
         self._begun = False
+        self._stays = False
 
     def begin(self) -> None:
         """Makes the folders, and marks the directory so that a crash leaves nothing unexplained; done once."""
         if self._begun:
             return
-        self.location.make_directory()
         self._begun = True
+        self.location.make_directory()
         folders = [folder.name for folder in self.folders.values()]
         marker = json.dumps({"format": "holdfast", "token": self._token, "folders": folders})
         (self.location / PARTIAL).write_bytes(marker.encode(), atomic=False)
@@ -112,8 +115,9 @@ class PendingCheckpoint:
                     f"{self.location}: a checkpoint is there already; choose another path, or replace it "
                     "(hf.save(..., overwrite=True), or force=True)"
                 )
+            self._old_record = (self.location / RECORD).read_bytes(limit=_RECORD_LIMIT)
             try:
-                old = read_record(self.location)
+                old = CheckpointRecord.decode(self._old_record, source=str(self.location / RECORD))
             except DamagedCheckpointError:
                 return frozenset()  # which folders were its own is not known any more
             return frozenset({item.folder for item in old.items.values()} | set(old.replaced))
@@ -137,16 +141,42 @@ class PendingCheckpoint:
         self.location.sync_directory()
         self.location.parent.sync_directory()
         replaced = tuple(sorted(self._old - {folder.name for folder in self.folders.values()}))
-        write_record(self.location, dataclasses.replace(record, replaced=replaced))
+        try:
+            write_record(self.location, dataclasses.replace(record, replaced=replaced))
+        except StorageError:
+            self._take_back()
+            raise
         with _leftover(self.location):
             (self.location / PARTIAL).remove()
             (self.location / DELETED).remove()
             for folder in replaced:
                 (self.location / folder).remove_tree()
 
+    def _take_back(self) -> None:
+        """Undoes a commit that failed half-way: the record was renamed, and making its name durable failed."""
+        with contextlib.suppress(StorageError):
+            if not self._is_visible():
+                return
+            if self._old_record is None:
+                (self.location / RECORD).rename(DELETED)
+            else:
+                (self.location / RECORD).write_bytes(self._old_record)
+        # Should even that fail, the record must not be left without its data.
+        self._stays = self._is_visible()
+
+    def _is_visible(self) -> bool:
+        """Tells whether the record that is in place is the one that this save wrote, as far as can be told."""
+        try:
+            found = read_record(self.location)
+        except CheckpointNotFoundError:
+            return False
+        except (StorageError, DamagedCheckpointError):
+            return self._old_record is None
+        return {item.folder for item in found.items.values()} <= {folder.name for folder in self.folders.values()}
+
     def abort(self) -> None:
         """Removes what was written; the checkpoint that was to be replaced, if any, stays as it was."""
-        if not self._begun:
+        if not self._begun or self._stays:
             return
         with _leftover(self.location):
             for folder in self.folders.values():
@@ -178,6 +208,8 @@ def sweep(location: Location) -> bool:
         Whether the directory is gone, as no committed checkpoint was in it.
     """
     names = {entry.name for entry in location.entries()}
+    if RECORD in names:
+        remove_temporary(location, names)
     if not {PARTIAL, DELETED} & names:
         return False
     if RECORD not in names:
@@ -186,7 +218,7 @@ def sweep(location: Location) -> bool:
         return True
     try:
         record = read_record(location)
-    except DamagedCheckpointError:
+    except (DamagedCheckpointError, FormatVersionError):
         return False  # nothing is removed beside a record that cannot be read: a person may want to look
     live = {item.folder for item in record.items.values()}
     for folder in ({*_marked_folders(location), *record.replaced} & names) - live:
@@ -194,6 +226,18 @@ def sweep(location: Location) -> bool:
     (location / PARTIAL).remove()
     (location / DELETED).remove()
     return False
+
+
+def remove_temporary(location: Location, names: Iterable[str]) -> None:
+    """Removes the files of atomic writes that were interrupted.
+
+    Args:
+        location: A directory that is ours.
+        names: What it holds.
+    """
+    for name in names:
+        if name.startswith(TEMPORARY_PREFIX):
+            (location / name).remove()
 
 
 def _marker(location: Location) -> dict[str, Any]:

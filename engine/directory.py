@@ -9,20 +9,21 @@ from dataclasses import replace
 from typing import Any
 
 from .clock import Clock
-from .commit import delete_checkpoint, sweep, write_record
-from .errors import HoldfastError, StorageError
+from .commit import delete_checkpoint, remove_temporary, sweep, write_record
+from .errors import HoldfastError, ObjectNotFoundError, OptionError, OwnershipError, StorageError
 from .format import decode_document, encode_document
-from .handlers import JsonCheckpointHandler
 from .options import CheckpointManagerOptions
 from .ownership import Ownership
 from .policy import Rule, reasons
-from .record import CheckpointRecord
+from .record import RECORD, CheckpointRecord
 from .steps import StepIndex
 from .storage import Location
 
 _logger = logging.getLogger("holdfast")
 
 _METADATA = "metadata"
+_METADATA_FILE = "data.json"
+_METADATA_LIMIT = 64 << 20  # bytes
 OPTIONS = "options.json"
 """Name of the file that says what the last run on a directory keeps."""
 
@@ -59,6 +60,7 @@ class RunDirectory:
         self.steps = StepIndex(location, prefix)
         self.ownership = Ownership(location, clock, drain)
         self._rules = rules
+        self._swept = False
         self._changing = threading.Lock()  # records are rewritten and steps deleted one after the other
 
     def acquire(self, metadata: Mapping[str, Any] | None, options: CheckpointManagerOptions) -> None:
@@ -69,26 +71,32 @@ class RunDirectory:
             options: What this run keeps; stored for those who list the directory.
 
         Raises:
+            OptionError: JSON cannot hold the facts.
             OwnershipError: Another run writes to this directory.
         """
-        if not self.ownership.take():
+        if self._swept:
+            self.ownership.check_not_lost()
             return
+        facts = None if metadata is None else _encoded(metadata)
+        self.ownership.take()
+        remove_temporary(self.location, [entry.name for entry in self.location.entries()])
         for _, location in list(self.steps.directories()):
             sweep(location)
         self.steps.reload()
-        if metadata is not None and metadata != self.metadata():
-            write = JsonCheckpointHandler().prepare(metadata, snapshot=False)
-            folder = self.location / _METADATA
-            folder.make_directory()
-            write(folder)
+        if facts is not None:
+            (self.location / _METADATA).make_directory()
+            (self.location / _METADATA / _METADATA_FILE).write_bytes(facts)
         (self.location / OPTIONS).write_bytes(encode_document("options", {"options": options.to_document()}))
+        self._swept = True
 
     def metadata(self) -> Mapping[str, Any] | None:
         """Returns the facts about the run, or None."""
-        folder = self.location / _METADATA
-        if not folder.exists():
+        place = self.location / _METADATA / _METADATA_FILE
+        try:
+            content = place.read_bytes(limit=_METADATA_LIMIT)
+        except ObjectNotFoundError:
             return None
-        found: Mapping[str, Any] | None = JsonCheckpointHandler().restore(folder)
+        found: Mapping[str, Any] | None = decode_document(content, "json", source=str(place)).get("data")
         return found
 
     def change(self, step: int, change: Callable[[CheckpointRecord], CheckpointRecord]) -> None:
@@ -123,9 +131,18 @@ class RunDirectory:
         with self._changing:
             if step not in self.steps.damage:
                 self.steps.record(step)
-            self.ownership.check()
-            delete_checkpoint(self.steps.location(step))
-            self.steps.remove(step)
+            self._delete(step)
+
+    def _delete(self, step: int) -> None:
+        self.ownership.check()
+        location = self.steps.location(step)
+        try:
+            delete_checkpoint(location)
+        except StorageError:
+            if not (location / RECORD).exists():  # it is gone; what is left of it goes with the next sweep
+                self.steps.remove(step)
+            raise
+        self.steps.remove(step)
 
     def kept(self) -> dict[int, tuple[str, ...]]:
         """Returns the steps that some rule keeps, each with every reason."""
@@ -133,11 +150,22 @@ class RunDirectory:
 
     def collect(self) -> None:
         """Deletes the steps that no rule keeps. A failure is logged; the next call tries again."""
+        records = self.steps.records()
         kept = self.kept()
-        for info in self.steps.infos():
-            if info.step in kept:
+        for step, record in records.items():
+            if step in kept:
                 continue
             try:
-                self.delete(info.step)
-            except StorageError as error:
-                _logger.warning("%s: step %d could not be deleted: %s", self.location, info.step, error)
+                with self._changing:
+                    # Pinned, given metrics or deleted in the meantime: the next call decides anew.
+                    if self.steps.find(step) is record:
+                        self._delete(step)
+            except (StorageError, OwnershipError) as error:
+                _logger.warning("%s: step %d could not be deleted: %s", self.location, step, error)
+
+
+def _encoded(metadata: Mapping[str, Any]) -> bytes:
+    try:
+        return encode_document("json", {"data": metadata})
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"metadata= cannot be stored as JSON: {error}") from error

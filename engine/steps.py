@@ -97,6 +97,15 @@ class StepIndex:
                 )
             return self._infos
 
+    def records(self) -> dict[int, CheckpointRecord]:
+        """Returns the commit records by step, as they are now."""
+        with self._lock:
+            return dict(self._records)
+
+    def find(self, step: int) -> CheckpointRecord | None:
+        """Returns the commit record of a step, or None."""
+        return self._records.get(step)
+
     def __contains__(self, step: object) -> bool:
         return step in self._records
 

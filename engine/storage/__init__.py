@@ -5,6 +5,16 @@ from __future__ import annotations
 from .backend import Entry
 from .buffers import Buffer, aligned_empty
 from .bulk import DataReader, Segment
+from .local import TEMPORARY_PREFIX
 from .location import Location, as_location
 
-__all__ = ["Buffer", "DataReader", "Entry", "Location", "Segment", "aligned_empty", "as_location"]
+__all__ = [
+    "TEMPORARY_PREFIX",
+    "Buffer",
+    "DataReader",
+    "Entry",
+    "Location",
+    "Segment",
+    "aligned_empty",
+    "as_location",
+]
