@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 
 from .errors import SaveFailedError, StateError
@@ -30,8 +29,8 @@ class BackgroundSave:
         self._timeout = timeout
         self._thread: threading.Thread | None = None
         self._what = ""
+        self._step: int | None = None
         self._error: SaveFailedError | None = None
-        _untold.add(self)
 
     @property
     def running(self) -> bool:
@@ -56,11 +55,14 @@ class BackgroundSave:
             try:
                 work()
             except BaseException as error:  # whatever it was, it is told to the caller's thread
+                if isinstance(error, SaveFailedError):
+                    self._fail(error)
+                    return
                 failure = SaveFailedError(f"{what} was not saved: {error}", step)
                 failure.__cause__ = error
-                self._error = failure
+                self._fail(failure)
 
-        self._what = what
+        self._what, self._step = what, step
         self._thread = threading.Thread(target=run, name="holdfast-save", daemon=False)
         self._thread.start()
 
@@ -77,14 +79,20 @@ class BackgroundSave:
         if thread.is_alive():
             raise SaveFailedError(
                 f"{self._what} is still not saved after {self._timeout:.0f} s; the storage may hang. "
-                "Raise save_timeout_secs if it is only slow"
+                "Raise save_timeout_secs if it is only slow",
+                self._step,
             )
         self._thread = None
 
     def take_error(self) -> SaveFailedError | None:
         """Returns the error of the last save and forgets it, so that it is told once."""
         error, self._error = self._error, None
+        _untold.discard(self)
         return error
+
+    def _fail(self, error: SaveFailedError) -> None:
+        self._error = error
+        _untold.add(self)
 
     def wait(self) -> None:
         """Waits until no save is under way.
@@ -102,7 +110,8 @@ class BackgroundSave:
             raise error
 
 
-_untold: weakref.WeakSet[BackgroundSave] = weakref.WeakSet()
+_untold: set[BackgroundSave] = set()
+"""Those with an error to tell, kept alive: a program may have dropped its manager before it ends."""
 
 
 def _tell_at_exit() -> None:
