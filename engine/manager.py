@@ -14,7 +14,14 @@ from .checkpointer import Checkpointer, Place
 from .clock import Clock, SystemClock
 from .directory import RunDirectory
 from .durations import seconds
-from .errors import CheckpointNotFoundError, DamagedCheckpointError, NoWholeCheckpointError, OptionError, StateError
+from .errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    NoWholeCheckpointError,
+    OptionError,
+    SaveFailedError,
+    StateError,
+)
 from .items import ItemSet
 from .metrics import LateMetrics, plain_metrics
 from .options import CheckpointManagerOptions
@@ -159,7 +166,7 @@ class CheckpointManager:
             return False
         self.acquire()
         self._background.join()
-        self._late.open(step, plain_metrics(metrics))
+        numbers = plain_metrics(metrics)
         save = Save(
             self._steps.location(step),
             self._items.to_save(items, save_kwargs or {}),
@@ -167,14 +174,15 @@ class CheckpointManager:
             began=began,
             record=lambda found: self._record(step, found, reason or decision.reason),
         )
-        earlier = self._background.take_error()
+        self._late.open(step, numbers)
         self._previous, self._last_save = step, self._clock.monotonic()
+        if not save.in_background:
+            self._complete(step, save)
+        earlier = self._background.take_error()
         if save.in_background:
             self._in_flight = step
             what = f"step {step} of {self.directory}"
             self._background.start(lambda: self._complete(step, save), what=what, step=step)
-        else:
-            self._complete(step, save)
         if earlier is not None:
             raise earlier
         return True
@@ -306,7 +314,8 @@ class CheckpointManager:
         return self._items.structure(self._steps.location(found), self._steps.record(found))
 
     def reload(self) -> None:
-        """Reads the directory anew, to see what another process has done."""
+        """Reads the directory anew, to see what another process has done; waits for a save that is under way."""
+        self._background.join()
         self._steps.reload()
 
     # ---- restoring
@@ -435,9 +444,15 @@ class CheckpointManager:
             self._in_flight = None
             self._late.close()
         _logger.info("%s", report)
-        self._run.collect()
-        for listener in self._listeners:
-            listener(report)
+        try:
+            self._run.collect()
+            for listener in self._listeners:
+                listener(report)
+        except Exception as error:
+            raise SaveFailedError(
+                f"step {step} of {self.directory} is saved, but a listener or best_fn failed after that: {error!r}",
+                step,
+            ) from error
 
     def _earlier(self) -> Sequence[StepInfo]:
         """Returns the steps that a new best has to beat, the one that is being saved among them."""
