@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +15,10 @@ from .tree import ArrayLeaf, Piece, ValueLeaf
 _ALIGNMENT = 64
 
 
+class Snapshot(list[ArrayLeaf | ValueLeaf]):
+    """Leaves whose arrays lie in a staging buffer, which is used again once this list is gone."""
+
+
 class StagingBuffer:
     """Memory for the snapshot of one tree; it grows to the largest tree and is kept.
 
@@ -23,6 +28,7 @@ class StagingBuffer:
 
     def __init__(self) -> None:
         self._memory: Bytes = np.empty(0, np.uint8)
+        self._last: weakref.ref[Snapshot] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -39,17 +45,21 @@ class StagingBuffer:
             self._memory = np.empty(0, np.uint8)  # given back first: never both at once
             self._memory = aligned_empty(nbytes)
 
-    def snapshot(self, leaves: Sequence[ArrayLeaf | ValueLeaf]) -> list[ArrayLeaf | ValueLeaf]:
+    def snapshot(self, leaves: Sequence[ArrayLeaf | ValueLeaf]) -> Snapshot:
         """Copies whatever may change.
 
         Args:
-            leaves: Leaves on the host. Those of a snapshot that was taken before must not be in use any more.
+            leaves: Leaves on the host.
 
         Returns:
-            The leaves, with copies in place of the arrays that may change after this call.
+            The leaves, with copies in place of the arrays that may change after this call. The copies are good for as
+            long as this very list is alive.
         """
+        if self._last is not None and self._last() is not None:
+            self._memory = np.empty(0, np.uint8)  # one handler for two items: the other copies are yet to be written
         self.prepare(sum(_space(leaf) for leaf in leaves))
-        copies: list[ArrayLeaf | ValueLeaf] = []
+        copies = Snapshot()
+        self._last = weakref.ref(copies)
         offset = 0
         for leaf in leaves:
             if isinstance(leaf, ValueLeaf) or not leaf.volatile:
