@@ -49,6 +49,7 @@ class Ownership:
         self._close: weakref.finalize[..., Ownership] | None = None
         self._held = False
         self._lost = False
+        self._key = os.path.realpath(directory.path) if directory.is_local else directory.url
 
     @property
     def held(self) -> bool:
@@ -68,14 +69,14 @@ class Ownership:
         if self._held:
             return False
         with _lock:
-            earlier = _owners.get(self._directory.url)
+            earlier = _owners.get(self._key)
             if earlier is not None:
                 earlier._give_up()
             self._directory.make_directory()
             if self._directory.is_local and fcntl is not None:
                 self._lock_file()
             self._write_file()
-            _owners[self._directory.url] = self
+            _owners[self._key] = self
             self._held = True
         return True
 
@@ -101,8 +102,8 @@ class Ownership:
     def release(self) -> None:
         """Gives the right back."""
         with _lock:
-            if _owners.get(self._directory.url) is self:
-                del _owners[self._directory.url]
+            if _owners.get(self._key) is self:
+                del _owners[self._key]
             self._release()
 
     def _give_up(self) -> None:
@@ -162,3 +163,17 @@ class Ownership:
 
 _lock = threading.Lock()
 _owners: weakref.WeakValueDictionary[str, Ownership] = weakref.WeakValueDictionary()
+
+
+def _disown() -> None:
+    """Runs in a forked process, such as a data loader's worker: it must not keep the lock of a run that has died."""
+    global _lock
+    _lock = threading.Lock()
+    for owner in list(_owners.values()):
+        owner._lost = True
+        owner._release()
+    _owners.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_disown)
