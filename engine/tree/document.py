@@ -53,7 +53,7 @@ class Skeleton:
 
         Returns:
             The skeleton of the leaves that stay. A list or tuple that loses some becomes a dict of those that stay, by
-            index, so that they keep their paths.
+            index, so that they keep their paths. Containers that never held a leaf stay where nothing beside them goes.
         """
         flags = iter(chosen)
         if self.structure is None:
@@ -180,16 +180,25 @@ def _plain_node(kind: str, keys: list[Key] | None, children: list[Node | None], 
 def _select(node: Node, flags: Any) -> Node | None:
     """Keeps what is chosen below a node; None when nothing is."""
     kept: list[tuple[int, Node | None]] = []
+    empty = 0
     for index, child in enumerate(node.children):
         if child is None:
             if next(flags):
                 kept.append((index, None))
+        elif not _has_leaves(child):
+            empty += 1
         elif (smaller := _select(child, flags)) is not None:
             kept.append((index, smaller))
     if not kept:
         return None
-    if len(kept) == len(node.children):
-        return _plain_node(node.kind, node.keys, [child for _, child in kept], node.label)
+    if len(kept) + empty == len(node.children):
+        smaller_children = dict(kept)
+        children = [smaller_children.get(index, child) for index, child in enumerate(node.children)]
+        return _plain_node(node.kind, node.keys, children, node.label)
     keys: list[Key] = [index if node.keys is None else node.keys[index] for index, _ in kept]
     kind = "dict" if node.keys is None else node.kind
     return _plain_node(kind, keys, [child for _, child in kept], node.label)
+
+
+def _has_leaves(node: Node) -> bool:
+    return any(child is None or _has_leaves(child) for child in node.children)

@@ -162,3 +162,11 @@ def test_a_made_up_document_is_damage(document: Any) -> None:
 def test_a_factory_that_is_not_plain_is_never_looked_up() -> None:
     document = {"type": "default_dict", "class": "os.system", "keys": [], "children": []}
     assert from_document({"tree": document, "leaves": []})[2].build([]).default_factory is None
+
+
+def test_containers_without_leaves_stay_where_nothing_beside_them_goes() -> None:
+    tree = {"a": [(), {"b": 1}, {"c": {}}], "d": {"e": 2}, "f": []}
+    _, _, skeleton = from_document(to_document(flatten(tree).structure, [{"kind": "int"}] * 2))
+    assert skeleton.select([True, True]).build([1, 2]) == tree
+    assert skeleton.select([True, False]).build([1]) == {"a": [(), {"b": 1}, {"c": {}}]}
+    assert skeleton.select([False, True]).build([2]) == {"d": {"e": 2}}
