@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
+
+from ..errors import DamagedCheckpointError
 
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
@@ -32,6 +35,15 @@ def open_direct(path: str, flags: int) -> int:
             # Some file systems refuse only after the file has been created; that one is ours then.
             flags &= ~os.O_EXCL
     return os.open(path, flags, 0o666)
+
+
+def regular_size(descriptor: int, path: str) -> int:
+    """Returns the length of an open file in bytes; closes it and raises DamagedCheckpointError if it is no such."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise DamagedCheckpointError(f"{path} should be a file, but is not a regular file")
+    return status.st_size
 
 
 def is_direct(descriptor: int) -> bool:

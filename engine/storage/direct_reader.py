@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import threading
 from typing import TYPE_CHECKING, Self
 
-from ..errors import DamagedCheckpointError
 from .buffers import PAGE, Buffer, aligned_empty, round_up
 from .bulk import check_extent, truncated
-from .direct import make_buffered, open_direct
+from .direct import make_buffered, open_direct, regular_size
 from .statuses import os_errors
 
 if TYPE_CHECKING:
@@ -42,15 +40,8 @@ class LocalDataReader:
         with os_errors(path, "open"):
             # Opening a pipe would wait for its other end for ever.
             descriptor = open_direct(path, os.O_RDONLY | os.O_NONBLOCK)
-            try:
-                status = os.fstat(descriptor)
-                if not stat.S_ISREG(status.st_mode):
-                    raise DamagedCheckpointError(f"{path} should be a data file, but is not a regular file")
-            except BaseException:
-                os.close(descriptor)
-                raise
+            self._size = regular_size(descriptor, path)
         self._descriptor = descriptor
-        self._size = status.st_size
 
     @property
     def size(self) -> int:

@@ -138,7 +138,7 @@ class KvStoreBackend:
             raise DamagedCheckpointError(f"{self.url(key)} is longer than the {limit} bytes it may have")
         return data or b""
 
-    def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:  # noqa: ARG002 - always atomic here
+    def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
         """Writes an object; stores replace objects in one step and answer when they are durable."""
         with self._statuses(key, "write"):
             self._store().write(key, bytes(data)).result()
@@ -253,7 +253,7 @@ class KvStoreBackend:
             yield
         except HoldfastError:
             raise
-        except (ValueError, NotImplementedError, OSError) as error:
+        except (ValueError, IndexError, RuntimeError, OSError) as error:
             raise map_status(error, self.url(key), action) from error
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import DamagedCheckpointError
 from .backend import Entry
+from .direct import regular_size
 from .direct_reader import LocalDataReader
 from .direct_writer import write_data_file
 from .statuses import os_errors
@@ -73,12 +74,10 @@ class LocalBackend:
         with os_errors(key, "read"):
             # Opening a pipe would wait for its other end for ever.
             descriptor = os.open(key, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            size = regular_size(descriptor, key)
             with open(descriptor, "rb", buffering=0) as file:
-                status = os.fstat(descriptor)
-                if not stat.S_ISREG(status.st_mode):
-                    raise DamagedCheckpointError(f"{key} should be a file, but is not a regular file")
-                if limit is not None and status.st_size > limit:
-                    raise DamagedCheckpointError(f"{key} has {status.st_size} bytes, more than the {limit} it may have")
+                if limit is not None and size > limit:
+                    raise DamagedCheckpointError(f"{key} has {size} bytes, more than the {limit} it may have")
                 return file.readall()
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
@@ -105,13 +104,13 @@ class LocalBackend:
 
     def make_directory(self, key: str, *, sync: bool) -> None:
         """Creates a directory and its parents; with ``sync``, the names of the new ones are durable."""
-        with os_errors(key, "create the directory"):
-            missing = []
-            path = key
-            while not os.path.isdir(path) and os.path.dirname(path) != path:
-                missing.append(path)
-                path = os.path.dirname(path)
-            for path in reversed(missing):
+        missing = []
+        path = key
+        while not os.path.isdir(path) and os.path.dirname(path) != path:
+            missing.append(path)
+            path = os.path.dirname(path)
+        for path in reversed(missing):
+            with os_errors(path, "create the directory"):
                 try:
                     os.mkdir(path)
                 except FileExistsError:  # Somebody else was faster, or it is a file.

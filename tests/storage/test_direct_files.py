@@ -1,0 +1,328 @@
+"""Bulk files on a disk: direct I/O, its fallbacks, and what happens when something breaks in the middle."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import subprocess
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from holdfast.engine.errors import DamagedCheckpointError, StorageError, StorageFullError
+from holdfast.engine.storage import Location, Segment, aligned_empty, as_location, direct_writer
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+MIB = 1 << 20
+SIZE = 11 * MIB + 123
+DATA = np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8)
+
+real_open, real_pwrite, real_preadv = os.open, os.pwrite, os.preadv
+
+
+def segments() -> list[Segment]:
+    def make(start: int, end: int) -> Segment:
+        return Segment(
+            start, end - start, lambda: (DATA[at : min(at + MIB // 2, end)] for at in range(start, end, MIB // 2))
+        )
+
+    return [make(start, min(start + 2 * MIB, SIZE)) for start in range(0, SIZE, 2 * MIB)]
+
+
+def is_direct(descriptor: int) -> bool:
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def assert_whole(place: Location) -> None:
+    assert place.path.stat().st_size == SIZE
+    with place.open_data() as reader:
+        assert np.array_equal(reader.read(0, SIZE), DATA)
+        assert np.array_equal(reader.read(SIZE - 5000, 5000), DATA[-5000:])
+
+
+def assert_nothing_left(place: Location) -> None:
+    assert not os.path.lexists(place.path)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast-write")]
+
+
+@pytest.fixture
+def place(tmp_path: pathlib.Path) -> Location:
+    return as_location(tmp_path) / "data"
+
+
+def test_a_disk_is_written_and_read_directly(place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        os.close(real_open(place.parent / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        pytest.skip("this file system has no direct I/O")
+    modes = []
+
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        modes.append(is_direct(descriptor))
+        return real_pwrite(descriptor, data, offset)
+
+    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+        modes.append(is_direct(descriptor))
+        return real_preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "preadv", preadv)
+    place.write_data(SIZE, segments())
+    assert_whole(place)
+    assert len(modes) > 6
+    assert all(modes)
+
+
+@pytest.mark.parametrize("creates", [False, True], ids=["refused", "refused-after-creating"])
+def test_direct_io_refused_at_open(place: Location, monkeypatch: pytest.MonkeyPatch, creates: bool) -> None:
+    def opens(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if flags & os.O_DIRECT:
+            if creates:
+                os.close(real_open(path, flags & ~os.O_DIRECT, *rest, **options))
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_open(path, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", opens)
+    place.write_data(SIZE, segments())
+    assert_whole(place)
+
+
+def test_direct_io_refused_at_the_first_block(place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        if is_direct(descriptor):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_pwrite(descriptor, data, offset)
+
+    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+        if is_direct(descriptor):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "preadv", preadv)
+    place.write_data(SIZE, segments())
+    assert_whole(place)
+
+
+def test_a_write_that_is_always_invalid(place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(StorageError, match="data: Invalid argument"):
+        place.write_data(SIZE, segments())
+    assert_nothing_left(place)
+
+
+@pytest.mark.parametrize("most", [4096, 3 * 4096, 100_001], ids=str)
+def test_writes_and_reads_that_stop_early(place: Location, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        return real_pwrite(descriptor, data[:most], offset)
+
+    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+        return real_preadv(descriptor, [buffer[:most] for buffer in buffers], offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "preadv", preadv)
+    place.write_data(SIZE, segments())
+    assert_whole(place)
+
+
+def test_a_full_disk_is_noticed_before_anything_is_computed(place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    def posix_fallocate(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def parts() -> Iterator[NDArray[np.uint8]]:
+        raise AssertionError("asked for data")
+
+    monkeypatch.setattr(direct_writer, "is_direct", lambda _: True)
+    monkeypatch.setattr(os, "posix_fallocate", posix_fallocate)
+    with pytest.raises(StorageFullError, match=r"data: No space left.*free some space"):
+        place.write_data(4096, [Segment(0, 4096, parts)])
+    assert_nothing_left(place)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+def test_space_cannot_be_reserved(place: Location, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def posix_fallocate(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", posix_fallocate)
+    place.write_data(SIZE, segments())
+    assert_whole(place)
+
+
+@pytest.mark.parametrize("good", [0, 1, 4])
+def test_a_disk_that_fills_up_in_the_middle(place: Location, monkeypatch: pytest.MonkeyPatch, good: int) -> None:
+    left = iter(range(good))
+
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real_pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(StorageFullError, match="data") as caught:
+        place.write_data(SIZE, segments())
+    assert caught.value.errno == errno.ENOSPC
+    assert_nothing_left(place)
+
+
+def test_a_really_full_disk(tmp_path: pathlib.Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("may not mount a file system")
+    try:
+        place = as_location(tmp_path) / "data"
+        with pytest.raises(StorageFullError, match="data"):
+            place.write_data(SIZE, segments())
+        assert_nothing_left(place)
+        with pytest.raises(StorageFullError, match="small"):
+            (place.parent / "small").write_bytes(bytes(8 * MIB))
+        assert place.parent.entries() == []
+        (place.parent / "small").write_bytes(b"fits")
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=["interrupt", "exit"])
+def test_an_interrupt_stops_everything(place: Location, error: BaseException) -> None:
+    def parts() -> Iterator[NDArray[np.uint8]]:
+        yield DATA[:MIB]
+        raise error
+
+    with pytest.raises(type(error)):
+        place.write_data(SIZE, [*segments()[:4], Segment(8 * MIB, 2 * MIB, parts)])
+    assert_nothing_left(place)
+
+
+def test_an_interrupt_while_waiting_for_the_others(place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupts = iter([KeyboardInterrupt()])
+    real_join = threading.Thread.join
+
+    def join(thread: threading.Thread, timeout: float | None = None) -> None:
+        for interrupt in interrupts:
+            raise interrupt
+        real_join(thread, timeout)
+
+    waiting = threading.Event()
+    main = threading.current_thread()
+
+    def parts() -> Iterator[NDArray[np.uint8]]:
+        if threading.current_thread() is not main:
+            waiting.wait(0.2)
+        yield DATA[: 2 * MIB]
+
+    monkeypatch.setattr(threading.Thread, "join", join)
+    with pytest.raises(KeyboardInterrupt):
+        place.write_data(8 * MIB, [Segment(at, 2 * MIB, parts) for at in range(0, 8 * MIB, 2 * MIB)])
+    assert_nothing_left(place)
+
+
+def test_no_thread_can_be_started(place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start"):
+            place.write_data(SIZE, segments())
+    assert_nothing_left(place)
+
+
+def test_several_threads_write_within_bounded_memory(place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(direct_writer.THREADS)
+    sizes: list[int] = []
+
+    def counted(nbytes: int) -> NDArray[np.uint8]:
+        sizes.append(nbytes)
+        return aligned_empty(nbytes)
+
+    def parts() -> Iterator[NDArray[np.uint8]]:
+        together.wait(20)  # Breaks unless every thread has a segment at the same time.
+        yield from (DATA[:MIB] for _ in range(8))
+
+    monkeypatch.setattr(direct_writer, "aligned_empty", counted)
+    count = direct_writer.THREADS
+    place.write_data(count * 8 * MIB, [Segment(number * 8 * MIB, 8 * MIB, parts) for number in range(count)])
+    assert len(sizes) == count
+    assert sum(sizes) < 64 * MIB
+
+
+def test_small_files_take_one_thread_and_little_memory(place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def counted(nbytes: int) -> NDArray[np.uint8]:
+        sizes.append(nbytes)
+        return aligned_empty(nbytes)
+
+    def parts() -> Iterator[NDArray[np.uint8]]:
+        assert threading.current_thread() is caller
+        yield DATA[:5000]
+
+    monkeypatch.setattr(direct_writer, "aligned_empty", counted)
+    caller = threading.current_thread()
+    place.write_data(5000, [Segment(0, 5000, parts)])
+    assert sizes == [8192]
+
+
+def test_one_error_stops_the_other_threads(place: Location) -> None:
+    together = threading.Barrier(2)
+    taken = []
+
+    def fails() -> Iterator[NDArray[np.uint8]]:
+        together.wait(20)
+        raise LookupError("no such leaf")
+        yield DATA  # Makes this a generator.
+
+    def long() -> Iterator[NDArray[np.uint8]]:
+        together.wait(20)
+        for at in range(0, 8 * MIB, 64):
+            taken.append(at)
+            yield DATA[at : at + 64]
+
+    with pytest.raises(LookupError, match="no such leaf"):
+        place.write_data(16 * MIB, [Segment(0, 4096, fails), Segment(8 * MIB, 8 * MIB, long)])
+    assert len(taken) < 8 * MIB // 64
+    assert_nothing_left(place)
+
+
+def test_a_file_that_shrinks_while_it_is_open(place: Location) -> None:
+    place.write_data(SIZE, segments())
+    with place.open_data() as reader:
+        os.truncate(place, 5 * MIB + 7)
+        assert np.array_equal(reader.read(MIB, 4 * MIB), DATA[MIB : 5 * MIB])
+        with pytest.raises(DamagedCheckpointError, match=rf"data .*expected {2 * MIB} bytes .* {5 * MIB + 7} bytes"):
+            reader.read(4 * MIB, 2 * MIB)
+
+
+def test_a_closed_reader(place: Location) -> None:
+    place.write_data(100, [Segment(0, 100, lambda: iter([DATA[:100]]))])
+    reader = place.open_data()
+    reader.close()
+    reader.close()
+    with pytest.raises(StorageError, match="data"):
+        reader.read(0, 100)
+
+
+def test_no_descriptor_is_left_open(place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    place.write_data(100, [Segment(0, 100, lambda: iter([DATA[:100]]))])
+    place.open_data().close()
+    with contextlib.suppress(ValueError):
+        place.write_data(100, [Segment(0, 100, lambda: iter([DATA[:99]]))])
+    os.mkdir(place)
+    with contextlib.suppress(DamagedCheckpointError):
+        place.open_data()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,146 @@
+"""Locations as values: parsing, joining, comparing."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pathlib
+import pickle
+
+import pytest
+
+from holdfast.engine.errors import InvalidLocationError
+from holdfast.engine.storage import Location, as_location
+
+
+@pytest.mark.parametrize(
+    ("text", "url", "name", "parent"),
+    [
+        ("/runs/x", "/runs/x", "x", "/runs"),
+        ("/runs//x/", "/runs/x", "x", "/runs"),
+        ("/runs/y/../x", "/runs/x", "x", "/runs"),
+        ("/", "/", "", "/"),
+        ("/a%20b/c d", "/a%20b/c d", "c d", "/a%20b"),
+        ("/odd://name", "/odd:/name", "name", "/odd:"),
+        ("file:///runs/x", "/runs/x", "x", "/runs"),
+        ("file:///a%20b/c%25d", "/a b/c%d", "c%d", "/a b"),
+        ("FILE:///runs", "/runs", "runs", "/"),
+        ("memory://x", "memory://x", "x", "memory://"),
+        ("memory://", "memory://", "", "memory://"),
+        ("memory://x//y/", "memory://x/y", "y", "memory://x"),
+        ("memory://a b/%C3%A9", "memory://a%20b/%C3%A9", "é", "memory://a%20b"),
+        ("memory://a%2520b", "memory://a%2520b", "a%20b", "memory://"),
+        ("s3://bucket/runs/x", "s3://bucket/runs/x", "x", "s3://bucket/runs"),
+        ("s3://bucket/", "s3://bucket", "", "s3://bucket"),
+        ("s3://bucket", "s3://bucket", "", "s3://bucket"),
+        ("gs://bucket/x", "gs://bucket/x", "x", "gs://bucket"),
+    ],
+)
+def test_parsing(text: str, url: str, name: str, parent: str) -> None:
+    place = as_location(text)
+    assert (place.url, place.name, place.parent.url) == (url, name, parent)
+    assert str(place) == url
+    assert repr(place) == f"Location({url!r})"
+    assert as_location(place.url) == place
+    assert as_location(place) is place
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected a path"),
+        ("a\0b", "not a location"),
+        ("memory://a%00b", "NUL"),
+        ("http://host/x", "unknown scheme, 'http'"),
+        ("gcs://bucket/x", "unknown scheme"),
+        ("file://host/x", "absolute path"),
+        ("file://relative", "absolute path"),
+        ("s3://", "names no bucket"),
+        ("gs:///x", "names no bucket"),
+        ("s3:/bucket/x", "lost a slash"),
+        ("memory:/x", "lost a slash"),
+        ("memory://a/../b", "'..'"),
+        ("memory://a/%2E%2E/b", "'..'"),
+        ("s3://bucket/x?versionId=1", "%3F"),
+        ("s3://bucket/x#y", "%23"),
+        ("memory://x|ocdbt:", "%7C"),
+    ],
+)
+def test_what_is_not_a_location(text: str, message: str) -> None:
+    with pytest.raises(InvalidLocationError, match=message) as caught:
+        as_location(text)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_relative_paths_count_from_here(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = as_location("runs/x")
+    assert place == as_location(tmp_path / "runs" / "x")
+    monkeypatch.chdir("/")
+    assert place.url == str(tmp_path / "runs" / "x")
+
+
+def test_a_tilde_is_an_ordinary_name(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert as_location("~/x").path == tmp_path / "~" / "x"
+
+
+@pytest.mark.parametrize("root", ["/", "/runs", "memory://", "memory://runs", "s3://bucket", "s3://bucket/runs"])
+def test_joining(root: str) -> None:
+    place = as_location(root)
+    assert (place / "a b" / "c").url == (place / "a b/c").url
+    assert (place / "a").parent == place
+    assert (place / "a").name == "a"
+    assert (place / "a%20b").name == "a%20b"
+    assert as_location((place / "a%20b|?").url) == place / "a%20b|?"
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "/a", "a/", "a//b", "a/../b", "../a", "a/.", "a\0b"])
+@pytest.mark.parametrize("root", ["/runs", "memory://runs"])
+def test_joining_stays_inside(root: str, name: str) -> None:
+    with pytest.raises(InvalidLocationError, match="runs"):
+        as_location(root) / name
+
+
+def test_equality_and_hash() -> None:
+    assert len({as_location("/a"), as_location("file:///a"), as_location("/a/")}) == 1
+    assert len({as_location("memory://a"), as_location("memory://") / "a"}) == 1
+    different = ["/a", "memory://a", "s3://bucket/a", "s3://other/a", "gs://bucket/a", "/b"]
+    assert len({as_location(text) for text in different}) == len(different)
+    assert as_location("/a") != "/a"
+
+
+@pytest.mark.parametrize("text", ["/runs/a b", "memory://runs/a%20b", "s3://bucket/x"])
+def test_copies_are_equal(text: str) -> None:
+    place = as_location(text)
+    assert pickle.loads(pickle.dumps(place)) == place
+    assert copy.deepcopy(place) == place
+
+
+def test_locations_are_immutable() -> None:
+    with pytest.raises(AttributeError, match="immutable"):
+        as_location("/a").name = "b"  # type: ignore[misc]  # That is what the test is about.
+
+
+def test_local_locations_are_paths(tmp_path: pathlib.Path) -> None:
+    place: Location = as_location(tmp_path) / "file"
+    place.write_bytes(b"content")
+    assert place.is_local
+    assert place.path == tmp_path / "file"
+    assert os.fspath(place) == str(tmp_path / "file")
+    with open(place, "rb") as file:
+        assert file.read() == b"content"
+
+
+@pytest.mark.parametrize("text", ["memory://x", "s3://bucket/x"])
+def test_other_locations_are_not(text: str) -> None:
+    place = as_location(text)
+    assert not place.is_local
+    for attempt in (lambda: os.fspath(place), lambda: place.path):
+        with pytest.raises(TypeError, match=f"{text} is not a path"):
+            attempt()
+
+
+def test_bytes_are_not_a_place() -> None:
+    with pytest.raises(InvalidLocationError):
+        as_location(os.fsencode("/x"))  # type: ignore[arg-type]  # That is what the test is about.

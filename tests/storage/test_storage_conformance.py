@@ -1,0 +1,363 @@
+"""What every backend promises, run for each of them."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import tempfile
+import threading
+import uuid
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from holdfast.engine.errors import (
+    DamagedCheckpointError,
+    InvalidLocationError,
+    ObjectNotFoundError,
+    StorageError,
+)
+from holdfast.engine.storage import Buffer, Location, Segment, as_location
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+MIB = 1 << 20
+SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.differing_executors]  # One file serves all examples.
+NAMES = [
+    "plain",
+    "two words",
+    "100%",
+    "%20",
+    "é ü 漢字",
+    "a.b-c_d~e",
+    "q?m#p|e",
+    "quote'\"",
+    "🙂",
+    "-rf",
+    "back\\slash",
+]
+
+
+def noise(size: int, seed: int = 0) -> NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+
+
+def segment(offset: int, data: NDArray[np.uint8], part: int = MIB) -> Segment:
+    def parts() -> Iterator[NDArray[np.uint8]]:
+        for start in range(0, data.size, part):
+            yield data[start : start + part]
+
+    return Segment(offset, data.size, parts)
+
+
+class BackendConformance:
+    """Subclasses give a ``root``: a location that does not exist yet and is cleared away afterwards."""
+
+    @pytest.fixture
+    def folder(self, root: Location) -> Location:
+        root.make_directory()
+        return root
+
+    def test_a_missing_place_is_empty(self, root: Location) -> None:
+        assert not root.exists()
+        assert not root.is_directory()
+        assert root.entries() == []
+        root.remove()
+        root.remove_tree()
+
+    @pytest.mark.parametrize("atomic", [True, False], ids=["atomic", "plain"])
+    @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 40], ids=["empty", "one", "many"])
+    def test_bytes_come_back(self, folder: Location, data: bytes, atomic: bool) -> None:
+        place = folder / "object"
+        place.write_bytes(data, atomic=atomic)
+        assert place.read_bytes() == data
+        assert place.read_bytes(limit=len(data)) == data
+        assert place.exists()
+        assert not place.is_directory()
+
+    @pytest.mark.parametrize("atomic", [True, False], ids=["atomic", "plain"])
+    def test_writing_replaces(self, folder: Location, atomic: bool) -> None:
+        place = folder / "object"
+        place.write_bytes(b"a longer first version")
+        place.write_bytes(b"second", atomic=atomic)
+        assert place.read_bytes() == b"second"
+        assert [entry.name for entry in folder.entries()] == ["object"]
+
+    def test_a_missing_object_has_a_clear_error(self, folder: Location) -> None:
+        for limit in (None, 9):
+            with pytest.raises(ObjectNotFoundError, match=r"no(%20| )such") as caught:
+                (folder / "no such").read_bytes(limit)
+            assert isinstance(caught.value, FileNotFoundError)
+
+    def test_too_long_objects_are_refused(self, folder: Location) -> None:
+        (folder / "object").write_bytes(bytes(100))
+        with pytest.raises(DamagedCheckpointError, match=r"object .*99"):
+            (folder / "object").read_bytes(limit=99)
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_names(self, folder: Location, name: str) -> None:
+        (folder / name / name).parent.make_directory()
+        (folder / name / name).write_bytes(name.encode())
+        assert [entry.name for entry in folder.entries()] == [name]
+        assert folder.entries()[0].is_directory
+        assert [entry.name for entry in (folder / name).entries()] == [name]
+        assert as_location((folder / name / name).url).read_bytes() == name.encode()
+        (folder / name).rename("renamed")
+        assert (folder / "renamed" / name).read_bytes() == name.encode()
+        (folder / "renamed").remove_tree()
+        assert folder.entries() == []
+
+    def test_entries_are_sorted_and_hide_locks(self, folder: Location) -> None:
+        (folder / "b" / "deep").make_directory()
+        (folder / "b" / "deep" / "file").write_bytes(b"1")
+        for name in ("c", "a", "a.__lock", "10", "9"):
+            (folder / name).write_bytes(b"123")
+        listed = [(entry.name, entry.is_directory) for entry in folder.entries()]
+        assert listed == [("10", False), ("9", False), ("a", False), ("b", True), ("c", False)]
+        assert {entry.size for entry in folder.entries() if not entry.is_directory} <= {3, None}
+        assert next(entry for entry in folder.entries() if entry.is_directory).size is None
+
+    def test_a_name_that_begins_alike_is_not_inside(self, folder: Location) -> None:
+        (folder / "step").make_directory()
+        (folder / "step" / "file").write_bytes(b"inside")
+        (folder / "step0").write_bytes(b"outside")
+        (folder / "step-1").write_bytes(b"outside")
+        assert [entry.name for entry in (folder / "step").entries()] == ["file"]
+        (folder / "step").remove_tree()
+        assert [entry.name for entry in folder.entries()] == ["step-1", "step0"]
+
+    def test_make_directory_twice(self, root: Location) -> None:
+        (root / "a" / "b").make_directory()
+        (root / "a" / "b").make_directory(sync=False)
+        (root / "a" / "b" / "file").write_bytes(b"")
+        (root / "a" / "b").sync_directory()
+        assert (root / "a").is_directory()
+        assert (root / "a").exists()
+
+    def test_rename_a_file(self, folder: Location) -> None:
+        (folder / "old").write_bytes(b"content")
+        (folder / "new").write_bytes(b"replaced")
+        assert (folder / "old").rename("new") == folder / "new"
+        assert (folder / "new").read_bytes() == b"content"
+        assert not (folder / "old").exists()
+
+    def test_rename_a_directory(self, folder: Location) -> None:
+        (folder / "old" / "inside").make_directory()
+        (folder / "old" / "inside" / "file").write_bytes(b"content")
+        (folder / "old.not").write_bytes(b"other")
+        (folder / "old").rename("new")
+        assert (folder / "new" / "inside" / "file").read_bytes() == b"content"
+        assert [entry.name for entry in folder.entries()] == ["new", "old.not"]
+
+    def test_rename_nothing(self, folder: Location) -> None:
+        with pytest.raises(ObjectNotFoundError, match="nothing-here"):
+            (folder / "nothing-here").rename("new")
+
+    def test_rename_stays_in_the_directory(self, folder: Location) -> None:
+        (folder / "old").write_bytes(b"content")
+        for name in ("../new", "a/b", "", "..", "/new"):
+            with pytest.raises(InvalidLocationError):
+                (folder / "old").rename(name)
+        assert (folder / "old").read_bytes() == b"content"
+
+    def test_remove(self, folder: Location) -> None:
+        (folder / "file").write_bytes(b"1")
+        (folder / "file").remove()
+        (folder / "file").remove()
+        assert not (folder / "file").exists()
+
+    def test_remove_tree(self, folder: Location) -> None:
+        for name in ("x/1", "x/y/2", "x/y/z/3", "kept"):
+            (folder / name).parent.make_directory()
+            (folder / name).write_bytes(b"1")
+        (folder / "x").remove_tree(last="1")
+        (folder / "x").remove_tree()
+        assert [entry.name for entry in folder.entries()] == ["kept"]
+        (folder / "kept").remove_tree()
+        assert folder.entries() == []
+
+    @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 3 * MIB + 5], ids=str)
+    def test_data_of_one_segment(self, folder: Location, size: int) -> None:
+        data = noise(size)
+        (folder / "data").write_data(size, [segment(0, data)])
+        with (folder / "data").open_data() as reader:
+            assert reader.size == size
+            assert np.array_equal(reader.read(0, size), data)
+        assert (folder / "data").read_bytes() == data.tobytes()
+
+    def test_data_with_gaps_and_tails(self, folder: Location) -> None:
+        pieces = {4096: noise(5000, 1), 16384: noise(9 * MIB + 17, 2), 10 * MIB: noise(0), 12 * MIB: noise(4096, 3)}
+        size = 13 * MIB + 3
+        expected = np.zeros(size, np.uint8)
+        for offset, data in pieces.items():
+            expected[offset : offset + data.size] = data
+        (folder / "data").write_data(size, [segment(offset, data, 300_000) for offset, data in pieces.items()])
+        with (folder / "data").open_data() as reader:
+            assert reader.size == size
+            assert np.array_equal(reader.read(0, size), expected)
+
+    def test_data_replaces(self, folder: Location) -> None:
+        (folder / "data").write_data(9000, [segment(0, noise(9000))])
+        with (folder / "data").open_data() as reader:
+            (folder / "data").write_data(100, [segment(0, noise(100, 5))])
+            assert reader.size in (9000, 100)
+        assert (folder / "data").read_bytes() == noise(100, 5).tobytes()
+
+    def test_memory_of_a_part_may_be_reused(self, folder: Location) -> None:
+        scratch = np.empty(1000, np.uint8)
+
+        def parts() -> Iterator[NDArray[np.uint8]]:
+            for value in range(20):
+                scratch[:] = value
+                yield scratch
+
+        (folder / "data").write_data(20_000, [Segment(0, 20_000, parts)])
+        assert (folder / "data").read_bytes() == bytes(value for value in range(20) for _ in range(1000))
+
+    def test_read_only_and_empty_parts(self, folder: Location) -> None:
+        data = noise(5000)
+        data.flags.writeable = False
+        parts = [data[:0], data[:10], data[10:10], data[10:]]
+        (folder / "data").write_data(5000, [Segment(0, 5000, lambda: iter(parts))])
+        assert (folder / "data").read_bytes() == data.tobytes()
+
+    def test_many_segments_run_once_each(self, folder: Location) -> None:
+        runs: list[int] = []
+
+        def make(number: int) -> Segment:
+            def parts() -> Iterator[NDArray[np.uint8]]:
+                runs.append(number)
+                yield np.full(4096, number, np.uint8)
+
+            return Segment(number * 4096, 4096, parts)
+
+        (folder / "data").write_data(64 * 4096, [make(number) for number in range(64)])
+        assert sorted(runs) == list(range(64))
+        assert (folder / "data").read_bytes() == bytes(number for number in range(64) for _ in range(4096))
+
+    @pytest.mark.parametrize(
+        ("size", "segments"),
+        [
+            (4096, [(100, 10)]),
+            (100, [(0, 101)]),
+            (20_000, [(0, 4097), (4096, 10)]),
+            (20_000, [(8192, 10), (4096, 10)]),
+            (20_000, [(-4096, 10)]),
+        ],
+        ids=["unaligned", "too-long", "overlap", "order", "negative"],
+    )
+    def test_segments_that_do_not_fit(self, folder: Location, size: int, segments: list[tuple[int, int]]) -> None:
+        with pytest.raises(ValueError, match="segment"):
+            (folder / "data").write_data(size, [segment(offset, noise(length)) for offset, length in segments])
+        assert not (folder / "data").exists()
+
+    @pytest.mark.parametrize("length", [0, 10, 9_999, 10_001, 30_000, 6 * MIB], ids=str)
+    def test_parts_of_another_length(self, folder: Location, length: int) -> None:
+        wrong = Segment(4096, 10_000, lambda: iter([noise(length)]))
+        good = [segment(0, noise(100)), segment(40_960, noise(100))]
+        with pytest.raises(ValueError, match=r"offset 4096 should have 10000 bytes"):
+            (folder / "data").write_data(50_000, [good[0], wrong, good[1]])
+        assert not (folder / "data").exists()
+
+    def test_an_error_in_a_part_is_passed_on(self, folder: Location) -> None:
+        def parts() -> Iterator[NDArray[np.uint8]]:
+            yield noise(10)
+            raise KeyError("the leaf is gone")
+
+        others = [segment(number * MIB, noise(MIB)) for number in range(8)]
+        with pytest.raises(KeyError, match="the leaf is gone"):
+            (folder / "data").write_data(9 * MIB, [*others, Segment(8 * MIB, 20, parts)])
+        assert folder.entries() == []
+
+    def test_reading_past_the_end(self, folder: Location) -> None:
+        (folder / "data").write_data(10_000, [segment(0, noise(10_000))])
+        with (folder / "data").open_data() as reader:
+            for offset, length in ((0, 10_001), (9_999, 2), (10_000, 1), (1 << 62, 8), (0, 1 << 62), (-1, 5), (5, -1)):
+                with pytest.raises(DamagedCheckpointError, match=r"data .*10000 bytes"):
+                    reader.read(offset, length)
+
+    def test_open_data_of_nothing(self, folder: Location) -> None:
+        with pytest.raises(ObjectNotFoundError, match="absent"):
+            (folder / "absent").open_data()
+
+    @settings(deadline=None, max_examples=15, suppress_health_check=SHARED)
+    @given(extents=st.lists(st.tuples(st.integers(0, 2 * MIB), st.integers(0, MIB)), max_size=6))
+    def test_any_extent(self, folder: Location, extents: list[tuple[int, int]]) -> None:
+        data = noise(3 * MIB)
+        if not (folder / "data").exists():
+            (folder / "data").write_data(data.size, [segment(0, data)])
+        buffer = Buffer()
+        with (folder / "data").open_data() as reader:
+            for offset, length in extents:
+                fresh = reader.read(offset, length)
+                assert np.array_equal(fresh, data[offset : offset + length])
+                assert np.array_equal(reader.read(offset, length, buffer), fresh)
+
+    def test_fresh_memory_outlives_the_reader(self, folder: Location) -> None:
+        data = noise(5 * MIB)
+        (folder / "data").write_data(data.size, [segment(0, data)])
+        with (folder / "data").open_data() as reader:
+            array = reader.read(64, 4 * MIB)
+        (folder / "data").remove()
+        assert array.flags.writeable
+        assert array.ctypes.data % 64 == 0
+        array[0] ^= 255
+        assert np.array_equal(array[1:], data[65 : 64 + 4 * MIB])
+
+    def test_concurrent_reads(self, folder: Location) -> None:
+        data = noise(8 * MIB)
+        (folder / "data").write_data(data.size, [segment(0, data)])
+        wrong: list[int] = []
+
+        def work(seed: int) -> None:
+            random, buffer = np.random.default_rng(seed), Buffer(MIB)
+            for turn in range(12):
+                offset = int(random.integers(0, 7 * MIB))
+                found = reader.read(offset, MIB, buffer if turn % 2 else None)
+                if not np.array_equal(found, data[offset : offset + MIB]):
+                    wrong.append(offset)
+
+        with (folder / "data").open_data() as reader:
+            threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert wrong == []
+
+    def test_errors_are_storage_errors(self, folder: Location) -> None:
+        (folder / "file").write_bytes(b"1")
+        assert issubclass(ObjectNotFoundError, StorageError)
+        with pytest.raises(ObjectNotFoundError):
+            (folder / "file" / "below").read_bytes()
+        assert (folder / "file" / "below").exists() is False
+
+
+class TestLocalDisk(BackendConformance):
+    @pytest.fixture
+    def root(self, tmp_path: pathlib.Path) -> Location:
+        return as_location(tmp_path / "some where")
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs /dev/shm")
+class TestTmpfs(BackendConformance):
+    @pytest.fixture
+    def root(self) -> Iterator[Location]:
+        folder = tempfile.mkdtemp(prefix="holdfast-", dir="/dev/shm")
+        yield as_location(folder) / "root"
+        shutil.rmtree(folder)
+
+
+class TestMemory(BackendConformance):
+    @pytest.fixture
+    def root(self) -> Iterator[Location]:
+        place = as_location(f"memory://{uuid.uuid4().hex}/some%20where")
+        yield place
+        place.parent.remove_tree()
