@@ -450,7 +450,7 @@ class CheckpointManager:
                 listener(report)
         except Exception as error:
             raise SaveFailedError(
-                f"step {step} of {self.directory} is saved, but a listener or best_fn failed after that: {error!r}",
+                f"step {step} of {self.directory} is saved, but a listener or best_fn failed then: {error!r}",
                 step,
             ) from error
 
