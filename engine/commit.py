@@ -147,10 +147,10 @@ class PendingCheckpoint:
             self._take_back()
             raise
         with _leftover(self.location):
-            (self.location / PARTIAL).remove()
-            (self.location / DELETED).remove()
             for folder in replaced:
                 (self.location / folder).remove_tree()
+            (self.location / DELETED).remove()
+            (self.location / PARTIAL).remove()  # last: it tells the next run that something may be left
 
     def _take_back(self) -> None:
         """Undoes a commit that failed half-way: the record was renamed, and making its name durable failed."""
