@@ -19,7 +19,13 @@ import numpy as np
 from .. import load
 from .status import DONE, FAILED, PREEMPTED
 
-CONFIG = "flax_digits"
+RECIPE = (
+    "run",
+    "flax_digits",
+    "train.steps=6000",
+    "checkpoint.save_interval_steps=500",
+    "logging.interval_steps=1000",
+)
 _PROGRESS = re.compile(r"step (\d+) of (\d+)")
 
 
@@ -42,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _demonstrate(directory: str) -> int:
     stopped, whole = (os.path.join(directory, name) for name in ("preempted", "uninterrupted"))
-    command = ["run", CONFIG, f"run_dir={stopped}"]
+    command = [*RECIPE, f"run_dir={stopped}"]
 
     _say("A training run. Half-way, the machine is taken away: SIGTERM.")
     status = _holdfast(command, preempt=True)
@@ -54,7 +60,7 @@ def _demonstrate(directory: str) -> int:
         return _fail(f"expected exit status {DONE}, found {status}")
 
     _say("For comparison, the same run without an interruption:")
-    if _holdfast(["run", CONFIG, f"run_dir={whole}"]) != DONE:
+    if _holdfast([*RECIPE, f"run_dir={whole}"]) != DONE:
         return _fail("the run failed")
     _say("Do both end with the same bits?")
     if not _same(stopped, whole):

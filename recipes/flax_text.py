@@ -34,10 +34,12 @@ class Block(nnx.Module):
         self.contract = nnx.Linear(4 * model.width, model.width, rngs=rngs)
         self.dropout = nnx.Dropout(model.dropout, rngs=rngs)
 
-    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, mask: jax.Array, training: bool) -> jax.Array:
         """Returns float32[batch, context, width], as `x` is."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), mask=mask))
-        return x + self.dropout(self.contract(nnx.gelu(self.expand(self.feed_forward_norm(x)))))
+        attended = self.attention(self.attention_norm(x), mask=mask)
+        x = x + self.dropout(attended, deterministic=not training)
+        expanded = nnx.gelu(self.expand(self.feed_forward_norm(x)))
+        return x + self.dropout(self.contract(expanded), deterministic=not training)
 
 
 class Transformer(nnx.Module):
@@ -57,26 +59,26 @@ class Transformer(nnx.Module):
         self.norm = nnx.LayerNorm(model.width, rngs=rngs)
         self.logits = nnx.Linear(model.width, characters, rngs=rngs)
 
-    def __call__(self, characters: jax.Array) -> jax.Array:
+    def __call__(self, characters: jax.Array, training: bool) -> jax.Array:
         """Returns float32[batch, context, alphabet], the logits after each of int32[batch, context] characters."""
         x = self.tokens(characters) + self.positions(jnp.arange(characters.shape[1]))
         mask = nnx.make_causal_mask(characters)
         for block in self.blocks:
-            x = block(x, mask)
+            x = block(x, mask, training)
         return self.logits(self.norm(x))
 
 
-def loss_of(model: Transformer, batch: jax.Array) -> jax.Array:
+def loss_of(model: Transformer, batch: jax.Array, training: bool) -> jax.Array:
     """Returns the mean cross-entropy of the next character, in nats, over int32[batch, context + 1] windows."""
-    losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(model(batch[:, :-1]), batch[:, 1:])
+    logits = model(batch[:, :-1], training)
+    losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
     return losses.mean()
 
 
 @nnx.jit
 def train_step(model: Transformer, optimizer: nnx.Optimizer[Transformer], batch: jax.Array) -> dict[str, jax.Array]:
     """Does one update, in place."""
-    model.train()
-    loss, gradients = nnx.value_and_grad(loss_of)(model, batch)
+    loss, gradients = nnx.value_and_grad(loss_of)(model, batch, training=True)
     optimizer.update(model, gradients)
     return {"loss": loss}
 
@@ -84,8 +86,7 @@ def train_step(model: Transformer, optimizer: nnx.Optimizer[Transformer], batch:
 @nnx.jit
 def evaluate(model: Transformer, batch: jax.Array) -> dict[str, jax.Array]:
     """Returns the loss on windows held back."""
-    model.eval()
-    return {"val_loss": loss_of(model, batch)}
+    return {"val_loss": loss_of(model, batch, training=False)}
 
 
 def run(config: FlaxText, context: RunContext) -> Outcome:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,13 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from ..integrations.lightning import CheckpointCallback
+from ..integrations.lightning import CheckpointCallback, Preempted
 from .context import Outcome, RunContext
 from .digits import CLASSES, Images, split_digits
 from .progress import Progress
-from .schema import LightningDigits, Schedule
+from .schema import LightningDigits, Schedule, TrainSection
 
 Batch = tuple[Tensor, Tensor]
+# Lightning is published as two packages of the same code, and the one imported last speaks for both.
+TALKATIVE = ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch_lightning")
 
 
 class Classifier(LightningModule):
@@ -78,22 +84,27 @@ class Report(Callback):
 
     Args:
         context: Where the progress goes.
-        total: Updates in all.
+        train: How long to train, and when to validate.
     """
 
-    def __init__(self, context: RunContext, total: int) -> None:
+    def __init__(self, context: RunContext, train: TrainSection) -> None:
         self.context = context
-        self.total = total
+        self.train = train
         self.start = 0
         self.progress: Progress | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins the report."""
         self.start = trainer.global_step
-        self.progress = self.context.progress(self.start, self.total)
+        self.progress = self.context.progress(self.start, self.train.steps)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Reports an update."""
+        """Reports an update, unless a validation comes first."""
+        if self.progress is not None and trainer.global_step % self.train.eval_interval_steps:
+            self.progress.update(trainer.global_step, trainer.callback_metrics)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Reports an update with what the validation has found."""
         if self.progress is not None:
             self.progress.update(trainer.global_step, trainer.callback_metrics)
 
@@ -109,29 +120,51 @@ def loader(images: Images, batch_size: int, *, training: bool) -> DataLoader[Any
     return DataLoader(dataset, batch_size, shuffle=training, drop_last=training)
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Leaves out what Lightning says about itself."""
+    levels = {log: log.level for log in map(logging.getLogger, TALKATIVE)}
+    for log in levels:
+        log.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)
+            warnings.filterwarnings("ignore", r".*does not have many workers")
+            yield
+    finally:
+        for log, level in levels.items():
+            log.setLevel(level)
+
+
 def run(config: LightningDigits, context: RunContext) -> Outcome:
     """Trains from the newest checkpoint, or from the beginning."""
     total = config.train.steps
+    # A model as small as this gains nothing from more, and a single thread adds up in the same order everywhere.
+    torch.set_num_threads(1)
     seed_everything(config.seed, verbose=False)
     training, validation = split_digits(config.data.validation_fraction, config.seed)
-    report = Report(context, total)
     checkpoint = CheckpointCallback(context.checkpoints, **context.callback_arguments)
-    trainer = Trainer(
-        max_steps=total,
-        max_epochs=-1,
-        val_check_interval=config.train.eval_interval_steps,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        devices=1,
-        callbacks=[checkpoint, report],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=context.run_dir,
-    )
-    trainer.fit(
-        Classifier(config),
-        loader(training, config.data.batch_size, training=True),
-        loader(validation, len(validation.labels), training=False),
-    )
-    return Outcome(start=report.start, step=trainer.global_step, preempted=trainer.received_sigterm)
+    report = Report(context, config.train)
+    with quiet():
+        trainer = Trainer(
+            max_steps=total,
+            max_epochs=-1,
+            val_check_interval=config.train.eval_interval_steps,
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            devices=1,
+            callbacks=[checkpoint, report],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=context.run_dir,
+        )
+        try:
+            trainer.fit(
+                Classifier(config),
+                loader(training, config.data.batch_size, training=True),
+                loader(validation, len(validation.labels), training=False),
+            )
+        except Preempted:
+            return Outcome(start=report.start, step=trainer.global_step, preempted=trainer.global_step < total)
+    return Outcome(start=report.start, step=trainer.global_step, preempted=False)

@@ -57,7 +57,13 @@ class Progress:
             now = time.monotonic()
             rate = (step - self._reported) / max(now - self._reported_at, 1e-9)
             self._reported, self._reported_at = step, now
-            logger.info("step %d of %d: %s (%.3g steps/s)", step, self._total, _written(metrics), rate)
+            logger.info(
+                "step %d of %d: %s (%s steps/s)",
+                step,
+                self._total,
+                _written(metrics),
+                f"{rate:.{0 if rate >= 10 else 1}f}",
+            )
 
     def close(self) -> None:
         """Leaves the bar as it is, so that lines can follow it."""

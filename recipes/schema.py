@@ -92,7 +92,7 @@ class TrainSection(Section):
     steps: Count = 1000
     """Optimizer updates in all; may be raised later to train a finished run on."""
     eval_interval_steps: Count = 100
-    """Evaluate every so many steps, and at the end."""
+    """Evaluate every so many steps; the Flax recipes do it at the end as well."""
 
 
 class LoggingSection(Section):

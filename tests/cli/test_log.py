@@ -1,20 +1,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 
 from holdfast.cli.log import configure_logging
-
-
-@pytest.fixture(autouse=True)
-def _as_it_was() -> Iterator[None]:
-    logger = logging.getLogger("holdfast")
-    before = logger.handlers[:], logger.level, logger.propagate
-    yield
-    logger.handlers[:], logger.propagate = before[0], before[2]
-    logger.setLevel(before[1])
 
 
 def test_lines_go_to_standard_output_and_warnings_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Makes a run directory with three checkpoints of two items."""
+    run = tmp_path_factory.mktemp("saved") / "run"
+    checkpointers = {
+        "state": hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()),
+        "config": hf.Checkpointer(hf.JsonCheckpointHandler()),
+    }
+    options = hf.CheckpointManagerOptions(max_to_keep=2, best_fn="loss", best_mode="min", keep_period=20)
+    with hf.CheckpointManager(run / "checkpoints", checkpointers, options) as manager:
+        for step, loss in ((10, 0.5), (20, 2.0), (30, 1.0)):
+            tree = {"params": {"[kernel]": np.full((3, 4), step, np.float32)}, "name": "x", "step": step}
+            manager.save(step, {"state": tree, "config": {"a": 1}}, metrics={"loss": loss, "nan": float("nan")})
+    return run
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
+    found = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    assert (found, captured.err) == (status, "")
+    return captured.out
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: object, status: int) -> str:
+    found = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    assert (found, captured.out) == (status, "")
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+def flip_a_bit(run: Path, step: int) -> None:
+    """Damages the data of a step, leaving the sizes of all files as they are."""
+    files = [path for path in (run / "checkpoints" / str(step) / "state" / "d").iterdir() if path.name != "index"]
+    data = bytearray(files[0].read_bytes())
+    data[5] ^= 1
+    files[0].write_bytes(data)
+
+
+# ---- ls
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints"])
+def test_ls(capsys: pytest.CaptureFixture[str], run: Path, place: str) -> None:
+    lines = output_of(capsys, "ls", run / place).splitlines()
+
+    assert lines[0].split("  ")[0].strip() == "STEP"
+    assert [re.split(r"  +", line.strip())[0] for line in lines[1:]] == ["10", "20", "30"]
+    assert "loss 0.5, nan nan" in lines[1]
+    assert "best loss (0.5)" in lines[1]
+    assert "every 20 steps" in lines[2]
+    assert "newest" in lines[3]
+    assert all(line.endswith("ok") for line in lines[1:])
+
+
+def test_ls_for_programs(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    found = json.loads(output_of(capsys, "ls", run, "--json"))
+
+    assert found["directory"] == str(run / "checkpoints")
+    assert [item["step"] for item in found["checkpoints"]] == [10, 20, 30]
+    first = found["checkpoints"][0]
+    assert list(first) == ["step", "path", "time", "bytes", "metrics", "reason", "kept", "damage"]
+    assert first["path"] == str(run / "checkpoints" / "10")
+    assert first["metrics"] == {"loss": 0.5, "nan": None}
+    assert first["kept"] == ["best loss (0.5)"]
+    assert first["damage"] is None
+    assert first["bytes"] > 48
+
+
+def test_ls_of_one_step(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    found = json.loads(output_of(capsys, "ls", run / "checkpoints" / "20", "--json"))
+
+    assert [(item["step"], item["kept"]) for item in found["checkpoints"]] == [(20, ["every 20 steps"])]
+
+
+def test_ls_shows_damage(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    record = run / "checkpoints" / "20" / "checkpoint.json"
+    record.write_bytes(record.read_bytes()[:-20])
+
+    lines = output_of(capsys, "ls", run).splitlines()
+    assert "damaged: " in lines[2]
+    assert [line.rstrip().endswith("ok") for line in lines[1:]] == [True, False, True]
+    found = json.loads(output_of(capsys, "ls", run, "--json"))
+    assert [item["damage"] is None for item in found["checkpoints"]] == [True, False, True]
+
+
+def test_ls_of_an_empty_directory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert output_of(capsys, "ls", tmp_path) == f"no checkpoints in {tmp_path}\n"
+    assert json.loads(output_of(capsys, "ls", tmp_path, "--json"))["checkpoints"] == []
+
+
+# ---- show
+
+
+def test_show(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    lines = [re.split(r"  +", line.strip()) for line in output_of(capsys, "show", run).splitlines()]
+
+    assert lines[0] == ["ITEM", "LEAF", "SHAPE", "TYPE", "SHARDING", "SIZE", "VALUE"]
+    assert ["state", "params/[kernel]", "[3, 4]", "float32", "48 B"] in lines
+    assert ["state", "name", "str", "0 B", "'x'"] in lines
+    assert lines[-1][0].startswith(f"{run}/checkpoints/30: 4 leaves, ")
+
+
+@pytest.mark.parametrize(
+    ("place", "step", "shown"), [("", [], 30), ("checkpoints", ["10"], 10), ("checkpoints/20", [], 20)]
+)
+def test_show_for_programs(
+    capsys: pytest.CaptureFixture[str], run: Path, place: str, step: list[str], shown: int
+) -> None:
+    found = json.loads(output_of(capsys, "show", run / place, *step, "--json"))
+
+    assert (found["step"], found["path"]) == (shown, str(run / "checkpoints" / str(shown)))
+    leaf = next(leaf for leaf in found["leaves"] if leaf["path"] == "params/[kernel]")
+    assert leaf == {
+        "item": "state",
+        "path": "params/[kernel]",
+        "kind": "numpy",
+        "shape": [3, 4],
+        "dtype": "float32",
+        "sharding": "",
+        "bytes": 48,
+        "value": None,
+    }
+
+
+def test_show_of_a_checkpoint_without_a_manager(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    hf.save(tmp_path / "one", {"a": np.zeros(3), "text": "b" * 300})
+
+    lines = output_of(capsys, "show", tmp_path / "one").splitlines()
+    assert lines[0].split() == ["LEAF", "SHAPE", "TYPE", "SHARDING", "SIZE", "VALUE"]
+    assert json.loads(output_of(capsys, "show", tmp_path / "one", "--json"))["step"] is None
+    assert output_of(capsys, "ls", tmp_path / "one").splitlines()[1].split()[0] == "-"
+    assert "1 whole" in output_of(capsys, "verify", tmp_path / "one")
+
+
+# ---- verify
+
+
+def test_verify(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    lines = output_of(capsys, "verify", run).splitlines()
+
+    assert [line.partition(":")[0] for line in lines] == ["step 10", "step 20", "step 30", "3 whole"]
+
+
+def test_verify_names_damaged_files_and_leaves(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    flip_a_bit(run, 20)
+
+    text = output_of(capsys, "verify", run, status=1)
+    assert "step 10: whole" in text
+    assert "step 20: DAMAGED" in text
+    assert re.search(r"^  state/d/\w+.*params/\[kernel\]", text, re.MULTILINE)
+    assert text.endswith("2 whole, 1 damaged\n")
+    assert "damaged" not in output_of(capsys, "verify", run, 10)
+
+
+def test_verify_for_programs(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    flip_a_bit(run, 20)
+
+    found = json.loads(output_of(capsys, "verify", run, "--json", status=1))
+    assert found["ok"] is False
+    assert [(item["step"], item["ok"]) for item in found["checkpoints"]] == [(10, True), (20, False), (30, True)]
+    problems = found["checkpoints"][1]["problems"]
+    assert {tuple(problem) for problem in problems} == {("file", "leaf", "what")}
+    assert any("params/[kernel]" in problem["leaf"] for problem in problems)
+    assert json.loads(output_of(capsys, "verify", run, "30", "--json"))["ok"] is True
+
+
+def test_verify_finds_missing_files(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    (run / "checkpoints" / "30" / "config" / "data.json").unlink()
+
+    assert "config/data.json" in output_of(capsys, "verify", run, status=1)
+
+
+# ---- errors
+
+
+BAD_USAGE = {
+    "no such directory": (["ls", "/nowhere"], "/nowhere: no such directory; give a run, "),
+    "no such step": (["show", "RUN", "7"], "no checkpoint of step 7 here; it holds the steps 10, 20, 30"),
+    "nothing to verify": (["verify", "RUN/.."], "no checkpoint here"),
+    "step that is no number": (["verify", "RUN", "x"], "Invalid value for '[STEP]'"),
+    "negative step": (["show", "RUN", "--", "-1"], "Invalid value for '[STEP]'"),
+    "unknown scheme": (["ls", "ftp://x"], "has an unknown scheme, 'ftp'"),
+    "unknown command": (["list"], "No such command 'list'."),
+    "unknown option": (["ls", "RUN", "--xml"], "No such option: --xml"),
+    "missing argument": (["run"], "Missing argument 'CONFIG'."),
+    "unknown configuration": (["run", "flax_digit"], 'did you mean "flax_digits"?'),
+    "unknown key": (["run", "flax_digits", "train.stesp=3"], 'train.stesp: unknown key; did you mean "steps"?'),
+    "unknown recipe": (["recipes", "flax_digit"], 'did you mean "flax_digits"?'),
+}
+
+
+@pytest.mark.parametrize("case", BAD_USAGE)
+def test_bad_usage_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str], run: Path, case: str) -> None:
+    arguments, message = BAD_USAGE[case]
+
+    err = error_of(capsys, *(argument.replace("RUN", str(run)) for argument in arguments), status=2)
+    assert err.startswith("holdfast: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_a_damaged_checkpoint_cannot_be_shown(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    tree = run / "checkpoints" / "30" / "state" / "tree.json"
+    tree.write_bytes(tree.read_bytes()[:-1])
+
+    assert str(run / "checkpoints" / "30") in error_of(capsys, "show", run, status=1)
+
+
+def test_unexpected_errors_are_one_line_as_well(
+    capsys: pytest.CaptureFixture[str], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr("holdfast.cli.inspect.describe", fail)
+
+    assert error_of(capsys, "show", run, status=1) == "holdfast: ZeroDivisionError: by zero (--traceback shows where)\n"
+    assert main(["show", str(run), "--traceback"]) == 1
+    assert "in show_leaves" in capsys.readouterr().err
+
+
+def test_a_missing_package_names_the_command_that_installs_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "holdfast.cli.app", raising=False)
+    monkeypatch.setitem(sys.modules, "typer", None)
+
+    assert "pip install 'holdfast[cli]'" in error_of(capsys, "recipes", status=1)
+
+
+# ---- the rest
+
+
+def test_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    text = output_of(capsys, "recipes")
+    found = json.loads(output_of(capsys, "recipes", "--json"))["recipes"]
+
+    assert [recipe["name"] for recipe in found] == ["flax_digits", "flax_text", "lightning_digits"]
+    assert all(recipe["name"] in text for recipe in found)
+    assert list(found[0]) == ["name", "summary", "config", "missing", "install"]
+
+
+def test_recipes_explains_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    text = output_of(capsys, "recipes", "flax_text")
+    found = json.loads(output_of(capsys, "recipes", "flax_text", "--json"))
+
+    assert "checkpoint.save_on_best" in text
+    assert {"key": "train.steps", "value": 300, "meaning": MEANING} in found["keys"]
+
+
+MEANING = "Optimizer updates in all; may be raised later to train a finished run on."
+
+
+def test_print_config_runs_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    text = output_of(capsys, "run", "flax_digits", "train.steps=7", "--print-config")
+    assert "\n  steps: 7\n" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["--help"]):
+        text = output_of(capsys, *arguments)
+        assert all(command in text for command in ("run", "recipes", "ls", "show", "verify"))
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*\n", output_of(capsys, "--version"))
+    assert "75 preempted and saved" in " ".join(output_of(capsys, "run", "--help").split())
+
+
+def test_looking_at_checkpoints_loads_no_framework(run: Path) -> None:
+    code = (
+        "import sys; from holdfast.cli.main import main; "
+        f"statuses = [main([word, {str(run)!r}]) for word in ('ls', 'show', 'verify')] + [main(['recipes'])]; "
+        "loaded = {'jax', 'flax', 'torch', 'lightning', 'pydantic', 'sklearn'} & set(sys.modules); "
+        "sys.exit(repr((statuses, loaded)) if any(statuses) or loaded - {'pydantic'} else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_reader_that_leaves_early_is_no_error(run: Path) -> None:
+    command = f"{sys.executable} -m holdfast.cli.main show {run} | head -n 1"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+
+    assert done.stdout.startswith("ITEM")
+    assert done.stderr == ""

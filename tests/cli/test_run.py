@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import holdfast as hf
+from holdfast.cli.main import main
+
+SMALL = [
+    "model.hidden=[8]",
+    "train={steps: 6000, eval_interval_steps: 1000}",
+    "checkpoint={save_interval_steps: 200, max_to_keep: 3}",
+    "logging.interval_steps=50",
+]
+
+
+class Command:
+    """``holdfast run`` in a process of its own.
+
+    Args:
+        directory: Its current directory.
+        arguments: What follows ``holdfast run``.
+    """
+
+    def __init__(self, directory: Path, *arguments: str) -> None:
+        self.lines: list[str] = []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "holdfast.cli.main", "run", *arguments],
+            cwd=directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def _read(self) -> Iterator[str]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            text = line.split(" ", 1)[1].rstrip("\n")  # without the time of day
+            self.lines.append(text)
+            yield text
+
+    def send_at(self, step: int, number: signal.Signals) -> None:
+        """Waits until a step is reported, and sends a signal."""
+        for line in self._read():
+            found = re.match(r"step (\d+) of", line)
+            if found and int(found[1]) >= step:
+                self._process.send_signal(number)
+                return
+        raise AssertionError(f"step {step} was not reported: {self.lines}")
+
+    def end(self) -> tuple[int, str]:
+        """Waits for the end, and returns the exit status and what was written to standard error."""
+        for _ in self._read():
+            pass
+        assert self._process.stderr is not None
+        with self._process:
+            return self._process.wait(60), self._process.stderr.read()
+
+
+def saved_steps(lines: list[str]) -> list[int]:
+    return [int(found[1]) for line in lines if (found := re.match(r"saved step (\d+) \(", line))]
+
+
+def test_preempted_killed_and_resumed_by_the_same_command(tmp_path: Path) -> None:
+    preempted = Command(tmp_path, "flax_digits", *SMALL)
+    preempted.send_at(300, signal.SIGTERM)
+    assert preempted.end() == (75, "")
+    assert preempted.lines[0] == "flax_digits: 6000 steps of flax_digits in runs/flax_digits"
+    assert preempted.lines[1].startswith("started fresh: ")
+    step = saved_steps(preempted.lines)[-1]
+    assert 300 <= step < 6000
+    assert re.fullmatch(
+        rf"saved step {step} \(preempted\): [\d.]+ kB, blocked [\d.]+ s, [\d.]+ s in all, [\d.]+ GB/s",
+        next(line for line in preempted.lines if line.startswith(f"saved step {step} ")),
+    )
+    assert preempted.lines[-1].endswith(f"goes on from step {step} of 6000 in runs/flax_digits/checkpoints")
+
+    killed = Command(tmp_path, "flax_digits", *SMALL)
+    killed.send_at(step + 800, signal.SIGKILL)
+    assert killed.end()[0] == -signal.SIGKILL
+    assert f"resumed from step {step} in {tmp_path}/runs/flax_digits/checkpoints" in killed.lines
+    assert saved_steps(killed.lines)
+
+    resumed = Command(tmp_path, "flax_digits", *SMALL)
+    assert resumed.end() == (0, "")
+    start = int(next(line for line in resumed.lines if line.startswith("resumed from step ")).split()[3])
+    assert start >= saved_steps(killed.lines)[-1]
+    assert resumed.lines[-1].endswith("step 6000 of 6000 is saved in runs/flax_digits/checkpoints")
+    with hf.CheckpointManager(tmp_path / "runs/flax_digits/checkpoints") as manager:
+        assert manager.all_steps() == [5600, 5800, 6000]
+
+
+def test_lightning_is_preempted_with_the_same_status(tmp_path: Path) -> None:
+    preempted = Command(tmp_path, "lightning_digits", *SMALL)
+    preempted.send_at(100, signal.SIGTERM)
+    status, err = preempted.end()
+
+    assert (status, err) == (75, "")
+    assert preempted.lines[-1].startswith("preempted after ")
+    assert re.search(r"goes on from step \d+ of 6000 in runs/lightning_digits/checkpoints$", preempted.lines[-1])
+
+
+def test_a_disk_that_refuses_is_one_line_and_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    pytest.importorskip("jax")
+
+    assert main(["run", "flax_digits", *SMALL, f"run_dir={tmp_path}/file/run"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("holdfast: ")
+    assert err.count("\n") == 1
+    assert str(tmp_path / "file") in err
+
+
+def test_another_model_is_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metadata = {"recipe": "flax_digits", "config": {"seed": 5}}
+    with hf.CheckpointManager(tmp_path / "run" / "checkpoints", metadata=metadata) as manager:
+        manager.save(1, {"x": 1})
+
+    assert main(["run", "flax_digits", f"run_dir={tmp_path}/run"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(
+        f"holdfast: {tmp_path}/run/checkpoints belongs to a run with another configuration than "
+    )
+    assert "  seed: 5 (checkpoints), 0 (now)" in lines
+    assert "checkpoint.allow_changes=[recipe,seed," in lines[-1]
