@@ -122,8 +122,8 @@ class Assembly:
         return ""
 
     def finish(self) -> list[NDArray[Any] | None]:
-        """Returns the arrays, None in the place of those that are damaged."""
-        return [None if number in self._damaged else self._array(number) for number in range(len(self.forms))]
+        """Returns the arrays in this machine's byte order, None in the place of those that are damaged."""
+        return [None if number in self._damaged else _native(self._array(number)) for number in range(len(self.forms))]
 
     def _array(self, number: int) -> NDArray[Any]:
         array = self._arrays[number]
@@ -152,5 +152,10 @@ def _empty(form: Form, fill: bytes | None) -> NDArray[Any]:
             raise
         raise MemoryError(f"an array of {form.nbytes} bytes does not fit the memory that is left") from error
     if fill is not None:
-        array[...] = np.frombuffer(fill, form.dtype)[0]
+        array.reshape(-1).view(np.uint8).reshape(-1, len(fill))[...] = np.frombuffer(fill, np.uint8)
     return array
+
+
+def _native(array: NDArray[Any]) -> NDArray[Any]:
+    """Returns an array in this machine's byte order; not all libraries compute with the other one."""
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))

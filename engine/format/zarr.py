@@ -62,7 +62,7 @@ class ArrayMetadata:
         """The numpy dtype of stored elements, byte order included."""
         dtype = zarr_dtype(self.data_type)
         assert dtype is not None  # decode_array_metadata has checked it
-        return dtype.newbyteorder(">") if self.endian == "big" else dtype
+        return dtype.newbyteorder(">") if self.endian == "big" and dtype.itemsize > 1 else dtype
 
 
 @lru_cache(maxsize=4096)
