@@ -126,7 +126,7 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int,
     (334, 10)
     """
     dims = [max(1, size) for size in shape]
-    if math.prod(dims) * itemsize <= limit:
+    if not dims or math.prod(dims) * itemsize <= limit:
         return tuple(dims)
     inner, axis = itemsize, len(dims) - 1
     while inner * dims[axis] <= limit:
