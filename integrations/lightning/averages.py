@@ -11,7 +11,17 @@ from typing import Any
 
 import torch
 
-_FACTS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+_FACTS = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "metric_attribute",
+)
 
 
 def update_counts(trainer: Any) -> dict[str, int]:
@@ -51,11 +61,17 @@ def restore(trainer: Any, saved: Mapping[str, Any]) -> None:
         trainer: The trainer, about to go on in the middle of an epoch.
         saved: What ``capture`` returned.
     """
+    _restore_metrics(trainer, saved["metrics"])
     results = trainer.fit_loop.epoch_loop._results
+    modules = dict(_metrics(trainer.lightning_module))
     for key, entry in saved["logged"].items():
+        attribute = entry["metric_attribute"]
+        if attribute is not None and attribute not in modules:
+            continue  # the module has changed
+        logged = torch.zeros((), device=trainer.strategy.root_device) if attribute is None else modules[attribute]
         results.log(
             **{name: entry[name] for name in _FACTS},
-            value=torch.zeros((), device=trainer.strategy.root_device),
+            value=logged,
             reduce_fx=getattr(torch, entry["reduce"]),
             sync_dist=entry["sync_dist"],
             sync_dist_fn=trainer.strategy.reduce,
@@ -70,8 +86,11 @@ def restore(trainer: Any, saved: Mapping[str, Any]) -> None:
     if saved["logged"]:
         # In the first batch of an epoch, Lightning begins all averages anew. This is not the first one.
         trainer._logger_connector._first_loop_iter = True
+
+
+def _restore_metrics(trainer: Any, saved: Mapping[str, Any]) -> None:
     present = dict(_metrics(trainer.lightning_module))
-    for name, entry in saved["metrics"].items():
+    for name, entry in saved.items():
         if (metric := present.get(name)) is None:
             continue
         for state, value in entry["states"].items():
@@ -85,8 +104,7 @@ def _is_kept(metric: Any) -> bool:
     meta = metric.meta
     reduction = getattr(meta.reduce_fx, "__name__", "")
     return bool(
-        metric.is_tensor
-        and meta.on_epoch
+        meta.on_epoch
         and not metric.has_reset
         and meta.dataloader_idx is None
         and meta.sync.group is None
@@ -101,7 +119,8 @@ def _entry(metric: Any) -> dict[str, Any]:
         "reduce": meta.reduce_fx.__name__,
         "sync_dist": meta.sync.should,
         "rank_zero_only": meta.sync.rank_zero_only,
-        "state": {state: getattr(metric, state).detach() for state in metric._defaults},
+        # A torchmetrics.Metric that was logged is saved as part of the module.
+        "state": {state: getattr(metric, state).detach() for state in metric._defaults} if metric.is_tensor else {},
     }
 
 

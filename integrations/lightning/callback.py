@@ -160,7 +160,14 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
                 f"{steps[-1]}; choose another directory, delete this one, or pass resume='auto' to go on from there"
             )
         self._store.open()
-        self._saver = FitSaver(trainer, self._store, self._options, self._preemption, lambda: self._announce(trainer))
+        self._saver = FitSaver(
+            trainer,
+            self._store,
+            self._options,
+            self._preemption,
+            attached=lambda: any(callback is self for callback in trainer.callbacks),
+            announce=lambda: self._announce(trainer),
+        )
         if not steps:
             logger.info("started fresh: no checkpoint in %s", self._store.directory)
 

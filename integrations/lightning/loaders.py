@@ -29,26 +29,19 @@ def load_states(loaders: Sequence[object], saved: Sequence[Any]) -> None:
         loader.load_state_dict(state)  # type: ignore[attr-defined]
 
 
-def is_used_up(loaders: Sequence[object], fetcher: Any) -> bool:
-    """Returns whether an epoch ended because its data did, and not at a limit on the number of batches."""
-    if not fetcher.done or fetcher.length is None:
-        return bool(fetcher.done)
-    return all(hasattr(loader, "__len__") and len(loader) <= fetcher.length for loader in loaders)
-
-
-def end_epoch(loaders: Sequence[Any], saved: Sequence[Any], used_up: bool) -> None:
+def end_epoch(loaders: Sequence[Any], saved: Sequence[Any]) -> None:
     """Takes the loaders that carry a state to the end of an epoch, so that the next iterator begins a new one.
 
     Args:
         loaders: The loaders.
         saved: Their states at the end of an epoch.
-        used_up: Whether their data had ended.
     """
     load_states(loaders, saved)
     for loader in filter(_is_stateful, loaders):
-        iterator = iter(loader)  # takes the state up; left to the next epoch, that would have no batches
-        if used_up:
-            next(iterator, None)  # an iterator written as a generator does nothing before that
+        # Left to the next epoch, this iterator would be the one that takes the state up, and have no batches.
+        iterator = iter(loader)
+        if iterator is not loader:
+            next(iterator, None)  # one that is written as a generator does nothing before that
 
 
 def all_stateful(loaders: Sequence[object]) -> bool:

@@ -20,11 +20,16 @@ _RESTART_FLAGS = ("_restarting", "_loaded_from_state_dict", "_resuming_from_chec
 
 
 class Taps:
-    """Wrappers around methods of single objects, which :meth:`remove` takes off again."""
+    """Wrappers around methods of single objects, which :meth:`remove` takes off again.
 
-    def __init__(self) -> None:
+    Args:
+        applies: Tells, at every call, whether the wrappers are to be used.
+    """
+
+    def __init__(self, applies: Callable[[], bool] = lambda: True) -> None:
         self._placed: list[tuple[Any, str, Any, Any]] = []
         self._active = True
+        self._applies = applies
 
     def place(self, owner: Any, name: str, wrapper: Wrapper) -> None:
         """Wraps a method of one object.
@@ -46,7 +51,7 @@ class Taps:
 
         @functools.wraps(original)
         def method(*args: Any, **kwargs: Any) -> Any:
-            if not self._active:
+            if not self._active or not self._applies():
                 return original(*args, **kwargs)
             return wrapper(original, *args, **kwargs)
 

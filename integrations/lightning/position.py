@@ -70,9 +70,7 @@ class Position:
             "should_stop": bool(self._trainer.should_stop),
             "reloaded_at_epoch": self._fit._last_train_dl_reload_epoch,
         }
-        if point == "epoch":
-            position["used_up"] = loaders.is_used_up(self._loaders(), fetcher)
-        else:
+        if point != "epoch":
             position["epoch"] = {} if loaders.all_stateful(self._loaders()) else self._epoch
             position["fetched"] = fetcher.fetched
             position["averages"] = averages.capture(self._trainer, counts)
@@ -145,7 +143,7 @@ class Position:
         clear_restart(self._fit)
         finish_epoch(self._fit.epoch_progress)
         self._fit._last_train_dl_reload_epoch = saved["reloaded_at_epoch"]
-        loaders.end_epoch(self._loaders(), saved["loaders"], saved["used_up"])
+        loaders.end_epoch(self._loaders(), saved["loaders"])
         self._restore_random(saved["random"])
 
     def _find_batch(self, saved: dict[str, Any], fetcher: Any) -> None:

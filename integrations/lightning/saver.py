@@ -38,6 +38,8 @@ class FitSaver:
         store: The run's checkpoints, open for writing.
         options: What the callback was told.
         preemption: The flag that SIGTERM sets.
+        attached: Tells whether the callback is among those of the trainer: the tuner takes them all away for its
+            trials, which run in the same loops.
         announce: Called in the trainer's thread after checkpoints have been committed.
 
     Raises:
@@ -50,6 +52,7 @@ class FitSaver:
         store: RunStore,
         options: CallbackOptions,
         preemption: PreemptionSignal,
+        attached: Callable[[], bool],
         announce: Callable[[], None],
     ) -> None:
         if trainer.world_size > 1:
@@ -64,7 +67,7 @@ class FitSaver:
         self._preemption = preemption
         self._announce = announce
         self._ledger = MetricsLedger()
-        self._taps = Taps()
+        self._taps = Taps(attached)
         self._position = Position(trainer, self._taps)
         self._taps.place(self._fit.epoch_loop, "on_advance_end", self._after_batch)
         self._taps.place(self._fit, "on_advance_end", self._after_epoch)
@@ -97,12 +100,13 @@ class FitSaver:
         Args:
             checkpoint: Lightning's dictionary.
         """
-        step = int(checkpoint["global_step"])
+        step, saved = int(checkpoint["global_step"]), checkpoint.pop(POSITION, None)
+        if saved is None and step == self._seen:
+            return  # the tuner has ended its trials
         self._saved = self._seen = step
         steps = self._store.steps()
         self._recorded = {} if step in steps else None
         self._outdated = {later for later in steps if later > step}
-        saved = checkpoint.pop(POSITION, None)
         automatic = saved is not None and saved.get("automatic", False)
         if saved is not None:
             self._ledger.observe(-1, saved["callback_metrics"])  # of some step before

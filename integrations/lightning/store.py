@@ -172,6 +172,8 @@ def load_checkpoint(path: Place) -> dict[str, Any]:
 def is_checkpoint(path: Place) -> bool:
     """Returns whether there is a checkpoint of the engine, or a directory of them, at a path."""
     location = as_location(path)
+    if location.name.endswith(".ckpt") or not location.is_directory():
+        return False  # Lightning's own files are not looked for where they may take a network to look
     if (location / RECORD).exists():
         return True
     index = StepIndex(location)

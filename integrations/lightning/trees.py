@@ -19,7 +19,8 @@ from ...engine.errors import UnsupportedLeafError
 
 _NUMPY = "numpy.ndarray"
 _VERSIONS = "state_dict_versions"
-_REQUIRED = ("state_dict", "optimizer_states", "loops")
+_FIRST = ("state_dict", "optimizer_states", "lr_schedulers")  # what people look for in a listing
+_REQUIRED = ("state_dict", "optimizer_states", "loops", "holdfast")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -48,7 +49,9 @@ def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         UnsupportedLeafError: There is such an object where a run could not be resumed without it.
     """
     left: list[str] = []
-    tree = _dict(checkpoint, "", left)
+    first = [name for name in _FIRST if name in checkpoint]
+    order = [*first, *(name for name in checkpoint if name not in first)]
+    tree = _dict({name: checkpoint[name] for name in order}, "", left)
     lost = [line for line in left if line.partition("/")[0].partition(" ")[0] in _REQUIRED]
     if lost:
         raise UnsupportedLeafError(
@@ -91,6 +94,9 @@ def _dict(value: dict[Any, Any], path: str, left: list[str]) -> dict[Any, Any]:
         inner = f"{path}{key}"
         if type(key) not in (str, int):
             left.append(f"{inner} (its key is a {type(key).__qualname__})")
+            continue
+        if type(key) is int and not -(2**63) <= key < 2**63:
+            left.append(f"{inner} (its key is a number of more than 64 bits)")
             continue
         found = _plain(item, inner, left)
         if isinstance(found, _Left):
@@ -135,7 +141,7 @@ def _value(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return _tensor(value)
     if isinstance(value, dict):
-        if value.keys() == {_NUMPY}:
+        if value.keys() == {_NUMPY} and isinstance(value[_NUMPY], np.ndarray):
             return value[_NUMPY]
         entries = {key: _value(item) for key, item in value.items()}
         return OrderedDict(entries) if isinstance(value, OrderedDict) else entries

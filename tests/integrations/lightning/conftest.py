@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -32,3 +35,23 @@ def program() -> ModuleType:
 def new_directory() -> Callable[[], str]:
     """Makes names of directories that do not exist yet, in memory, where a save takes milliseconds."""
     return lambda: f"memory://lightning-tests/{next(_count)}"
+
+
+@pytest.fixture(scope="module")
+def run_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., tuple[int, Any, str]]]:
+    """Runs the program as a process; returns its status, what it reports at its end, and what it said."""
+    said, result = tmp_path_factory.mktemp("processes") / "stderr", tmp_path_factory.mktemp("results") / "result.json"
+    command = [sys.executable, str(PROGRAM)]
+    with said.open("w") as stderr:
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True)
+
+    def run(directory: Path, **options: Any) -> tuple[int, Any, str]:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        result.unlink(missing_ok=True)
+        print(json.dumps([str(directory), str(result), options]), file=server.stdin, flush=True)
+        status = int(server.stdout.readline())
+        return status, json.loads(result.read_text()) if result.exists() else None, said.read_text()
+
+    with server:
+        yield run

@@ -1,6 +1,4 @@
-"""A small Lightning program: run by the tests in their own process, and as a process of its own.
-
-    python program.py DIRECTORY RESULT [key=value ...]
+"""A small Lightning program: run by the tests in their own process, and in processes of its own.
 
 Everything that a resume could get wrong is in it: dropout (random generators), batch normalization (buffers), Adam
 (optimizer state), a schedule, an average of the weights kept by the module's own hook, and epoch means.
@@ -18,6 +16,7 @@ from typing import Any
 
 import lightning.pytorch as lightning
 import torch
+import torchmetrics
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from holdfast.integrations.lightning import CheckpointCallback
@@ -25,6 +24,8 @@ from holdfast.integrations.lightning import CheckpointCallback
 torch.set_num_threads(1)  # on these sizes more threads only wait for each other
 
 BATCHES, BATCH_SIZE, FEATURES = 5, 4, 3
+
+QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
 def samples(count: int, seed: int) -> TensorDataset:
@@ -43,24 +44,32 @@ class Model(lightning.LightningModule):
             torch.nn.BatchNorm1d(8),
             torch.nn.ReLU(),
             torch.nn.Dropout(0.5),
-            torch.nn.Linear(8, 1),
         )
+        self.output = torch.nn.Linear(8, 1)
+        self.train_error = torchmetrics.MeanMetric()
+        self.val_error = torchmetrics.MeanMetric()
+        self.average: torch.Tensor
         self.register_buffer("average", torch.zeros(1, 8))
 
     def loss(self, batch: Any) -> torch.Tensor:
-        return torch.nn.functional.mse_loss(self.network(batch[0]), batch[1])
+        return torch.nn.functional.mse_loss(self.output(self.network(batch[0])), batch[1])
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         loss = self.loss(batch)
         self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.train_error(loss.detach())
+        self.log("train_error", self.train_error, on_step=False, on_epoch=True)
         return loss
 
     def on_train_batch_end(self, *args: Any) -> None:
         # Runs after the hooks of all callbacks, so it would be missed by what is saved in one of those.
-        self.average.mul_(0.5).add_(self.network[4].weight.detach(), alpha=0.5)
+        self.average.mul_(0.5).add_(self.output.weight.detach(), alpha=0.5)
 
     def validation_step(self, batch: Any, index: int) -> None:
-        self.log("val_loss", self.loss(batch))
+        loss = self.loss(batch)
+        self.log("val_loss", loss)
+        self.val_error(loss)
+        self.log("val_error", self.val_error)
 
     def test_step(self, batch: Any, index: int) -> None:
         self.log("test_loss", self.loss(batch))
@@ -68,9 +77,11 @@ class Model(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
         scheduler: Any
-        if self.schedule == "plateau":
+        if self.schedule.startswith("plateau"):
             scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+            monitor = "val_loss" if self.schedule == "plateau" else "train_loss_epoch"
+            plateau = {"scheduler": scheduler, "monitor": monitor, "strict": False}
+            return {"optimizer": optimizer, "lr_scheduler": plateau}
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.schedule}}
 
@@ -131,34 +142,50 @@ def training_loader(kind: str) -> Any:
     return DataLoader(dataset, BATCH_SIZE, shuffle=kind == "shuffled")
 
 
-class Interruption(Exception):
+class InterruptionError(RuntimeError):
     """What ends a run in the tests' own process."""
 
 
 class Recorder(lightning.Callback):
     """Notes what happens when, and interrupts the run before the batch that follows a step."""
 
-    def __init__(self, stop_after: int | None = None, signal_after: int | None = None, kill_after: int | None = None):
-        self.events: list[tuple[str, int, float]] = []
+    def __init__(
+        self,
+        stop_after: int | None = None,
+        signal_after: int | None = None,
+        signal_in_validation_after: int | None = None,
+        kill_after: int | None = None,
+    ) -> None:
+        self.events: list[tuple[Any, ...]] = []
         self.stop_after, self.signal_after, self.kill_after = stop_after, signal_after, kill_after
+        self.signal_in_validation_after = signal_in_validation_after
         self.first_step: int | None = None
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         if self.first_step is None:
             self.first_step = trainer.global_step
         if self.stop_after == trainer.global_step:
-            raise Interruption
+            raise InterruptionError
         if self.kill_after == trainer.global_step:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.signal_after == trainer.global_step:
             os.kill(os.getpid(), signal.SIGTERM)
 
+    def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, index: int, *args: Any) -> None:
+        if self.signal_in_validation_after == trainer.global_step and not trainer.sanity_checking and index == 0:
+            self.signal_in_validation_after = None
+            os.kill(os.getpid(), signal.SIGTERM)
+
     def on_validation_end(self, trainer: Any, *args: Any) -> None:
         if not trainer.sanity_checking:
-            self.events.append(("validation", trainer.global_step, float(trainer.callback_metrics["val_loss"])))
+            self._note("validation", trainer, "val_loss", "val_error")
 
     def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
-        self.events.append(("epoch", trainer.global_step, float(trainer.callback_metrics["train_loss_epoch"])))
+        self._note("epoch", trainer, "train_loss_epoch", "train_error")
+
+    def _note(self, what: str, trainer: Any, *metrics: str) -> None:
+        values = [float(trainer.callback_metrics[name]) for name in metrics]
+        self.events.append((what, trainer.global_step, *values))
 
 
 @dataclasses.dataclass
@@ -199,12 +226,8 @@ def run(
     recorder = recorder or Recorder()
     callback = CheckpointCallback(directory, **{"save_interval_steps": 1, **(checkpoint or {})})
     trainer = package.Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[callback, recorder, *callbacks],
-        **{"max_epochs": 3, **trainer_options},
+        **{**QUIET, "max_epochs": 3, **trainer_options},
     )
     validation = DataLoader(samples(2 * BATCH_SIZE, seed=2), BATCH_SIZE)
     trainer.fit(model, training_loader(loader), validation, ckpt_path=ckpt_path)
@@ -219,14 +242,25 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def main() -> None:
-    directory, result, *options = sys.argv[1:]
-    chosen = {name: json.loads(value) for name, _, value in (option.partition("=") for option in options)}
-    recorder = Recorder(**{name: chosen.pop(name) for name in list(chosen) if name.endswith("_after")})
-    outcome = run(directory, recorder=recorder, **chosen)
+def main(directory: str, result: str, options: dict[str, Any]) -> None:
+    recorder = Recorder(**{name: options.pop(name) for name in list(options) if name.endswith("_after")})
+    outcome = run(directory, recorder=recorder, **options)
     with open(result, "w", encoding="utf-8") as file:
         json.dump({"final": outcome.final, "first_step": recorder.first_step}, file)
 
 
+def serve() -> None:
+    """Runs the program once for every line of input, each time in a process of its own, and prints its status.
+
+    Importing Lightning takes seconds, so it is done before the processes are split off.
+    """
+    for line in sys.stdin:
+        process = os.fork()
+        if process == 0:
+            main(*json.loads(line))
+            return
+        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+
+
 if __name__ == "__main__":
-    main()
+    serve()

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 pytestmark = [
-    # Lightning's own, on any data loader without worker processes
+    # Lightning's advice on any data loader without, or with few, worker processes
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
     # Lightning 2.6 with torch 2.13
     pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
 ]
+
+NewDirectory = Callable[[], str]
+
+NEVER = {"save_interval_steps": 1000, "save_at_end": False}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -26,20 +31,131 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def interrupt(program: Any, directory: str, step: int, **options: Any) -> list[Any]:
     """Runs until a step, which is the only one that is saved, and returns what happened."""
     recorder = program.Recorder(stop_after=step)
-    with pytest.raises(program.Interruption):
+    with pytest.raises(program.InterruptionError):
         program.run(directory, recorder=recorder, checkpoint={"save_interval_steps": step}, **options)
     return list(recorder.events)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("loader", ["plain", "shuffled", "stateful"])
-def test_interrupted_at_every_step(program: Any, new_directory: Callable[[], str], loader: str, variant: str) -> None:
-    options = {"loader": loader, **VARIANTS[variant]}
-    whole = program.run(new_directory(), checkpoint={"save_interval_steps": 100}, **options)
-    for step in range(1, whole.trainer.global_step):
+def check(program: Any, new_directory: NewDirectory, steps: list[int] | None = None, **options: Any) -> None:
+    """Interrupts a run after each of some steps, all by default, and compares everything with the whole run."""
+    whole = program.run(new_directory(), checkpoint=NEVER, **options)
+    for step in steps or range(1, whole.trainer.global_step):
         directory = new_directory()
         events = interrupt(program, directory, step, **options)
-        resumed = program.run(directory, seed=step + 10, checkpoint={"save_interval_steps": 100}, **options)
+        resumed = program.run(directory, seed=step + 10, checkpoint=NEVER, **options)
         assert resumed.recorder.first_step == step
         assert resumed.final == whole.final, f"interrupted after step {step}"
         assert events + resumed.recorder.events == whole.recorder.events, f"interrupted after step {step}"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("loader", ["plain", "shuffled", "stateful"])
+def test_interrupted_at_every_step(program: Any, new_directory: NewDirectory, loader: str, variant: str) -> None:
+    check(program, new_directory, loader=loader, **VARIANTS[variant])
+
+
+@pytest.mark.parametrize("loader", ["generator", "stream", "stateful stream", "workers"])
+def test_other_loaders(program: Any, new_directory: NewDirectory, loader: str) -> None:
+    check(program, new_directory, [2, 4, 5, 7, 9, 10], loader=loader)
+
+
+@pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric val_loss which is not available")
+@pytest.mark.parametrize("schedule", ["step", "plateau", "plateau by epoch means"])
+def test_schedules(program: Any, new_directory: NewDirectory, schedule: str) -> None:
+    check(program, new_directory, schedule=schedule, check_val_every_n_epoch=2 if schedule == "plateau" else 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"limit_train_batches": 3}, id="part of the data"),
+        pytest.param({"limit_train_batches": 3, "loader": "stateful"}, id="part of a stateful loader's data"),
+        pytest.param({"reload_dataloaders_every_n_epochs": 1}, id="new loaders every epoch"),
+        pytest.param({"max_steps": 12}, id="max_steps and max_epochs"),
+        pytest.param({"val_check_interval": 4, "check_val_every_n_epoch": None}, id="validation across epochs"),
+        pytest.param({"limit_val_batches": 0}, id="no validation"),
+        pytest.param({"gradient_clip_val": 0.1, "precision": "bf16-mixed"}, id="bf16"),
+    ],
+)
+def test_trainer_options(program: Any, new_directory: NewDirectory, options: dict[str, Any]) -> None:
+    check(program, new_directory, [1, 3, 4, 5, 6, 8], **options)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_interruptions_in_a_row(program: Any, new_directory: NewDirectory, variant: str) -> None:
+    options = VARIANTS[variant]
+    whole = program.run(new_directory(), checkpoint=NEVER, **options)
+    last = whole.trainer.global_step
+    pairs = [(1, 2), (2, 4), (2, 5), (4, 5), (5, 6), (5, 9), (7, 8), (9, 10), (10, 11)]
+    for first, second in [pair for pair in pairs if pair[1] < last]:
+        directory = new_directory()
+        interrupt(program, directory, first, **options)
+        # The second save is not at a multiple of its interval only: it comes from a run that was resumed.
+        recorder = program.Recorder(stop_after=second)
+        with pytest.raises(program.InterruptionError):
+            program.run(directory, seed=20, recorder=recorder, checkpoint={"save_interval_steps": 1}, **options)
+        resumed = program.run(directory, seed=30, checkpoint=NEVER, **options)
+        assert (recorder.first_step, resumed.recorder.first_step) == (first, second)
+        assert resumed.final == whole.final, f"interrupted after steps {first} and {second}"
+
+
+def test_steps_since_the_save_are_done_again(program: Any, new_directory: NewDirectory) -> None:
+    whole = program.run(new_directory(), checkpoint=NEVER)
+    directory = new_directory()
+    with pytest.raises(program.InterruptionError):
+        program.run(directory, recorder=program.Recorder(stop_after=9), checkpoint={"save_interval_steps": 4})
+    resumed = program.run(directory, seed=2, checkpoint={"save_interval_steps": 4})
+    assert resumed.recorder.first_step == 8
+    assert resumed.final == whole.final
+
+
+def test_early_stopping_ends_at_the_same_step(program: Any, new_directory: NewDirectory) -> None:
+    from lightning.pytorch.callbacks import EarlyStopping
+
+    def stopping() -> tuple[Any, ...]:
+        return (EarlyStopping("val_loss", patience=2, min_delta=10.0),)
+
+    whole = program.run(new_directory(), callbacks=stopping(), max_epochs=9, checkpoint=NEVER)
+    assert whole.trainer.global_step == 15
+    for step in (5, 7, 10, 13):
+        directory = new_directory()
+        interrupt(program, directory, step, callbacks=stopping(), max_epochs=9)
+        resumed = program.run(directory, seed=2, callbacks=stopping(), max_epochs=9)
+        assert resumed.final == whole.final
+    again = program.run(directory, seed=3, callbacks=stopping(), max_epochs=9)
+    assert again.trainer.global_step == 15
+    assert again.recorder.first_step is None
+
+
+def test_finished_run_has_nothing_to_do(program: Any, new_directory: NewDirectory) -> None:
+    directory = new_directory()
+    first = program.run(directory)
+    second = program.run(directory, seed=2)
+    assert second.recorder.first_step is None
+    assert second.final["model"] == first.final["model"]
+    assert second.trainer.checkpoint_callback.manager.latest_step() == 15
+
+
+@pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 7}, {"max_steps": 10}])
+def test_longer_run_goes_on(program: Any, new_directory: NewDirectory, limit: dict[str, int]) -> None:
+    whole = program.run(new_directory(), checkpoint=NEVER)
+    directory = new_directory()
+    program.run(directory, checkpoint={"save_interval_steps": 1000}, **limit)
+    assert program.run(directory, seed=2).final == whole.final
+
+
+def test_signal_in_the_middle_of_a_validation(program: Any, new_directory: NewDirectory) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    for options in VARIANTS.values():
+        whole = program.run(new_directory(), checkpoint=NEVER, **options)
+        for step in sorted({event[1] for event in whole.recorder.events if event[0] == "validation"}):
+            directory = new_directory()
+            recorder = program.Recorder(signal_in_validation_after=step)
+            with pytest.raises(SystemExit) as caught:
+                program.run(directory, recorder=recorder, checkpoint=NEVER, **options)
+            assert caught.value.code == 143
+            resumed = program.run(directory, seed=2, checkpoint=NEVER, **options)
+            assert resumed.final == whole.final
+            # The validation is begun anew: its result is that of all its batches.
+            assert recorder.events + resumed.recorder.events == whole.recorder.events
+    assert signal.getsignal(signal.SIGTERM) is handler

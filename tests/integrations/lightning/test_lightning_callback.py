@@ -1,0 +1,456 @@
+"""What the callback promises beside exact resumption."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning.pytorch
+import numpy as np
+import pytest
+import pytorch_lightning
+import torch
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.tuner.tuning import Tuner
+
+import holdfast as hf
+from holdfast.integrations.lightning import CheckpointCallback, load_checkpoint
+
+pytestmark = [
+    # Lightning's advice on any data loader without worker processes
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+    # Lightning 2.6 with torch 2.13
+    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
+]
+
+NewDirectory = Callable[[], str]
+
+BY_LOSS = {"best_fn": "val_loss", "best_mode": "min"}
+
+
+def weights(path: str) -> Any:
+    return hf.load(path, select="state_dict/output.weight")["state_dict"]["output.weight"]
+
+
+# ---- what is on disk
+
+
+def test_every_parameter_is_listed_by_name(program: Any, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    outcome = program.run(str(directory), checkpoint={"save_interval_steps": 5}, max_epochs=1)
+    leaves = {leaf.path: leaf for leaf in hf.describe(directory, 5)}
+    for name, value in outcome.model.state_dict().items():
+        assert leaves[f"state_dict/{name}"].shape == tuple(value.shape)
+    parameters = list(outcome.model.parameters())
+    for index, parameter in enumerate(parameters):
+        assert leaves[f"optimizer_states/0/state/{index}/exp_avg"].shape == tuple(parameter.shape)
+    assert list(leaves)[: len(outcome.model.state_dict())] == [
+        f"state_dict/{name}" for name in outcome.model.state_dict()
+    ]
+    assert hf.verify(directory).ok
+
+
+def test_nothing_is_pickled(program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("pickled")
+
+    for module, names in {pickle: ("dump", "load", "loads"), torch: ("save", "load")}.items():
+        for name in names:
+            monkeypatch.setattr(module, name, forbidden)
+    program.run(str(tmp_path), checkpoint={"save_interval_steps": 3}, max_steps=7)
+    assert program.run(str(tmp_path), checkpoint={"save_interval_steps": 3}).recorder.first_step == 7
+    for file in (path for path in tmp_path.rglob("*") if path.is_file()):
+        assert not file.read_bytes().startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"))
+
+
+def test_loads_without_torch(program: Any, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    outcome = program.run(str(directory), max_epochs=1)
+    code = (
+        "import sys, holdfast as hf\n"
+        f"tree = hf.load({str(directory)!r})\n"
+        "assert not {'torch', 'lightning', 'jax'} & set(sys.modules)\n"
+        "print(tree['state_dict']['output.weight'].tolist())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == outcome.model.output.weight.tolist()
+
+
+def test_load_checkpoint_returns_what_lightning_would(program: Any, new_directory: NewDirectory) -> None:
+    directory = new_directory()
+    outcome = program.run(directory, max_epochs=1, facts={"width": 3})
+    checkpoint = load_checkpoint(directory)
+    assert checkpoint["global_step"] == 5
+    assert checkpoint["hyper_parameters"] == {"schedule": "epoch", "width": 3}
+    fresh = program.Model()
+    fresh.load_state_dict(checkpoint["state_dict"])
+    for name, value in outcome.model.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], value)
+    assert checkpoint["state_dict"]._metadata == outcome.model.state_dict()._metadata
+
+
+@pytest.mark.filterwarnings("ignore:Attribute 'loss' is an instance of `nn.Module`")
+def test_objects_are_left_out_with_one_warning(
+    program: Any, new_directory: NewDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Opinionated(lightning.pytorch.Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": 3, "object": object()}
+
+    directory = new_directory()
+    facts = {"loss": torch.nn.MSELoss(), "layers": [torch.nn.ReLU(), 2], "size": np.int64(3), "rate": 0.5}
+    with caplog.at_level(logging.WARNING, logger="holdfast"):
+        program.run(directory, facts=facts, callbacks=(Opinionated(),))
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    for name in (
+        "hyper_parameters/loss (torch.nn.modules.loss.MSELoss)",
+        "hyper_parameters/layers (torch.nn.modules.activation.ReLU)",
+        "Opinionated/object (object)",
+    ):
+        assert name in warnings[0]
+    saved = load_checkpoint(directory)
+    assert saved["hyper_parameters"] == {"schedule": "epoch", "size": 3, "rate": 0.5}
+    assert list(saved["callbacks"].values()) == [{"count": 3}]
+
+
+def test_what_a_resume_needs_is_never_left_out(program: Any, new_directory: NewDirectory) -> None:
+    class Secretive(torch.nn.Module):
+        def get_extra_state(self) -> object:
+            return object()
+
+    class Adds(lightning.pytorch.Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            pl_module.secret = Secretive()
+
+    with pytest.raises(hf.UnsupportedLeafError, match=r"state_dict/secret\._extra_state \(object\)"):
+        program.run(new_directory(), callbacks=(Adds(),))
+
+
+# ---- which checkpoint a run begins with
+
+
+def test_explicit_path_wins(program: Any, new_directory: NewDirectory, caplog: pytest.LogCaptureFixture) -> None:
+    directory = new_directory()
+    first = program.run(directory)
+    with caplog.at_level(logging.WARNING, logger="holdfast"):
+        again = program.run(directory, seed=2, ckpt_path=f"{directory}/7")
+    assert again.recorder.first_step == 7
+    assert again.final == first.final
+    assert "this run starts from step 7" in caplog.text
+
+
+def test_later_steps_are_replaced_after_going_back(program: Any, new_directory: NewDirectory) -> None:
+    directory = new_directory()
+    program.run(directory, checkpoint={"save_interval_steps": 3})
+    old = weights(f"{directory}/12")
+    program.run(directory, ckpt_path=f"{directory}/3", schedule="step", checkpoint={"save_interval_steps": 2})
+    assert not np.array_equal(weights(f"{directory}/12"), old)
+
+
+def test_another_runs_checkpoint(program: Any, new_directory: NewDirectory) -> None:
+    there, here = new_directory(), new_directory()
+    first = program.run(there)
+    assert program.run(here, seed=2, ckpt_path=f"{there}/9").recorder.first_step == 9
+    newest = program.run(new_directory(), ckpt_path=there, max_epochs=4)
+    assert newest.recorder.first_step == first.trainer.global_step
+
+
+def test_lightnings_own_file(program: Any, new_directory: NewDirectory, tmp_path: Path) -> None:
+    class Saves(lightning.pytorch.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+
+    program.run(new_directory(), callbacks=(Saves(),))
+    assert "holdfast" not in torch.load(tmp_path / "10.ckpt", weights_only=True)
+    resumed = program.run(new_directory(), ckpt_path=str(tmp_path / "10.ckpt"))
+    assert resumed.recorder.first_step == 10
+
+
+def test_must_and_never(program: Any, new_directory: NewDirectory) -> None:
+    directory = new_directory()
+    with pytest.raises(hf.CheckpointNotFoundError, match="resume='must'"):
+        program.run(directory, checkpoint={"resume": "must"})
+    program.run(directory, checkpoint={"resume": "never"}, max_epochs=1)
+    with pytest.raises(hf.CheckpointExistsError, match=r"resume='never'.*newest of step 5"):
+        program.run(directory, checkpoint={"resume": "never"})
+    assert program.run(directory, checkpoint={"resume": "must"}).recorder.first_step == 5
+
+
+def test_damaged_newest_step(program: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = tmp_path / "run"
+    whole = program.run(str(directory), checkpoint={"save_interval_steps": 4}, max_steps=12, max_epochs=-1)
+    data = max((file for file in (directory / "12").rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    with open(data, "r+b") as file:
+        file.truncate(data.stat().st_size // 2)
+    with caplog.at_level(logging.WARNING, logger="holdfast"):
+        resumed = program.run(str(directory), checkpoint={"save_interval_steps": 4}, max_steps=12, max_epochs=-1)
+    assert resumed.recorder.first_step == 8
+    assert "step 12 is damaged" in caplog.text
+    assert resumed.final == whole.final
+    assert hf.verify(directory).ok
+
+
+def test_all_steps_damaged(program: Any, tmp_path: Path) -> None:
+    program.run(str(tmp_path), max_epochs=1, checkpoint={"save_interval_steps": 2})
+    for record in tmp_path.glob("*/checkpoint.json"):
+        record.write_bytes(record.read_bytes()[:-20])
+    with pytest.raises(hf.NoWholeCheckpointError):
+        program.run(str(tmp_path))
+
+
+def test_a_second_live_run_is_refused(program: Any, tmp_path: Path) -> None:
+    code = (
+        "import sys, holdfast as hf\n"
+        f"manager = hf.CheckpointManager({str(tmp_path)!r})\n"
+        "manager.acquire(); print('owned', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "owned\n"
+        with pytest.raises(hf.OwnershipError, match="another run"):
+            program.run(str(tmp_path))
+
+
+# ---- when it saves, what it keeps, what it measures
+
+
+def test_metrics_belong_to_the_step_they_were_measured_at(program: Any, new_directory: NewDirectory) -> None:
+    outcome = program.run(new_directory(), checkpoint={**BY_LOSS, "save_interval_steps": 2})
+    manager = outcome.trainer.checkpoint_callback.manager
+    measured = {event[1]: event[2] for event in outcome.recorder.events if event[0] == "validation"}
+    assert manager.all_steps() == [2, 4, 6, 8, 10, 12, 14, 15]
+    for step in manager.all_steps():
+        metrics = manager.metrics(step)
+        assert metrics.get("val_loss") == measured.get(step)
+        assert "train_loss_step" in metrics
+        assert ("train_loss_epoch" in metrics) == (step in (10, 15))
+    assert manager.best_step() == min((10, 15), key=measured.__getitem__)
+
+
+def test_metrics_that_come_after_the_save(program: Any, new_directory: NewDirectory) -> None:
+    # The third batch only begins a new accumulation, so the validation after it measures step 1.
+    outcome = program.run(new_directory(), accumulate_grad_batches=2, val_check_interval=3, max_epochs=1)
+    manager = outcome.trainer.checkpoint_callback.manager
+    [event] = [event for event in outcome.recorder.events if event[0] == "validation"]
+    assert event[1] == 1
+    assert manager.metrics(1)["val_loss"] == event[2]
+    # Training ends within an epoch: its last step is saved before the epoch's means are known.
+    outcome = program.run(new_directory(), max_steps=7)
+    manager = outcome.trainer.checkpoint_callback.manager
+    assert manager.metrics(7)["train_loss_epoch"] == outcome.recorder.events[-1][2]
+
+
+def test_best(program: Any, new_directory: NewDirectory) -> None:
+    options = {**BY_LOSS, "save_interval_steps": None, "save_on_best": True, "save_at_end": False, "max_to_keep": 1}
+    outcome = program.run(new_directory(), checkpoint=options, max_epochs=4)
+    callback = outcome.trainer.checkpoint_callback
+    measured = {event[1]: event[2] for event in outcome.recorder.events if event[0] == "validation"}
+    best = min(measured, key=measured.__getitem__)
+    assert callback.manager.best_step() == best
+    assert callback.best_model_path == f"{callback.dirpath}/{best}"
+    assert float(callback.best_model_score) == pytest.approx(measured[best])
+    assert callback.best_k_models == {callback.best_model_path: callback.best_model_score}
+    assert (callback.monitor, callback.mode, callback.save_top_k) == ("val_loss", "min", 1)
+
+
+def test_function_of_the_metrics(program: Any, new_directory: NewDirectory) -> None:
+    ranks = {"best_fn": lambda metrics: metrics["val_loss"] + metrics["train_loss_epoch"], "best_mode": "min"}
+    outcome = program.run(new_directory(), checkpoint={**ranks, "max_to_keep": 2, "save_interval_steps": 5})
+    manager = outcome.trainer.checkpoint_callback.manager
+    scores = {
+        step: sum(manager.metrics(step)[name] for name in ("val_loss", "train_loss_epoch"))
+        for step in manager.all_steps()
+    }
+    assert manager.best_step() == min(scores, key=scores.__getitem__)
+    assert outcome.trainer.checkpoint_callback.monitor is None
+
+
+@pytest.mark.parametrize(
+    ("options", "trainer", "steps"),
+    [
+        pytest.param({"save_interval_steps": 4}, {}, [4, 8, 12, 15], id="interval and end"),
+        pytest.param({"save_interval_steps": 4, "save_at_end": False}, {}, [4, 8, 12], id="interval"),
+        pytest.param({"save_interval_steps": None}, {}, [15], id="end"),
+        pytest.param({"save_interval_steps": None}, {"max_steps": 7}, [7], id="end within an epoch"),
+        pytest.param({"save_interval_steps": 2, "max_to_keep": 2}, {}, [14, 15], id="newest"),
+        pytest.param({"save_interval_steps": 2, "max_to_keep": 1, "keep_period": 6}, {}, [6, 12, 15], id="period"),
+        pytest.param({"save_interval_secs": 1e-6, "max_to_keep": 3}, {}, [13, 14, 15], id="time"),
+        pytest.param({"save_interval_steps": 2}, {"accumulate_grad_batches": 3}, [2, 4, 6], id="optimizer steps"),
+    ],
+)
+def test_saved_and_kept_steps(
+    program: Any, new_directory: NewDirectory, options: dict[str, Any], trainer: dict[str, Any], steps: list[int]
+) -> None:
+    outcome = program.run(new_directory(), checkpoint=options, **trainer)
+    assert outcome.trainer.checkpoint_callback.manager.all_steps() == steps
+
+
+def test_fast_dev_run_neither_resumes_nor_saves(program: Any, new_directory: NewDirectory) -> None:
+    directory = new_directory()
+    outcome = program.run(directory, max_epochs=1)
+    dev = program.run(directory, fast_dev_run=True)
+    assert dev.recorder.first_step == 0
+    assert outcome.trainer.checkpoint_callback.manager.all_steps() == [1, 2, 3, 4, 5]
+    assert dev.trainer.checkpoint_callback.manager.all_steps() == [1, 2, 3, 4, 5]
+
+
+def test_several_devices_are_refused(
+    program: Any, new_directory: NewDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lightning.pytorch.Trainer, "world_size", property(lambda _: 2))
+    with pytest.raises(hf.StateError, match="one device, and this trainer has 2"):
+        program.run(new_directory())
+
+
+# ---- evaluation, tuner, loggers, packages
+
+
+@pytest.mark.parametrize("kind", ["best", "last"])
+def test_evaluation_of_a_saved_step(program: Any, new_directory: NewDirectory, kind: str) -> None:
+    directory = new_directory()
+    options: dict[str, Any] = {**BY_LOSS, "save_interval_steps": 5}
+    outcome = program.run(directory, checkpoint=options, max_epochs=4)
+    trainer, model = outcome.trainer, outcome.model
+    measured = {event[1]: event[2] for event in outcome.recorder.events if event[0] == "validation"}
+    step = min(measured, key=measured.__getitem__) if kind == "best" else 20
+    loader = program.DataLoader(program.samples(8, seed=2), 4)
+    with torch.no_grad():
+        model.output.weight.zero_()
+    [result] = trainer.validate(model, loader, ckpt_path=kind, verbose=False)
+    assert result["val_loss"] == pytest.approx(measured[step])
+    [result] = trainer.test(model, loader, ckpt_path=kind, verbose=False)
+    assert result["test_loss"] == pytest.approx(measured[step])
+    # and in a process that has not trained
+    callback = CheckpointCallback(directory, **options)
+    fresh = lightning.pytorch.Trainer(callbacks=[callback], **program.QUIET)
+    [result] = fresh.test(program.Model(), loader, ckpt_path=kind, verbose=False)
+    assert result["test_loss"] == pytest.approx(measured[step])
+
+
+def test_evaluation_does_not_save(program: Any, new_directory: NewDirectory) -> None:
+    directory = new_directory()
+    callback = CheckpointCallback(directory, save_interval_steps=1)
+    trainer = lightning.pytorch.Trainer(callbacks=[callback], **program.QUIET)
+    trainer.validate(program.Model(), program.DataLoader(program.samples(8, seed=2), 4), verbose=False)
+    assert CheckpointCallback(directory).manager.all_steps() == []
+    assert callback.best_model_path == ""
+
+
+def test_tuner_keeps_its_own_files(program: Any, tmp_path: Path) -> None:
+    class Tunable(program.Model):  # type: ignore[misc] # the base is loaded by the fixture
+        lr = 0.05
+
+    class Inner(TorchCheckpointIO):
+        saved: ClassVar[list[str]] = []
+
+        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+            self.saved.append(os.path.basename(path))
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+    # The tuner's files lie in the very directory of the checkpoints.
+    callback = CheckpointCallback(tmp_path, save_interval_steps=5)
+    trainer = lightning.pytorch.Trainer(
+        callbacks=[callback], plugins=[Inner()], default_root_dir=tmp_path, max_epochs=1, **program.QUIET
+    )
+    model = Tunable()
+    validation = program.DataLoader(program.samples(8, seed=2), 4)
+    loader = program.training_loader("shuffled")
+    Tuner(trainer).lr_find(model, loader, validation, num_training=4, update_attr=False)
+    assert len(Inner.saved) == 1
+    assert Inner.saved[0].startswith(".lr_find")
+    assert callback.manager.all_steps() == []
+    trainer.fit(model, loader, validation)
+    assert callback.manager.all_steps() == [5]
+
+
+def test_loggers_are_told_after_the_commit(program: Any, tmp_path: Path) -> None:
+    class Listening(Logger):
+        name = version = "listening"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.told: list[tuple[str, bool]] = []
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None: ...
+        def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+        def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+            path = checkpoint_callback.last_model_path
+            self.told.append((os.path.basename(path), os.path.exists(os.path.join(path, "checkpoint.json"))))
+            assert checkpoint_callback.current_score is not None
+
+    listening = Listening()
+    options = {**BY_LOSS, "save_interval_steps": 5}
+    program.run(str(tmp_path), checkpoint=options, max_epochs=2, logger=listening, log_every_n_steps=1)
+    assert listening.told[-1] == ("10", True)
+    assert all(committed for _, committed in listening.told)
+
+
+@pytest.mark.parametrize("package", [lightning.pytorch, pytorch_lightning], ids=["lightning", "pytorch_lightning"])
+def test_both_packages(program: Any, new_directory: NewDirectory, package: Any) -> None:
+    class Tiny(package.LightningModule):  # type: ignore[misc] # the package is a parameter
+        def __init__(self) -> None:
+            super().__init__()
+            self.output = torch.nn.Linear(program.FEATURES, 1)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return torch.nn.functional.mse_loss(self.output(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters())
+
+    def fit(directory: str, **options: Any) -> Any:
+        trainer = package.Trainer(
+            callbacks=[CheckpointCallback(directory, save_interval_steps=2)], **program.QUIET, **options
+        )
+        assert len(trainer.checkpoint_callbacks) == 1
+        model = Tiny()
+        trainer.fit(model, program.training_loader("shuffled"))
+        return trainer, model.output.weight.tolist()
+
+    torch.manual_seed(0)
+    whole = fit(new_directory(), max_epochs=2)[1]
+    torch.manual_seed(0)
+    directory = new_directory()
+    fit(directory, max_steps=6)
+    trainer, resumed = fit(directory, max_epochs=2)
+    assert resumed == whole
+    assert trainer.checkpoint_callback.manager.all_steps() == [2, 4, 6, 8, 10]
+
+
+def test_two_callbacks_with_directories_of_their_own(program: Any, new_directory: NewDirectory) -> None:
+    often, rarely = new_directory(), new_directory()
+    whole = program.run(new_directory())
+    second = CheckpointCallback(rarely, save_interval_steps=5)
+    with pytest.raises(program.InterruptionError):
+        program.run(often, callbacks=(second,), recorder=program.Recorder(stop_after=7))
+    second = CheckpointCallback(rarely, save_interval_steps=5)
+    resumed = program.run(often, callbacks=(second,), seed=2)
+    assert resumed.final == whole.final
+    assert second.manager.all_steps() == [5, 10, 15]
+
+
+def test_failed_save_is_told(program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.engine.saving import Save
+
+    complete = Save.complete
+
+    def fails(save: Save) -> Any:
+        if save._pending.location.name == "3":
+            raise hf.StorageFullError("no space left for step 3")
+        return complete(save)
+
+    monkeypatch.setattr(Save, "complete", fails)
+    with pytest.raises(hf.SaveFailedError, match="no space left for step 3"):
+        program.run(str(tmp_path), max_epochs=1)
+    assert hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(read_only=True)).all_steps() == [1, 2, 4]

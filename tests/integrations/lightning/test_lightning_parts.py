@@ -1,0 +1,224 @@
+"""The parts of the callback, one by one."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import holdfast as hf
+from holdfast.integrations.lightning import randomness
+from holdfast.integrations.lightning.loops import Taps
+from holdfast.integrations.lightning.metrics import MetricsLedger
+from holdfast.integrations.lightning.trees import from_tree, to_tree
+
+CPU = torch.device("cpu")
+
+
+def same(one: Any, other: Any) -> bool:
+    """Compares types as well as values."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bits(one), _bits(other))
+    if isinstance(one, np.ndarray):
+        return bool(one.dtype == other.dtype and np.array_equal(one, other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other or (one != one and other != other))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def through_disk(checkpoint: dict[str, Any], directory: Any) -> dict[str, Any]:
+    hf.save(directory, to_tree(checkpoint)[0])
+    return from_tree(hf.load(directory))
+
+
+# ---- trees
+
+
+def test_every_kind_of_state_comes_back_as_what_it_was(tmp_path: Any) -> None:
+    kinds = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool]
+    checkpoint: dict[str, Any] = {
+        "state_dict": OrderedDict((str(kind), torch.arange(6).reshape(2, 3).to(kind)) for kind in kinds),
+        "optimizer_states": [
+            {"state": {0: {"step": torch.tensor(3.0)}, 1: {}}, "param_groups": [{"betas": (0.9, 0.99)}]}
+        ],
+        "empty": {"list": [], "dict": {}, "tensor": torch.zeros(0, 3)},
+        "numbers": [1, -(10**30), 0.1, float("nan"), float("inf"), 1j, True, None, "text", b"bytes"],
+        "numpy": {"array": np.arange(4, dtype=">u2"), "scalar": np.float32(0.5), "words": np.array(["a", "bc"])},
+        "integer keys": {1: "one", "1": "text"},
+        "sets": {1, 2},
+        "strided": torch.arange(12).reshape(3, 4)[:, ::2],
+        "shape": torch.Size([2, 3]),
+    }
+    found = through_disk(checkpoint, tmp_path / "checkpoint")
+    expected = {**checkpoint, "shape": (2, 3)}
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert same(found[name], value), name
+
+
+_LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from([torch.ones(2), np.ones(2), np.float64(2.0), torch.tensor(1, dtype=torch.bfloat16)])
+)
+_TREES = st.recursive(
+    _LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=4) | st.integers(-(2**63), 2**63 - 1), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.dictionaries(st.text(max_size=4), _TREES, max_size=3))
+def test_any_tree_comes_back(checkpoint: dict[str, Any]) -> None:
+    tree, left = to_tree(checkpoint)
+    directory = "memory://lightning-trees/one"
+    hf.save(directory, tree, overwrite=True)
+    assert left == []
+    found = from_tree(hf.load(directory))
+    assert found.keys() == checkpoint.keys()
+    assert all(same(found[name], value) for name, value in checkpoint.items())
+
+
+@pytest.mark.parametrize(
+    ("entry", "named"),
+    [
+        (object(), "extra (object)"),
+        ({"deep": {"path": PurePath("x")}}, "extra/deep/path (pathlib."),
+        ([1, torch.relu], "extra (builtin_function_or_method)"),
+        ([{"inner": torch.nn.ReLU()}], "extra/0/inner (torch.nn.modules.activation.ReLU)"),
+        ({2.5: 1}, "extra/2.5 (its key is a float)"),
+        ({2**63: 1}, "extra/9223372036854775808 (its key is a number of more than 64 bits)"),
+        (torch.eye(2).to_sparse(), "extra (torch.Tensor)"),
+        (np.array([object()]), "extra (numpy.ndarray)"),
+    ],
+)
+def test_what_is_left_out_is_named(entry: Any, named: str) -> None:
+    _, left = to_tree({"extra": entry, "kept": 1})
+    assert len(left) == 1
+    assert left[0].startswith(named)
+
+
+# ---- metrics
+
+
+def test_metrics_are_those_of_the_step_at_which_they_came_up() -> None:
+    ledger = MetricsLedger()
+    validation, first, second = torch.tensor(0.5), torch.tensor(1.0), torch.tensor(1.0)
+    ledger.observe(10, {"val_loss": validation.detach(), "loss": first})
+    ledger.observe(20, {"val_loss": validation.detach(), "loss": second})
+    assert ledger.of(10) == {"val_loss": 0.5}
+    assert ledger.of(20) == {"loss": 1.0}
+    ledger.observe(30, {"val_loss": torch.tensor(0.5), "loss": second})
+    assert ledger.of(30) == {"val_loss": 0.5}
+
+
+# ---- random generators
+
+
+class Loader:
+    """Holds generators as data loaders, samplers and datasets do."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.sampler = type("Sampler", (), {})()
+        self.sampler.rng = np.random.default_rng(seed)
+        self.batch_sampler = type("BatchSampler", (), {})()
+        self.batch_sampler.sampler = self.sampler
+        self.dataset = type("Dataset", (), {})()
+        self.dataset.rng = random.Random(seed)
+
+    def draw(self) -> list[float]:
+        return [
+            torch.rand((), generator=self.generator).item(),
+            self.sampler.rng.random(),
+            self.dataset.rng.random(),
+            torch.rand(()).item(),
+            float(np.random.rand()),
+            random.random(),
+            random.gauss(0, 1),
+        ]
+
+
+def test_every_generator_goes_on_where_it_was(tmp_path: Any) -> None:
+    loader = Loader(1)
+    loader.draw()
+    state = randomness.capture(CPU, [loader])
+    expected = [loader.draw(), loader.draw()]
+    saved = through_disk({"random": state}, tmp_path / "checkpoint")["random"]
+    fresh = Loader(2)
+    randomness.restore(saved, CPU, [fresh])
+    assert [fresh.draw(), fresh.draw()] == expected
+    randomness.restore(saved, CPU, [])
+    assert torch.rand(()).item() == expected[0][3]
+
+
+def test_taking_the_state_does_not_change_it() -> None:
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    expected = Loader(1).draw()
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    loader = Loader(1)
+    randomness.capture(CPU, [loader])
+    assert loader.draw() == expected
+
+
+# ---- wrappers
+
+
+class Loop:
+    def advance(self, by: int) -> str:
+        return f"advanced by {by}"
+
+
+def test_taps_come_off_in_any_order() -> None:
+    loop, other = Loop(), Loop()
+    first, second = Taps(), Taps()
+    first.place(loop, "advance", lambda original, by: f"first({original(by)})")
+    second.place(loop, "advance", lambda original, by: f"second({original(by)})")
+    assert loop.advance(1) == "second(first(advanced by 1))"
+    assert other.advance(1) == "advanced by 1"
+    first.remove()
+    assert loop.advance(1) == "second(advanced by 1)"
+    second.remove()
+    assert loop.advance(1) == "advanced by 1"
+
+
+def test_taps_that_do_not_apply_do_nothing() -> None:
+    loop, applies = Loop(), False
+    taps = Taps(lambda: applies)
+    taps.place(loop, "advance", lambda original, by: "tapped")
+    assert loop.advance(1) == "advanced by 1"
+    applies = True
+    assert loop.advance(1) == "tapped"
+    taps.remove()
+    assert vars(loop) == {}
+
+
+def test_unknown_lightning_is_refused() -> None:
+    with pytest.raises(hf.StateError, match=r"Loop has no method on_advance_end\(\)"):
+        Taps().place(Loop(), "on_advance_end", lambda original: None)

@@ -1,0 +1,109 @@
+"""Real signals to real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast as hf
+from holdfast.integrations.lightning import Preempted
+
+pytestmark = [
+    # Lightning's advice on any data loader without worker processes
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+    # Lightning 2.6 with torch 2.13
+    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
+]
+
+NewDirectory = Callable[[], str]
+
+NEVER = {"save_interval_steps": 1000, "save_at_end": False}
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second", "options"),
+    [
+        # Steps 5 and 10 are the ends of epochs; with accumulation, steps 2 and 4 are.
+        pytest.param("signal_after", 3, 5, {}, id="SIGTERM"),
+        pytest.param("signal_after", 2, 4, {"accumulate_grad_batches": 3}, id="SIGTERM while accumulating"),
+        pytest.param("signal_in_validation_after", 5, 10, {}, id="SIGTERM in a validation"),
+        pytest.param("kill_after", 5, 8, {}, id="SIGKILL"),
+    ],
+)
+def test_killed_twice(
+    program: Any,
+    run_process: Callable[..., tuple[int, Any, str]],
+    new_directory: NewDirectory,
+    tmp_path: Path,
+    kind: str,
+    first: int,
+    second: int,
+    options: dict[str, Any],
+) -> None:
+    whole = json.loads(json.dumps(program.run(new_directory(), checkpoint=NEVER, **options).final))
+    directory = tmp_path / "run"
+    # SIGTERM loses nothing although nothing else makes it save; SIGKILL loses what was not on disk yet.
+    killed = kind == "kill_after"
+    checkpoint = {"save_interval_steps": 1} if killed else NEVER
+    for seed, step in enumerate((first, second), start=1):
+        status, result, said = run_process(directory, seed=seed, checkpoint=checkpoint, **{kind: step}, **options)
+        assert (status, result) == (-signal.SIGKILL if killed else 143, None), said
+        assert hf.verify(directory).ok
+    status, result, said = run_process(directory, seed=9, checkpoint=checkpoint, **options)
+    assert status == 0, said
+    assert result["final"] == whole
+    # What was being done when SIGTERM came, a batch or a validation, belongs to the step that is saved.
+    saved = {"signal_after": second + 1, "signal_in_validation_after": second, "kill_after": second}[kind]
+    assert result["first_step"] in ({saved - 1, saved} if killed else {saved})
+
+
+def test_preemption_ends_with_the_status_of_sigterm(program: Any, new_directory: NewDirectory) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    directory = new_directory()
+    with pytest.raises(Preempted) as caught:
+        program.run(directory, recorder=program.Recorder(signal_after=6), checkpoint=NEVER)
+    assert caught.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is handler
+    manager = hf.CheckpointManager(directory, options=hf.CheckpointManagerOptions(read_only=True))
+    assert manager.all_steps() == [7]
+    assert [entry.reason for entry in hf.list_checkpoints(directory)] == ["preempted"]
+
+
+def test_signal_between_batches_is_kept_for_users_own_handler(program: Any, new_directory: NewDirectory) -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        with pytest.raises(Preempted):
+            program.run(new_directory(), recorder=program.Recorder(signal_after=2))
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == [signal.SIGTERM, signal.SIGTERM]
+
+
+def test_signal_when_the_step_is_saved_already(program: Any, new_directory: NewDirectory) -> None:
+    # The first batch after step 2 begins an accumulation: the run need not go on to its end.
+    directory = new_directory()
+    recorder = program.Recorder(signal_after=2)
+    with pytest.raises(Preempted):
+        program.run(directory, recorder=recorder, accumulate_grad_batches=3)
+    manager = hf.CheckpointManager(directory, options=hf.CheckpointManagerOptions(read_only=True))
+    assert manager.all_steps() == [1, 2]
+
+
+def test_training_in_another_thread(
+    program: Any, new_directory: NewDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    outcomes: list[Any] = []
+    thread = threading.Thread(target=lambda: outcomes.append(program.run(new_directory(), max_epochs=1)))
+    thread.start()
+    thread.join()
+    assert outcomes[0].trainer.global_step == 5
+    assert "SIGTERM is not watched" in caplog.text
