@@ -19,6 +19,7 @@ from collections.abc import Callable
 from .clock import Clock
 from .errors import HoldfastError, OwnershipError
 from .storage import Location
+from .storage.statuses import os_errors
 
 try:
     import fcntl
@@ -75,7 +76,11 @@ class Ownership:
             self._directory.make_directory()
             if self._directory.is_local and fcntl is not None:
                 self._lock_file()
-            self._write_file()
+            try:
+                self._write_file()
+            except BaseException:
+                self._release()  # or the next attempt would meet this one's lock
+                raise
             _owners[self._key] = self
             self._held = True
         return True
@@ -122,7 +127,8 @@ class Ownership:
 
     def _lock_file(self) -> None:
         path = os.fspath(self._directory / OWNER)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        with os_errors(path, "open"):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -146,8 +152,9 @@ class Ownership:
             (self._directory / OWNER).write_bytes(content)
             return
         # In place: replacing the file would leave the lock on one that nobody sees.
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, content, 0)
+        with os_errors((self._directory / OWNER).url, "write"):
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, content, 0)
 
     def _read(self) -> dict[str, object]:
         try:
