@@ -285,6 +285,18 @@ def test_a_step_whose_deletion_stops_half_way_is_not_listed(root: Path, fault: F
         assert not (run / "1").exists()
 
 
+@pytest.mark.parametrize("call", ["open", "pwrite", "mkdir", "replace", "fsync"])
+def test_a_directory_that_cannot_be_taken_yet(root: Path, fault: Fault, call: str) -> None:
+    with hf.CheckpointManager(root / "run") as manager:
+        fault.start(errno.ENOSPC, (call,))
+        with pytest.raises(hf.StorageFullError):
+            manager.acquire()
+        fault.stop()
+        manager.save(1, tree(1))
+        manager.wait_until_finished()
+        check_whole(manager, [1])
+
+
 def test_a_failing_sweep_is_done_again(root: Path, fault: Fault) -> None:
     run = root / "run"
     (run / "5").mkdir(parents=True)

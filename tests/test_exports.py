@@ -1,0 +1,50 @@
+"""What ``import holdfast`` offers."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import holdfast as hf
+
+
+def test_all_is_sorted_and_importable() -> None:
+    assert list(hf.__all__) == sorted(hf.__all__)
+    assert len(set(hf.__all__)) == len(hf.__all__)
+    for name in hf.__all__:
+        assert getattr(hf, name).__name__ == name
+
+
+def test_all_is_what_type_checkers_see() -> None:
+    tree = ast.parse(Path(inspect.getsourcefile(hf) or "").read_text())
+    [block] = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    homes = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        for alias in node.names:
+            assert alias.asname == alias.name, "only `x as x` is exported"
+            homes[alias.name] = f"holdfast.{node.module}"
+    assert sorted(homes) == list(hf.__all__)
+    for name, module in homes.items():
+        assert getattr(__import__(module, fromlist=[name]), name) is getattr(hf, name)
+
+
+def test_every_name_is_described() -> None:
+    undocumented = [name for name in hf.__all__ if not inspect.getdoc(getattr(hf, name))]
+    assert undocumented == []
+
+
+def test_unknown_names() -> None:
+    assert not hasattr(hf, "no_such_name")
+    assert set(hf.__all__) <= set(dir(hf))
+
+
+def test_errors_are_all_exported() -> None:
+    from holdfast.engine import errors
+
+    found = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
+    assert found <= set(hf.__all__)
+    assert all(issubclass(getattr(errors, name), errors.HoldfastError) for name in found)
+    drawn = {line.split()[-2 if "(" in line else -1] for line in (errors.__doc__ or "").splitlines() if "──" in line}
+    assert {name for name in found if name in (errors.__doc__ or "")} == found, drawn
