@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .assembly import Assembly, Place
-from .errors import DamagedCheckpointError, ObjectNotFoundError
+from .errors import DamagedCheckpointError, FormatVersionError, ObjectNotFoundError
 from .extents import Range, read_ranges
 from .format import (
     METADATA_LIMIT,
@@ -48,6 +48,17 @@ class Problem(NamedTuple):
     what: str
 
 
+@contextlib.contextmanager
+def naming(location: Location) -> Iterator[None]:
+    """Adds to errors about content where the content is, unless they say so."""
+    try:
+        yield
+    except (DamagedCheckpointError, FormatVersionError) as error:
+        if location.url in str(error):
+            raise
+        raise type(error)(f"{location}: {error}") from error
+
+
 class ArrayDatabase:
     """Named arrays in a folder, opened for reading.
 
@@ -66,7 +77,9 @@ class ArrayDatabase:
         self._location = location
         self._files = files
         self._metadata: dict[str, ArrayMetadata] = {}
-        self._entries: Entries = decode_database(self.read_file(MANIFEST), self._read_node)
+        manifest = self.read_file(MANIFEST)
+        with naming(location):
+            self._entries: Entries = decode_database(manifest, self._read_node)
         self._rows = {key: row for row, key in enumerate(self._entries.keys)}
         self._places = list(
             zip(
@@ -137,7 +150,12 @@ class ArrayDatabase:
         if known is not None:
             return known
         content = self._metadata_text(name)
-        return None if content is None else self._metadata.setdefault(name, decode_array_metadata(content))
+        if content is None:
+            return None
+        try:
+            return self._metadata.setdefault(name, decode_array_metadata(content))
+        except (DamagedCheckpointError, FormatVersionError) as error:
+            raise type(error)(f"{self._location}: array {name!r}: {error}") from error
 
     def read(self, names: Sequence[str]) -> tuple[list[NDArray[Any] | None], list[Problem]]:
         """Reads whole arrays.
@@ -257,7 +275,8 @@ class ArrayDatabase:
                 if self._files is not None or filled < 0:
                     report(MANIFEST, array, f"chunk {rows.index(None)} is not in the index")
                     continue
-                assembly.fill(array, decode_fill_value(self._metadata_text(name) or b""))
+                with naming(self._location):
+                    assembly.fill(array, decode_fill_value(self._metadata_text(name) or b""))
             for chunk, row in enumerate(rows):
                 content = None if row is None else self._entries.inline[row]
                 if content is not None:

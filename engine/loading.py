@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .database import naming
 from .errors import TreeMismatchError
 from .reader import SavedLeaf, TreeReader
 from .tree import Target, compare, describe_template, display, flatten, materialize, spell, unflatten
@@ -75,7 +76,8 @@ def tree_metadata(reader: TreeReader) -> Any:
 
 def _values(reader: TreeReader, leaves: Sequence[SavedLeaf], targets: Sequence[Target | None]) -> list[Any]:
     arrays = reader.read(leaves)
-    return materialize(targets, [leaf.saved for leaf in leaves], arrays, [leaf.name for leaf in leaves])
+    with naming(reader.location):
+        return materialize(targets, [leaf.saved for leaf in leaves], arrays, [leaf.name for leaf in leaves])
 
 
 def _matching(reader: TreeReader, targets: Sequence[Target], select: Select | None) -> list[SavedLeaf]:

@@ -316,7 +316,7 @@ class CheckpointManager:
     def reload(self) -> None:
         """Reads the directory anew, to see what another process has done; waits for a save that is under way."""
         self._background.join()
-        self._steps.reload()
+        self._steps.reload(forget=True)
 
     # ---- restoring
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .database import ArrayDatabase, Problem
-from .errors import DamagedCheckpointError, HoldfastError
+from .database import ArrayDatabase, Problem, naming
+from .errors import DamagedCheckpointError, FormatVersionError, HoldfastError
 from .format import ArrayMetadata, decode_document, dtype_from_name
 from .record import FileRecord
 from .storage import Location
@@ -60,8 +60,9 @@ class TreeReader:
         self._files = files or {}
         self._database = ArrayDatabase(location, files)
         document = decode_document(self._database.read_file(TREE), TREE_KIND, source=str(location / TREE))
-        names, details, self.skeleton = from_document(_tree_of(document, location))
-        self.leaves = [self._leaf(name, detail) for name, detail in zip(names, details, strict=True)]
+        with naming(location):
+            names, details, self.skeleton = from_document(_tree_of(document, location))
+            self.leaves = [self._leaf(name, detail) for name, detail in zip(names, details, strict=True)]
 
     def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
         """Reads leaves.
@@ -122,7 +123,10 @@ class TreeReader:
             if "value" in details or "base64" in details or details["kind"] == "none":
                 return SavedLeaf(name, Saved(details))
             raise DamagedCheckpointError(f"{self.location}: the index holds no array for leaf {display(name)}")
-        dtype, shape = _logical(metadata, details)
+        try:
+            dtype, shape = _logical(metadata, details)
+        except (DamagedCheckpointError, FormatVersionError) as error:
+            raise type(error)(f"{self.location}: leaf {display(name)}: {error}") from error
         if shape is None:
             raise DamagedCheckpointError(
                 f"{self.location}: leaf {display(name)} is stored as {metadata.data_type}{list(metadata.shape)}, "

@@ -28,6 +28,7 @@ class StepIndex:
         self._lock = threading.Lock()
         self._records: dict[int, CheckpointRecord] = {}
         self._damage: dict[int, str] = {}
+        self._condemned: dict[int, tuple[CheckpointRecord, str]] = {}
         self._infos: tuple[StepInfo, ...] | None = None
         self.reload()
 
@@ -42,8 +43,12 @@ class StepIndex:
             if match and entry.is_directory:
                 yield int(match[1]), self._directory / entry.name
 
-    def reload(self) -> None:
-        """Reads the directory anew."""
+    def reload(self, *, forget: bool = False) -> None:
+        """Reads the directory anew.
+
+        Args:
+            forget: Whether steps that were condemned get another chance, instead of staying so until replaced.
+        """
         records: dict[int, CheckpointRecord] = {}
         damage: dict[int, str] = {}
         for step, location in self.directories():
@@ -61,6 +66,12 @@ class StepIndex:
                 continue
             records[step] = record
         with self._lock:
+            if forget:
+                self._condemned.clear()
+            for step, (condemned, what) in self._condemned.items():
+                if records.get(step) == condemned:
+                    del records[step]
+                    damage[step] = what
             self._records, self._damage, self._infos = records, damage, None
 
     def add(self, step: int, record: CheckpointRecord) -> None:
@@ -68,6 +79,7 @@ class StepIndex:
         with self._lock:
             self._records[step] = record
             self._damage.pop(step, None)
+            self._condemned.pop(step, None)
             self._infos = None
 
     def remove(self, step: int) -> None:
@@ -75,13 +87,17 @@ class StepIndex:
         with self._lock:
             self._records.pop(step, None)
             self._damage.pop(step, None)
+            self._condemned.pop(step, None)
             self._infos = None
 
     def condemn(self, step: int, damage: str) -> None:
         """Notes that the data of a step is damaged: it is not listed any more, and may be replaced."""
-        self.remove(step)
         with self._lock:
+            record = self._records.pop(step, None)
+            if record is not None:
+                self._condemned[step] = record, damage
             self._damage[step] = damage
+            self._infos = None
 
     def steps(self) -> list[int]:
         """Returns the committed steps whose record verifies, in ascending order."""

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from holdfast.engine.format import decode_document, encode_document
+from holdfast.engine.record import RECORD
 from holdfast.engine.storage import as_location
 
 
@@ -56,3 +58,52 @@ def _assert_same(found: Any, expected: Any, where: str = "root") -> None:
             _assert_same(getattr(found, field.name), getattr(expected, field.name), f"{where}/{field.name}")
     else:
         assert found == expected, where
+
+
+class StoredFiles:
+    """The files of a checkpoint or of a directory of them, to be looked at and tampered with.
+
+    Args:
+        url: Where they are.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._location = as_location(url)
+
+    def read(self) -> dict[str, bytes]:
+        """Returns the content of every file by its path."""
+        return {path: (self._location / path).read_bytes() for path in self._paths("")}
+
+    def write(self, path: str, content: bytes) -> None:
+        """Replaces a file; on a disk without waiting for it."""
+        place = self._location / path
+        if place.is_local:
+            place.path.write_bytes(content)
+        else:
+            place.write_bytes(content)
+
+    def remove(self, path: str) -> None:
+        """Deletes a file."""
+        (self._location / path).remove()
+
+    def reseal(self, path: str, content: bytes) -> None:
+        """Replaces a file of the item ``state`` and puts its digest into the record, as a forger would."""
+        self.write(f"state/{path}", content)
+        self.edit(lambda body: body["items"]["state"]["files"].update({path: {"size": len(content)}}))
+
+    def edit(self, change: Callable[[dict[str, Any]], Any]) -> None:
+        """Changes the commit record, which verifies afterwards."""
+        body = decode_document((self._location / RECORD).read_bytes(), "checkpoint", source="test")
+        change(body)
+        self.write(RECORD, encode_document("checkpoint", body))
+
+    def _paths(self, folder: str) -> list[str]:
+        entries = (self._location / folder if folder else self._location).entries()
+        below = [(f"{folder}/{entry.name}".lstrip("/"), entry.is_directory) for entry in entries]
+        return [path for name, is_folder in below for path in (self._paths(name) if is_folder else [name])]
+
+
+@pytest.fixture
+def stored() -> Callable[[str], StoredFiles]:
+    """Opens the files of a checkpoint."""
+    return StoredFiles
