@@ -1,0 +1,175 @@
+"""Who imports whom: downwards only, and no framework before it is needed."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("engine", "integrations", "recipes", "cli")  # each imports itself and those before it
+SHARED = ("errors", "clock", "durations")  # what anything in the engine may import
+PURE = ("format", "tree", "policy", "storage")  # these import none of each other
+ITEM: tuple[str, ...] = (
+    "record",
+    "report",
+    "metrics",
+    "plan",
+    "sources",
+    "item",
+    "staging",
+    "writer",
+    "reader",
+    "loading",
+)
+ITEM += ("database", "extents", "assembly")
+LAYERS: tuple[tuple[str, ...], ...] = (
+    SHARED,
+    PURE,
+    ITEM,
+    ("handlers",),
+    ("commit", "background", "ownership", "options"),
+    ("saving", "checkpointer"),
+    ("steps", "items", "directory", "manager"),
+    ("api", "inspection"),
+    ("_package",),
+)
+LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
+FRAMEWORKS = {"jax", "jaxlib", "torch", "flax", "optax", "lightning", "pytorch_lightning", "tensorstore"}
+
+
+def sources(room: str) -> list[Path]:
+    return sorted(path for path in (ROOT / room).rglob("*.py") if "__pycache__" not in path.parts)
+
+
+def imports(path: Path, *, everywhere: bool = True) -> Iterator[str]:
+    """Generates the full names of what a file imports; without ``everywhere``, only what it does when it is loaded."""
+    package = ["holdfast", *path.relative_to(ROOT).parts[:-1]]
+    if path.name == "_package.py":
+        package = ["holdfast"]  # seen as holdfast/__init__.py
+    for node in _nodes(ast.parse(path.read_text()).body, everywhere):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def _nodes(body: list[ast.stmt], everywhere: bool) -> Iterator[ast.AST]:
+    for statement in body:
+        if everywhere:
+            yield from ast.walk(statement)
+        elif isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test):
+            yield from _nodes(statement.orelse, everywhere)
+        elif not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield statement
+            for part in ("body", "orelse", "finalbody"):
+                yield from _nodes(getattr(statement, part, []), everywhere)
+            for handler in getattr(statement, "handlers", []):
+                yield from _nodes(handler.body, everywhere)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_import_downwards(room: str) -> None:
+    allowed = set(ROOMS[: ROOMS.index(room) + 1])
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sources(room)
+        for name in imports(path)
+        if name.startswith("holdfast.") and name.split(".")[1] in ROOMS and name.split(".")[1] not in allowed
+    ]
+    assert sources(room)
+    assert wrong == []
+
+
+def engine_unit(name: str) -> str | None:
+    parts = name.split(".")
+    return parts[2] if parts[:2] == ["holdfast", "engine"] and len(parts) > 2 else None
+
+
+def test_every_module_of_the_engine_has_a_layer() -> None:
+    units = {path.relative_to(ROOT / "engine").parts[0].removesuffix(".py") for path in sources("engine")}
+    assert units - {"__init__"} <= set(LAYER), "say in this file which layer it belongs to"
+
+
+def test_engine_imports_downwards() -> None:
+    wrong = []
+    for path in sources("engine"):
+        unit = path.relative_to(ROOT / "engine").parts[0].removesuffix(".py")
+        for name in imports(path):
+            other = engine_unit(name)
+            if other is None or other == unit:
+                continue
+            if LAYER[other] > LAYER[unit] or (unit in PURE and other not in SHARED):
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert wrong == []
+
+
+def test_engine_has_no_cycles() -> None:
+    graph: dict[str, set[str]] = {}
+    for path in sources("engine"):
+        unit = path.relative_to(ROOT / "engine").parts[0].removesuffix(".py")
+        graph.setdefault(unit, set()).update(
+            other for name in imports(path) if (other := engine_unit(name)) is not None and other != unit
+        )
+    while leaves := {unit for unit, others in graph.items() if not others & graph.keys()}:
+        graph = {unit: others for unit, others in graph.items() if unit not in leaves}
+    assert graph == {}
+
+
+def test_engine_loads_no_framework_by_itself() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sources("engine")
+        for name in imports(path, everywhere=False)
+        if name.split(".")[0] in FRAMEWORKS
+    ]
+    assert wrong == []
+
+
+def test_pure_rooms_do_no_input_or_output() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for room in ("format", "policy")
+        for path in sources(f"engine/{room}")
+        for name in imports(path)
+        if name.split(".")[0] in ("io", "pathlib", "socket", "time", "random")
+    ]
+    assert wrong == []
+
+
+def loaded_by(program: str) -> set[str]:
+    program += "\nimport sys; print('\\n'.join(sys.modules))"
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return {name.split(".")[0] for name in finished.stdout.splitlines()}
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import holdfast",
+        "import holdfast as hf; [getattr(hf, name) for name in hf.__all__]",
+        "import numpy as np, holdfast as hf, tempfile\n"
+        "with tempfile.TemporaryDirectory() as directory, hf.CheckpointManager(directory) as manager:\n"
+        "    manager.save(1, {'weights': np.ones(3)})\n"
+        "    manager.restore()",
+    ],
+    ids=["import", "every name", "save and restore"],
+)
+def test_frameworks_stay_unloaded(program: str) -> None:
+    assert loaded_by(program) & FRAMEWORKS == set()
+
+
+def test_importing_the_package_loads_next_to_nothing() -> None:
+    assert "numpy" not in loaded_by("import holdfast")
+
+
+def test_imports_are_found() -> None:
+    found = set(imports(ROOT / "engine" / "manager.py"))
+    assert {"holdfast.engine.background.BackgroundSave", "holdfast.engine.policy.decide", "logging"} <= found
+    assert "holdfast.engine.manager.CheckpointManager" in set(imports(ROOT / "engine" / "_package.py"))
