@@ -52,11 +52,11 @@ if TYPE_CHECKING:
     from .engine.inspection import describe as describe
     from .engine.inspection import list_checkpoints as list_checkpoints
     from .engine.inspection import verify as verify
-    from .engine.loading import LeafMetadata as LeafMetadata
+    from .engine.item import Layout as Layout
+    from .engine.item import LeafMetadata as LeafMetadata
     from .engine.manager import CheckpointManager as CheckpointManager
     from .engine.manager import Restored as Restored
     from .engine.options import CheckpointManagerOptions as CheckpointManagerOptions
-    from .engine.plan import Layout as Layout
     from .engine.policy import Decision as Decision
     from .engine.report import SaveReport as SaveReport
     from .engine.storage import Location as Location
@@ -104,10 +104,9 @@ _HOMES = {
         "list_checkpoints",
         "verify",
     ),
-    "loading": ("LeafMetadata",),
+    "item": ("Layout", "LeafMetadata"),
     "manager": ("CheckpointManager", "Restored"),
     "options": ("CheckpointManagerOptions",),
-    "plan": ("Layout",),
     "policy": ("Decision",),
     "report": ("SaveReport",),
     "storage": ("Location", "as_location"),

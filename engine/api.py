@@ -7,11 +7,9 @@ from typing import Any
 
 from .checkpointer import ITEM, Checkpointer, Place
 from .commit import read_record
-from .database import MANIFEST, ArrayDatabase
 from .errors import CheckpointNotFoundError, DamagedCheckpointError, OptionError
 from .handlers import CheckpointHandler, JsonCheckpointHandler, PyTreeCheckpointHandler
-from .loading import Select
-from .plan import Layout
+from .item import MANIFEST, ArrayDatabase, Layout, Select
 from .record import RECORD, ItemRecord
 from .report import SaveReport
 from .steps import StepIndex

@@ -78,7 +78,7 @@ class BackgroundSave:
         thread.join(self._timeout)
         if thread.is_alive():
             raise SaveFailedError(
-                f"{self._what} is still not saved after {self._timeout:.0f} s; the storage may hang. "
+                f"{self._what} is still not saved after {self._timeout:g} s; the storage may hang. "
                 "Raise save_timeout_secs if it is only slow",
                 self._step,
             )

@@ -15,14 +15,10 @@ from typing import Any, Protocol, TypeVar
 
 from .errors import DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
 from .format import crc32c, decode_document, encode_document
-from .loading import load_tree, tree_metadata
-from .plan import Layout
-from .reader import TreeReader
+from .item import HostTree, Layout, StagingBuffer, TreeReader, load_tree, tree_metadata, write_tree
 from .record import FileRecord
-from .staging import StagingBuffer
 from .storage import Location
 from .tree import describe, flatten
-from .writer import HostTree, write_tree
 
 T = TypeVar("T")
 

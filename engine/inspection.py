@@ -10,12 +10,11 @@ from typing import Any
 from .api import find_checkpoint, step_index
 from .checkpointer import Place
 from .commit import read_record
-from .database import Problem
 from .directory import stored_options
 from .errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, HoldfastError
 from .format import crc32c
+from .item import Problem, SavedLeaf, TreeReader
 from .policy import reasons
-from .reader import SavedLeaf, TreeReader
 from .record import RECORD, CheckpointRecord, ItemRecord
 from .storage import Location, as_location
 from .tree import display, materialize

@@ -14,23 +14,11 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("engine", "integrations", "recipes", "cli")  # each imports itself and those before it
 SHARED = ("errors", "clock", "durations")  # what anything in the engine may import
 PURE = ("format", "tree", "policy", "storage")  # these import none of each other
-ITEM: tuple[str, ...] = (
-    "record",
-    "report",
-    "metrics",
-    "plan",
-    "sources",
-    "item",
-    "staging",
-    "writer",
-    "reader",
-    "loading",
-)
-ITEM += ("database", "extents", "assembly")
 LAYERS: tuple[tuple[str, ...], ...] = (
     SHARED,
     PURE,
-    ITEM,
+    ("record", "report", "metrics"),
+    ("item",),
     ("handlers",),
     ("commit", "background", "ownership", "options"),
     ("saving", "checkpointer"),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
-from holdfast.engine.plan import (
+from holdfast.engine.item.plan import (
     CHECKSUM_BYTES,
     CHUNK_ALIGNMENT,
     SEGMENT_ALIGNMENT,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import holdfast as hf
 from holdfast.engine.format import crc32c
-from holdfast.engine.plan import ArraySpec, chunk_shape, plan_files
-from holdfast.engine.sources import Source, segment_parts
+from holdfast.engine.item.plan import ArraySpec, chunk_shape, plan_files
+from holdfast.engine.item.sources import Source, segment_parts
 from holdfast.engine.tree import Piece
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import holdfast as hf
-from holdfast.engine.database import ArrayDatabase
+from holdfast.engine.item import ArrayDatabase
 from holdfast.engine.storage import as_location
 from holdfast.engine.storage.kvstore import shared_context
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .errors import OptionError
+from ..errors import OptionError
 
 CHUNK_ALIGNMENT = 64
 """Every chunk starts at a multiple of this many bytes: a cache line, and what XLA needs to adopt host memory."""

@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .assembly import Assembly, Place
-from .errors import DamagedCheckpointError, FormatVersionError, ObjectNotFoundError
-from .extents import Range, read_ranges
-from .format import (
+from ..errors import DamagedCheckpointError, FormatVersionError, ObjectNotFoundError
+from ..format import (
     METADATA_LIMIT,
     ArrayMetadata,
     Entries,
@@ -28,9 +26,11 @@ from .format import (
     decode_fill_value,
     metadata_key,
 )
-from .record import FileRecord
+from ..record import FileRecord
+from ..storage import DataReader, Location
+from .assembly import Assembly, Place
+from .extents import Range, read_ranges
 from .sources import Bytes
-from .storage import DataReader, Location
 
 MANIFEST = "manifest.ocdbt"
 _METADATA_SUFFIX = b"/zarr.json"

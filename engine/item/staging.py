@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..storage import aligned_empty
+from ..tree import ArrayLeaf, Piece, ValueLeaf
 from .sources import Bytes
-from .storage import aligned_empty
-from .tree import ArrayLeaf, Piece, ValueLeaf
 
 _ALIGNMENT = 64
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .format import crc32c, extend
+from ..format import crc32c, extend
+from ..tree import Piece
 from .plan import CHECKSUM_BYTES, ArraySpec, PlannedSegment
-from .tree import Piece
 
 Bytes = NDArray[np.uint8]
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .format import ArrayMetadata, crc32c
+from ..format import ArrayMetadata, crc32c
+from ..storage import aligned_empty
 from .plan import CHECKSUM_BYTES
 from .sources import Bytes
-from .storage import aligned_empty
 
 _COPY = 256 << 10  # arrays below this are copied out, so that a small one never keeps a whole extent in memory
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import DamagedCheckpointError, FormatVersionError, HoldfastError
+from ..format import ArrayMetadata, decode_document, dtype_from_name
+from ..record import FileRecord
+from ..storage import Location
+from ..tree import Saved, display, from_document
 from .database import ArrayDatabase, Problem, naming
-from .errors import DamagedCheckpointError, FormatVersionError, HoldfastError
-from .format import ArrayMetadata, decode_document, dtype_from_name
-from .record import FileRecord
-from .storage import Location
-from .tree import Saved, display, from_document
 from .writer import TREE, TREE_KIND
 
 

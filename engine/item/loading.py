@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import TreeMismatchError
+from ..tree import Target, compare, describe_template, display, flatten, materialize, spell, unflatten
 from .database import naming
-from .errors import TreeMismatchError
 from .reader import SavedLeaf, TreeReader
-from .tree import Target, compare, describe_template, display, flatten, materialize, spell, unflatten
 
 Select = str | Sequence[str]
 """Patterns of leaf paths such as ``"params/**"``: ``*``, ``?`` and ``[ab]`` match within one key, ``**`` matches any

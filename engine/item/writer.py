@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .format import (
+from ..format import (
     Entries,
     Stored,
     chunk_keys,
@@ -27,11 +27,11 @@ from .format import (
     metadata_key,
     storage_dtype,
 )
+from ..record import FileRecord
+from ..storage import Location, Segment
+from ..tree import ArrayLeaf, Node, Piece, ValueLeaf, to_document
 from .plan import CHECKSUM_BYTES, ArraySpec, Layout, PlannedFile, PlannedSegment, chunk_shape, plan_files
-from .record import FileRecord
 from .sources import Bytes, Source, segment_parts
-from .storage import Location, Segment
-from .tree import ArrayLeaf, Node, Piece, ValueLeaf, to_document
 
 MANIFEST = "manifest.ocdbt"
 INDEX = "d/index"

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from .errors import DamagedCheckpointError, ObjectNotFoundError, StorageError
+from ..errors import DamagedCheckpointError, ObjectNotFoundError, StorageError
+from ..storage import Buffer, DataReader
 from .sources import Bytes
-from .storage import Buffer, DataReader
 
 _THREADS = 4
 _EXTENT = 16 << 20  # bytes read at a time; more only where a single range is larger

@@ -1,0 +1,26 @@
+"""One tree in a folder of its own: planned, written, read, verified."""
+
+from __future__ import annotations
+
+from .database import MANIFEST, ArrayDatabase, Problem
+from .loading import LeafMetadata, Select, load_tree, tree_metadata
+from .plan import Layout
+from .reader import SavedLeaf, TreeReader
+from .staging import StagingBuffer
+from .writer import HostTree, write_tree
+
+__all__ = [
+    "MANIFEST",
+    "ArrayDatabase",
+    "HostTree",
+    "Layout",
+    "LeafMetadata",
+    "Problem",
+    "SavedLeaf",
+    "Select",
+    "StagingBuffer",
+    "TreeReader",
+    "load_tree",
+    "tree_metadata",
+    "write_tree",
+]
