@@ -84,6 +84,8 @@ class PendingCheckpoint:
     def __init__(self, location: Location, items: Iterable[str], *, overwrite: bool) -> None:
         self.location = location
         self._old_record: bytes | None = None
+        if location.is_local and location.exists() and not location.is_directory():
+            raise CheckpointExistsError(f"{location}: a file is there; choose another path")
         taken = {entry.name for entry in location.entries()}
         self._old = self._replaceable(taken, overwrite=overwrite)
         if {PARTIAL, DELETED} & taken:
