@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .engine.handlers import JsonCheckpointHandler as JsonCheckpointHandler
     from .engine.handlers import PyTreeCheckpointHandler as PyTreeCheckpointHandler
     from .engine.handlers import SaveFuture as SaveFuture
+    from .engine.history import Restored as Restored
     from .engine.inspection import CheckpointSummary as CheckpointSummary
     from .engine.inspection import CheckpointVerification as CheckpointVerification
     from .engine.inspection import LeafSummary as LeafSummary
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from .engine.item import Layout as Layout
     from .engine.item import LeafMetadata as LeafMetadata
     from .engine.manager import CheckpointManager as CheckpointManager
-    from .engine.manager import Restored as Restored
     from .engine.options import CheckpointManagerOptions as CheckpointManagerOptions
     from .engine.policy import Decision as Decision
     from .engine.report import SaveReport as SaveReport
@@ -95,6 +95,7 @@ _HOMES = {
         "PyTreeCheckpointHandler",
         "SaveFuture",
     ),
+    "history": ("Restored",),
     "inspection": (
         "CheckpointSummary",
         "CheckpointVerification",
@@ -105,7 +106,7 @@ _HOMES = {
         "verify",
     ),
     "item": ("Layout", "LeafMetadata"),
-    "manager": ("CheckpointManager", "Restored"),
+    "manager": ("CheckpointManager",),
     "options": ("CheckpointManagerOptions",),
     "policy": ("Decision",),
     "report": ("SaveReport",),

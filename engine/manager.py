@@ -5,51 +5,27 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from .background import BackgroundSave
 from .checkpointer import Checkpointer, Place
-from .clock import Clock, SystemClock
-from .directory import RunDirectory
-from .durations import seconds
+from .clock import Clock
 from .errors import (
-    CheckpointNotFoundError,
-    DamagedCheckpointError,
-    NoWholeCheckpointError,
-    OptionError,
     SaveFailedError,
     StateError,
 )
-from .items import ItemSet
+from .history import CheckpointHistory, valid_step
 from .metrics import LateMetrics, plain_metrics
 from .options import CheckpointManagerOptions
-from .policy import Decision, Moment, StepInfo, best, decide
+from .policy import Decision, Moment, StepInfo, decide
 from .record import CheckpointRecord, ItemRecord
 from .report import SaveReport
 from .saving import Save
-from .storage import Location, as_location
 
 _logger = logging.getLogger("holdfast")
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """A checkpoint that was restored.
-
-    Attributes:
-        step: Its step.
-        items: What was restored: the item, or a dictionary of items if the manager has several.
-        skipped: Newer steps that are damaged, each with what is wrong.
-    """
-
-    step: int
-    items: Any
-    skipped: tuple[tuple[int, str], ...] = ()
-
-
-class CheckpointManager:
+class CheckpointManager(CheckpointHistory):
     """Keeps the checkpoints of one run in one directory.
 
     A manager is used from one thread. Any number may read a directory; one at a time writes to it.
@@ -81,22 +57,12 @@ class CheckpointManager:
         metadata: Mapping[str, Any] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self.directory: Location = as_location(directory)
-        self.options = options or CheckpointManagerOptions()
-        self._items = ItemSet(checkpointers)
-        self._metadata = None if metadata is None else dict(metadata)
-        self._clock = clock or SystemClock()
+        super().__init__(directory, checkpointers, options, metadata=metadata, clock=clock)
         self._triggers = self.options.triggers()
-        self._background = BackgroundSave(seconds(self.options.save_timeout_secs))
-        self._run = RunDirectory(
-            self.directory, self.options.step_prefix, self.options.rules(), self._clock, self._background.join
-        )
-        self._steps = self._run.steps
         self._listeners: list[Callable[[SaveReport], None]] = []
         self._closed = False
         self._in_flight: int | None = None
         self._late = LateMetrics()
-        self._previous: int | None = self.latest_step()
         self._last_save = self._clock.monotonic()
 
     # ---- saving
@@ -160,7 +126,7 @@ class CheckpointManager:
         """
         began = time.perf_counter()
         self._check_writable()
-        step = _valid_step(step)
+        step = valid_step(step)
         decision = Decision(True, "forced") if force else self.decide(step, metrics=metrics)
         if not decision.save:
             return False
@@ -254,145 +220,6 @@ class CheckpointManager:
         """
         self._listeners.append(listener)
 
-    # ---- looking
-
-    def all_steps(self) -> list[int]:
-        """Returns the committed steps in ascending order."""
-        return self._steps.steps()
-
-    def latest_step(self) -> int | None:
-        """Returns the newest committed step, or None."""
-        steps = self.all_steps()
-        return steps[-1] if steps else None
-
-    def best_step(self) -> int | None:
-        """Returns the step that ``best_fn`` ranks first; the newest if there is no ``best_fn`` or no metric."""
-        if self.options.best_fn is None:
-            return self.latest_step()
-        found = best(self._steps.infos(), self.options.best_fn, self.options.best_mode)
-        return self.latest_step() if found is None else found
-
-    def why_kept(self, step: int) -> tuple[str, ...]:
-        """Returns every reason for which a committed step is kept; empty if it is about to be deleted.
-
-        Args:
-            step: The step.
-
-        Raises:
-            CheckpointNotFoundError: There is no such step.
-        """
-        self._steps.record(step)
-        return self._run.kept().get(step, ())
-
-    def metrics(self, step: int) -> Mapping[str, Any] | None:
-        """Returns the metrics stored with a step, or None.
-
-        Args:
-            step: The step.
-
-        Raises:
-            CheckpointNotFoundError: There is no such step.
-        """
-        return self._steps.record(step).metrics
-
-    def metadata(self) -> Mapping[str, Any] | None:
-        """Returns the facts about the run that are stored beside the checkpoints, or None."""
-        return self._metadata if self._metadata is not None else self._run.metadata()
-
-    def structure(self, step: int | None = None) -> Any:
-        """Returns what a step looks like, without reading its data.
-
-        Args:
-            step: The step; None is the newest.
-
-        Returns:
-            The tree with a description of every leaf, or a dictionary of those by item if the manager has several.
-        """
-        found = self.latest_step() if step is None else step
-        if found is None:
-            raise CheckpointNotFoundError(f"{self.directory}: there is no checkpoint")
-        return self._items.structure(self._steps.location(found), self._steps.record(found))
-
-    def reload(self) -> None:
-        """Reads the directory anew, to see what another process has done; waits for a save that is under way."""
-        self._background.join()
-        self._steps.reload(forget=True)
-
-    # ---- restoring
-
-    def restore(
-        self, step: int | None = None, items: Any = None, *, restore_kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Reads a step back.
-
-        Args:
-            step: The step; None is the newest that is whole.
-            items: A template, or a dictionary of templates if the manager has several items. Only the items that are
-                named in it are restored; None restores all.
-            restore_kwargs: Further arguments for the handler, or a dictionary of them by item.
-
-        Returns:
-            The item, or a dictionary of items if the manager has several.
-
-        Raises:
-            CheckpointNotFoundError: There is no such step, or none at all.
-            DamagedCheckpointError: The step is damaged.
-            TreeMismatchError: A template and what was saved differ.
-            NoWholeCheckpointError: No step was given, and all of them are damaged.
-        """
-        self._background.join()
-        if step is None:
-            restored = self.restore_latest(items, restore_kwargs=restore_kwargs)
-            if restored is None:
-                raise CheckpointNotFoundError(f"{self.directory}: there is no checkpoint to restore")
-            return restored.items
-        found = self._restore(_valid_step(step), items, restore_kwargs or {})
-        self._previous = step
-        return found
-
-    def restore_latest(self, items: Any = None, *, restore_kwargs: Mapping[str, Any] | None = None) -> Restored | None:
-        """Reads the newest step that is whole.
-
-        Damaged steps are passed over, with a warning for each; that a template does not fit is an error at once.
-
-        Args:
-            items: As for :meth:`restore`.
-            restore_kwargs: As for :meth:`restore`.
-
-        Returns:
-            The step and what was restored, or None if the directory holds no checkpoint.
-
-        Raises:
-            NoWholeCheckpointError: There are checkpoints, and all of them are damaged.
-            TreeMismatchError: A template and what was saved differ.
-        """
-        self._background.join()
-        skipped: list[tuple[int, str]] = []
-        for step in sorted({*self.all_steps(), *self._steps.damage}, reverse=True):
-            try:
-                found = self._restore(step, items, restore_kwargs or {})
-            except DamagedCheckpointError as error:
-                _logger.warning("%s: step %d is damaged and passed over: %s", self.directory, step, error)
-                skipped.append((step, str(error)))
-                continue
-            if skipped:
-                _logger.warning("%s: going back to step %d, the newest whole checkpoint", self.directory, step)
-            for damaged, what in skipped:
-                self._steps.condemn(damaged, what)
-            self._previous = step
-            return Restored(step, found, tuple(skipped))
-        if skipped:
-            raise NoWholeCheckpointError(
-                "\n".join(
-                    [
-                        f"{self.directory}: every checkpoint is damaged. Look with `holdfast verify`; "
-                        "to start over, use another directory",
-                        *(f"  step {step}: {what}" for step, what in skipped),
-                    ]
-                )
-            )
-        return None
-
     # ---- ending
 
     def is_saving_in_progress(self) -> bool:
@@ -468,21 +295,8 @@ class CheckpointManager:
             items=items, time=self._clock.now(), step=step, reason=reason, metrics=self._late.close()
         )
 
-    def _restore(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
-        return self._items.restore(self._steps.location(step), self._steps.record(step), items, kwargs)
-
     def _check_writable(self) -> None:
         if self._closed:
             raise StateError(f"{self.directory}: this manager is closed; make a new one")
         if self.options.read_only:
             raise StateError(f"{self.directory}: this manager was made with read_only=True")
-
-
-def _valid_step(step: Any) -> int:
-    try:
-        number = int(step.__index__())
-    except AttributeError:
-        raise OptionError(f"step={step!r} must be a whole number") from None
-    if number < 0:
-        raise OptionError(f"step={number} must not be negative")
-    return number

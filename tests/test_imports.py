@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("handlers",),
     ("commit", "background", "ownership", "options"),
     ("saving", "checkpointer"),
-    ("steps", "items", "directory", "manager"),
+    ("steps", "items", "directory", "history", "manager"),
     ("api", "inspection"),
     ("_package",),
 )
@@ -159,5 +159,5 @@ def test_importing_the_package_loads_next_to_nothing() -> None:
 
 def test_imports_are_found() -> None:
     found = set(imports(ROOT / "engine" / "manager.py"))
-    assert {"holdfast.engine.background.BackgroundSave", "holdfast.engine.policy.decide", "logging"} <= found
+    assert {"holdfast.engine.history.CheckpointHistory", "holdfast.engine.policy.decide", "logging"} <= found
     assert "holdfast.engine.manager.CheckpointManager" in set(imports(ROOT / "engine" / "_package.py"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .database import MANIFEST, ArrayDatabase, Problem
+from .database import MANIFEST, ArrayDatabase, Problem, naming
 from .loading import LeafMetadata, Select, load_tree, tree_metadata
 from .plan import Layout
 from .reader import SavedLeaf, TreeReader
@@ -21,6 +21,8 @@ __all__ = [
     "StagingBuffer",
     "TreeReader",
     "load_tree",
+    "naming",
+    "naming",
     "tree_metadata",
     "write_tree",
 ]

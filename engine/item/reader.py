@@ -14,7 +14,7 @@ from ..errors import DamagedCheckpointError, FormatVersionError, HoldfastError
 from ..format import ArrayMetadata, decode_document, dtype_from_name
 from ..record import FileRecord
 from ..storage import Location
-from ..tree import Saved, display, from_document
+from ..tree import Saved, display, from_document, materialize
 from .database import ArrayDatabase, Problem, naming
 from .writer import TREE, TREE_KIND
 
@@ -103,6 +103,7 @@ class TreeReader:
         problems = [
             Problem(path, "", what) for path, known in self._files.items() if (what := self._check(path, known))
         ]
+        problems += [Problem(TREE, display(leaf.name), what) for leaf in self.leaves if (what := _value_problem(leaf))]
         found = self._database.verify([leaf.name for leaf in self.leaves if leaf.saved.dtype is not None])
         return problems + [problem._replace(leaf=display(problem.leaf)) for problem in found]
 
@@ -133,6 +134,16 @@ class TreeReader:
                 f"which does not hold elements of {dtype}"
             )
         return SavedLeaf(name, Saved(details, dtype, shape))
+
+
+def _value_problem(leaf: SavedLeaf) -> str:
+    """Returns what is wrong with a plain value, or nothing."""
+    if leaf.saved.dtype is None:
+        try:
+            materialize([None], [leaf.saved], [None], [leaf.name])
+        except DamagedCheckpointError as error:
+            return str(error)
+    return ""
 
 
 def _tree_of(document: dict[str, Any], location: Location) -> dict[str, Any]:
