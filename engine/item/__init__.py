@@ -22,7 +22,6 @@ __all__ = [
     "TreeReader",
     "load_tree",
     "naming",
-    "naming",
     "tree_metadata",
     "write_tree",
 ]
