@@ -245,7 +245,7 @@ def remove_temporary(location: Location, names: Iterable[str]) -> None:
 def _marker(location: Location) -> dict[str, Any]:
     try:
         found = json.loads((location / PARTIAL).read_bytes(limit=1 << 20))
-    except (StorageError, DamagedCheckpointError, ValueError):
+    except (StorageError, DamagedCheckpointError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -159,7 +159,7 @@ class Ownership:
     def _read(self) -> dict[str, object]:
         try:
             found = json.loads((self._directory / OWNER).read_bytes(limit=4096))
-        except (HoldfastError, ValueError):
+        except (HoldfastError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 
