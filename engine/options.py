@@ -77,6 +77,8 @@ class CheckpointManagerOptions:
                 raise OptionError(f"{name}={value!r} must be a whole number of at least 1, or None")
         if self.best_mode not in ("max", "min"):
             raise OptionError(f"best_mode={self.best_mode!r} must be 'max' or 'min'")
+        if not isinstance(self.keep_steps, Collection) or isinstance(self.keep_steps, str):
+            raise OptionError(f"keep_steps={self.keep_steps!r} must be a collection of steps")
         seconds(self.save_timeout_secs, name="save_timeout_secs")
         self.triggers()
         self.rules()
@@ -94,8 +96,10 @@ class CheckpointManagerOptions:
 
     def rules(self) -> tuple[Rule, ...]:
         """Returns what keeps a checkpoint; without any limit, everything is kept."""
-        if self.max_to_keep is None and self.keep_latest is None:
-            return (KeepAll(),)
+        limited = self._limited()
+        return (KeepAll(),) if self.max_to_keep is None and self.keep_latest is None else limited
+
+    def _limited(self) -> tuple[Rule, ...]:
         found: list[Rule] = []
         if self.best_fn is not None:
             found.append(KeepBest(self.max_to_keep or 1, self.best_fn, self.best_mode))
