@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from .errors import DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
-from .format import crc32c, decode_document, encode_document
+from .format import DOCUMENT_LIMIT, crc32c, decode_document, encode_document
 from .item import HostTree, Layout, StagingBuffer, TreeReader, load_tree, tree_metadata, write_tree
 from .record import FileRecord
 from .storage import Location
@@ -218,7 +218,7 @@ class JsonCheckpointHandler(PreparedCheckpointHandler):
         _no_arguments(self, kwargs)
         place = directory / self._filename
         try:
-            content = place.read_bytes()
+            content = place.read_bytes(limit=DOCUMENT_LIMIT)
         except ObjectNotFoundError as error:
             raise DamagedCheckpointError(f"{place} is missing: the checkpoint is not whole") from error
         return decode_document(content, "json", source=str(place)).get("data")

@@ -13,7 +13,7 @@ from .commit import read_record
 from .directory import stored_options
 from .errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, HoldfastError
 from .format import crc32c
-from .item import Problem, SavedLeaf, TreeReader
+from .item import Problem, SavedLeaf, TreeReader, naming
 from .policy import reasons
 from .record import RECORD, CheckpointRecord, ItemRecord
 from .storage import Location, as_location
@@ -170,7 +170,8 @@ def describe(path: Place, step: int | None = None) -> list[LeafSummary]:
     for name, item in read_record(location).items.items():
         if item.kind == "pytree":
             reader = TreeReader(location / item.folder, item.files)
-            found.extend(_leaf_summary(name, leaf) for leaf in reader.leaves)
+            with naming(reader.location):
+                found.extend(_leaf_summary(name, leaf) for leaf in reader.leaves)
         else:
             found.extend(
                 LeafSummary(
