@@ -1,0 +1,207 @@
+"""How one checkpoint comes into being, is replaced, and goes, step by step."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import holdfast as hf
+from holdfast.engine.commit import PendingCheckpoint, delete_checkpoint, read_record, sweep, write_record
+from holdfast.engine.record import CheckpointRecord, FileRecord, ItemRecord
+
+
+@pytest.fixture(params=["local", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[hf.Location]:
+    local = request.param == "local"
+    location = hf.as_location(tmp_path / "ckpt" if local else f"memory://commit/{uuid.uuid4().hex}/ckpt")
+    yield location
+    location.remove_tree()
+
+
+def write(pending: PendingCheckpoint, text: str) -> CheckpointRecord:
+    """Writes the one item of a checkpoint; returns the record that would commit it."""
+    pending.begin()
+    folder = pending.folders["item"]
+    (folder / "file").write_bytes(text.encode(), atomic=False)
+    return CheckpointRecord(items={"item": ItemRecord(folder.name, "files", {"file": FileRecord(len(text))})}, time=1.0)
+
+
+def commit(place: hf.Location, text: str, *, overwrite: bool = False) -> PendingCheckpoint:
+    pending = PendingCheckpoint(place, ["item"], overwrite=overwrite)
+    pending.commit(write(pending, text))
+    return pending
+
+
+def content(place: hf.Location) -> str:
+    return (place / read_record(place).items["item"].folder / "file").read_bytes().decode()
+
+
+def names(place: hf.Location) -> list[str]:
+    return [entry.name for entry in place.entries()]
+
+
+def test_commit(place: hf.Location) -> None:
+    pending = PendingCheckpoint(place, ["item"], overwrite=False)
+    assert names(place) == [], "nothing is written before something is known to be writable"
+    record = write(pending, "one")
+    assert names(place) == ["checkpoint.partial", "item"]
+    with pytest.raises(hf.CheckpointNotFoundError):
+        read_record(place)
+    pending.commit(record)
+    assert names(place) == ["checkpoint.json", "item"]
+    assert content(place) == "one"
+
+
+def test_abort(place: hf.Location) -> None:
+    pending = PendingCheckpoint(place, ["item"], overwrite=False)
+    pending.abort()
+    write(pending, "one")
+    pending.abort()
+    assert names(place) == []
+
+
+def test_replace(place: hf.Location) -> None:
+    commit(place, "one")
+    with pytest.raises(hf.CheckpointExistsError, match="a checkpoint is there already"):
+        PendingCheckpoint(place, ["item"], overwrite=False)
+    pending = PendingCheckpoint(place, ["item"], overwrite=True)
+    record = write(pending, "two")
+    assert content(place) == "one"
+    pending.commit(record)
+    assert content(place) == "two"
+    assert len(names(place)) == 2
+    commit(place, "three", overwrite=True)
+    assert content(place) == "three"
+    assert len(names(place)) == 2
+
+
+def test_a_replacement_that_is_given_up(place: hf.Location) -> None:
+    commit(place, "one")
+    pending = PendingCheckpoint(place, ["item"], overwrite=True)
+    write(pending, "two")
+    pending.abort()
+    assert content(place) == "one"
+    assert names(place) == ["checkpoint.json", "item"]
+
+
+def test_leftovers_of_a_replacement_go_with_the_next(place: hf.Location) -> None:
+    commit(place, "one")
+    for _ in range(3):
+        write(PendingCheckpoint(place, ["item"], overwrite=True), "two")  # and then the process is killed
+    commit(place, "three", overwrite=True)
+    assert content(place) == "three"
+    assert len(names(place)) == 2
+
+
+def test_two_saves_to_one_path(place: hf.Location) -> None:
+    first = PendingCheckpoint(place, ["item"], overwrite=False)
+    record = write(first, "one")
+    second = PendingCheckpoint(place, ["item"], overwrite=False)
+    newer = write(second, "two")
+    with pytest.raises(hf.StorageConflictError, match="another save to the same path has begun since"):
+        first.commit(record)
+    second.commit(newer)
+    assert content(place) == "two"
+
+
+def test_delete(place: hf.Location) -> None:
+    commit(place, "one")
+    delete_checkpoint(place)
+    assert names(place) == []
+    delete_checkpoint(place)
+
+
+@pytest.mark.parametrize(
+    ("left", "swept"),
+    [
+        pytest.param({"checkpoint.partial": "{}", "item/file": "x"}, [], id="a save that did not end"),
+        pytest.param({"checkpoint.partial": ""}, [], id="a mark that was cut short"),
+        pytest.param({"checkpoint.deleted": "{}", "item/file": "x"}, [], id="a deletion that did not end"),
+        pytest.param({"item/file": "x"}, ["item"], id="somebody else's"),
+        pytest.param({"file": "x"}, ["file"], id="a file of somebody else"),
+        pytest.param({".holdfast-0123": "x"}, [".holdfast-0123"], id="not ours without a record"),
+    ],
+)
+def test_sweep_without_a_record(place: hf.Location, left: dict[str, str], swept: list[str]) -> None:
+    for name, text in left.items():
+        folder = (place / name).parent
+        folder.make_directory()
+        (place / name).write_bytes(text.encode())
+    assert sweep(place) is (swept == [])
+    assert names(place) == swept
+
+
+@pytest.mark.parametrize(
+    ("left", "swept"),
+    [
+        pytest.param({}, [], id="nothing"),
+        pytest.param({"checkpoint.partial": '{"folders": ["item.1"]}', "item.1/file": "x"}, [], id="a replacement"),
+        pytest.param({"checkpoint.partial": '{"folders": ["item"]}'}, [], id="what is committed stays"),
+        pytest.param({"checkpoint.partial": '{"folders": ["../other", 3]}'}, [], id="a mark that leads astray"),
+        pytest.param({"checkpoint.partial": "[1"}, [], id="a mark that was cut short"),
+        pytest.param({".holdfast-0123": "x"}, [], id="a record that was not renamed"),
+        pytest.param({"notes.txt": "x", "checkpoint.partial": "{}"}, ["notes.txt"], id="a file of the user"),
+    ],
+)
+def test_sweep_beside_a_record(place: hf.Location, left: dict[str, str], swept: list[str]) -> None:
+    commit(place, "one")
+    for name, text in left.items():
+        (place / name).parent.make_directory()
+        (place / name).write_bytes(text.encode())
+    assert not sweep(place)
+    assert sorted(names(place)) == sorted(["checkpoint.json", "item", *swept])
+    assert content(place) == "one"
+
+
+def test_sweep_touches_nothing_beside_a_damaged_record(place: hf.Location) -> None:
+    commit(place, "one")
+    (place / "checkpoint.json").write_bytes(b"{")
+    (place / "checkpoint.partial").write_bytes(b'{"folders": ["item"]}')
+    assert not sweep(place)
+    assert names(place) == ["checkpoint.json", "checkpoint.partial", "item"]
+
+
+def test_a_damaged_checkpoint_can_be_replaced(place: hf.Location) -> None:
+    commit(place, "one")
+    (place / "checkpoint.json").write_bytes(b"{")
+    commit(place, "two", overwrite=True)
+    assert content(place) == "two"
+
+
+def test_a_newer_version_is_not_replaced(place: hf.Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("holdfast.engine.format.documents.VERSION", 2)
+        commit(place, "one")
+    (place / "checkpoint.partial").write_bytes(b'{"folders": ["item"]}')
+    with pytest.raises(hf.FormatVersionError):
+        PendingCheckpoint(place, ["item"], overwrite=True)
+    assert not sweep(place)
+    assert names(place) == ["checkpoint.json", "checkpoint.partial", "item"]
+
+
+@pytest.mark.parametrize("folder", ["..", ".", "a/b", "", "/etc", "a\\b", "a\0b"])
+def test_a_record_cannot_lead_elsewhere(place: hf.Location, folder: str) -> None:
+    place.make_directory()
+    item = ItemRecord(folder, "files", {})
+    write_record(place, CheckpointRecord(items={"item": item}, time=1.0))
+    with pytest.raises(hf.DamagedCheckpointError, match="folder name"):
+        read_record(place)
+
+
+def test_a_record_keeps_everything(place: hf.Location) -> None:
+    place.make_directory()
+    record = CheckpointRecord(
+        items={"a": ItemRecord("a.1", "pytree", {"d/0": FileRecord(3), "tree.json": FileRecord(4, 0xDEADBEEF)})},
+        time=1234.5,
+        step=7,
+        reason="because",
+        metrics={"loss": 0.1, "inf": float("-inf"), "nested": {"n": 3}},
+        pinned=True,
+        replaced=("a", "b"),
+    )
+    write_record(place, record)
+    assert read_record(place) == record
+    assert record.nbytes == 7
