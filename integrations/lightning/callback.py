@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 import weakref
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
@@ -14,9 +12,10 @@ from ...engine.errors import CheckpointExistsError, CheckpointNotFoundError, Hol
 from ..options import BestFn, BestMode, CallbackOptions, Resume
 from ..preemption import PreemptionSignal
 from .attributes import ModelCheckpointAttributes
-from .io import ResumePath, ignore_automatic_resume, install
+from .io import ResumePath, install, redirect_resume
 from .packages import ResumingCallback, silence_misleading_warnings
 from .saver import FitSaver
+from .signals import take_over_sigterm
 from .store import RunStore
 
 if TYPE_CHECKING:
@@ -151,8 +150,10 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
         if stage != "fit":
             return
         if trainer.fast_dev_run:
-            ignore_automatic_resume(trainer)
+            redirect_resume(trainer, lambda path: None if isinstance(path, ResumePath) else path)
             return
+        # Trainers look for a checkpoint before they ask the module for its callbacks, this one perhaps among them.
+        redirect_resume(trainer, lambda path: path or self.ckpt_path)
         steps = self._store.steps()
         if self._options.resume == "never" and steps and not self._has_saved:
             raise CheckpointExistsError(
@@ -168,8 +169,6 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
             attached=lambda: any(callback is self for callback in trainer.callbacks),
             announce=lambda: self._announce(trainer),
         )
-        if not steps:
-            logger.info("started fresh: no checkpoint in %s", self._store.directory)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Adds the place in the data and the random generators to what is saved."""
@@ -184,7 +183,8 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Takes SIGTERM over."""
         if self._saver is not None:
-            _take_over_sigterm(trainer, self._preemption)
+            take_over_sigterm(trainer, self._preemption)
+            self._saver.begin()
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Leaves a validation that would outlast the time that a preempted process has."""
@@ -232,26 +232,3 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
         self._has_saved = True
         for listener in trainer.loggers:
             listener.after_save_checkpoint(weakref.proxy(self))
-
-
-def _take_over_sigterm(trainer: Any, preemption: PreemptionSignal) -> None:
-    """Puts the flag in the place of Lightning's own handler, on top of what was there before that.
-
-    Lightning ends the run after any batch, also one whose gradients are still being accumulated.
-    """
-    connector = trainer._signal_connector
-    if connector.received_sigterm:
-        connector.received_sigterm = False
-        preemption.request()
-    if threading.current_thread() is threading.main_thread():
-        current = signal.getsignal(signal.SIGTERM)
-        if type(current).__name__ == "_HandlersCompose":
-            before = connector._original_handlers.get(signal.SIGTERM)
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-            try:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
-                preemption.install()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            return
-    preemption.install()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, Self
 
 from ...engine.errors import InvalidLocationError
@@ -113,18 +114,20 @@ def install(strategy: Any, store: RunStore) -> None:
     strategy.checkpoint_io = EngineCheckpointIO(store, strategy.checkpoint_io)
 
 
-def ignore_automatic_resume(trainer: Any) -> None:
-    """Lets one run of a trainer start fresh, although a callback has offered it a checkpoint.
+def redirect_resume(trainer: Any, choose: Callable[[Any], Any]) -> None:
+    """Has the last word on the checkpoint that a trainer is about to fit from.
 
     Args:
         trainer: The trainer, at the latest in a callback's ``setup``.
+        choose: Takes the path that the trainer has settled on, or None, and returns the one to use, or None.
     """
     connector = trainer._checkpoint_connector
     original = connector.resume_start
 
     def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-        del connector.resume_start
-        original(None if isinstance(checkpoint_path, ResumePath) else checkpoint_path, *args, **kwargs)
+        if vars(connector).get("resume_start") is resume_start:
+            del connector.resume_start  # the tuner goes back to files of its own in the same way
+        original(choose(checkpoint_path) if trainer.state.fn == "fit" else checkpoint_path, *args, **kwargs)
 
     connector.resume_start = resume_start
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...engine.errors import StateError
@@ -78,12 +78,13 @@ def begin_with(fetcher: Any, batches: Sequence[Any], done: bool) -> None:
     fetcher.done = done
 
 
-def skip(fetcher: Any, count: int) -> None:
+def skip(fetcher: Any, count: int, before: Callable[[int], None]) -> None:
     """Draws batches that have been trained on already.
 
     Args:
         fetcher: The data fetcher of the training loop, with a new iterator.
         count: How many batches were consumed in this epoch.
+        before: Called before each batch with the number of those drawn so far.
 
     Raises:
         StateError: There are fewer batches than that.
@@ -91,6 +92,7 @@ def skip(fetcher: Any, count: int) -> None:
     draws_ahead = fetcher.length is None and hasattr(fetcher, "batches")
     source = fetcher if draws_ahead else fetcher.iterator
     for drawn in range(count):
+        before(drawn + draws_ahead)
         try:
             next(source)
         except StopIteration:

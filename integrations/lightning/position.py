@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
@@ -14,6 +15,10 @@ logger = logging.getLogger("holdfast")
 
 Point = Literal["batch", "validation", "epoch"]
 """After a batch and all that belongs to it; in the validation that follows one; after an epoch."""
+
+# Callbacks of Lightning that set the trainer up when an epoch starts, and can do so once more in the middle of it.
+# Others are not told again of an epoch that they have seen start.
+_SET_UP_EPOCHS = ("GradientAccumulationScheduler", "StochasticWeightAveraging")
 
 # Of no use to somebody whose loader is put in the right place.
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
@@ -124,8 +129,15 @@ class Position:
         if self._skip_batch:
             self._skip_batch = False
             self._fit.epoch_loop._restarting = False
-            return
-        original(fetcher)
+        elif len(self._fit._combined_loader.flattened) == 1:
+            original(fetcher)
+        else:
+            # Of several loaders, those that are shorter begin again in the middle of an epoch, and are seeded then.
+            before, drawn = self._random(), fetcher.fetched
+            iterators = list(fetcher.combined_loader._iterator.iterators)
+            original(fetcher)
+            if any(map(operator.is_not, iterators, fetcher.combined_loader._iterator.iterators)):
+                self._epoch.setdefault("restarts", {})[drawn] = before
 
     def _validation(self, original: Callable[[], Any]) -> Any:
         if self._trainer.sanity_checking:
@@ -149,6 +161,9 @@ class Position:
     def _find_batch(self, saved: dict[str, Any], fetcher: Any) -> None:
         parts, epoch = self._loaders(), saved["epoch"]
         self._epoch = epoch
+        for callback in self._trainer.callbacks:
+            if any(kind.__name__ in _SET_UP_EPOCHS for kind in type(callback).__mro__):
+                callback.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
         loaders.set_epoch(parts, self._fit.epoch_progress.current.processed)
         if loaders.all_stateful(parts):
             loaders.load_states(parts, saved["loaders"])
@@ -163,7 +178,13 @@ class Position:
         self._restore_random(epoch["at_iterator"])
         iter(fetcher)
         self._restore_random(epoch["at_first_batch"])
-        loaders.skip(fetcher, consumed)
+        restarts = epoch.get("restarts", {})
+
+        def before_batch(drawn: int) -> None:
+            if drawn in restarts:
+                self._restore_random(restarts[drawn])
+
+        loaders.skip(fetcher, consumed, before_batch)
 
     def _go_to_batch(self, saved: dict[str, Any], fetcher: Any) -> None:
         self._restore_common(saved)

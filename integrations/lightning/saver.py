@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from ...engine.errors import StateError
+from ...engine.errors import SaveFailedError, StateError
 from ..options import CallbackOptions
 from ..preemption import PreemptionSignal
 from .io import POSITION
@@ -17,6 +18,8 @@ from .position import Point, Position
 from .store import Intent, RunStore
 
 logger = logging.getLogger("holdfast")
+
+_TUNER_FILES = (".lr_find", ".scale_batch_size")  # what the tuner goes back to after its trials
 
 
 class Preempted(SystemExit):
@@ -72,11 +75,27 @@ class FitSaver:
         self._taps.place(self._fit.epoch_loop, "on_advance_end", self._after_batch)
         self._taps.place(self._fit, "on_advance_end", self._after_epoch)
         self._point: Point | None = None
-        self._saved: int = trainer.global_step
         self._seen: int = trainer.global_step
-        self._recorded: dict[str, float] | None = None
+        self._saved: int | None = trainer.global_step
+        self._recorded: dict[int, dict[str, float]] = {}  # of the newest checkpoint, by step
         self._outdated: set[int] = set()
         self._new_metrics = False
+        self._resumed = False
+
+    def begin(self) -> None:
+        """Notes that training starts.
+
+        Raises:
+            StateError: The directory holds checkpoints, but the trainer was not given any.
+        """
+        if self._resumed:
+            return
+        if steps := self._store.manager.all_steps():
+            raise StateError(
+                f"{self._store.directory} holds checkpoints up to step {steps[-1]}, but the trainer does not begin "
+                "with one. Name one with fit(ckpt_path=...), or choose another directory"
+            )
+        logger.info("started fresh: no checkpoint in %s", self._store.directory)
 
     def detach(self) -> None:
         """Stops watching."""
@@ -100,21 +119,25 @@ class FitSaver:
         Args:
             checkpoint: Lightning's dictionary.
         """
+        path = self._trainer.ckpt_path
+        if os.path.basename(str(path)).startswith(_TUNER_FILES):
+            return
         step, saved = int(checkpoint["global_step"]), checkpoint.pop(POSITION, None)
-        if saved is None and step == self._seen:
-            return  # the tuner has ended its trials
+        steps = self._store.manager.all_steps()
+        self._resumed = True
         self._saved = self._seen = step
-        steps = self._store.steps()
-        self._recorded = {} if step in steps else None
+        self._recorded = {step: {}} if step in steps else {}
         self._outdated = {later for later in steps if later > step}
         automatic = saved is not None and saved.get("automatic", False)
         if saved is not None:
             self._ledger.observe(-1, saved["callback_metrics"])  # of some step before
             self._position.resume(saved)
+            if saved["point"] == "validation":
+                self._saved = None  # there is still something to do in this step
         if automatic and saved["should_stop"]:
             logger.info("the run had been told to stop after step %d; name a ckpt_path to go on from there", step)
             self._trainer.should_stop = True
-        logger.info("resumed from step %d in %s", step, self._store.directory)
+        logger.info("resumed from step %d in %s", step, format(path))
         if self._outdated and not automatic:
             logger.warning(
                 "this run starts from step %d, but %s holds later steps (%s): they are replaced when it gets there, "
@@ -159,7 +182,7 @@ class FitSaver:
         if step != self._saved:
             if self._fit._should_accumulate():
                 return
-            self._save(step, "validation", "preempted")
+            self._save_and_leave(step, "validation")
         self._leave()
 
     def notice_metrics(self) -> None:
@@ -167,11 +190,12 @@ class FitSaver:
         step = self._trainer.global_step
         self._ledger.observe(step, self._trainer.callback_metrics)
         self._new_metrics = True
-        if step != self._saved or self._recorded is None:
+        known = self._recorded.get(step)
+        if known is None:
             return
-        late = {name: value for name, value in self._ledger.of(step).items() if not _same(self._recorded, name, value)}
+        late = {name: value for name, value in self._ledger.of(step).items() if not _same(known, name, value)}
         if late:
-            self._recorded.update(late)
+            known.update(late)
             self._store.manager.record_metrics(step, late)
 
     # ---- saving
@@ -179,8 +203,7 @@ class FitSaver:
     def _consider(self, step: int, point: Point, *, ended: bool) -> None:
         self._announce()
         if self._preemption.received:
-            self._save(step, point, "preempted")
-            self._leave()
+            self._save_and_leave(step, point)
         metrics = None
         if self._options.save_on_best and self._new_metrics:
             self._ledger.observe(step, self._trainer.callback_metrics)
@@ -202,12 +225,20 @@ class FitSaver:
             self._trainer.save_checkpoint(self._store.path_of(step), weights_only=False)
         finally:
             self._point = self._store.intent = None
-        self._saved, self._recorded = step, dict(metrics)
+        self._saved, self._recorded = step, {step: metrics}
         self._outdated.discard(step)
+
+    def _save_and_leave(self, step: int, point: Point) -> NoReturn:
+        try:
+            self._save(step, point, "preempted")
+        except SaveFailedError:
+            # It is the save before this one that failed. There is no time to tell it in any other way.
+            logger.exception("an earlier save failed; step %d is being saved", step)
+        self._leave()
 
     def _leave(self) -> NoReturn:
         self._store.manager.wait_until_finished()
-        logger.info("preempted: stopping; a resumed run goes on from step %d", self._saved)
+        logger.info("preempted: stopping after step %d", self._trainer.global_step)
         raise Preempted
 
     def _is_over(self) -> bool:

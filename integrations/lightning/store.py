@@ -8,8 +8,9 @@ from typing import Any
 
 from ...engine.api import load
 from ...engine.checkpointer import Place
-from ...engine.errors import CheckpointNotFoundError
+from ...engine.errors import CheckpointNotFoundError, StateError
 from ...engine.manager import CheckpointManager
+from ...engine.options import CheckpointManagerOptions
 from ...engine.policy import metric_value
 from ...engine.record import RECORD
 from ...engine.report import SaveReport
@@ -144,7 +145,7 @@ class RunStore:
             CheckpointNotFoundError: There is none of this step.
             DamagedCheckpointError: It does not verify.
         """
-        return from_tree(self.manager.restore(step))
+        return _checkpoint(self.manager.restore(step), self.path_of(step))
 
 
 def load_checkpoint(path: Place) -> dict[str, Any]:
@@ -164,9 +165,12 @@ def load_checkpoint(path: Place) -> dict[str, Any]:
         CheckpointNotFoundError: There is no checkpoint.
         DamagedCheckpointError: It does not verify.
         NoWholeCheckpointError: It is a directory of steps, and all of them are damaged.
+        StateError: It was not saved from a Lightning trainer.
     """
     location = as_location(path)
-    return from_tree(load(location)) if (location / RECORD).exists() else _newest(_reader(location))
+    if (location / RECORD).exists():
+        return _checkpoint(load(location), location)
+    return _newest(CheckpointManager(location, options=CheckpointManagerOptions(read_only=True)))
 
 
 def is_checkpoint(path: Place) -> bool:
@@ -180,14 +184,16 @@ def is_checkpoint(path: Place) -> bool:
     return bool(index.steps() or index.damage)
 
 
-def _reader(location: Location) -> CheckpointManager:
-    from ...engine.options import CheckpointManagerOptions
-
-    return CheckpointManager(location, options=CheckpointManagerOptions(read_only=True))
-
-
 def _newest(manager: CheckpointManager) -> dict[str, Any]:
     restored = manager.restore_latest()
     if restored is None:
         raise CheckpointNotFoundError(f"{manager.directory}: there is no checkpoint to restore")
-    return from_tree(restored.items)
+    return _checkpoint(restored.items, manager.directory / str(restored.step))
+
+
+def _checkpoint(tree: Any, place: Place) -> dict[str, Any]:
+    if not isinstance(tree, dict) or not {"state_dict", "pytorch-lightning_version"} <= tree.keys():
+        raise StateError(
+            f"{place} was not saved from a Lightning trainer; load it with hf.load, or with the callback that saved it"
+        )
+    return from_tree(tree)

@@ -52,6 +52,8 @@ class Model(lightning.LightningModule):
         self.register_buffer("average", torch.zeros(1, 8))
 
     def loss(self, batch: Any) -> torch.Tensor:
+        if isinstance(batch, dict):  # of several loaders
+            return sum((self.loss(part) for part in batch.values()), torch.zeros(()))
         return torch.nn.functional.mse_loss(self.output(self.network(batch[0])), batch[1])
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
@@ -131,6 +133,10 @@ class Stream(IterableDataset[Any]):
 
 def training_loader(kind: str) -> Any:
     dataset = samples(BATCHES * BATCH_SIZE, seed=1)
+    if "+" in kind:
+        short = samples(2 * BATCH_SIZE, seed=3)
+        parts = [training_loader(part) for part in kind.split("+")]
+        return {**dict(zip("abc", parts, strict=False)), "short": DataLoader(short, BATCH_SIZE, shuffle=True)}
     if kind.startswith("stateful"):
         return StatefulLoader(dataset, sized=kind == "stateful")
     if kind == "stream":
@@ -140,6 +146,10 @@ def training_loader(kind: str) -> Any:
     if kind == "workers":
         return DataLoader(dataset, BATCH_SIZE, shuffle=True, num_workers=1)
     return DataLoader(dataset, BATCH_SIZE, shuffle=kind == "shuffled")
+
+
+def validation_loader() -> Any:
+    return DataLoader(samples(2 * BATCH_SIZE, seed=2), BATCH_SIZE)
 
 
 class InterruptionError(RuntimeError):
@@ -229,8 +239,7 @@ def run(
         callbacks=[callback, recorder, *callbacks],
         **{**QUIET, "max_epochs": 3, **trainer_options},
     )
-    validation = DataLoader(samples(2 * BATCH_SIZE, seed=2), BATCH_SIZE)
-    trainer.fit(model, training_loader(loader), validation, ckpt_path=ckpt_path)
+    trainer.fit(model, training_loader(loader), validation_loader(), ckpt_path=ckpt_path)
     return Outcome(trainer, model, recorder)
 
 

@@ -185,6 +185,38 @@ def test_must_and_never(program: Any, new_directory: NewDirectory) -> None:
     assert program.run(directory, checkpoint={"resume": "must"}).recorder.first_step == 5
 
 
+def test_callback_of_the_module(program: Any, new_directory: NewDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fit(directory: str, **options: Any) -> Any:
+        callback = CheckpointCallback(directory, save_interval_steps=1)
+        monkeypatch.setattr(program.Model, "configure_callbacks", lambda _: callback)
+        torch.manual_seed(0)
+        trainer = lightning.pytorch.Trainer(**program.QUIET, enable_checkpointing=False, **options)
+        model = program.Model()
+        trainer.fit(model, program.training_loader("shuffled"), program.validation_loader())
+        return model.output.weight.tolist()
+
+    directory = new_directory()
+    fit(directory, max_steps=7)
+    assert fit(directory, max_epochs=2) == fit(new_directory(), max_epochs=2)
+
+
+def test_checkpoints_are_never_started_over(
+    program: Any, new_directory: NewDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = new_directory()
+    program.run(directory, max_epochs=1)
+    monkeypatch.setattr(CheckpointCallback, "ckpt_path", None)  # as if a trainer did not ask any more
+    with pytest.raises(hf.StateError, match="up to step 5, but the trainer does not begin with one"):
+        program.run(directory)
+
+
+def test_checkpoint_of_something_else(program: Any, new_directory: NewDirectory) -> None:
+    directory = new_directory()
+    hf.save(f"{directory}/5", {"weights": np.zeros(3)})
+    with pytest.raises(hf.StateError, match="was not saved from a Lightning trainer"):
+        load_checkpoint(f"{directory}/5")
+
+
 def test_damaged_newest_step(program: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = tmp_path / "run"
     whole = program.run(str(directory), checkpoint={"save_interval_steps": 4}, max_steps=12, max_epochs=-1)
@@ -323,7 +355,7 @@ def test_evaluation_of_a_saved_step(program: Any, new_directory: NewDirectory, k
     trainer, model = outcome.trainer, outcome.model
     measured = {event[1]: event[2] for event in outcome.recorder.events if event[0] == "validation"}
     step = min(measured, key=measured.__getitem__) if kind == "best" else 20
-    loader = program.DataLoader(program.samples(8, seed=2), 4)
+    loader = program.validation_loader()
     with torch.no_grad():
         model.output.weight.zero_()
     [result] = trainer.validate(model, loader, ckpt_path=kind, verbose=False)
@@ -341,7 +373,7 @@ def test_evaluation_does_not_save(program: Any, new_directory: NewDirectory) -> 
     directory = new_directory()
     callback = CheckpointCallback(directory, save_interval_steps=1)
     trainer = lightning.pytorch.Trainer(callbacks=[callback], **program.QUIET)
-    trainer.validate(program.Model(), program.DataLoader(program.samples(8, seed=2), 4), verbose=False)
+    trainer.validate(program.Model(), program.validation_loader(), verbose=False)
     assert CheckpointCallback(directory).manager.all_steps() == []
     assert callback.best_model_path == ""
 
@@ -363,7 +395,7 @@ def test_tuner_keeps_its_own_files(program: Any, tmp_path: Path) -> None:
         callbacks=[callback], plugins=[Inner()], default_root_dir=tmp_path, max_epochs=1, **program.QUIET
     )
     model = Tunable()
-    validation = program.DataLoader(program.samples(8, seed=2), 4)
+    validation = program.validation_loader()
     loader = program.training_loader("shuffled")
     Tuner(trainer).lr_find(model, loader, validation, num_training=4, update_attr=False)
     assert len(Inner.saved) == 1

@@ -7,6 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+
+from holdfast.integrations.lightning import CheckpointCallback
 
 pytestmark = [
     # Lightning's advice on any data loader without, or with few, worker processes
@@ -54,9 +58,89 @@ def test_interrupted_at_every_step(program: Any, new_directory: NewDirectory, lo
     check(program, new_directory, loader=loader, **VARIANTS[variant])
 
 
-@pytest.mark.parametrize("loader", ["generator", "stream", "stateful stream", "workers"])
+@pytest.mark.parametrize(
+    "loader",
+    [
+        *("generator", "stream", "stateful stream", "workers"),
+        *("shuffled+generator", "shuffled+stateful", "stateful+plain"),  # beside a shorter one that begins again
+    ],
+)
 def test_other_loaders(program: Any, new_directory: NewDirectory, loader: str) -> None:
     check(program, new_directory, [2, 4, 5, 7, 9, 10], loader=loader)
+
+
+class DrawsNumbers(Callback):
+    """Uses the random generators at moments that a resumed run has fewer, or more, of."""
+
+    def on_train_start(self, *args: Any) -> None:
+        torch.rand(3)
+
+    def on_train_epoch_start(self, *args: Any) -> None:
+        torch.rand(3)
+
+    def on_validation_start(self, *args: Any) -> None:
+        torch.rand(3)
+
+
+@pytest.mark.filterwarnings("ignore:Swapping scheduler")
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(DrawsNumbers, id="random numbers in hooks"),
+        pytest.param(lambda: callbacks.EMAWeightAveraging(decay=0.9), id="EMAWeightAveraging"),
+        pytest.param(lambda: callbacks.GradientAccumulationScheduler({0: 1, 1: 2}), id="GradientAccumulationScheduler"),
+        pytest.param(
+            lambda: callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1), id="StochasticWeightAveraging"
+        ),
+    ],
+)
+def test_other_callbacks(program: Any, new_directory: NewDirectory, make: Callable[[], Callback]) -> None:
+    whole = program.run(new_directory(), checkpoint=NEVER, callbacks=(make(),))
+    for step in (2, 5, 6, 7, 8):
+        directory = new_directory()
+        interrupt(program, directory, step, callbacks=(make(),))
+        resumed = program.run(directory, seed=2, checkpoint=NEVER, callbacks=(make(),))
+        assert resumed.recorder.first_step == step
+        assert resumed.final == whole.final, f"interrupted after step {step}"
+
+
+def test_two_optimizers(program: Any, new_directory: NewDirectory) -> None:
+    class Adversaries(LightningModule):
+        automatic_optimization = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = torch.nn.Linear(program.FEATURES, 2), torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: Any, index: int) -> None:
+            for sign, optimizer in zip((1, -1), self.optimizers(), strict=True):
+                optimizer.zero_grad()
+                hidden = torch.nn.functional.dropout(self.one(batch[0]))
+                self.manual_backward(sign * torch.nn.functional.mse_loss(self.other(hidden), batch[1]))
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.one.parameters()), torch.optim.SGD(self.other.parameters(), 0.01)
+
+    def fit(directory: str, seed: int, stop_after: int | None = None) -> Any:
+        torch.manual_seed(seed)
+        model = Adversaries()
+        callback = CheckpointCallback(directory, save_interval_steps=3)
+        recorder = program.Recorder(stop_after=stop_after)
+        recorder.on_train_epoch_end = lambda *_: None
+        trainer = Trainer(callbacks=[callback, recorder], max_epochs=3, **program.QUIET)
+        trainer.fit(model, program.training_loader("shuffled"))
+        optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
+        return str([model.state_dict(), optimizers]), callback.manager.all_steps()
+
+    # The step counts both optimizers, so it jumps over multiples of the interval.
+    whole, steps = fit(new_directory(), 1)
+    assert steps == [4, 6, 10, 12, 16, 18, 22, 24, 28, 30]
+    for step in (6, 10, 16, 20, 24):
+        directory = new_directory()
+        with pytest.raises(program.InterruptionError):
+            fit(directory, 1, stop_after=step)
+        assert fit(directory, 2)[0] == whole
 
 
 @pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric val_loss which is not available")
@@ -110,10 +194,8 @@ def test_steps_since_the_save_are_done_again(program: Any, new_directory: NewDir
 
 
 def test_early_stopping_ends_at_the_same_step(program: Any, new_directory: NewDirectory) -> None:
-    from lightning.pytorch.callbacks import EarlyStopping
-
     def stopping() -> tuple[Any, ...]:
-        return (EarlyStopping("val_loss", patience=2, min_delta=10.0),)
+        return (callbacks.EarlyStopping("val_loss", patience=2, min_delta=10.0),)
 
     whole = program.run(new_directory(), callbacks=stopping(), max_epochs=9, checkpoint=NEVER)
     assert whole.trainer.global_step == 15
@@ -158,4 +240,7 @@ def test_signal_in_the_middle_of_a_validation(program: Any, new_directory: NewDi
             assert resumed.final == whole.final
             # The validation is begun anew: its result is that of all its batches.
             assert recorder.events + resumed.recorder.events == whole.recorder.events
+            manager = resumed.trainer.checkpoint_callback.manager
+            measured = next(event[2] for event in resumed.recorder.events if event[0] == "validation")
+            assert manager.metrics(step)["val_loss"] == measured
     assert signal.getsignal(signal.SIGTERM) is handler
