@@ -1,0 +1,203 @@
+"""An object store behaves as a disk does: the same calls, the same results, the same files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.engine.storage import as_location
+
+SMALL = hf.Layout(chunk_bytes=4096, segment_bytes=8192, data_file_bytes=16_384)
+
+
+def tree(step: int) -> dict[str, Any]:
+    return {"w": np.full((60, 100), step, np.float32), "step": step, "name": "x" * step, "none": None}
+
+
+class Note(hf.CheckpointHandler):
+    """A handler of the user's own: text in files of its own choice."""
+
+    def save(self, directory: hf.Location, item: Any, **kwargs: Any) -> None:
+        (directory / "note.txt").write_bytes(item.encode())
+        (directory / "below").make_directory()
+        (directory / "below" / "copy.txt").write_bytes(item.encode())
+
+    def restore(self, directory: hf.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> str:
+        assert {path: known.size for path, known in files.items()} == {"note.txt": 5, "below/copy.txt": 5}
+        return (directory / "below" / "copy.txt").read_bytes().decode()
+
+
+def outcome(action: Callable[[], Any]) -> Any:
+    """What a call returns, or which error it raises."""
+    try:
+        return action()
+    except hf.HoldfastError as error:
+        return type(error).__name__
+
+
+def save_and_load(place: str) -> list[Any]:
+    one = f"{place}/a folder/größe"
+    results = [
+        outcome(lambda: hf.load(one)),
+        hf.save(one, tree(1), layout=SMALL).bytes,
+        outcome(lambda: hf.save(one, tree(2))),
+        hf.load(one),
+        hf.save(one, tree(3), overwrite=True).bytes,
+        hf.load(one, like=tree(0)),
+        hf.load(one, select="w"),
+        hf.verify(one).ok,
+        [leaf.path for leaf in hf.describe(one)],
+        outcome(lambda: hf.save(f"{place}/a folder", tree(1))),
+        outcome(lambda: hf.save(one, {"bad": object()}, overwrite=True)),
+        hf.load(one),
+    ]
+    (as_location(place) / "mine" / "notes").parent.make_directory()
+    (as_location(place) / "mine" / "notes").write_bytes(b"mine")
+    results.append(outcome(lambda: hf.save(f"{place}/mine", tree(1), overwrite=True)))
+    return results
+
+
+def checkpointers(place: str) -> list[Any]:
+    results: list[Any] = []
+    with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()) as checkpointer:
+        for number in range(3):
+            checkpointer.save(f"{place}/async", tree(number), force=True)
+        results.append(checkpointer.restore(f"{place}/async"))
+        checkpointer.save(f"{place}/taken", 1)
+        checkpointer.wait_until_finished()
+        results.append(outcome(lambda: checkpointer.save(f"{place}/taken", 2)))
+    json = hf.Checkpointer(hf.JsonCheckpointHandler())
+    json.save(f"{place}/json", {"a": [1, None]})
+    results += [json.restore(f"{place}/json"), hf.load(f"{place}/json")]
+    note = hf.Checkpointer(Note())
+    note.save(f"{place}/note", "hello")
+    results += [note.restore(f"{place}/note"), outcome(lambda: hf.load(f"{place}/note")), hf.verify(f"{place}/note").ok]
+    return results
+
+
+def manager(place: str) -> list[Any]:
+    results: list[Any] = []
+    options = hf.CheckpointManagerOptions(
+        max_to_keep=2, best_fn="loss", best_mode="min", keep_period=5, step_prefix="s"
+    )
+    items = {"state": hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()), "note": hf.Checkpointer(Note())}
+    with hf.CheckpointManager(place, items, options, metadata={"run": 1}) as first:
+        for step in range(1, 8):
+            first.save(step, {"state": tree(step), "note": f"note{step}"}, metrics={"loss": (step - 3) ** 2})
+        first.wait_until_finished()
+        assert first.all_steps() == [3, 4, 5, 7]
+        results += [first.best_step(), first.latest_step(), first.why_kept(5), first.metrics(3)]
+        first.pin(7)
+        first.record_metrics(7, {"loss": -1.0, "more": {"a": 2}})
+        first.save(7, {"state": tree(70), "note": "again"}, force=True)
+        first.delete(3)
+        results += [first.all_steps(), outcome(lambda: first.restore(3)), first.restore(7)]
+    with hf.CheckpointManager(place, items, options) as second:
+        results += [second.all_steps(), second.metadata(), second.metrics(7)]
+        second.save(8, {"state": tree(8), "note": "note8"}, metrics={"loss": float("nan")})
+        restored = second.restore_latest({"state": tree(0)})
+        assert restored is not None
+        results += [restored.step, restored.items, restored.skipped, second.all_steps()]
+    results += [
+        [(s.step, s.reason, s.kept, s.damage) for s in hf.list_checkpoints(place)],
+        hf.load(place, item="state"),
+        outcome(lambda: hf.load(place, item="note")),
+        hf.verify(place).ok,
+    ]
+    return results
+
+
+def leftovers(place: str) -> list[Any]:
+    """What an interrupted save, deletion and replacement leave is swept by the next manager."""
+    with hf.CheckpointManager(place) as first:
+        for step in (1, 2, 3):
+            first.save(step, tree(step))
+    here = as_location(place)
+    (here / "2" / "checkpoint.json").rename("checkpoint.deleted")
+    for path in ("4/checkpoint.partial", "4/state/d/0", "3/checkpoint.partial"):
+        (here / path).parent.make_directory()
+        (here / path).write_bytes(b'{"format": "holdfast", "folders": ["state.0"]}')
+    (here / "3" / "state.0").make_directory()
+    (here / "3" / "state.0" / "tree.json").write_bytes(b"half")
+    reader = hf.CheckpointManager(place, options=hf.CheckpointManagerOptions(read_only=True))
+    results: list[Any] = [reader.all_steps(), [s.step for s in hf.list_checkpoints(place)]]
+    assert results[0] == [1, 3]
+    with hf.CheckpointManager(place) as second:
+        second.acquire()
+        results += [second.all_steps(), second.restore(3)]
+        results.append([entry.name for entry in (here / "3").entries()])
+        second.save(2, tree(20))
+        second.save(4, tree(40))
+        results.append(second.restore(4))
+    return results
+
+
+def damage(place: str) -> list[Any]:
+    """Damaged steps are passed over alike."""
+    with hf.CheckpointManager(place) as first:
+        for step in range(1, 6):
+            first.save(step, tree(step))
+    here = as_location(place)
+    (here / "5" / "checkpoint.json").write_bytes(b"{")
+    (here / "4" / "state" / "manifest.ocdbt").remove()
+    data = (here / "3" / "state" / "d" / "0").read_bytes()
+    (here / "3" / "state" / "d" / "0").write_bytes(data[:100])
+    (here / "2" / "checkpoint.json").remove()
+    with hf.CheckpointManager(place) as second:
+        restored = second.restore_latest()
+        assert restored is not None
+        assert restored.step == 1
+        results: list[Any] = [[step for step, _ in restored.skipped], second.all_steps()]
+        for step in (3, 4, 5):
+            second.save(step, tree(10 * step), force=True)
+        results += [second.restore(5), second.all_steps(), hf.verify(place).ok]
+    return results
+
+
+SCENARIOS: dict[str, Callable[[str], list[Any]]] = {
+    "save_and_load": save_and_load,
+    "checkpointers": checkpointers,
+    "manager": manager,
+    "leftovers": leftovers,
+    "damage": damage,
+}
+
+
+def files_of(stored: Any, place: str) -> list[str]:
+    """The paths below a place, without the part of a folder's name that is new each time."""
+    return sorted(re.sub(r"\.[0-9a-f]{8}(?=/)", ".*", path) for path in stored(place).read())
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_same_as_on_a_disk(
+    name: str, place: str, tmp_path: Path, stored: Any, assert_same: Callable[[Any, Any], None]
+) -> None:
+    remote = SCENARIOS[name](place)
+    local = SCENARIOS[name](str(tmp_path))
+    assert_same(remote, local)
+    assert files_of(stored, place) == files_of(stored, str(tmp_path))
+
+
+def test_a_checkpoint_can_be_moved_between_them(place: str, tmp_path: Path, stored: Any) -> None:
+    hf.save(tmp_path / "ckpt", tree(3), layout=SMALL)
+    for path, content in stored(str(tmp_path / "ckpt")).read().items():
+        (as_location(place) / "elsewhere" / path).write_bytes(content)
+    assert hf.verify(f"{place}/elsewhere").ok
+    assert hf.load(f"{place}/elsewhere")["w"].tolist() == tree(3)["w"].tolist()
+
+
+def test_places_may_be_locations_paths_and_urls(tmp_path: Path, place: str) -> None:
+    hf.save(tmp_path / "a", 1)
+    hf.save(f"file://{tmp_path}/b", 2)
+    hf.save(as_location(place) / "c", 3)
+    assert hf.load(str(tmp_path / "a")) == 1
+    assert hf.load(tmp_path / "b") == 2
+    assert hf.load(f"{place}/c") == 3
+    with pytest.raises(hf.InvalidLocationError, match="ftp"):
+        hf.load("ftp://somewhere/else")
