@@ -61,10 +61,18 @@ class BackgroundSave:
                 failure = SaveFailedError(f"{what} was not saved: {error}", step)
                 failure.__cause__ = error
                 self._fail(failure)
+            finally:
+                _running.discard(self)
 
         self._what, self._step = what, step
         self._thread = threading.Thread(target=run, name="holdfast-save", daemon=False)
-        self._thread.start()
+        _running.add(self)
+        try:
+            self._thread.start()
+        except BaseException:  # the system has no more threads
+            _running.discard(self)
+            self._thread = None
+            raise
 
     def join(self) -> None:
         """Waits until no save is under way; its error, if any, stays to be told.
@@ -114,12 +122,30 @@ _untold: set[BackgroundSave] = set()
 """Those with an error to tell, kept alive: a program may have dropped its manager before it ends."""
 
 
+_running: set[BackgroundSave] = set()
+
+
+def _wait_at_exit() -> None:
+    """Runs when the main thread has ended: the interpreter itself would wait for a save that hangs for ever."""
+    hanging = []
+    for save in list(_running):
+        try:
+            save.join()
+        except SaveFailedError as error:
+            hanging.append(error)
+    if hanging:
+        _end(hanging)
+
+
 def _tell_at_exit() -> None:
     """Runs when the interpreter exits, after all saves have ended."""
-    errors = [error for save in list(_untold) if (error := save.take_error()) is not None]
-    if not errors:
-        return
-    for error in errors:
+    if _untold:
+        _end([])
+
+
+def _end(errors: list[SaveFailedError]) -> None:
+    """Tells what was lost and ends the process with a non-zero status."""
+    for error in [*errors, *(error for save in list(_untold) if (error := save.take_error()) is not None)]:
         _logger.critical("%s", error)
         print(f"holdfast: {error}", file=sys.stderr)  # noqa: T201 - the last chance to tell; logging may be off
     logging.shutdown()
@@ -131,3 +157,8 @@ def _tell_at_exit() -> None:
 # Registered when the engine is loaded, before anything that uses it: exit functions run in reverse order, so that
 # this one, which ends the process, comes after those of the program.
 atexit.register(_tell_at_exit)
+
+# What `concurrent.futures` uses for the same purpose: ordinary exit functions run only after all threads have ended.
+_register_early = getattr(threading, "_register_atexit", None)
+if _register_early is not None:
+    _register_early(_wait_at_exit)
