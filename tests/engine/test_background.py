@@ -230,3 +230,20 @@ def test_program_that_was_told_ends_well(tmp_path: Path) -> None:
         """
     finished = run(tmp_path, program)
     assert (finished.returncode, finished.stdout, finished.stderr) == (0, "5\n", "")
+
+
+def test_program_whose_disk_hangs_at_the_end(tmp_path: Path) -> None:
+    program = """
+        manager = hf.CheckpointManager(directory, options=hf.CheckpointManagerOptions(save_timeout_secs=0.2))
+        manager.save(4, tree(4))
+        manager.wait_until_finished()
+        os.pwrite = lambda *arguments: time.sleep(600)
+        manager.save(5, tree(5))
+        """
+    finished = run(tmp_path, program)
+    assert finished.returncode == 1
+    assert f"step 5 of {tmp_path} is still not saved after 0.2 s" in finished.stderr
+    with hf.CheckpointManager(tmp_path) as manager:
+        assert manager.all_steps() == [4]
+        manager.acquire()
+    assert not (tmp_path / "5").exists()
