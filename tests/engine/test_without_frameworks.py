@@ -1,0 +1,67 @@
+"""Reading a checkpoint needs neither the frameworks nor the devices it was saved with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+
+READ = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"jax", "jaxlib", "torch", "flax", "optax", "lightning", "pytorch_lightning"}:
+            raise ImportError(f"{name} must not be needed")
+
+sys.meta_path.insert(0, Blocked())
+import numpy as np
+import holdfast as hf
+
+place = sys.argv[1]
+tree = hf.load(place)
+assert sorted(tree) == ["jax", "keys", "numpy", "torch"], sorted(tree)
+assert tree["jax"]["bf16"].dtype.name == "bfloat16"
+for leaf in (tree["jax"]["sharded"], tree["torch"]["w"], tree["numpy"]):
+    assert type(leaf) is np.ndarray
+    assert leaf.dtype == np.float32
+    assert leaf.tolist() == np.arange(64.0).reshape(8, 8).tolist()
+assert tree["keys"].dtype == np.uint32
+assert tree["torch"]["half"].tolist() == [1 + 2j]
+template = {"jax": {"sharded": np.zeros((8, 8), np.float32)}}
+assert hf.load(place, like=template, select="jax/sharded")["jax"]["sharded"][7, 7] == 63
+assert len(hf.describe(place)) == 6
+assert hf.verify(place).ok
+hf.save(place + ".again", tree)
+assert hf.load(place + ".again")["numpy"][7, 7] == 63
+print("read")
+"""
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_a_program_that_has_none_of_them(tmp_path: Path) -> None:
+    jax: Any = pytest.importorskip("jax")
+    torch: Any = pytest.importorskip("torch")
+    values = np.arange(64, dtype=np.float32).reshape(8, 8)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    tree = {
+        "jax": {"sharded": jax.device_put(values, sharding), "bf16": jax.numpy.ones(3, "bfloat16")},
+        "keys": jax.random.split(jax.random.key(0), 3),
+        "torch": {
+            "w": torch.nn.Parameter(torch.from_numpy(values.copy())),
+            "half": torch.tensor([1 + 2j], dtype=torch.complex64).to(torch.complex32),
+        },
+        "numpy": values,
+    }
+    hf.save(tmp_path / "ckpt", tree)
+    found = subprocess.run(
+        [sys.executable, "-W", "error", "-c", READ, str(tmp_path / "ckpt")], capture_output=True, text=True, check=False
+    )
+    assert found.stdout == "read\n", found.stderr
