@@ -146,7 +146,8 @@ def test_two_optimizers(program: Any, new_directory: NewDirectory) -> None:
 @pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric val_loss which is not available")
 @pytest.mark.parametrize("schedule", ["step", "plateau", "plateau by epoch means"])
 def test_schedules(program: Any, new_directory: NewDirectory, schedule: str) -> None:
-    check(program, new_directory, schedule=schedule, check_val_every_n_epoch=2 if schedule == "plateau" else 1)
+    epochs = 2 if schedule == "plateau" else 1
+    check(program, new_directory, [1, 4, 5, 6, 10, 12], schedule=schedule, check_val_every_n_epoch=epochs)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,7 @@ def test_two_interruptions_in_a_row(program: Any, new_directory: NewDirectory, v
     options = VARIANTS[variant]
     whole = program.run(new_directory(), checkpoint=NEVER, **options)
     last = whole.trainer.global_step
-    pairs = [(1, 2), (2, 4), (2, 5), (4, 5), (5, 6), (5, 9), (7, 8), (9, 10), (10, 11)]
+    pairs = [(1, 2), (2, 5), (4, 5), (5, 6), (7, 9), (10, 11)]
     for first, second in [pair for pair in pairs if pair[1] < last]:
         directory = new_directory()
         interrupt(program, directory, first, **options)
