@@ -25,6 +25,12 @@ class PackageMapping(BuildHookInterface[Any]):
     """Places every folder of ``PACKAGE`` where the import system expects it."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Tells the wheel builder which files to include.
+
+        Args:
+            version: ``"standard"`` for a regular wheel, ``"editable"`` for an editable install.
+            build_data: What the builder reads; the files are added to it.
+        """
         root = Path(self.root)
         if version != "editable":
             build_data["force_include"].update({str(root / source): target for source, target in PACKAGE.items()})

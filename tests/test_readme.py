@@ -42,6 +42,7 @@ def test_a_program_runs_twice(program: str, tmp_path: Path) -> None:
 
 
 def test_the_commands_run_in_their_order(tmp_path: Path) -> None:
-    outputs = [run([sys.executable, "-m", "holdfast.cli.main", *shlex.split(command)[1:]], tmp_path) for command in COMMANDS]
+    holdfast = [sys.executable, "-m", "holdfast.cli.main"]
+    outputs = [run([*holdfast, *shlex.split(command)[1:]], tmp_path) for command in COMMANDS]
     assert "flax_text" in outputs[0]
     assert "600" in outputs[3]
