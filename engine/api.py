@@ -114,7 +114,13 @@ def find_checkpoint(location: Location, step: int | None = None) -> Location:
 
 
 def step_index(location: Location) -> StepIndex:
-    """Returns the steps of a directory, whatever prefix their names have."""
+    """Returns the steps of a directory, whatever prefix their names have.
+
+    Raises:
+        CheckpointNotFoundError: It is no directory.
+    """
+    if location.exists() and not location.is_directory():
+        raise CheckpointNotFoundError(f"{location}: this is a file; checkpoints are directories")
     for entry in location.entries():
         prefix, underscore, number = entry.name.rpartition("_")
         if (

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import TreeMismatchError
+from ..errors import OptionError, TreeMismatchError
 from ..tree import Target, compare, describe_template, display, flatten, materialize, spell, unflatten
 from .database import naming
 from .reader import SavedLeaf, TreeReader
@@ -112,7 +112,11 @@ def _matching(reader: TreeReader, targets: Sequence[Target], select: Select | No
 def _chosen(leaves: Sequence[SavedLeaf], select: Select | None) -> list[bool]:
     if select is None:
         return [True] * len(leaves)
-    patterns = [select] if isinstance(select, str) else list(select)
+    patterns = [select] if isinstance(select, str) else list(select) if isinstance(select, Sequence) else [select]
+    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+        raise OptionError(
+            f"select={select!r} must be a pattern of paths such as 'params/**', or a list of such patterns"
+        )
     paths = [display(leaf.name) for leaf in leaves]
     keys = [path.split("/") for path in paths]
     chosen = [False] * len(leaves)

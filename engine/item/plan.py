@@ -40,10 +40,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("chunk_bytes", "segment_bytes", "data_file_bytes"):
-            if getattr(self, name) < SEGMENT_ALIGNMENT:
-                raise OptionError(
-                    f"{name}={getattr(self, name)} is below the smallest sensible value, {SEGMENT_ALIGNMENT} bytes"
-                )
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < SEGMENT_ALIGNMENT:
+                raise OptionError(f"{name}={size!r} must be a whole number of bytes, at least {SEGMENT_ALIGNMENT}")
 
 
 class Chunk(NamedTuple):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..errors import UnsupportedLeafError
 from ..format import (
     Entries,
     Stored,
@@ -29,7 +30,7 @@ from ..format import (
 )
 from ..record import FileRecord
 from ..storage import Location, Segment
-from ..tree import ArrayLeaf, Node, Piece, ValueLeaf, to_document
+from ..tree import ArrayLeaf, Node, Piece, ValueLeaf, display, to_document
 from .plan import CHECKSUM_BYTES, ArraySpec, Layout, PlannedFile, PlannedSegment, chunk_shape, plan_files
 from .sources import Bytes, Source, segment_parts
 
@@ -38,16 +39,33 @@ INDEX = "d/index"
 TREE = "tree.json"
 TREE_KIND = "tree"
 
+_NAME_LIMIT = 60_000  # bytes; the index adds the numbers of chunks to it
+
 HostLeaf = ArrayLeaf | ValueLeaf
 
 
 @dataclass(frozen=True, slots=True)
 class HostTree:
-    """A tree whose leaves are on the host and stay as they are until it has been written."""
+    """A tree whose leaves are on the host and stay as they are until it has been written.
+
+    Raises:
+        UnsupportedLeafError: A name is too long for the index.
+    """
 
     names: Sequence[str]
     leaves: Sequence[HostLeaf]
     structure: Node | None
+
+    def __post_init__(self) -> None:
+        if max(map(len, self.names), default=0) * 4 <= _NAME_LIMIT:  # no character takes more
+            return
+        for name in self.names:
+            size = len(name.encode())
+            if size > _NAME_LIMIT:
+                raise UnsupportedLeafError(
+                    f"the leaf {display(name):.100}... has a path of {size} bytes; at most {_NAME_LIMIT} can be "
+                    "stored, and nothing was written"
+                )
 
 
 def write_tree(location: Location, tree: HostTree, layout: Layout) -> dict[str, FileRecord]:
@@ -63,6 +81,7 @@ def write_tree(location: Location, tree: HostTree, layout: Layout) -> dict[str, 
 
     Raises:
         StorageError: The storage refused; what was written so far stays behind for the caller to remove.
+        UnsupportedLeafError: The tree has too many leaves, or too much text outside of arrays, for one description.
     """
     data = location / "d"
     data.make_directory()
@@ -78,7 +97,12 @@ def write_tree(location: Location, tree: HostTree, layout: Layout) -> dict[str, 
         database_id=uuid.uuid4().bytes,
         created_ns=time.time_ns(),
     )
-    structure = encode_document(TREE_KIND, {"tree": to_document(tree.structure, documents)})
+    try:
+        structure = encode_document(TREE_KIND, {"tree": to_document(tree.structure, documents)})
+    except ValueError as error:
+        raise UnsupportedLeafError(
+            f"{location}: this tree cannot be described: {error}; put texts in arrays"
+        ) from error
     for path, content in ((INDEX, index), (TREE, structure), (MANIFEST, manifest)):
         (location / path).write_bytes(content, atomic=False)
         written[path] = FileRecord(len(content), crc32c(content))

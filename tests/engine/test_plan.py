@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -121,7 +122,8 @@ def test_a_large_array_fills_segments_and_files() -> None:
     assert [len(file.segments) for file in files] == [4, 4, 2]
 
 
+@pytest.mark.parametrize("size", [4095, 0, -1, 1e6, "1MB", None])
 @pytest.mark.parametrize("name", ["chunk_bytes", "segment_bytes", "data_file_bytes"])
-def test_sizes_that_make_no_sense(name: str) -> None:
-    with pytest.raises(hf.OptionError, match=f"{name}=4095 is below the smallest sensible value, 4096 bytes"):
-        hf.Layout(**{name: 4095})
+def test_sizes_that_make_no_sense(name: str, size: Any) -> None:
+    with pytest.raises(hf.OptionError, match=f"{name}={size!r} must be a whole number of bytes, at least 4096"):
+        hf.Layout(**{name: size})

@@ -164,6 +164,22 @@ def test_what_cannot_be_saved_is_named_and_leaves_nothing_behind(leaf: Any, says
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_path_that_is_too_long(tmp_path: Any, place: str, assert_same: Same) -> None:
+    with pytest.raises(hf.UnsupportedLeafError, match=r"the leaf aü+.* has a path of 60001 bytes; at most 60000"):
+        hf.save(tmp_path / "ckpt", {"fine": 1, "a" + "ü" * 30_000: np.ones(3)})
+    assert list(tmp_path.iterdir()) == []
+    tree = {"ü" * 30_000: np.arange(2000.0)}
+    hf.save(place, tree, layout=SMALL)
+    assert_same(hf.load(place), tree)
+
+
+def test_a_tree_that_is_too_large_to_be_described(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.engine.format.documents.DOCUMENT_LIMIT", 10_000)
+    with pytest.raises(hf.UnsupportedLeafError, match=r"the tree document has \d+ bytes; the limit is 10000"):
+        hf.save(tmp_path / "ckpt", ["x" * 100] * 100)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_tree_that_cannot_be_saved_leaves_the_checkpoint_that_is_there(place: str) -> None:
     hf.save(place, {"a": 1})
     with pytest.raises(hf.UnsupportedLeafError, match="b"):

@@ -99,6 +99,12 @@ def test_a_pattern_that_matches_nothing_is_an_error(pattern: str, saved: str) ->
         hf.load(saved, select=["step", pattern])
 
 
+@pytest.mark.parametrize("select", [5, [], ["step", 5], b"step", {"step": 1}], ids=repr)
+def test_what_is_no_pattern(select: Any, saved: str) -> None:
+    with pytest.raises(hf.OptionError, match="must be a pattern of paths such as"):
+        hf.load(saved, select=select)
+
+
 def test_containers_that_have_nothing_left_are_left_out(saved: str, assert_same: Same) -> None:
     assert_same(hf.load(saved, select="**"), TREE)
     assert_same(hf.load(saved, select="opt/**"), {"opt": TREE["opt"]})

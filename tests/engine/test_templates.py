@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -171,3 +172,10 @@ def test_a_directory_of_steps_gives_its_newest(place: str, prefix: str | None) -
 def test_where_there_is_nothing(place: str, name: str) -> None:
     with pytest.raises(hf.CheckpointNotFoundError, match=place):
         hf.load(f"{place}/{name}")
+
+
+def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "model.ckpt").write_bytes(b"something else")
+    for action in (hf.load, hf.describe, hf.verify):
+        with pytest.raises(hf.CheckpointNotFoundError, match="this is a file; checkpoints are directories"):
+            action(tmp_path / "model.ckpt")
