@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from . import averages, loaders, randomness
 from .loops import Taps, clear_restart, finish_epoch, forget_unfinished
+from .trees import is_plain_tree
 
 logger = logging.getLogger("holdfast")
 
@@ -44,6 +45,7 @@ class Position:
         self._before_validation: tuple[dict[str, Any], dict[str, int]] | None = None
         self._saved: dict[str, Any] | None = None
         self._skip_batch = False
+        self._told = False
         epoch_loop = self._fit.epoch_loop
         taps.place(self._fit, "_load_combined_loader_states", self._first_iterator)
         taps.place(self._fit, "on_advance_start", self._epoch_starts)
@@ -76,11 +78,20 @@ class Position:
             "reloaded_at_epoch": self._fit._last_train_dl_reload_epoch,
         }
         if point != "epoch":
-            position["epoch"] = {} if loaders.all_stateful(self._loaders()) else self._epoch
+            ahead = loaders.prefetched(fetcher)
             position["fetched"] = fetcher.fetched
+            position["consumed"] = fetcher.fetched - len(ahead)
             position["averages"] = averages.capture(self._trainer, counts)
-            if ahead := loaders.prefetched(fetcher):
+            if not loaders.all_stateful(self._loaders()):
+                position["epoch"] = self._epoch
+            elif ahead and is_plain_tree(ahead):
                 position["ahead"] = {"batches": ahead, "done": fetcher.done}
+            elif ahead and not self._told:
+                self._told = True
+                logger.warning(
+                    "the training data has no length, so that Lightning draws one batch ahead, and this batch cannot "
+                    "be saved (it is no tree of tensors): a resumed run does without it"
+                )
         return position
 
     def resume(self, saved: dict[str, Any]) -> None:
@@ -129,7 +140,7 @@ class Position:
         if self._skip_batch:
             self._skip_batch = False
             self._fit.epoch_loop._restarting = False
-        elif len(self._fit._combined_loader.flattened) == 1:
+        elif len(parts := self._loaders()) == 1 or loaders.all_stateful(parts):
             original(fetcher)
         else:
             # Of several loaders, those that are shorter begin again in the middle of an epoch, and are seeded then.
@@ -159,8 +170,8 @@ class Position:
         self._restore_random(saved["random"])
 
     def _find_batch(self, saved: dict[str, Any], fetcher: Any) -> None:
-        parts, epoch = self._loaders(), saved["epoch"]
-        self._epoch = epoch
+        parts = self._loaders()
+        self._epoch = epoch = saved.get("epoch", {})
         for callback in self._trainer.callbacks:
             if any(kind.__name__ in _SET_UP_EPOCHS for kind in type(callback).__mro__):
                 callback.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
@@ -172,8 +183,7 @@ class Position:
             else:
                 loaders.begin_with(fetcher, ahead["batches"], ahead["done"])
             return
-        consumed = saved["fetched"] - len(saved.get("ahead", {}).get("batches", ()))
-        logger.info("drawing %d batches again to find the place in the epoch", consumed)
+        logger.info("drawing %d batches again to find the place in the epoch", saved["consumed"])
         loaders.load_states(parts, epoch["loaders"])
         self._restore_random(epoch["at_iterator"])
         iter(fetcher)
@@ -184,7 +194,7 @@ class Position:
             if drawn in restarts:
                 self._restore_random(restarts[drawn])
 
-        loaders.skip(fetcher, consumed, before_batch)
+        loaders.skip(fetcher, saved["consumed"], before_batch)
 
     def _go_to_batch(self, saved: dict[str, Any], fetcher: Any) -> None:
         self._restore_common(saved)

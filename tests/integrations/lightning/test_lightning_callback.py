@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import lightning.pytorch
 import numpy as np
@@ -133,6 +133,21 @@ def test_what_a_resume_needs_is_never_left_out(program: Any, new_directory: NewD
 
     with pytest.raises(hf.UnsupportedLeafError, match=r"state_dict/secret\._extra_state \(object\)"):
         program.run(new_directory(), callbacks=(Adds(),))
+
+
+def test_batch_drawn_ahead_that_cannot_be_saved(
+    program: Any, new_directory: NewDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Pair(NamedTuple):
+        inputs: torch.Tensor
+        targets: torch.Tensor
+
+    batches = program.StatefulLoader.__iter__
+    monkeypatch.setattr(program.StatefulLoader, "__iter__", lambda loader: (Pair(*batch) for batch in batches(loader)))
+    directory = new_directory()
+    program.run(directory, loader="stateful stream", max_steps=2)
+    assert "this batch cannot be saved" in caplog.text
+    assert program.run(directory, loader="stateful stream").trainer.global_step == 14
 
 
 # ---- which checkpoint a run begins with
