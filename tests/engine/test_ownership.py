@@ -35,9 +35,8 @@ import holdfast as hf
 manager = hf.CheckpointManager(sys.argv[1])
 manager.save(1, {"by": "the other process"})
 manager.wait_until_finished()
-worker = os.fork()
-if worker:
-    print("ready", worker, flush=True)
+if os.fork() == 0:
+    print("ready", os.getpid(), flush=True)
 time.sleep(60)
 """
 
