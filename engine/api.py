@@ -141,6 +141,8 @@ def _load_item(location: Location, name: str, saved: ItemRecord, like: Any, sele
             f"{location}: item {name!r} was written by a handler of your own; restore it with that handler "
             "(Checkpointer(handler).restore, or a CheckpointManager)"
         )
+    if saved.kind == "json" and (like is not None or select is not None):
+        raise OptionError(f"{location}: item {name!r} is JSON, not a tree of arrays: like= and select= do not apply")
     kwargs = {} if select is None else {"select": select}
     return handler().restore(location / saved.folder, like, files=saved.files, **kwargs)
 

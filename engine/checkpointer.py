@@ -11,7 +11,7 @@ from .background import BackgroundSave
 from .clock import Clock, SystemClock
 from .commit import read_record
 from .errors import StateError
-from .handlers import AsyncCheckpointHandler, CheckpointHandler, PyTreeCheckpointHandler
+from .handlers import AsyncCheckpointHandler, CheckpointHandler, PyTreeCheckpointHandler, restore_item
 from .record import CheckpointRecord, ItemRecord
 from .report import SaveReport
 from .saving import ItemToSave, Save
@@ -80,7 +80,7 @@ class Checkpointer:
             DamagedCheckpointError: What is there does not verify.
         """
         location, saved = self._item(path)
-        return self.handler.restore(location, item, files=saved.files, **kwargs)
+        return restore_item(self.handler, location, saved, item, kwargs)
 
     def structure(self, path: Place) -> Any:
         """Returns what a saved object looks like without reading its data.

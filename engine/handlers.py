@@ -13,10 +13,11 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from .errors import DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
+from .digests import check_files
+from .errors import DamagedCheckpointError, ObjectNotFoundError, OptionError, UnsupportedLeafError
 from .format import DOCUMENT_LIMIT, crc32c, decode_document, encode_document
 from .item import HostTree, Layout, StagingBuffer, TreeReader, load_tree, tree_metadata, write_tree
-from .record import FileRecord
+from .record import FileRecord, ItemRecord
 from .storage import Location
 from .tree import describe, flatten
 
@@ -39,9 +40,11 @@ class CheckpointHandler(abc.ABC):
 
     Attributes:
         kind: How the commit record names what this handler writes.
+        verifies: Whether restoring checks what it reads. Otherwise all files are compared with their digests before.
     """
 
     kind = "files"
+    verifies = False
 
     @abc.abstractmethod
     def save(self, directory: Location, item: Any, **kwargs: Any) -> Files | None:
@@ -130,6 +133,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
     """
 
     kind = "pytree"
+    verifies = True
 
     def __init__(self, *, layout: Layout | None = None) -> None:
         self._layout = layout or Layout()
@@ -192,6 +196,7 @@ class JsonCheckpointHandler(PreparedCheckpointHandler):
     """
 
     kind = "json"
+    verifies = True
 
     def __init__(self, filename: str = "data.json") -> None:
         self._filename = filename
@@ -226,6 +231,32 @@ class JsonCheckpointHandler(PreparedCheckpointHandler):
     def structure(self, directory: Location, *, files: Files | None = None) -> Any:
         """Returns the item itself: reading it costs no more than describing it."""
         return self.restore(directory, files=files)
+
+
+def restore_item(
+    handler: CheckpointHandler, folder: Location, saved: ItemRecord, item: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    """Reads an item back, after making sure that it is whole and of the handler's kind.
+
+    Args:
+        handler: What reads it.
+        folder: The item's folder.
+        saved: What the commit record says about it.
+        item: What to restore into or after.
+        kwargs: Further arguments for the handler.
+
+    Raises:
+        DamagedCheckpointError: What is there does not verify.
+        OptionError: A handler of another kind wrote it.
+    """
+    if handler.kind != saved.kind:
+        raise OptionError(
+            f"{folder} was written by a handler of kind {saved.kind!r:.80}; {type(handler).__name__} is of kind "
+            f"{handler.kind!r}. Restore it with the handler that it was saved with"
+        )
+    if not handler.verifies:
+        check_files(folder, saved.files)
+    return handler.restore(folder, item, files=saved.files, **kwargs)
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:

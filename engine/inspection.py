@@ -10,9 +10,9 @@ from typing import Any
 from .api import find_checkpoint, step_index
 from .checkpointer import Place
 from .commit import read_record
+from .digests import check_file
 from .directory import stored_options
 from .errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, HoldfastError
-from .format import crc32c
 from .item import Problem, SavedLeaf, TreeReader, naming
 from .policy import reasons
 from .record import RECORD, CheckpointRecord, ItemRecord
@@ -238,15 +238,8 @@ def _verify_item(folder: Location, item: ItemRecord) -> list[Problem]:
 
 
 def _digest_problem(folder: Location, file: str, item: ItemRecord) -> Problem | None:
-    known = item.files[file]
     try:
-        with (folder / file).open_data() as data:
-            if data.size != known.size:
-                return Problem(file, "", f"expected {known.size} bytes, found {data.size}")
-            if known.crc32c is not None:
-                found = crc32c(data.read(0, data.size))
-                if found != known.crc32c:
-                    return Problem(file, "", f"expected crc32c {known.crc32c:08x}, found {found:08x}")
+        check_file(folder / file, item.files[file])
     except HoldfastError as error:
         return Problem(file, "", str(error))
     return None

@@ -7,7 +7,7 @@ from typing import Any
 
 from .checkpointer import ITEM, AsyncCheckpointer, Checkpointer
 from .errors import CheckpointNotFoundError, OptionError
-from .handlers import PyTreeCheckpointHandler
+from .handlers import PyTreeCheckpointHandler, restore_item
 from .record import CheckpointRecord, ItemRecord
 from .saving import ItemToSave
 from .storage import Location
@@ -63,8 +63,12 @@ class ItemSet:
         templates = items if self._several else {ITEM: items}
         arguments = kwargs if self._several else {ITEM: kwargs}
         found = {
-            name: self._checkpointers[name].handler.restore(
-                location / saved.folder, (templates or {}).get(name), files=saved.files, **arguments.get(name, {})
+            name: restore_item(
+                self._checkpointers[name].handler,
+                location / saved.folder,
+                saved,
+                (templates or {}).get(name),
+                arguments.get(name, {}),
             )
             for name, saved in self._saved(location, record, templates).items()
         }

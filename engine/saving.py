@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .commit import PendingCheckpoint
-from .format import extend
+from .digests import digest
 from .handlers import (
     AsyncCheckpointHandler,
     CheckpointHandler,
@@ -20,9 +20,7 @@ from .handlers import (
 )
 from .record import CheckpointRecord, FileRecord, ItemRecord
 from .report import SaveReport
-from .storage import Buffer, Location
-
-_STEP = 16 << 20  # bytes read at a time where files are digested
+from .storage import Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +134,7 @@ def _sealed(folder: Location, prefix: str = "") -> Files:
             found.update(_sealed(place, f"{prefix}{entry.name}/"))
             continue
         with place.open_data() as file:
-            digest, buffer = 0, Buffer()
-            for start in range(0, file.size, _STEP):
-                digest = extend(digest, file.read(start, min(_STEP, file.size - start), buffer))
-            found[f"{prefix}{entry.name}"] = FileRecord(file.size, digest)
+            found[f"{prefix}{entry.name}"] = FileRecord(file.size, digest(file))
         if place.is_local:
             with open(place, "rb") as written:
                 os.fsync(written.fileno())

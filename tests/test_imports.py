@@ -18,6 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     SHARED,
     PURE,
     ("record", "report", "metrics"),
+    ("digests",),
     ("item",),
     ("handlers",),
     ("commit", "background", "ownership", "options"),

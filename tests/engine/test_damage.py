@@ -237,3 +237,49 @@ def test_json_items(place: str, stored: Any, assert_same: Same) -> None:
     files.remove("state/data.json")
     with pytest.raises(hf.DamagedCheckpointError, match=r"data\.json is missing"):
         hf.load(place)
+    with pytest.raises(hf.OptionError, match="is JSON, not a tree of arrays"):
+        hf.load(place, select="lr")
+
+
+class Pair(hf.CheckpointHandler):
+    """A handler of the user's own, which checks nothing."""
+
+    def save(self, directory: hf.Location, item: Any, **kwargs: Any) -> None:
+        for name in ("one", "two"):
+            (directory / name).write_bytes(item.encode())
+
+    def restore(self, directory: hf.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> str:
+        return (directory / "one").read_bytes().decode() + (directory / "two").read_bytes().decode()
+
+
+def test_items_of_handlers_that_check_nothing(place: str, stored: Any) -> None:
+    with hf.CheckpointManager(place, hf.Checkpointer(Pair())) as manager:
+        for step in (1, 2):
+            manager.save(step, f"step {step} ")
+        assert manager.restore(2) == "step 2 step 2 "
+        files = stored(f"{place}/2")
+        contents = files.read()
+        for path in ("state/one", "state/two"):
+            for content in (flipped(contents[path], 3, 0), b"", contents[path] + b"x"):
+                files.write(path, content)
+                with pytest.raises(hf.DamagedCheckpointError, match=path):
+                    manager.restore(2)
+                with pytest.raises(hf.DamagedCheckpointError, match=path):
+                    hf.CheckpointManager(place, hf.Checkpointer(Pair())).restore(2)
+            files.remove(path)
+            with pytest.raises(hf.DamagedCheckpointError, match=f"{path} is missing"):
+                manager.restore(2)
+            files.write(path, contents[path])
+        files.remove("state/two")
+        restored = manager.restore_latest()
+    assert restored is not None
+    assert (restored.step, restored.items) == (1, "step 1 step 1 ")
+
+
+def test_another_handler_than_the_one_that_wrote_it_is_no_damage(run: str) -> None:
+    with hf.CheckpointManager(run, hf.Checkpointer(Pair())) as manager:
+        with pytest.raises(hf.OptionError, match="written by a handler of kind 'pytree'; Pair is of kind 'files'"):
+            manager.restore_latest()
+        assert manager.all_steps() == [1, 2]
+    with pytest.raises(hf.OptionError, match="kind 'pytree'; JsonCheckpointHandler is of kind 'json'"):
+        hf.CheckpointManager(run, hf.Checkpointer(hf.JsonCheckpointHandler())).restore(2)

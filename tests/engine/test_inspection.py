@@ -222,12 +222,12 @@ SPOILED: dict[str, tuple[Spoil, set[tuple[str, str]], str]] = {
     "missing_data": (
         lambda stored, place: stored(place).remove("state/d/0"),
         {("state/d/0", ""), ("state/d/0", "params/w"), ("state/d/0", "v")},
-        "no such object|missing",
+        "missing",
     ),
     "missing_tree": (
         lambda stored, place: stored(place).remove("state/tree.json"),
         {("state/tree.json", "")},
-        "no such object",
+        "is missing",
     ),
     "longer_data": (
         lambda stored, place: stored(place).write("state/d/0", stored(place).read()["state/d/0"] + b"x"),

@@ -1,0 +1,64 @@
+"""Digests of whole files: for items that carry no checksums of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .errors import DamagedCheckpointError, ObjectNotFoundError
+from .format import extend
+from .record import FileRecord
+from .storage import Buffer, DataReader, Location
+
+_STEP = 16 << 20  # bytes read at a time
+
+
+def digest(file: DataReader) -> int:
+    """Returns the crc32c of a whole file.
+
+    Args:
+        file: The file, open for reading.
+    """
+    found, buffer = 0, Buffer()
+    for start in range(0, file.size, _STEP):
+        found = extend(found, file.read(start, min(_STEP, file.size - start), buffer))
+    return found
+
+
+def check_file(place: Location, known: FileRecord) -> None:
+    """Reads a file and compares it with the commit record.
+
+    Args:
+        place: The file.
+        known: What the record says about it.
+
+    Raises:
+        DamagedCheckpointError: It is missing, or not what was saved.
+    """
+    try:
+        with place.open_data() as file:
+            if file.size != known.size:
+                raise DamagedCheckpointError(f"{place}: expected {known.size} bytes, found {file.size}")
+            if known.crc32c is not None and (found := digest(file)) != known.crc32c:
+                raise DamagedCheckpointError(f"{place}: expected crc32c {known.crc32c:08x}, found {found:08x}")
+    except ObjectNotFoundError as error:
+        raise DamagedCheckpointError(f"{place} is missing: the checkpoint is not whole") from error
+
+
+def check_files(folder: Location, files: Mapping[str, FileRecord]) -> None:
+    """Reads all files of an item and compares them with the commit record.
+
+    Args:
+        folder: The item's folder.
+        files: The files by their path inside it.
+
+    Raises:
+        DamagedCheckpointError: Some are missing, or not what was saved; names every one.
+    """
+    problems = []
+    for path, known in files.items():
+        try:
+            check_file(folder / path, known)
+        except DamagedCheckpointError as error:
+            problems.append(str(error))
+    if problems:
+        raise DamagedCheckpointError("\n".join([f"{folder} is damaged:", *(f"  {what}" for what in problems)]))
