@@ -54,11 +54,13 @@ def load(path: Place, *, like: Any = None, select: Select | None = None, item: s
     """Loads a checkpoint; needs neither the devices nor the frameworks it was saved from.
 
     Args:
-        path: A checkpoint, or a directory of steps, of which the newest is loaded.
+        path: A checkpoint, or a directory of steps, of which the newest is loaded; or a folder of arrays that
+            TensorStore wrote (zarr v3 in OCDBT), which gives a dictionary of them.
         like: A template. Its containers, array libraries and shardings decide what is returned, and its dtypes and
             shapes are checked. Leaves may be arrays or abstract, such as ``jax.ShapeDtypeStruct``. Without it the saved
             containers are returned with numpy arrays, namedtuples and dataclasses as dictionaries.
-        select: Patterns of leaf paths such as ``"params/**"``; only leaves that match are read.
+        select: Patterns of leaf paths such as ``"params/**"``; only leaves that match are read, and a template has just
+            those.
         item: Which item, if the checkpoint has several; None loads the only one, or all of them into a dictionary.
 
     Returns:

@@ -351,6 +351,16 @@ def test_indexes(name: str, local: bool, place: str, tmp_path: Path, stored: Any
     assert 0 < len(problems) < 5000
 
 
+@pytest.mark.parametrize("local", [False, True], ids=["memory", "local"])
+@pytest.mark.parametrize("name", ["huge_chunk", "huge_chunks_behind_a_real_one", "most_chunks_beyond_the_file"])
+def test_sizes_in_the_record_that_are_not_true(name: str, local: bool, place: str, tmp_path: Path, stored: Any) -> None:
+    place = str(tmp_path / "ckpt") if local else place
+    hf.save(place, TREE)
+    forge(place, stored, *INDEXES[name])
+    stored(place).edit(lambda body: body["items"]["state"]["files"]["d/0"].update(size=1 << 50))
+    assert look(place)
+
+
 def test_a_folder_without_a_record_is_trusted_no_more(place: str, stored: Any) -> None:
     hf.save(place, TREE)
     for name in (
