@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
 PAGE = 4096
@@ -45,13 +47,16 @@ def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
         memory = np.empty(nbytes + PAGE, np.uint8)
         start = -memory.ctypes.data % PAGE
         return memory[start : start + nbytes]
+    # A last huge page that would stay almost empty costs more than its few small pages.
+    huge = (nbytes + HUGE_PAGE // 4) // HUGE_PAGE * HUGE_PAGE
     # Room to move the start to a huge-page boundary: memory that is never touched costs nothing.
-    mapping = mmap.mmap(-1, round_up(nbytes) + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    length = max(round_up(nbytes), huge) + HUGE_PAGE
+    mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = np.frombuffer(mapping, np.uint8)
     start = -memory.ctypes.data % HUGE_PAGE
-    if nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # A kernel built without huge pages: slower, not wrong.
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+            mapping.madvise(mmap.MADV_HUGEPAGE, start, huge)
     return memory[start : start + nbytes]
 
 
@@ -72,3 +77,33 @@ class Buffer:
         if nbytes > self._memory.size:
             self._memory = aligned_empty(nbytes)
         return self._memory[:nbytes]
+
+
+class BlockPool:
+    """Blocks of aligned memory that wait for the next transfer instead of going back to the system.
+
+    Fresh memory is dear even with huge pages where a hypervisor takes free memory away after a few seconds and has to
+    find it again: a hundredth of a second for a few MiB, on every save.
+
+    Args:
+        nbytes: Length of a block in bytes.
+        spare: How many blocks to keep while nobody uses them.
+    """
+
+    def __init__(self, nbytes: int, spare: int) -> None:
+        self._nbytes = nbytes
+        self._spare = spare
+        self._blocks: list[NDArray[np.uint8]] = []
+
+    @contextlib.contextmanager
+    def block(self) -> Iterator[NDArray[np.uint8]]:
+        """Lends a block, whose content is arbitrary; nobody may touch it afterwards."""
+        try:
+            block = self._blocks.pop()  # One step: other threads may do the same.
+        except IndexError:
+            block = aligned_empty(self._nbytes)
+        try:
+            yield block
+        finally:
+            if len(self._blocks) < self._spare:
+                self._blocks.append(block)

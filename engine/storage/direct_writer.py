@@ -12,7 +12,7 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from .buffers import PAGE, aligned_empty, round_up
+from .buffers import PAGE, BlockPool, round_up
 from .bulk import Segment, check_segments
 from .direct import is_direct, make_buffered, open_direct
 from .statuses import os_errors
@@ -20,14 +20,14 @@ from .statuses import os_errors
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
 
-THREADS = 4
+THREADS = 8
 """How many threads write one file, the calling one included."""
 
 BLOCK = 4 << 20
 """Bytes that a thread gathers before it writes them."""
+
+_blocks = BlockPool(BLOCK, THREADS)
 
 
 def write_data_file(path: str, size: int, segments: Sequence[Segment]) -> None:
@@ -116,17 +116,17 @@ class _Transfer:
 
     def _work(self) -> None:
         try:
-            block = aligned_empty(min(BLOCK, round_up(max((s.size for s in self._segments), default=0))))
-            while self._error is None:
-                with self._lock:
-                    segment = next(self._queue, None)
-                if segment is None:
-                    return
-                self._write_segment(segment, block)
+            with _blocks.block() as block:
+                while self._error is None:
+                    with self._lock:
+                        segment = next(self._queue, None)
+                    if segment is None:
+                        return
+                    self._write_segment(segment, block.data)
         except BaseException as error:
             self._fail(error)
 
-    def _write_segment(self, segment: Segment, block: NDArray[np.uint8]) -> None:
+    def _write_segment(self, segment: Segment, block: memoryview) -> None:
         position, filled, remaining = segment.offset, 0, segment.size
         for part in segment.parts():
             if self._error is not None:
@@ -134,13 +134,15 @@ class _Transfer:
             remaining -= part.size
             if remaining < 0:
                 break
-            taken = 0
-            while taken < part.size:
-                count = min(block.size - filled, part.size - taken)
-                block[filled : filled + count] = part if count == part.size else part[taken : taken + count]
-                taken += count
+            data = part.data
+            while data:
+                count = min(len(block) - filled, len(data))
+                # Not numpy's assignment: that would let the interpreter go for each part, and another thread that
+                # computes would keep it for milliseconds each time.
+                block[filled : filled + count] = data[:count]
+                data = data[count:]
                 filled += count
-                if filled == block.size:
+                if filled == len(block):
                     self._write_block(block, position)
                     position += filled
                     filled = 0
@@ -151,14 +153,14 @@ class _Transfer:
             )
         if filled:
             end = round_up(filled)
-            block[filled:end] = 0
+            block[filled:end] = bytes(end - filled)
             self._write_block(block[:end], position)
 
-    def _write_block(self, block: NDArray[np.uint8], position: int) -> None:
+    def _write_block(self, block: memoryview, position: int) -> None:
         written, refused = 0, False
-        while written < block.size:
+        while written < len(block):
             try:
-                count = os.pwrite(self._descriptor, block[written:].data, position + written)
+                count = os.pwrite(self._descriptor, block[written:], position + written)
             except OSError as error:
                 if error.errno != errno.EINVAL or refused:
                     raise
@@ -166,5 +168,5 @@ class _Transfer:
                 refused = True
                 continue
             if count <= 0:
-                raise OSError(errno.EIO, f"the system wrote {count} of {block.size - written} bytes")
+                raise OSError(errno.EIO, f"the system wrote {count} of {len(block) - written} bytes")
             written += count  # One that stops between two pages goes on by ordinary I/O, by way of EINVAL.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from holdfast.engine.storage import Buffer, aligned_empty
-from holdfast.engine.storage.buffers import HUGE_PAGE, PAGE, round_up
+from holdfast.engine.storage.buffers import HUGE_PAGE, PAGE, BlockPool, round_up
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 255 << 10, 256 << 10, 1 << 20, 2 << 20, (5 << 20) + 3], ids=str)
@@ -40,6 +40,32 @@ def test_a_buffer_grows_and_is_reused() -> None:
     assert grown.size == 3 << 20
     assert buffer.view(100).ctypes.data == grown.ctypes.data
     assert buffer.view(0).size == 0
+
+
+def test_a_pool_lends_each_block_to_one_at_a_time() -> None:
+    pool = BlockPool(1 << 20, spare=2)
+    with pool.block() as first, pool.block() as second, pool.block() as third:
+        lent = {block.ctypes.data for block in (first, second, third)}
+        assert {block.size for block in (first, second, third)} == {1 << 20}
+    assert len(lent) == 3
+    with pool.block() as again, pool.block() as other:
+        assert {again.ctypes.data, other.ctypes.data} <= lent
+        assert again.ctypes.data != other.ctypes.data
+
+
+def test_a_pool_gets_its_block_back_after_an_error() -> None:
+    pool = BlockPool(4096, spare=1)
+    addresses = []
+
+    def fail() -> None:
+        with pool.block() as block:
+            addresses.append(block.ctypes.data)
+            raise KeyError
+
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            fail()
+    assert len(set(addresses)) == 1
 
 
 @pytest.mark.parametrize(("size", "expected"), [(0, 0), (1, 4096), (4096, 4096), (4097, 8192)])
