@@ -252,7 +252,8 @@ def test_facts_that_nobody_needs(name: str, place: str, stored: Any) -> None:
 
 # ---- the index
 
-DATA = np.random.default_rng(0).integers(0, 255, 8192, np.uint8).tobytes()
+VALUES = np.random.default_rng(0).integers(0, 255, 8188, np.uint8).tobytes()
+DATA = VALUES + crc32c(VALUES).to_bytes(4, "little")  # one chunk that verifies
 
 
 def forge(place: str, stored: Any, metadata: dict[str, bytes], chunks: dict[bytes, tuple[str, int, int]]) -> None:
@@ -282,10 +283,6 @@ def forge(place: str, stored: Any, metadata: dict[str, bytes], chunks: dict[byte
     files.reseal("tree.json", tree_document(node("dict", names, *[None] * len(names)), [W] * len(names)))
 
 
-def one_chunk(data: bytes) -> bytes:
-    return data + crc32c(data).to_bytes(4, "little")
-
-
 def array(*shape: int, chunks: tuple[int, ...] | None = None, dtype: str = "uint8") -> bytes:
     return encode_array_metadata(shape, dtype, chunks or shape)
 
@@ -301,7 +298,7 @@ INDEXES: dict[str, tuple[dict[str, bytes], dict[bytes, tuple[str, int, int]]]] =
         dict.fromkeys(chunk_keys("w", (2,)), ("d/0", 0, HUGE // 2 + 4)),
     ),
     "huge_chunks_behind_a_real_one": (
-        {"w": array(8192 - 4 + HUGE, chunks=(8188,))},
+        {"w": array(8188 + HUGE, chunks=(8188,))},
         {b"w/c/0": ("d/0", 0, 8192)},
     ),
     "most_chunks_beyond_the_file": (
@@ -321,6 +318,7 @@ INDEXES: dict[str, tuple[dict[str, bytes], dict[bytes, tuple[str, int, int]]]] =
         {"a": array(200), "b": array(100)},
         {b"a/c/0": ("d/0", 0, 204), b"b/c/0": ("d/0", 64, 104)},
     ),
+    "twice_the_same": ({"a": array(8188), "b": array(8188)}, {b"a/c/0": ("d/0", 0, 8192), b"b/c/0": ("d/0", 0, 8192)}),
     "wrong_length": ({"w": array(100)}, {b"w/c/0": ("d/0", 0, 100)}),
     "wrong_checksum": ({"w": array(100)}, {b"w/c/0": ("d/0", 0, 104)}),
     "missing_chunk": ({"w": array(100)}, {}),
@@ -349,6 +347,23 @@ def test_indexes(name: str, local: bool, place: str, tmp_path: Path, stored: Any
     assert sum(map(len, errors)) < 10_000  # not a line for every chunk that is missing
     problems = hf.verify(place).checkpoints[0].problems
     assert 0 < len(problems) < 5000
+
+
+@pytest.mark.parametrize("step", [0, 8192], ids=["the_same_chunk", "beyond_the_file"])
+def test_a_gigabyte_out_of_one_chunk(step: int, place: str, stored: Any) -> None:
+    count = (MARGIN + (256 << 20)) // 8188
+    keys = chunk_keys("w", (count,))
+    hf.save(place, TREE)
+    forge(
+        place,
+        stored,
+        {"w": array(8188 * count, chunks=(8188,))},
+        {key: ("d/0", step * number, 8192) for number, key in enumerate(keys)},
+    )
+    with pytest.raises(
+        hf.DamagedCheckpointError, match="shares bytes with another one" if not step else "the file has"
+    ):
+        hf.load(place)
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["memory", "local"])
