@@ -88,7 +88,7 @@ class CheckpointManager(CheckpointHistory):
                 saved=step in self._steps or step == self._in_flight,
             ),
         )
-        if self._previous is None:
+        if self._previous is None and not decision.save:
             self._previous = step
         return decision
 

@@ -28,6 +28,7 @@ class StepIndex:
         self._lock = threading.Lock()
         self._records: dict[int, CheckpointRecord] = {}
         self._damage: dict[int, str] = {}
+        self._newer: dict[int, str] = {}  # those of the damage that only a newer version of holdfast can read
         self._condemned: dict[int, tuple[CheckpointRecord, str]] = {}
         self._infos: tuple[StepInfo, ...] | None = None
         self.reload()
@@ -51,13 +52,17 @@ class StepIndex:
         """
         records: dict[int, CheckpointRecord] = {}
         damage: dict[int, str] = {}
+        newer: dict[int, str] = {}
         for step, location in self.directories():
             try:
                 record = read_record(location)
             except CheckpointNotFoundError:
                 continue  # a save that never finished, or somebody else's directory
-            except (DamagedCheckpointError, FormatVersionError) as error:
+            except DamagedCheckpointError as error:
                 damage[step] = str(error)
+                continue
+            except FormatVersionError as error:
+                newer[step] = damage[step] = str(error)
                 continue
             if record.step != step:
                 damage[step] = (
@@ -72,13 +77,14 @@ class StepIndex:
                 if records.get(step) == condemned:
                     del records[step]
                     damage[step] = what
-            self._records, self._damage, self._infos = records, damage, None
+            self._records, self._damage, self._newer, self._infos = records, damage, newer, None
 
     def add(self, step: int, record: CheckpointRecord) -> None:
         """Notes that a step has been committed, or its record replaced."""
         with self._lock:
             self._records[step] = record
             self._damage.pop(step, None)
+            self._newer.pop(step, None)
             self._condemned.pop(step, None)
             self._infos = None
 
@@ -87,6 +93,7 @@ class StepIndex:
         with self._lock:
             self._records.pop(step, None)
             self._damage.pop(step, None)
+            self._newer.pop(step, None)
             self._condemned.pop(step, None)
             self._infos = None
 
@@ -131,10 +138,13 @@ class StepIndex:
         Raises:
             CheckpointNotFoundError: There is no such step; names those that exist.
             DamagedCheckpointError: There is, but its record does not verify.
+            FormatVersionError: There is, but a newer version of holdfast wrote it.
         """
         record = self._records.get(step)
         if record is not None:
             return record
+        if step in self._newer:
+            raise FormatVersionError(self._newer[step])
         if step in self._damage:
             raise DamagedCheckpointError(self._damage[step])
         steps = self.steps()

@@ -487,3 +487,23 @@ def test_in_memory() -> None:
     with hf.CheckpointManager("memory://manager-test/run") as manager:
         assert manager.restore()["a"] == 33
         assert manager.all_steps() == [3]
+
+
+def test_a_step_of_a_newer_version_is_an_error_not_a_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hf.CheckpointManager(tmp_path, hf.PyTreeCheckpointer()) as manager:
+        manager.save(1, tree(1))
+        with monkeypatch.context() as patch:
+            patch.setattr("holdfast.engine.format.documents.VERSION", 2)
+            manager.save(2, tree(2))
+    with hf.CheckpointManager(tmp_path, hf.PyTreeCheckpointer()) as manager:
+        with pytest.raises(hf.FormatVersionError, match="newer"):
+            manager.restore_latest()
+        assert manager.restore(1)["a"] == 1
+
+
+def test_a_first_step_that_could_not_be_saved_is_still_due(tmp_path: Path) -> None:
+    options = hf.CheckpointManagerOptions(save_interval_steps=10)
+    with hf.CheckpointManager(tmp_path, hf.PyTreeCheckpointer(), options) as manager:
+        with pytest.raises(hf.UnsupportedLeafError):
+            manager.save(10, {"a": object()})
+        assert manager.save(10, tree(10))
