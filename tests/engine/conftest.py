@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import resource
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import holdfast as hf
 from holdfast.engine.format import decode_document, encode_document
 from holdfast.engine.record import RECORD
 from holdfast.engine.storage import as_location
@@ -107,3 +110,37 @@ class StoredFiles:
 def stored() -> Callable[[str], StoredFiles]:
     """Opens the files of a checkpoint."""
     return StoredFiles
+
+
+MARGIN = 1 << 30
+
+
+@pytest.fixture
+def little_memory() -> Iterator[int]:
+    """Lets the process take one more GiB of addresses, and not what a forged number asks for; gives the bytes."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MARGIN, before[1]))
+    yield MARGIN
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.fixture(scope="session")
+def look() -> Callable[..., list[str]]:
+    """Does all that one can do with a checkpoint; gives the errors, all of which are holdfast's own."""
+    return _look
+
+
+def _look(place: str, *, loads: bool = False) -> list[str]:
+    errors = []
+    actions: list[Callable[[str], Any]] = [hf.load, hf.describe, hf.PyTreeCheckpointer().structure]
+    for action in actions:
+        try:
+            action(place)
+        except hf.HoldfastError as error:
+            errors.append(str(error))
+        else:
+            assert loads or action is not hf.load, "it loads, although it should not"
+    hf.verify(place)
+    assert all(place in error for error in errors)
+    return errors
