@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from .engine.inspection import verify as verify
     from .engine.item import Layout as Layout
     from .engine.item import LeafMetadata as LeafMetadata
+    from .engine.item import Problem as Problem
     from .engine.manager import CheckpointManager as CheckpointManager
     from .engine.options import CheckpointManagerOptions as CheckpointManagerOptions
     from .engine.policy import Decision as Decision
@@ -105,7 +106,7 @@ _HOMES = {
         "list_checkpoints",
         "verify",
     ),
-    "item": ("Layout", "LeafMetadata"),
+    "item": ("Layout", "LeafMetadata", "Problem"),
     "manager": ("CheckpointManager",),
     "options": ("CheckpointManagerOptions",),
     "policy": ("Decision",),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +68,11 @@ def test_interrupted_at_every_step(program: Any, new_directory: NewDirectory, lo
     ],
 )
 def test_other_loaders(program: Any, new_directory: NewDirectory, loader: str) -> None:
+    if loader == "workers" and "jax" in sys.modules:  # its threads and forked workers do not go together: run it alone
+        once = [sys.executable, "-m", "pytest", "-q", f"{__file__}::test_other_loaders[workers]"]
+        done = subprocess.run(once, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return
     check(program, new_directory, [2, 4, 5, 7, 9, 10], loader=loader)
 
 
