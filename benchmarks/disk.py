@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -26,21 +27,25 @@ def fsync_all(path: Path) -> None:
             os.close(descriptor)
 
 
-def make_cold(path: Path) -> str:
+def make_cold(path: Path, *, system_wide: bool = True) -> str:
     """Drops what the page cache holds of a checkpoint.
+
+    Args:
+        path: The checkpoint.
+        system_wide: Whether to drop everything else as well, where that is allowed; it is the surer way.
 
     Returns:
         How: the name of the kernel's interface, for the table's footnote.
     """
     os.sync()
-    try:
-        DROP_CACHES.write_text("3\n")
-    except OSError:
-        for each in [*_below(path), path]:
-            if each.is_file():
-                _forget(each)
-        return "posix_fadvise(DONTNEED)"
-    return str(DROP_CACHES)
+    if system_wide:
+        with contextlib.suppress(OSError):
+            DROP_CACHES.write_text("3\n")
+            return str(DROP_CACHES)
+    for each in [*_below(path), path]:
+        if each.is_file():
+            _forget(each)
+    return "posix_fadvise(DONTNEED)"
 
 
 def bytes_on_disk(path: Path) -> int:

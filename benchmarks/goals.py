@@ -104,13 +104,13 @@ def _memory(results: Results) -> Iterator[Goal]:
     for what, metric in (("save", "save_memory"), ("async save", "async_memory")):
         extra = results.median("model", JAX, metric)
         value = None if extra is None else extra / MIB
-        yield Goal(name=f"1 GB, extra peak memory of a {what}, {JAX}", value=value, limit=128, unit=" MiB")
+        yield Goal(name=f"1 GB, {what}, extra peak memory, {JAX}", value=value, limit=128, unit=" MiB")
     measurements = results.workloads.get("model")
     for ours, kind in ((JAX, "numpy"), (JAX, "native"), (TORCH, "native")):
         extra = results.median("model", ours, f"load_{kind}_memory")
         value = None if extra is None or measurements is None else 1 + extra / measurements.nbytes
         into = "numpy" if kind == "numpy" else ours.partition("(")[2].rstrip(")")
-        yield Goal(name=f"1 GB, peak memory of a load into {into} / arrays", value=value, limit=1.1)
+        yield Goal(name=f"1 GB, load into {into}, peak memory / arrays", value=value, limit=1.1)
 
 
 def _startup(results: Results) -> Iterator[Goal]:

@@ -1,0 +1,77 @@
+"""The comparison's harness: a whole run of a tiny workload, and the goals as a table."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _compare(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.compare", "--workload", "tiny", "--rounds", "1", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+
+
+def test_tiny_run(tmp_path: Path) -> None:
+    chosen = ["--only", "raw disk", "--only", "holdfast (torch)", "--only", "safetensors"]
+    finished = _compare(*chosen, "--directory", str(tmp_path), "--json", str(tmp_path / "all.json"))
+    assert finished.returncode == 0, finished.stderr
+    for contender in ("raw disk", "holdfast (torch)", "safetensors"):
+        assert any(line.startswith(contender) for line in finished.stdout.splitlines()), finished.stdout
+    values = json.loads((tmp_path / "all.json").read_text())["workloads"]["tiny"]["values"]
+    assert values["holdfast (torch)"].keys() >= {
+        "save_seconds",
+        "blocked_seconds",
+        "memcpy_seconds",
+        "load_numpy_seconds",
+        "load_native_seconds",
+        "disk_bytes",
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["all.json"]
+
+
+def test_check_fails_when_nothing_was_measured(tmp_path: Path) -> None:
+    finished = _compare("--only", "raw disk", "--directory", str(tmp_path), "--check", "--markdown")
+    assert finished.returncode == 1, finished.stderr
+    assert "| not measured |" in finished.stdout
+
+
+@pytest.fixture
+def goals(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT)
+    return importlib.import_module("benchmarks.goals")
+
+
+@pytest.mark.parametrize(
+    ("ours", "orbax", "met"),
+    [
+        pytest.param([0.1], [4.1], True, id="quicker than asked"),
+        pytest.param([0.1], [3.9], False, id="not quick enough"),
+        pytest.param([9.0, 0.1, 0.1], [4.1, 4.1, 0.1], True, id="medians count"),
+        pytest.param([], [4.1], False, id="ours not measured"),
+        pytest.param([0.1], [], False, id="theirs not measured"),
+    ],
+)
+def test_goal_of_many_leaves(goals: Any, ours: list[float], orbax: list[float], met: bool) -> None:
+    results = importlib.import_module("benchmarks.results")
+    measured = results.Measurements(title="", nbytes=1)
+    for contender, values in (("holdfast (jax)", ours), ("orbax", orbax)):
+        for value in values:
+            measured.add(contender, {"save_seconds": value})
+    found = goals.goals(results.Results(rounds=1, workloads={"leaves": measured}))
+    (goal,) = [goal for goal in found if goal.name.startswith("10,000 leaves, save")]
+    assert goal.met is met
+
+
+def test_limits_bound_the_right_side(goals: Any) -> None:
+    assert goals.Goal(name="", value=1.3, limit=1.3).met
+    assert not goals.Goal(name="", value=1.31, limit=1.3).met
+    assert goals.Goal(name="", value=40.0, limit=40, at_least=True).met
+    assert not goals.Goal(name="", value=39.9, limit=40, at_least=True).met
