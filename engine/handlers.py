@@ -19,7 +19,7 @@ from .format import DOCUMENT_LIMIT, crc32c, decode_document, encode_document
 from .item import HostTree, Layout, StagingBuffer, TreeReader, load_tree, tree_metadata, write_tree
 from .record import FileRecord, ItemRecord
 from .storage import Location
-from .tree import describe, flatten
+from .tree import collection_paused, describe, flatten
 
 T = TypeVar("T")
 
@@ -181,7 +181,8 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             TreeMismatchError: Template and checkpoint differ; lists every leaf that does.
             DamagedCheckpointError: What is stored does not verify.
         """
-        return load_tree(TreeReader(directory, files), like=item, **kwargs)
+        with collection_paused():
+            return load_tree(TreeReader(directory, files), like=item, **kwargs)
 
     def structure(self, directory: Location, *, files: Files | None = None) -> Any:
         """Returns the tree with a description of every leaf in its place; no data is read."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -212,10 +213,15 @@ def chunk_keys(name: str, grid: tuple[int, ...]) -> list[bytes]:
     return [prefix + suffix for suffix in _chunk_suffixes(grid)]
 
 
-def _chunk_suffixes(grid: tuple[int, ...]) -> list[bytes]:
-    if all(count == 1 for count in grid):
-        return [b"/0" * len(grid)]
+def _chunk_suffixes(grid: tuple[int, ...]) -> Sequence[bytes]:
+    if grid.count(1) == len(grid):
+        return _single_suffix(len(grid))
     return [("/" + "/".join(map(str, indices))).encode() for indices in product(*map(range, grid))]
+
+
+@lru_cache(maxsize=64)
+def _single_suffix(axes: int) -> tuple[bytes]:
+    return (b"/0" * axes,)
 
 
 def _codecs(codecs: object, itemsize: int) -> tuple[Literal["little", "big"] | None, bool]:

@@ -6,7 +6,7 @@ import errno
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +17,6 @@ from .plan import CHECKSUM_BYTES
 from .sources import Bytes
 
 _COPY = 256 << 10  # arrays below this are copied out, so that a small one never keeps a whole extent in memory
-
-
-class Place(NamedTuple):
-    """Where one chunk belongs: the wanted array's position and the chunk's number in its grid."""
-
-    array: int
-    chunk: int
 
 
 class Form:
@@ -90,35 +83,36 @@ class Assembly:
         """Says that an array is damaged: its chunks are still verified, and it takes no memory."""
         self._damaged.add(array)
 
-    def accept(self, place: Place, data: Bytes) -> str:
+    def accept(self, array: int, chunk: int, data: Bytes) -> str:
         """Checks a chunk and puts it where it belongs.
 
         Args:
-            place: Which chunk it is.
+            array: The wanted array that it belongs to.
+            chunk: The chunk's number in the array's grid.
             data: Its bytes, as they are stored. They are kept, and must not be used otherwise, unless ``copied``.
 
         Returns:
             What is wrong with it, or nothing.
         """
-        form = self.forms[place.array]
+        form = self.forms[array]
         size = form.data_bytes
-        if len(data) != form.stored_bytes:
-            return f"chunk {place.chunk} should take {form.stored_bytes} bytes and takes {len(data)}"
+        if data.size != form.stored_bytes:
+            return f"chunk {chunk} should take {form.stored_bytes} bytes and takes {data.size}"
         values = data[:size]
         if size != form.stored_bytes:
             expected = int.from_bytes(data[size:].tobytes(), "little")
             found = crc32c(values)
             if found != expected:
-                return f"chunk {place.chunk} has crc32c {found:08x} where {expected:08x} was written"
-        if not self.keep or place.array in self._damaged:
+                return f"chunk {chunk} has crc32c {found:08x} where {expected:08x} was written"
+        if not self.keep or array in self._damaged:
             return ""
         view = values.view(form.dtype)
         if form.whole:
             if form.copied or not (view.flags.aligned and view.flags.writeable):
                 view = view.copy()
-            self._arrays[place.array] = view.reshape(form.metadata.shape)
+            self._arrays[array] = view.reshape(form.metadata.shape)
         else:
-            _insert(self._array(place.array), view.reshape(form.metadata.chunk_shape), place.chunk, form.metadata)
+            _insert(self._array(array), view.reshape(form.metadata.chunk_shape), chunk, form.metadata)
         return ""
 
     def finish(self) -> list[NDArray[Any] | None]:

@@ -28,7 +28,7 @@ from ..format import (
 )
 from ..record import FileRecord
 from ..storage import DataReader, Location
-from .assembly import Assembly, Place
+from .assembly import Assembly
 from .extents import Range, read_ranges
 from .sources import Bytes
 
@@ -76,7 +76,7 @@ class ArrayDatabase:
     def __init__(self, location: Location, files: Mapping[str, FileRecord] | None = None) -> None:
         self._location = location
         self._files = files
-        self._metadata: dict[str, ArrayMetadata] = {}
+        self._metadata: dict[str, ArrayMetadata | None] = {}
         manifest = self.read_file(MANIFEST)
         with naming(location):
             self._entries: Entries = decode_database(manifest, self._read_node)
@@ -136,26 +136,25 @@ class ArrayDatabase:
                 f"{self._location}: the index holds a name that is no text: {error}"
             ) from error
 
-    def metadata(self, name: str) -> ArrayMetadata | None:
-        """Returns how an array is stored, or None where there is no array of this name.
+    def metadata(self, names: Sequence[str]) -> list[ArrayMetadata | None]:
+        """Returns how arrays are stored; None in the place of those that there are not.
 
         Args:
-            name: The array's name.
+            names: The arrays' names.
 
         Raises:
-            DamagedCheckpointError: Its metadata cannot be read.
-            FormatVersionError: It uses a codec that holdfast does not read.
+            DamagedCheckpointError: The metadata of one cannot be read.
+            FormatVersionError: One uses a codec that holdfast does not read.
         """
-        known = self._metadata.get(name)
-        if known is not None:
-            return known
-        content = self._metadata_text(name)
-        if content is None:
-            return None
-        try:
-            return self._metadata.setdefault(name, decode_array_metadata(content))
-        except (DamagedCheckpointError, FormatVersionError) as error:
-            raise type(error)(f"{self._location}: array {name!r}: {error}") from error
+        known = self._metadata
+        for name in names:
+            if name not in known:
+                content = self._metadata_text(name)
+                try:
+                    known[name] = None if content is None else decode_array_metadata(content)
+                except (DamagedCheckpointError, FormatVersionError) as error:
+                    raise type(error)(f"{self._location}: array {name!r}: {error}") from error
+        return [known[name] for name in names]
 
     def read(self, names: Sequence[str]) -> tuple[list[NDArray[Any] | None], list[Problem]]:
         """Reads whole arrays.
@@ -167,7 +166,7 @@ class ArrayDatabase:
             The arrays in the order of the names, writable and the caller's own, with None where one is damaged;
             and what is wrong.
         """
-        assembly = Assembly([self._known(name) for name in names], keep=True)
+        assembly = Assembly(self._known(names), keep=True)
         problems = self._fetch(names, assembly)
         return assembly.finish(), problems
 
@@ -180,13 +179,15 @@ class ArrayDatabase:
         Returns:
             What is wrong; empty when all is whole.
         """
-        return self._fetch(names, Assembly([self._known(name) for name in names], keep=False))
+        return self._fetch(names, Assembly(self._known(names), keep=False))
 
-    def _known(self, name: str) -> ArrayMetadata:
-        metadata = self.metadata(name)
-        if metadata is None:
-            raise DamagedCheckpointError(f"{self._location}: the index holds no array {name!r}")
-        return metadata
+    def _known(self, names: Sequence[str]) -> list[ArrayMetadata]:
+        found = []
+        for name, metadata in zip(names, self.metadata(names), strict=True):
+            if metadata is None:
+                raise DamagedCheckpointError(f"{self._location}: the index holds no array {name!r}")
+            found.append(metadata)
+        return found
 
     def _metadata_text(self, name: str) -> bytes | None:
         row = self._rows.get(metadata_key(name))
@@ -224,24 +225,15 @@ class ArrayDatabase:
                 assembly.give_up(array)
                 problems.append(Problem(file, names[array], what))
 
-        places: list[Place] = []
-        ranges: list[Range] = []
-        for place, file, offset, length in self._chunks(names, assembly, report):
-            form = assembly.forms[place.array]
-            if length != form.stored_bytes:
-                report(file, place.array, f"chunk {place.chunk} should take {form.stored_bytes} bytes, not {length}")
-                continue
-            ranges.append(Range(file, offset, length, len(places), assembly.keep and not form.copied))
-            places.append(place)
+        ranges = self._ranges(names, assembly, report)
 
         def use(wanted: Range, data: Bytes) -> None:
-            place = places[wanted.tag]
-            what = assembly.accept(place, data)
+            what = assembly.accept(wanted.array, wanted.chunk, data)
             if what:
-                report(wanted.file, place.array, what)
+                report(wanted.file, wanted.array, what)
 
         def failed(wanted: Range, error: Exception) -> None:
-            report(wanted.file, places[wanted.tag].array, str(error))
+            report(wanted.file, wanted.array, str(error))
 
         with contextlib.ExitStack() as stack:
             files: dict[str, DataReader] = {}
@@ -255,10 +247,10 @@ class ArrayDatabase:
             read_ranges(files, list(self._plausible(ranges, files, failed)), use, failed)
         return sorted(set(problems))
 
-    def _chunks(
-        self, names: Sequence[str], assembly: Assembly, report: Callable[[str, int, str], None]
-    ) -> Iterator[tuple[Place, str, int, int]]:
-        """Generates where every chunk lies that is in a data file; hands over those that are in the index itself."""
+    def _ranges(self, names: Sequence[str], assembly: Assembly, report: Callable[[str, int, str], None]) -> list[Range]:
+        """Returns where every chunk lies that is in a data file; hands over those that are in the index itself."""
+        ranges: list[Range] = []
+        files, places, inline = self._entries.files, self._places, self._entries.inline
         # All chunks that the arrays should have are counted before a hostile shape makes us do so for ever.
         left = len(self._rows) + (_FILLED_CHUNKS if self._files is None else 0)
         filled = _FILLED_BYTES
@@ -277,14 +269,22 @@ class ArrayDatabase:
                     continue
                 with naming(self._location):
                     assembly.fill(array, decode_fill_value(self._metadata_text(name) or b""))
+            keep = assembly.keep and not form.copied
             for chunk, row in enumerate(rows):
-                content = None if row is None else self._entries.inline[row]
+                if row is None:
+                    continue
+                content = inline[row]
                 if content is not None:
-                    what = assembly.accept(Place(array, chunk), np.frombuffer(content, np.uint8))
+                    what = assembly.accept(array, chunk, np.frombuffer(content, np.uint8))
                     if what:
                         report(MANIFEST, array, what)
-                elif row is not None:
-                    yield (Place(array, chunk), *self._place(row))
+                    continue
+                file, offset, length = places[row]
+                if length == form.stored_bytes:
+                    ranges.append(Range(files[file], offset, length, array, chunk, keep))
+                else:
+                    report(files[file], array, f"chunk {chunk} should take {form.stored_bytes} bytes, not {length}")
+        return ranges
 
     def _plausible(
         self, ranges: Sequence[Range], files: Mapping[str, DataReader], failed: Callable[[Range, Exception], None]

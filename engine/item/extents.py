@@ -13,6 +13,7 @@ from .sources import Bytes
 
 _THREADS = 4
 _EXTENT = 16 << 20  # bytes read at a time; more only where a single range is larger
+_SMALL = 16 << 10  # bytes; smaller ranges take longer to handle than to read
 _GAP = 64 << 10  # bytes between two wanted ranges that are cheaper to read than to skip
 
 
@@ -23,14 +24,16 @@ class Range(NamedTuple):
         file: The data file's path.
         offset: First byte.
         length: Number of bytes.
-        tag: What the caller knows it by.
+        array: The wanted array that it belongs to, as the caller counts them.
+        chunk: The chunk's number in the array's grid.
         keep: Whether the caller keeps views of the bytes, so that they need memory of their own.
     """
 
     file: str
     offset: int
     length: int
-    tag: int
+    array: int
+    chunk: int
     keep: bool
 
 
@@ -44,7 +47,7 @@ def read_ranges(
 
     Args:
         files: Open data files by path.
-        ranges: What to read, in any order.
+        ranges: What to read, in ascending order.
         use: Called once for every range that could be read, from several threads, with the range and its bytes. The
             memory is the caller's to keep where ``range.keep`` is set; otherwise it is reused after the call.
         failed: Called instead where the bytes are not there, or cannot be read any more; other ranges are still read.
@@ -53,7 +56,7 @@ def read_ranges(
         StorageError: The storage refuses, or does not answer: nothing is known of the bytes.
         BaseException: Whatever ``use`` or ``failed`` raises; the first of it, after all threads have stopped.
     """
-    pending = _extents(sorted(ranges))
+    pending = _extents(ranges)
     lock = threading.Lock()
     stop: list[BaseException] = []
 
@@ -70,8 +73,8 @@ def read_ranges(
                 stop.append(error)
 
     threads = [threading.Thread(target=work, name=f"holdfast-read-{i}", daemon=True) for i in range(_THREADS - 1)]
-    if sum(wanted.length for wanted in ranges) <= _EXTENT // 4:
-        threads = []  # not worth a thread
+    if sum(wanted.length for wanted in ranges) <= max(_EXTENT // 4, _SMALL * len(ranges)):
+        threads = []  # little to read, or more work for the interpreter, which threads only get in the way of
     for thread in threads:
         thread.start()
     work()
@@ -93,6 +96,8 @@ def _read_extent(
         keep = any(wanted.keep for wanted in extent)
         length = last.offset + last.length - first.offset
         data = files[first.file].read(first.offset, length, None if keep else buffer)
+        if not keep:
+            data.flags.writeable = False  # spares the checksums a view of each range
     except (DamagedCheckpointError, StorageError) as error:
         if not _is_damage(error):
             raise

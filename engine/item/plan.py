@@ -34,7 +34,7 @@ class Layout:
             size of an upload.
     """
 
-    chunk_bytes: int = 32 << 20
+    chunk_bytes: int = 16 << 20
     segment_bytes: int = 16 << 20
     data_file_bytes: int = 4 << 30
 

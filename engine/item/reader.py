@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +18,7 @@ from .database import ArrayDatabase, Problem, naming
 from .writer import TREE, TREE_KIND
 
 
-@dataclass(frozen=True, slots=True)
-class SavedLeaf:
+class SavedLeaf(NamedTuple):
     """One leaf of a checkpoint, before any data is read.
 
     Attributes:
@@ -62,7 +60,8 @@ class TreeReader:
         document = decode_document(self._database.read_file(TREE), TREE_KIND, source=str(location / TREE))
         with naming(location):
             names, details, self.skeleton = from_document(_tree_of(document, location))
-            self.leaves = [self._leaf(name, detail) for name, detail in zip(names, details, strict=True)]
+            arrays = self._database.metadata(names)
+            self.leaves = [self._leaf(*leaf) for leaf in zip(names, details, arrays, strict=True)]
 
     def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
         """Reads leaves.
@@ -118,8 +117,7 @@ class TreeReader:
         except (HoldfastError, OSError) as error:
             return str(error)
 
-    def _leaf(self, name: str, details: dict[str, Any]) -> SavedLeaf:
-        metadata = self._database.metadata(name)
+    def _leaf(self, name: str, details: dict[str, Any], metadata: ArrayMetadata | None) -> SavedLeaf:
         if metadata is None:
             if "value" in details or "base64" in details or details["kind"] == "none":
                 return SavedLeaf(name, Saved(details))
@@ -156,7 +154,9 @@ def _tree_of(document: dict[str, Any], location: Location) -> dict[str, Any]:
 def _logical(metadata: ArrayMetadata, details: Mapping[str, Any]) -> tuple[np.dtype[Any], tuple[int, ...] | None]:
     """Returns the dtype and shape that were saved; the shape is None where what is stored cannot hold them."""
     stored = dtype_from_name(metadata.data_type)
-    dtype = dtype_from_name(details["dtype"]) if "dtype" in details else stored
+    if "dtype" not in details:
+        return stored, metadata.shape
+    dtype = dtype_from_name(details["dtype"])
     if dtype == stored or dtype.newbyteorder("=") == stored:
         return dtype, metadata.shape
     # A type that zarr has no name for is stored as bytes, with one more axis for the bytes of an element.

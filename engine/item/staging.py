@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..storage import aligned_empty
 from ..tree import ArrayLeaf, Piece, ValueLeaf
 from .sources import Bytes
 
 _ALIGNMENT = 64
+_SHARED = 64 << 20  # bytes; a smaller snapshot is not worth a thread
 
 
 class Snapshot(list[ArrayLeaf | ValueLeaf]):
@@ -60,6 +64,7 @@ class StagingBuffer:
         self.prepare(sum(_space(leaf) for leaf in leaves))
         copies = Snapshot()
         self._last = weakref.ref(copies)
+        pending: list[tuple[NDArray[Any], NDArray[Any]]] = []
         offset = 0
         for leaf in leaves:
             if isinstance(leaf, ValueLeaf) or not leaf.volatile:
@@ -70,13 +75,30 @@ class StagingBuffer:
                 array = piece.array
                 end = offset + array.nbytes
                 copy = self._memory[offset:end].view(array.dtype).reshape(array.shape)
-                copy[...] = array
+                pending.append((copy, array))
                 pieces.append(Piece(piece.start, copy))
                 offset = _aligned(end)
             copies.append(
                 ArrayLeaf(dtype=leaf.dtype, shape=leaf.shape, pieces=pieces, volatile=False, details=leaf.details)
             )
+        _copy(pending, offset)
         return copies
+
+
+def _copy(pending: Sequence[tuple[NDArray[Any], NDArray[Any]]], nbytes: int) -> None:
+    """Copies arrays; two threads share a large snapshot, as one core does not use all of the memory's bandwidth."""
+    queue = iter(pending)
+
+    def work() -> None:
+        for copy, array in iter(lambda: next(queue, None), None):
+            copy[...] = array
+
+    helper = threading.Thread(target=work, name="holdfast-snapshot", daemon=True) if nbytes >= _SHARED else None
+    if helper is not None:
+        helper.start()
+    work()
+    if helper is not None:
+        helper.join()
 
 
 def _space(leaf: ArrayLeaf | ValueLeaf) -> int:

@@ -6,6 +6,7 @@ from .comparison import compare, spell
 from .description import describe
 from .document import Skeleton, from_document, to_document
 from .flatten import Flattened, flatten
+from .garbage import collection_paused
 from .leaves import ArrayLeaf, Details, Piece, Saved, ValueLeaf
 from .materialization import materialize
 from .names import display, escape_key, join, split, unescape_key
@@ -23,6 +24,7 @@ __all__ = [
     "Skeleton",
     "Target",
     "ValueLeaf",
+    "collection_paused",
     "compare",
     "describe",
     "describe_template",
