@@ -24,6 +24,14 @@ def main(arguments: list[str] | None = None) -> int:
         1 where ``--check`` was given and a goal was missed, else 0.
     """
     options = _parser().parse_args(arguments)
+    results = Results.read(options.report) if options.report else _measure(options)
+    all_goals = goals(results)
+    shown = all_goals if options.check else [goal for goal in all_goals if goal.value is not None]
+    print(report(results, shown, as_markdown=options.markdown))
+    return int(options.check and not all(goal.met for goal in all_goals))
+
+
+def _measure(options: argparse.Namespace) -> Results:
     contenders = options.only or list(PEERS)
     workloads = options.workload or [*STANDARD, STARTUP]
     options.directory.mkdir(parents=True, exist_ok=True)
@@ -34,16 +42,16 @@ def main(arguments: list[str] | None = None) -> int:
             results.machine |= settle_raw_disk(directory)
             tell(f"raw disk settled: {results.machine}")
         for name in workloads:
-            if name == STARTUP:
-                results.workloads[name] = run_startup(options.rounds, directory)
-            else:
-                results.workloads[name] = run_workload(name, contenders, options.rounds, directory)
-    if options.json:
-        results.write(options.json)
-    all_goals = goals(results)
-    shown = all_goals if options.check else [goal for goal in all_goals if goal.value is not None]
-    print(report(results, shown, as_markdown=options.markdown))
-    return int(options.check and not all(goal.met for goal in all_goals))
+            rounds = (
+                [run_startup(options.rounds, directory)]
+                if name == STARTUP
+                else run_workload(name, contenders, options.rounds, directory)
+            )
+            for measurements in rounds:
+                results.workloads[name] = measurements
+                if options.json:  # after every round: what a long run has measured is kept whatever happens to it
+                    results.write(options.json)
+    return results
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
         "--directory", type=Path, default=Path("runs"), help="on the disk to measure; ./runs unless given"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every single number to this file")
+    parser.add_argument(
+        "--report", action="append", type=Path, metavar="FILE", help="measure nothing, show what is in such files"
+    )
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a goal is missed or was not measured")
     return parser

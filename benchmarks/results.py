@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 PACKAGES = ("numpy", "tensorstore", "jax", "torch", "orbax-checkpoint", "safetensors", "holdfast")
 
@@ -73,6 +73,17 @@ class Results:
             },
         }
         path.write_text(json.dumps(document, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, paths: Sequence[Path]) -> Results:
+        """Reads what :meth:`write` wrote; of a workload that is in several files, the last one counts."""
+        results = cls(rounds=0)
+        for path in paths:
+            document = json.loads(path.read_text())
+            results.rounds = max(results.rounds, document["rounds"])
+            results.machine |= document["machine"]
+            results.workloads |= {name: Measurements(**each) for name, each in document["workloads"].items()}
+        return results
 
 
 def describe_machine(directory: Path) -> dict[str, str]:

@@ -23,7 +23,7 @@ from .worker import READY
 from .workloads import WORKLOADS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 OPERATIONS = ("save", "load_numpy", "load_native")
@@ -33,8 +33,8 @@ TIMEOUT_SECONDS = 600.0
 RESERVE_FACTOR = 2.2  # times the bytes of the arrays: for the arrays and for their pages in the page cache
 
 
-def run_workload(name: str, contenders: Sequence[str], rounds: int, directory: Path) -> Measurements:
-    """Measures one workload.
+def run_workload(name: str, contenders: Sequence[str], rounds: int, directory: Path) -> Iterator[Measurements]:
+    """Measures one workload; generates what has been measured so far after every round.
 
     Every round runs each operation of every contender once, beginning with another contender each time, so that a
     machine that slows down or speeds up does so for all of them.
@@ -56,7 +56,7 @@ def run_workload(name: str, contenders: Sequence[str], rounds: int, directory: P
                 tell(f"{name}, round {turn + 1} of {rounds}: {contender}, {operation}: {_brief(measured)}")
         for contender in able:
             remove(directory / contender.replace(" ", "_"))
-    return measurements
+        yield measurements
 
 
 def run_startup(rounds: int, directory: Path) -> Measurements:
