@@ -7,7 +7,6 @@ A handler knows one kind of object. It is not concerned with atomicity or thread
 from __future__ import annotations
 
 import abc
-import asyncio
 import functools
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -262,6 +261,8 @@ def restore_item(
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine to its end, also where an event loop runs already (as in a notebook)."""
+    import asyncio  # only for handlers of the user's own; it takes as long to import as all of the engine
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:
