@@ -35,7 +35,7 @@ def _measure(options: argparse.Namespace) -> Results:
     contenders = options.only or list(PEERS)
     workloads = options.workload or [*STANDARD, STARTUP]
     options.directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=options.directory) as temporary:
+    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=options.directory.resolve()) as temporary:
         directory = Path(temporary)
         results = Results(rounds=options.rounds, machine=describe_machine(directory))
         if "raw disk" in contenders and any(name in STANDARD for name in workloads):

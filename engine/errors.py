@@ -14,6 +14,8 @@
     ├── OptionError                  (ValueError)          an option has a value that makes no sense
     ├── StateError                   (RuntimeError)        a call that the object's state does not allow
     ├── OwnershipError               (RuntimeError)        another run writes to this directory
+    ├── BarrierTimeoutError          (TimeoutError)        other processes of this program did not answer in time
+    ├── PeerFailedError              (RuntimeError)        another process of this program failed
     └── StorageError                 (OSError)             the file system or object store refused
         ├── ObjectNotFoundError      (FileNotFoundError)   no such file or object
         ├── StoragePermissionError   (PermissionError)     not allowed
@@ -92,6 +94,30 @@ class StateError(HoldfastError, RuntimeError):
 
 class OwnershipError(HoldfastError, RuntimeError):
     """Another run owns the directory, or has taken it over."""
+
+
+class BarrierTimeoutError(HoldfastError, TimeoutError):
+    """Other processes of this program did not answer in time; names them.
+
+    Attributes:
+        missing: The processes that did not answer.
+    """
+
+    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
+        self.missing = tuple(missing)
+        super().__init__(message)
+
+
+class PeerFailedError(HoldfastError, RuntimeError):
+    """Another process of this program failed at what all of them do together; says which one, and why.
+
+    Attributes:
+        process: The process that failed.
+    """
+
+    def __init__(self, message: str, process: int) -> None:
+        self.process = process
+        super().__init__(message)
 
 
 class StorageError(HoldfastError, OSError):

@@ -12,10 +12,11 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+from .coordination import Member
 from .digests import check_files
 from .errors import DamagedCheckpointError, ObjectNotFoundError, OptionError, UnsupportedLeafError
 from .format import DOCUMENT_LIMIT, crc32c, decode_document, encode_document
-from .item import HostTree, Layout, StagingBuffer, TreeReader, load_tree, tree_metadata, write_tree
+from .item import HostTree, Layout, StagingBuffer, TreeReader, TreeWriter, load_tree, tree_metadata
 from .record import FileRecord, ItemRecord
 from .storage import Location
 from .tree import collection_paused, describe, flatten
@@ -34,15 +35,29 @@ class SaveFuture(Protocol):
         ...
 
 
+class PreparedItem(Protocol):
+    """An item whose snapshot is taken: every process writes its share, and process 0 puts them together."""
+
+    def write(self, folder: Location, member: Member) -> bytes:
+        """Writes this process's share, durably; returns what process 0 needs to know of it."""
+        ...
+
+    def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
+        """Completes the item from what every process's ``write`` returned; returns all of its files."""
+        ...
+
+
 class CheckpointHandler(abc.ABC):
     """Saves and restores one kind of object, in a folder that is its own.
 
     Attributes:
         kind: How the commit record names what this handler writes.
+        collective: Whether every process of a program takes part in a save; otherwise only process 0 calls it.
         verifies: Whether restoring checks what it reads. Otherwise all files are compared with their digests before.
     """
 
     kind = "files"
+    collective = False
     verifies = False
 
     @abc.abstractmethod
@@ -102,7 +117,7 @@ class PreparedCheckpointHandler(AsyncCheckpointHandler):
     """A handler whose snapshot needs no folder: whatever is wrong with an item shows before anything is written."""
 
     @abc.abstractmethod
-    def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> Callable[[Location], Files]:
+    def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
         """Makes an item ready to be written.
 
         Args:
@@ -112,16 +127,16 @@ class PreparedCheckpointHandler(AsyncCheckpointHandler):
             **kwargs: ``save_kwargs`` of the caller.
 
         Returns:
-            A function that writes it into a folder, durably, and returns the files.
+            What writes it into a folder.
         """
 
     def save(self, directory: Location, item: Any, **kwargs: Any) -> Files:
         """Writes an item at once."""
-        return self.prepare(item, snapshot=False, **kwargs)(directory)
+        return write_alone(self.prepare(item, snapshot=False, **kwargs), directory)
 
     async def async_save(self, directory: Location, item: Any, **kwargs: Any) -> list[SaveFuture] | None:
         """Takes a snapshot of an item; the one future that is returned writes it."""
-        return [_Later(functools.partial(self.prepare(item, snapshot=True, **kwargs), directory))]
+        return [_Later(functools.partial(write_alone, self.prepare(item, snapshot=True, **kwargs), directory))]
 
 
 class PyTreeCheckpointHandler(PreparedCheckpointHandler):
@@ -132,15 +147,14 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
     """
 
     kind = "pytree"
+    collective = True
     verifies = True
 
     def __init__(self, *, layout: Layout | None = None) -> None:
         self._layout = layout or Layout()
         self._staging = StagingBuffer()
 
-    def prepare(
-        self, item: Any, *, snapshot: bool, layout: Layout | None = None, **kwargs: Any
-    ) -> Callable[[Location], Files]:
+    def prepare(self, item: Any, *, snapshot: bool, layout: Layout | None = None, **kwargs: Any) -> PreparedItem:
         """Makes a tree ready to be written.
 
         Args:
@@ -150,7 +164,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             **kwargs: None are known.
 
         Returns:
-            A function that writes the tree into a folder.
+            What writes the tree into a folder.
 
         Raises:
             UnsupportedLeafError: A leaf cannot be saved; names every such leaf.
@@ -160,8 +174,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         leaves = describe(flat.names, flat.values)
         if snapshot:
             leaves = self._staging.snapshot(leaves)
-        tree = HostTree(flat.names, leaves, flat.structure)
-        return lambda directory: write_tree(directory, tree, layout or self._layout)
+        return TreeWriter(HostTree(flat.names, leaves, flat.structure), layout or self._layout)
 
     def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
         """Reads a tree.
@@ -201,7 +214,7 @@ class JsonCheckpointHandler(PreparedCheckpointHandler):
     def __init__(self, filename: str = "data.json") -> None:
         self._filename = filename
 
-    def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> Callable[[Location], Files]:
+    def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
         """Makes an item ready to be written. Raises UnsupportedLeafError if JSON cannot hold it."""
         _no_arguments(self, kwargs)
         try:
@@ -210,13 +223,7 @@ class JsonCheckpointHandler(PreparedCheckpointHandler):
             raise UnsupportedLeafError(
                 f"this item cannot be saved as JSON: {error}. Use PyTreeCheckpointHandler for arrays and other values"
             ) from error
-
-        def write(directory: Location) -> Files:
-            (directory / self._filename).write_bytes(content, atomic=False)
-            directory.sync_directory()
-            return {self._filename: FileRecord(len(content), crc32c(content))}
-
-        return write
+        return _PreparedFile(self._filename, content)
 
     def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
         """Reads the item back; ``item`` is not needed."""
@@ -293,6 +300,28 @@ def finish(futures: Sequence[SaveFuture] | None) -> Files | None:
         known = known and files is not None
         found.update(files or {})
     return found if known else None
+
+
+def write_alone(prepared: PreparedItem, folder: Location) -> Files:
+    """Writes an item from one process."""
+    return prepared.merge(folder, [prepared.write(folder, Member())])
+
+
+class _PreparedFile:
+    """An item that is one small file; process 0 writes it."""
+
+    def __init__(self, name: str, content: bytes) -> None:
+        self._name = name
+        self._content = content
+
+    def write(self, folder: Location, member: Member) -> bytes:
+        if member.index == 0:
+            (folder / self._name).write_bytes(self._content, atomic=False)
+            folder.sync_directory()
+        return b""
+
+    def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
+        return {self._name: FileRecord(len(self._content), crc32c(self._content))}
 
 
 class _Later:

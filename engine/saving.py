@@ -17,6 +17,7 @@ from .handlers import (
     PreparedCheckpointHandler,
     finish,
     run_coroutine,
+    write_alone,
 )
 from .record import CheckpointRecord, FileRecord, ItemRecord
 from .report import SaveReport
@@ -81,7 +82,8 @@ class Save:
     def _begin(self, item: ItemToSave, folder: Location) -> Callable[[Location], Files | None]:
         """Does what cannot wait, and returns what writes the rest."""
         if isinstance(item.handler, PreparedCheckpointHandler):
-            return item.handler.prepare(item.value, snapshot=self._background, **item.kwargs)
+            prepared = item.handler.prepare(item.value, snapshot=self._background, **item.kwargs)
+            return lambda folder: write_alone(prepared, folder)
         self._pending.begin()
         if item.background and isinstance(item.handler, AsyncCheckpointHandler):
             futures = run_coroutine(item.handler.async_save(folder, item.value, **item.kwargs))

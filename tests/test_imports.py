@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("engine", "integrations", "recipes", "cli")  # each imports itself and those before it
 SHARED = ("errors", "clock", "durations")  # what anything in the engine may import
-PURE = ("format", "tree", "policy", "storage")  # these import none of each other
+PURE = ("format", "tree", "policy", "storage", "coordination")  # these import none of each other
 LAYERS: tuple[tuple[str, ...], ...] = (
     SHARED,
     PURE,

@@ -7,7 +7,7 @@ from .loading import LeafMetadata, Select, load_tree, tree_metadata
 from .plan import Layout
 from .reader import SavedLeaf, TreeReader
 from .staging import StagingBuffer
-from .writer import HostTree, write_tree
+from .writer import HostTree, TreeWriter, write_tree
 
 __all__ = [
     "MANIFEST",
@@ -20,6 +20,7 @@ __all__ = [
     "Select",
     "StagingBuffer",
     "TreeReader",
+    "TreeWriter",
     "load_tree",
     "naming",
     "tree_metadata",

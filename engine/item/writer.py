@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..coordination import Member
 from ..errors import UnsupportedLeafError
 from ..format import (
     Entries,
@@ -66,6 +67,45 @@ class HostTree:
                     f"the leaf {display(name):.100}... has a path of {size} bytes; at most {_NAME_LIMIT} can be "
                     "stored, and nothing was written"
                 )
+
+
+class TreeWriter:
+    """A tree that is ready to be written.
+
+    Args:
+        tree: What to write.
+        layout: Sizes of chunks, segments and data files.
+    """
+
+    def __init__(self, tree: HostTree, layout: Layout) -> None:
+        self._tree = tree
+        self._layout = layout
+        self._files: dict[str, FileRecord] = {}
+
+    def write(self, location: Location, member: Member) -> bytes:
+        """Writes this process's share into the item's folder, durably.
+
+        Args:
+            location: The folder.
+            member: Which share.
+
+        Returns:
+            What process 0 needs to know of it.
+        """
+        self._files = write_tree(location, self._tree, self._layout)
+        return b""
+
+    def merge(self, location: Location, fragments: Sequence[bytes]) -> dict[str, FileRecord]:
+        """Writes the index over all shares and the tree's structure, durably; on process 0 only.
+
+        Args:
+            location: The folder.
+            fragments: What :meth:`write` has returned on every process, in their order.
+
+        Returns:
+            All files of the item.
+        """
+        return self._files
 
 
 def write_tree(location: Location, tree: HostTree, layout: Layout) -> dict[str, FileRecord]:

@@ -7,9 +7,10 @@ from .description import describe
 from .document import Skeleton, from_document, to_document
 from .flatten import Flattened, flatten
 from .garbage import collection_paused
-from .leaves import ArrayLeaf, Details, Piece, Saved, ValueLeaf
+from .leaves import ArrayLeaf, Details, Part, Piece, Saved, ValueLeaf
 from .materialization import materialize
 from .names import display, escape_key, join, split, unescape_key
+from .requests import LeafRequest
 from .structure import Key, Node, unflatten
 from .targets import Target, describe_template
 
@@ -18,7 +19,9 @@ __all__ = [
     "Details",
     "Flattened",
     "Key",
+    "LeafRequest",
     "Node",
+    "Part",
     "Piece",
     "Saved",
     "Skeleton",

@@ -35,6 +35,21 @@ class Piece:
     array: NDArray[Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of an array's elements that some processes hold.
+
+    Attributes:
+        start: Index of its first element, one number for each axis.
+        shape: How many elements it has along each axis.
+        holders: The processes that have all of it, in ascending order.
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    holders: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class ArrayLeaf:
     """A leaf that is stored as an array.
@@ -42,10 +57,13 @@ class ArrayLeaf:
     Attributes:
         dtype: Of the elements, byte order included.
         shape: Of the whole array.
-        pieces: Host views that cover the whole array exactly once.
+        pieces: Host views that cover exactly once what this process holds of the array: all of it, where `parts` is
+            None.
         volatile: Whether somebody else can still change the memory of the pieces: copy them before going on.
         details: For ``tree.json``: "kind" ("numpy", "numpy_scalar", "jax", "key", "torch", "bool", "int", "float",
             "complex") and what that kind adds. Neither dtype nor shape.
+        parts: Which processes hold what, as all of them see it; boxes that cover the array exactly once. None where
+            every process has the whole array.
     """
 
     dtype: np.dtype[Any]
@@ -53,6 +71,7 @@ class ArrayLeaf:
     pieces: list[Piece]
     volatile: bool
     details: Details
+    parts: tuple[Part, ...] | None = None
 
 
 @dataclass(slots=True)
