@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from .engine.checkpointer import PyTreeCheckpointer as PyTreeCheckpointer
     from .engine.clock import Clock as Clock
     from .engine.clock import SystemClock as SystemClock
+    from .engine.coordination import Coordinator as Coordinator
+    from .engine.coordination import Member as Member
+    from .engine.errors import BarrierTimeoutError as BarrierTimeoutError
     from .engine.errors import CheckpointExistsError as CheckpointExistsError
     from .engine.errors import CheckpointNotFoundError as CheckpointNotFoundError
     from .engine.errors import DamagedCheckpointError as DamagedCheckpointError
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from .engine.errors import ObjectNotFoundError as ObjectNotFoundError
     from .engine.errors import OptionError as OptionError
     from .engine.errors import OwnershipError as OwnershipError
+    from .engine.errors import PeerFailedError as PeerFailedError
     from .engine.errors import SaveFailedError as SaveFailedError
     from .engine.errors import StateError as StateError
     from .engine.errors import StorageConflictError as StorageConflictError
@@ -43,6 +47,8 @@ if TYPE_CHECKING:
     from .engine.handlers import AsyncCheckpointHandler as AsyncCheckpointHandler
     from .engine.handlers import CheckpointHandler as CheckpointHandler
     from .engine.handlers import JsonCheckpointHandler as JsonCheckpointHandler
+    from .engine.handlers import PreparedCheckpointHandler as PreparedCheckpointHandler
+    from .engine.handlers import PreparedItem as PreparedItem
     from .engine.handlers import PyTreeCheckpointHandler as PyTreeCheckpointHandler
     from .engine.handlers import SaveFuture as SaveFuture
     from .engine.history import Restored as Restored
@@ -68,7 +74,9 @@ _HOMES = {
     "api": ("load", "save"),
     "checkpointer": ("AsyncCheckpointer", "Checkpointer", "PyTreeCheckpointer"),
     "clock": ("Clock", "SystemClock"),
+    "coordination": ("Coordinator", "Member"),
     "errors": (
+        "BarrierTimeoutError",
         "CheckpointExistsError",
         "CheckpointNotFoundError",
         "DamagedCheckpointError",
@@ -79,6 +87,7 @@ _HOMES = {
         "ObjectNotFoundError",
         "OptionError",
         "OwnershipError",
+        "PeerFailedError",
         "SaveFailedError",
         "StateError",
         "StorageConflictError",
@@ -93,6 +102,8 @@ _HOMES = {
         "AsyncCheckpointHandler",
         "CheckpointHandler",
         "JsonCheckpointHandler",
+        "PreparedCheckpointHandler",
+        "PreparedItem",
         "PyTreeCheckpointHandler",
         "SaveFuture",
     ),
