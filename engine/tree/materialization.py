@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import DamagedCheckpointError, TreeMismatchError
-from . import jax_leaves, torch_leaves
+from . import jax_placement, torch_placement
 from .comparison import spell
 from .garbage import collection_paused
 from .leaves import ARRAY_KINDS, NUMBER_KINDS, Saved
@@ -87,7 +87,7 @@ def _materialize(
         raise TreeMismatchError("the checkpoint holds numbers that the template cannot hold exactly:", differences)
     if for_jax:
         wanted = [target for index in for_jax if (target := targets[index]) is not None]
-        put = jax_leaves.put(
+        put = jax_placement.put(
             [results[index] for index in for_jax],
             [target.template for target in wanted],
             [target.variant for target in wanted],
@@ -153,5 +153,5 @@ def _fitted(target: Target, leaf: Saved, array: NDArray[Any] | None, name: str) 
 
 def _placed(target: Target, array: NDArray[Any]) -> Any:
     if target.kind == "torch":
-        return torch_leaves.put(array, target.template)
+        return torch_placement.put(array, target.template)
     return array[()] if target.kind == "numpy_scalar" else array

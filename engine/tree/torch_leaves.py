@@ -11,7 +11,6 @@ import numpy as np
 
 from .frameworks import loaded
 from .leaves import ArrayLeaf, Details, LeafProblem, Piece
-from .numpy_leaves import native
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -62,7 +61,7 @@ class TorchDescriber:
             tensor = value.detach() if needs_gradient else value
         if tensor.is_conj() or tensor.is_neg():
             tensor, volatile = tensor.resolve_conj().resolve_neg(), False
-        form = _form(value.dtype)
+        form = tensor_form(value.dtype)
         try:
             array = form.to_numpy(tensor)
         except (RuntimeError, TypeError) as error:
@@ -77,7 +76,7 @@ class TorchDescriber:
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class TensorForm:
     """How tensors of one dtype are stored.
 
     Attributes:
@@ -116,21 +115,22 @@ class _Form:
 
 
 @lru_cache(maxsize=128)
-def _form(dtype: Any) -> _Form:
+def tensor_form(dtype: Any) -> TensorForm:
+    """Says how tensors of a torch dtype are stored."""
     torch: Any = loaded("torch")
     name = str(dtype).removeprefix("torch.")
     if name in _PAIRED:
         details = {"kind": "torch", "torch_dtype": name}
-        return _Form(dtype, np.dtype(_PAIRED[name]), None, True, name, details)
+        return TensorForm(dtype, np.dtype(_PAIRED[name]), None, True, name, details)
     if name in _COMMON_TYPES:
-        return _Form(dtype, np.dtype(name), None, False, None, {"kind": "torch"})
+        return TensorForm(dtype, np.dtype(name), None, False, None, {"kind": "torch"})
     carrier = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[dtype.itemsize]
     extended: Any = getattr(ml_dtypes, name, None)
     if extended is not None and name.startswith(("float", "bfloat")):
-        return _Form(dtype, np.dtype(extended), carrier, False, None, {"kind": "torch"})
+        return TensorForm(dtype, np.dtype(extended), carrier, False, None, {"kind": "torch"})
     # Integers of less than 8 bits, packed numbers and the like: for torch they are bytes without operations.
     details = {"kind": "torch", "torch_dtype": name}
-    return _Form(dtype, np.dtype(f"uint{8 * dtype.itemsize}"), carrier, False, name, details)
+    return TensorForm(dtype, np.dtype(f"uint{8 * dtype.itemsize}"), carrier, False, name, details)
 
 
 def _why_not(torch: Any, value: Any) -> str | None:
@@ -166,27 +166,6 @@ def abstract_facts(value: Any) -> tuple[str, np.dtype[Any], tuple[int, ...], str
     problem = None if value.is_meta else _why_not(torch, value)
     if problem is not None:
         raise LeafProblem(problem)
-    form = _form(value.dtype)
+    form = tensor_form(value.dtype)
     shape = (*value.shape, 2) if form.paired else tuple(value.shape)
     return "torch", form.stored, shape, form.variant
-
-
-def put(array: NDArray[Any], template: Any) -> Any:
-    """Makes one tensor like a template: on its device (the CPU for meta tensors), requiring gradients as it does.
-
-    Memory of the array is taken over without a copy where the device is the CPU.
-
-    Args:
-        array: The values; of the dtype and shape that `abstract_facts` gave for the template.
-        template: A tensor or parameter.
-    """
-    torch: Any = loaded("torch")
-    array = native(array)
-    if not array.flags.writeable:
-        array = array.copy()
-    tensor = _form(template.dtype).to_tensor(array)
-    if template.device.type not in {"cpu", "meta"}:
-        tensor = tensor.to(template.device)
-    if isinstance(template, torch.nn.Parameter):
-        return torch.nn.Parameter(tensor, requires_grad=template.requires_grad)
-    return tensor.requires_grad_(template.requires_grad)
