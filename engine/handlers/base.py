@@ -1,0 +1,142 @@
+"""What a handler is: it knows one kind of object, and how that gets into a folder and out again.
+
+A handler is not concerned with atomicity or threads: a :class:`~holdfast.Checkpointer` or a
+:class:`~holdfast.CheckpointManager` calls it and commits what it wrote.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from ..digests import check_files
+from ..errors import OptionError
+from ..record import ItemRecord
+from ..storage import Location
+from .saves import Files, Later, PreparedItem, SaveFuture, finish, run_coroutine, write_alone
+
+
+class CheckpointHandler(abc.ABC):
+    """Saves and restores one kind of object, in a folder that is its own.
+
+    Attributes:
+        kind: How the commit record names what this handler writes.
+        collective: Whether every process of a program takes part in a save; otherwise only process 0 calls it.
+        verifies: Whether restoring checks what it reads. Otherwise all files are compared with their digests before.
+    """
+
+    kind = "files"
+    collective = False
+    verifies = False
+
+    @abc.abstractmethod
+    def save(self, directory: Location, item: Any, **kwargs: Any) -> Files | None:
+        """Writes an item into a folder.
+
+        Args:
+            directory: An empty folder. It can be used as a path when it is on a file system.
+            item: What to save.
+            **kwargs: ``save_kwargs`` of the caller.
+
+        Returns:
+            The files, if they are durable already; None leaves it to the caller to find them and make them so.
+        """
+
+    @abc.abstractmethod
+    def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
+        """Reads an item back.
+
+        Args:
+            directory: The folder.
+            item: What to restore into or after, if the handler uses that.
+            files: What the commit record says about the folder, to check against.
+            **kwargs: ``restore_kwargs`` of the caller.
+
+        Returns:
+            The item.
+        """
+
+    def structure(self, directory: Location, *, files: Files | None = None) -> Any:
+        """Returns what the item looks like without reading its data, or None if the handler cannot tell."""
+        return None
+
+
+class AsyncCheckpointHandler(CheckpointHandler):
+    """A handler that can take a snapshot quickly and write it later."""
+
+    @abc.abstractmethod
+    async def async_save(self, directory: Location, item: Any, **kwargs: Any) -> list[SaveFuture] | None:
+        """Takes a snapshot of an item.
+
+        Args:
+            directory: An empty folder for it.
+            item: What to save; it may change as soon as this returns.
+            **kwargs: ``save_kwargs`` of the caller.
+
+        Returns:
+            Futures whose ``result()`` completes the save, called one after the other on another thread.
+        """
+
+    def save(self, directory: Location, item: Any, **kwargs: Any) -> Files | None:
+        """Takes the snapshot and writes it at once."""
+        return finish(run_coroutine(self.async_save(directory, item, **kwargs)))
+
+
+class PreparedCheckpointHandler(AsyncCheckpointHandler):
+    """A handler whose snapshot needs no folder: whatever is wrong with an item shows before anything is written."""
+
+    @abc.abstractmethod
+    def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
+        """Makes an item ready to be written.
+
+        Args:
+            item: What to save.
+            snapshot: Whether it may change between this call and the writing. A handler may reuse the memory of its
+                last snapshot, so that one has to be written, or given up, before the next is taken.
+            **kwargs: ``save_kwargs`` of the caller.
+
+        Returns:
+            What writes it into a folder.
+        """
+
+    def save(self, directory: Location, item: Any, **kwargs: Any) -> Files:
+        """Writes an item at once."""
+        return write_alone(self.prepare(item, snapshot=False, **kwargs), directory)
+
+    async def async_save(self, directory: Location, item: Any, **kwargs: Any) -> list[SaveFuture] | None:
+        """Takes a snapshot of an item; the one future that is returned writes it."""
+        return [Later(functools.partial(write_alone, self.prepare(item, snapshot=True, **kwargs), directory))]
+
+
+def restore_item(
+    handler: CheckpointHandler, folder: Location, saved: ItemRecord, item: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    """Reads an item back, after making sure that it is whole and of the handler's kind.
+
+    Args:
+        handler: What reads it.
+        folder: The item's folder.
+        saved: What the commit record says about it.
+        item: What to restore into or after.
+        kwargs: Further arguments for the handler.
+
+    Raises:
+        DamagedCheckpointError: What is there does not verify.
+        OptionError: A handler of another kind wrote it.
+    """
+    if handler.kind != saved.kind:
+        raise OptionError(
+            f"{folder} was written by a handler of kind {saved.kind!r:.80}; {type(handler).__name__} is of kind "
+            f"{handler.kind!r}. Restore it with the handler that it was saved with"
+        )
+    if not handler.verifies:
+        check_files(folder, saved.files)
+    return handler.restore(folder, item, files=saved.files, **kwargs)
+
+
+def no_arguments(handler: CheckpointHandler, kwargs: Mapping[str, Any]) -> None:
+    """Raises TypeError if there are arguments that a handler does not know."""
+    if kwargs:
+        raise TypeError(f"{type(handler).__name__} does not know these arguments: {', '.join(sorted(kwargs))}")

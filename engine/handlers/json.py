@@ -1,0 +1,50 @@
+"""JSON documents as items."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
+from ..format import DOCUMENT_LIMIT, decode_document, encode_document
+from ..storage import Location
+from .base import PreparedCheckpointHandler, no_arguments
+from .saves import Files, PreparedFile, PreparedItem
+
+
+class JsonCheckpointHandler(PreparedCheckpointHandler):
+    """Saves what JSON can hold: nested dictionaries and lists of text, numbers, booleans and None.
+
+    Args:
+        filename: The file's name in the item's folder.
+    """
+
+    kind = "json"
+    verifies = True
+
+    def __init__(self, filename: str = "data.json") -> None:
+        self._filename = filename
+
+    def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
+        """Makes an item ready to be written. Raises UnsupportedLeafError if JSON cannot hold it."""
+        no_arguments(self, kwargs)
+        try:
+            content = encode_document("json", {"data": item})
+        except (TypeError, ValueError) as error:
+            raise UnsupportedLeafError(
+                f"this item cannot be saved as JSON: {error}. Use PyTreeCheckpointHandler for arrays and other values"
+            ) from error
+        return PreparedFile(self._filename, content)
+
+    def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
+        """Reads the item back; ``item`` is not needed."""
+        no_arguments(self, kwargs)
+        place = directory / self._filename
+        try:
+            content = place.read_bytes(limit=DOCUMENT_LIMIT)
+        except ObjectNotFoundError as error:
+            raise DamagedCheckpointError(f"{place} is missing: the checkpoint is not whole") from error
+        return decode_document(content, "json", source=str(place)).get("data")
+
+    def structure(self, directory: Location, *, files: Files | None = None) -> Any:
+        """Returns the item itself: reading it costs no more than describing it."""
+        return self.restore(directory, files=files)
