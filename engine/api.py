@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
 from typing import Any
 
-from .checkpointer import ITEM, Checkpointer, Place
-from .commit import read_record
+from .checkpointer import Checkpointer, Place
 from .errors import CheckpointNotFoundError, DamagedCheckpointError, OptionError
-from .handlers import CheckpointHandler, JsonCheckpointHandler, PyTreeCheckpointHandler
-from .item import MANIFEST, ArrayDatabase, Layout, Select
-from .record import RECORD, ItemRecord
+from .handlers import PyTreeCheckpointHandler
+from .interop.native import NativeCheckpoint
+from .interop.places import find_checkpoint as find_checkpoint
+from .interop.places import open_checkpoint
+from .interop.source import JSON, METRICS, TREE, CheckpointSource, as_reader, recognise
+from .item import MANIFEST, ArrayDatabase, Layout, Select, load_tree
+from .record import RECORD
 from .report import SaveReport
-from .steps import StepIndex
 from .storage import Location, as_location
+from .tree import collection_paused
 
-_HANDLERS: Mapping[str, type[CheckpointHandler]] = {
-    "pytree": PyTreeCheckpointHandler,
-    "json": JsonCheckpointHandler,
-}
+_logger = logging.getLogger("holdfast")
 
 
 def save(path: Place, tree: Any, *, overwrite: bool = False, layout: Layout | None = None) -> SaveReport:
@@ -54,8 +54,8 @@ def load(path: Place, *, like: Any = None, select: Select | None = None, item: s
     """Loads a checkpoint; needs neither the devices nor the frameworks it was saved from.
 
     Args:
-        path: A checkpoint, or a directory of steps, of which the newest is loaded; or a folder of arrays that
-            TensorStore wrote (zarr v3 in OCDBT), which gives a dictionary of them.
+        path: A checkpoint, or a directory of steps, of which the newest is loaded. It may be one of another library:
+            Orbax. Or a folder of arrays that TensorStore wrote (zarr v3 in OCDBT), which gives a dictionary of them.
         like: A template. Its containers, array libraries and shardings decide what is returned, and its dtypes and
             shapes are checked. Leaves may be arrays or abstract, such as ``jax.ShapeDtypeStruct``. Without it the saved
             containers are returned with numpy arrays, namedtuples and dataclasses as dictionaries.
@@ -72,81 +72,54 @@ def load(path: Place, *, like: Any = None, select: Select | None = None, item: s
         TreeMismatchError: Template and checkpoint differ; lists every leaf that does.
     """
     location = as_location(path)
-    if (location / MANIFEST).exists() and not (location / RECORD).exists():
+    if (location / MANIFEST).exists() and not (location / RECORD).exists() and recognise(location) is None:
         return _load_arrays(location, like, select)
-    location = find_checkpoint(location)
-    items = read_record(location).items
+    checkpoint = open_checkpoint(location)
+    items = checkpoint.items
     if item is not None and item not in items:
-        raise CheckpointNotFoundError(f"{location}: no item {item!r}; it has {', '.join(sorted(items))}")
-    only = (
-        item if item is not None else ITEM if set(items) == {ITEM} else next(iter(items)) if len(items) == 1 else None
-    )
-    if only is not None:
-        return _load_item(location, only, items[only], like, select)
+        raise CheckpointNotFoundError(f"{checkpoint.location}: no item {item!r}; it has {', '.join(sorted(items))}")
+    wanted = [item] if item is not None else _wanted(checkpoint)
+    if len(wanted) == 1:
+        return _load_item(checkpoint, wanted[0], like, select)
     if like is not None or select is not None:
         raise OptionError(
-            f"{location} has the items {', '.join(sorted(items))}: name one with item= to use like= or select="
+            f"{checkpoint.location} has the items {', '.join(sorted(wanted))}: name one with item= to use like= or "
+            "select="
         )
-    return {name: _load_item(location, name, saved, None, None) for name, saved in items.items()}
+    return {name: _load_item(checkpoint, name, None, None) for name in wanted}
 
 
-def find_checkpoint(location: Location, step: int | None = None) -> Location:
-    """Returns the checkpoint that a path stands for.
-
-    Args:
-        location: A checkpoint, or a directory of steps.
-        step: Which step of such a directory; None is the newest.
-
-    Raises:
-        CheckpointNotFoundError: There is none.
-    """
-    if step is None and (location / RECORD).exists():
-        return location
-    index = step_index(location)
-    steps = sorted({*index.steps(), *index.damage})
-    if step is None and steps:
-        return index.location(steps[-1])
-    if step is not None and step in steps:
-        return index.location(step)
-    if not location.exists():
-        raise CheckpointNotFoundError(f"{location}: there is nothing at this path")
-    known = f"it holds the steps {', '.join(map(str, steps))}" if steps else f"it has no {RECORD} and no steps"
-    wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-    raise CheckpointNotFoundError(f"{location}: {wanted} here; {known}")
-
-
-def step_index(location: Location) -> StepIndex:
-    """Returns the steps of a directory, whatever prefix their names have.
-
-    Raises:
-        CheckpointNotFoundError: It is no directory.
-    """
-    if location.exists() and not location.is_directory():
-        raise CheckpointNotFoundError(f"{location}: this is a file; checkpoints are directories")
-    for entry in location.entries():
-        prefix, underscore, number = entry.name.rpartition("_")
-        if (
-            entry.is_directory
-            and underscore
-            and prefix
-            and number.isdigit()
-            and (location / entry.name / RECORD).exists()
-        ):
-            return StepIndex(location, prefix)
-    return StepIndex(location)
-
-
-def _load_item(location: Location, name: str, saved: ItemRecord, like: Any, select: Select | None) -> Any:
-    handler = _HANDLERS.get(saved.kind)
-    if handler is None:
+def _wanted(checkpoint: CheckpointSource) -> list[str]:
+    """Returns the items that are loaded when none is named."""
+    items = checkpoint.items
+    if isinstance(checkpoint, NativeCheckpoint):
+        return list(items)
+    wanted = [name for name, kind in items.items() if kind in (TREE, JSON)]
+    if not wanted:
         raise OptionError(
-            f"{location}: item {name!r} was written by a handler of your own; restore it with that handler "
-            "(Checkpointer(handler).restore, or a CheckpointManager)"
+            f"{checkpoint.location}: none of the items of this {checkpoint.format} checkpoint is a tree or JSON: "
+            + ", ".join(f"{name} ({kind})" for name, kind in sorted(items.items()))
         )
-    if saved.kind == "json" and (like is not None or select is not None):
-        raise OptionError(f"{location}: item {name!r} is JSON, not a tree of arrays: like= and select= do not apply")
-    kwargs = {} if select is None else {"select": select}
-    return handler().restore(location / saved.folder, like, files=saved.files, **kwargs)
+    skipped = [f"{name} ({kind})" for name, kind in items.items() if kind not in (TREE, JSON, METRICS)]
+    if skipped:
+        _logger.warning("%s: skipped items that holdfast does not read: %s", checkpoint.location, ", ".join(skipped))
+    return wanted
+
+
+def _load_item(checkpoint: CheckpointSource, name: str, like: Any, select: Select | None) -> Any:
+    kind = checkpoint.items[name]
+    if kind != TREE:
+        if kind in (JSON, METRICS) and (like is not None or select is not None):
+            raise OptionError(
+                f"{checkpoint.location}: item {name!r} is JSON, not a tree of arrays: like= and select= do not apply"
+            )
+        return checkpoint.value(name)
+    if isinstance(checkpoint, NativeCheckpoint):
+        saved = checkpoint.record.items[name]
+        kwargs = {} if select is None else {"select": select}
+        return PyTreeCheckpointHandler().restore(checkpoint.location / saved.folder, like, files=saved.files, **kwargs)
+    with collection_paused():
+        return load_tree(as_reader(checkpoint.tree(name)), like=like, select=select)
 
 
 def _load_arrays(location: Location, like: Any, select: Select | None) -> dict[str, Any]:

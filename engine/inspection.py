@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .api import find_checkpoint, step_index
 from .checkpointer import Place
 from .commit import read_record
 from .digests import check_file
 from .directory import stored_options
 from .errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, HoldfastError
+from .interop.native import NativeCheckpoint
+from .interop.places import find_checkpoint, is_foreign, open_at, open_checkpoint, step_index, step_locations
+from .interop.source import JSON, METRICS, TREE, recognise_steps
 from .item import Problem, SavedLeaf, TreeReader, naming
 from .policy import reasons
 from .record import RECORD, CheckpointRecord, ItemRecord
@@ -121,21 +123,13 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
     if not location.exists():
         raise CheckpointNotFoundError(f"{location}: there is nothing at this path")
     index = step_index(location)
+    if not index.steps() and not index.damage:
+        foreign = recognise_steps(location)
+        if foreign is not None:
+            return [_foreign_summary(step, place, foreign.format) for step, place in sorted(foreign.steps.items())]
     options = stored_options(location)
     kept = reasons(index.infos(), options.rules()) if options is not None else {}
-    found = {
-        step: CheckpointSummary(
-            step=step,
-            path=str(index.location(step)),
-            time=None,
-            bytes=0,
-            metrics=None,
-            reason="",
-            kept=(),
-            damage=what,
-        )
-        for step, what in index.damage.items()
-    }
+    found = {step: _damaged_summary(step, index.location(step), what) for step, what in index.damage.items()}
     for step in index.steps():
         record = index.record(step)
         found[step] = CheckpointSummary(
@@ -149,6 +143,29 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
             damage=next((f"{p.file}: {p.what}" for p in _file_problems(index.location(step), record)), None),
         )
     return [found[step] for step in sorted(found)]
+
+
+def _foreign_summary(step: int, place: Location, format_name: str) -> CheckpointSummary:
+    try:
+        checkpoint = open_at(place)
+    except HoldfastError as error:
+        return _damaged_summary(step, place, str(error))
+    return CheckpointSummary(
+        step=step,
+        path=str(place),
+        time=checkpoint.time,
+        bytes=checkpoint.nbytes,
+        metrics=checkpoint.metrics,
+        reason=f"written by {format_name}",
+        kept=(),
+        damage=None,
+    )
+
+
+def _damaged_summary(step: int, place: Location, what: str) -> CheckpointSummary:
+    return CheckpointSummary(
+        step=step, path=str(place), time=None, bytes=0, metrics=None, reason="", kept=(), damage=what
+    )
 
 
 def describe(path: Place, step: int | None = None) -> list[LeafSummary]:
@@ -165,28 +182,25 @@ def describe(path: Place, step: int | None = None) -> list[LeafSummary]:
         CheckpointNotFoundError: There is no such checkpoint.
         DamagedCheckpointError: Its structure does not verify.
     """
-    location = find_checkpoint(as_location(path), step)
+    checkpoint = open_checkpoint(as_location(path), step)
     found: list[LeafSummary] = []
-    for name, item in read_record(location).items.items():
-        if item.kind == "pytree":
-            reader = TreeReader(location / item.folder, item.files)
+    for name, kind in checkpoint.items.items():
+        if kind == TREE:
+            reader = checkpoint.tree(name)
             with naming(reader.location):
                 found.extend(_leaf_summary(name, leaf) for leaf in reader.leaves)
+        elif isinstance(checkpoint, NativeCheckpoint):
+            files = checkpoint.record.items[name].files
+            found.extend(_item_summary(name, kind, path=file, size=known.size) for file, known in files.items())
         else:
-            found.extend(
-                LeafSummary(
-                    item=name,
-                    path=file,
-                    kind=item.kind,
-                    shape=(),
-                    dtype=None,
-                    sharding="",
-                    bytes=known.size,
-                    value=None,
-                )
-                for file, known in item.files.items()
-            )
+            value = _shortened(repr(checkpoint.value(name))) if kind in (JSON, METRICS) else None
+            found.append(_item_summary(name, kind, value=value))
     return found
+
+
+def _item_summary(item: str, kind: str, *, path: str = "", size: int = 0, value: str | None = None) -> LeafSummary:
+    """Describes what is no leaf of a tree."""
+    return LeafSummary(item=item, path=path, kind=kind, shape=(), dtype=None, sharding="", bytes=size, value=value)
 
 
 def verify(path: Place, step: int | None = None) -> VerifyReport:
@@ -203,15 +217,16 @@ def verify(path: Place, step: int | None = None) -> VerifyReport:
         CheckpointNotFoundError: There is no such checkpoint.
     """
     location = as_location(path)
-    if step is None and not (location / RECORD).exists():
-        index = step_index(location)
-        steps = sorted({*index.steps(), *index.damage})
-        if steps:
-            return VerifyReport(checkpoints=tuple(_verify(index.location(one), one) for one in steps))
+    if step is None and not (location / RECORD).exists() and not is_foreign(location):
+        places = step_locations(location)
+        if places:
+            return VerifyReport(checkpoints=tuple(_verify(place, one) for one, place in places.items()))
     return VerifyReport(checkpoints=(_verify(find_checkpoint(location, step), step),))
 
 
 def _verify(location: Location, step: int | None) -> CheckpointVerification:
+    if not (location / RECORD).exists():
+        return _verify_foreign(location, step)
     try:
         record = read_record(location)
         if step is not None and record.step != step:
@@ -225,6 +240,28 @@ def _verify(location: Location, step: int | None) -> CheckpointVerification:
             leaf = problem.leaf if len(record.items) == 1 or not problem.leaf else f"{name}: {problem.leaf}"
             problems.append(Problem(f"{item.folder}/{problem.file}", leaf, problem.what))
     return CheckpointVerification(step=record.step, path=str(location), bytes=record.nbytes, problems=tuple(problems))
+
+
+def _verify_foreign(location: Location, step: int | None) -> CheckpointVerification:
+    """Reads all that can be read of a checkpoint of another library."""
+    problems: list[Problem] = []
+    size = 0
+    try:
+        checkpoint = open_at(location)
+        size = checkpoint.nbytes
+        for name, kind in checkpoint.items.items():
+            try:
+                if kind == TREE:
+                    found = checkpoint.tree(name).verify()
+                    several = len(checkpoint.items) > 1
+                    problems += [p._replace(leaf=f"{name}: {p.leaf}") if several and p.leaf else p for p in found]
+                elif kind in (JSON, METRICS):
+                    checkpoint.value(name)
+            except DamagedCheckpointError as error:
+                problems.append(Problem("", name, str(error)))
+    except DamagedCheckpointError as error:
+        problems.append(Problem("", "", str(error)))
+    return CheckpointVerification(step=step, path=str(location), bytes=size, problems=tuple(problems))
 
 
 def _verify_item(folder: Location, item: ItemRecord) -> list[Problem]:
@@ -288,6 +325,10 @@ def _value_text(leaf: SavedLeaf) -> str:
         text = hex(value) if leaf.saved.kind == "int" else repr(value)
     except ValueError:  # a set of integers with thousands of digits
         text = leaf.saved.kind
+    return _shortened(text)
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
 
 

@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("commit", "background", "ownership", "options"),
     ("saving", "checkpointer"),
     ("steps", "items", "directory", "history", "manager"),
+    ("interop",),
     ("api", "inspection"),
     ("_package",),
 )

@@ -1,0 +1,110 @@
+"""Which checkpoint a path stands for: one of our own or of another library, or the newest of a directory of steps."""
+
+from __future__ import annotations
+
+from ..errors import CheckpointNotFoundError, DamagedCheckpointError
+from ..record import RECORD
+from ..steps import StepIndex
+from ..storage import Location
+from .native import NativeCheckpoint
+from .source import CheckpointSource, recognise, recognise_steps
+
+
+def open_checkpoint(location: Location, step: int | None = None) -> CheckpointSource:
+    """Opens the checkpoint that a path stands for.
+
+    Args:
+        location: A checkpoint, or a directory of steps.
+        step: Which step of such a directory; None is the newest.
+
+    Returns:
+        The checkpoint, with all that is known before its trees are read.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        DamagedCheckpointError: There is one, and what says what it holds cannot be read.
+        FormatVersionError: A newer version of holdfast wrote it.
+    """
+    if step is None:
+        found = None if (location / RECORD).exists() else recognise(location)
+        if found is not None:
+            return found
+    return open_at(find_checkpoint(location, step))
+
+
+def open_at(location: Location) -> CheckpointSource:
+    """Opens the checkpoint at a place that :func:`find_checkpoint` has returned; see :func:`open_checkpoint`."""
+    if (location / RECORD).exists():
+        return NativeCheckpoint(location)
+    return recognise(location) or NativeCheckpoint(location)  # the latter says what is missing
+
+
+def find_checkpoint(location: Location, step: int | None = None) -> Location:
+    """Returns where the checkpoint lies that a path stands for.
+
+    Args:
+        location: A checkpoint, or a directory of steps.
+        step: Which step of such a directory; None is the newest.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+    """
+    if step is None and ((location / RECORD).exists() or is_foreign(location)):
+        return location
+    places = step_locations(location)
+    if places and step is None:
+        return places[max(places)]
+    if step in places:
+        return places[step]
+    if not location.exists():
+        raise CheckpointNotFoundError(f"{location}: there is nothing at this path")
+    known = (
+        f"it holds the steps {', '.join(map(str, sorted(places)))}"
+        if places
+        else f"it has no {RECORD} and no steps, and no checkpoint of another library that is known was found"
+    )
+    wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+    raise CheckpointNotFoundError(f"{location}: {wanted} here; {known}")
+
+
+def step_locations(location: Location) -> dict[int, Location]:
+    """Returns where the steps of a directory lie, in ascending order; damaged ones are among them.
+
+    Raises:
+        CheckpointNotFoundError: It is no directory.
+    """
+    index = step_index(location)
+    steps = sorted({*index.steps(), *index.damage})
+    if steps:
+        return {step: index.location(step) for step in steps}
+    found = recognise_steps(location)
+    return {} if found is None else dict(sorted(found.steps.items()))
+
+
+def step_index(location: Location) -> StepIndex:
+    """Returns the steps that holdfast wrote into a directory, whatever prefix their names have.
+
+    Raises:
+        CheckpointNotFoundError: It is no directory.
+    """
+    if location.exists() and not location.is_directory():
+        raise CheckpointNotFoundError(f"{location}: this is a file; checkpoints are directories")
+    for entry in location.entries():
+        prefix, underscore, number = entry.name.rpartition("_")
+        if (
+            entry.is_directory
+            and underscore
+            and prefix
+            and number.isdigit()
+            and (location / entry.name / RECORD).exists()
+        ):
+            return StepIndex(location, prefix)
+    return StepIndex(location)
+
+
+def is_foreign(location: Location) -> bool:
+    """Whether a checkpoint of another library lies here, damaged or not."""
+    try:
+        return recognise(location) is not None
+    except DamagedCheckpointError:
+        return True
