@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .checksums import crc32c, extend
+from .compression import LEVELS, compress_chunks, decompress_chunk
 from .documents import DOCUMENT_LIMIT, decode_document, encode_document
 from .dtypes import Stored, dtype_from_name, dtype_name, storage_dtype
 from .ocdbt import MANIFEST_NAME, decode_database, encode_database
@@ -20,18 +21,21 @@ from .zstd import decompress
 
 __all__ = [
     "DOCUMENT_LIMIT",
+    "LEVELS",
     "MANIFEST_NAME",
     "METADATA_LIMIT",
     "ArrayMetadata",
     "Entries",
     "Stored",
     "chunk_keys",
+    "compress_chunks",
     "crc32c",
     "decode_array_metadata",
     "decode_database",
     "decode_document",
     "decode_fill_value",
     "decompress",
+    "decompress_chunk",
     "dtype_from_name",
     "dtype_name",
     "encode_array_metadata",

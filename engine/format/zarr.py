@@ -40,6 +40,8 @@ class ArrayMetadata:
         chunk_shape: The shape of a chunk; chunks at the end are stored whole, too.
         endian: The byte order of stored elements; None where they are single bytes.
         checksummed: Whether the four last bytes of each stored chunk are the CRC-32C of the others.
+        compression: The level of zstd that chunks are compressed with, in front of that checksum, so that their sizes
+            are only known from the index; None where they are not. See `decompress_chunk`.
     """
 
     shape: tuple[int, ...]
@@ -47,6 +49,7 @@ class ArrayMetadata:
     chunk_shape: tuple[int, ...]
     endian: Literal["little", "big"] | None
     checksummed: bool
+    compression: int | None = None
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -67,13 +70,16 @@ class ArrayMetadata:
 
 
 @lru_cache(maxsize=4096)
-def encode_array_metadata(shape: tuple[int, ...], data_type: str, chunk_shape: tuple[int, ...]) -> bytes:
+def encode_array_metadata(
+    shape: tuple[int, ...], data_type: str, chunk_shape: tuple[int, ...], compression: int | None = None
+) -> bytes:
     """Encodes the ``zarr.json`` of an array whose chunks are little endian and followed by their checksum.
 
     Args:
         shape: The shape of the array, in elements.
         data_type: The name of the zarr data type.
         chunk_shape: The shape of a chunk; every size at least 1.
+        compression: The level of zstd that chunks are compressed with, or None.
 
     Returns:
         Compact JSON. All codecs are explicit, as TensorStore may choose a sharded layout where none are given.
@@ -86,6 +92,10 @@ def encode_array_metadata(shape: tuple[int, ...], data_type: str, chunk_shape: t
         fill = [0.0, 0.0]
     else:
         fill = 0
+    codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    if compression is not None:
+        codecs.append({"name": "zstd", "configuration": {"level": compression, "checksum": False}})
+    codecs.append({"name": "crc32c"})
     return json.dumps(
         {
             "zarr_format": 3,
@@ -95,7 +105,7 @@ def encode_array_metadata(shape: tuple[int, ...], data_type: str, chunk_shape: t
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [int(size) for size in chunk_shape]}},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
             "fill_value": fill,
-            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+            "codecs": codecs,
             "attributes": {},
         },
         separators=(",", ":"),
@@ -150,8 +160,8 @@ def _decode(data: bytes) -> ArrayMetadata:
         _unsupported("data type", data_type)
     if max(math.prod(shape), math.prod(chunk_shape)) > _BYTES_LIMIT // dtype.itemsize:
         _damaged(f"an array of shape {shape} in chunks of shape {chunk_shape} is larger than any file")
-    endian, checksummed = _codecs(document.get("codecs"), dtype.itemsize)
-    return ArrayMetadata(shape, data_type, chunk_shape, endian, checksummed)
+    endian, checksummed, compression = _codecs(document.get("codecs"), dtype.itemsize)
+    return ArrayMetadata(shape, data_type, chunk_shape, endian, checksummed, compression)
 
 
 _decode_cached = lru_cache(maxsize=4096)(_decode)
@@ -224,24 +234,25 @@ def _single_suffix(axes: int) -> tuple[bytes]:
     return (b"/0" * axes,)
 
 
-def _codecs(codecs: object, itemsize: int) -> tuple[Literal["little", "big"] | None, bool]:
+def _codecs(codecs: object, itemsize: int) -> tuple[Literal["little", "big"] | None, bool, int | None]:
+    """Returns the byte order, whether there is a checksum, and the level of compression."""
     if not isinstance(codecs, list) or not codecs:
         _damaged("it has no codecs")
     named = [_named(codec, "codecs") for codec in codecs]
     names = [name for name, _ in named]
-    foreign = [name for name in names if name not in ("bytes", "crc32c")]
+    foreign = [name for name in names if name not in ("bytes", "zstd", "crc32c")]
     if foreign:
         _unsupported("codec", foreign[0])
-    if names not in (["bytes"], ["bytes", "crc32c"]):
+    checksummed, compressed = "crc32c" in names, "zstd" in names
+    if names != ["bytes", *["zstd"] * compressed, *["crc32c"] * checksummed]:
         _unsupported("codecs", " then ".join(names))
+    level = named[1][1].get("level", 0) if compressed else None
+    if level is not None and type(level) is not int:
+        _damaged(f"its level of compression is {level!r:.80}")
     endian = named[0][1].get("endian")
-    if endian == "little":
-        return "little", len(names) == 2
-    if endian == "big":
-        return "big", len(names) == 2
-    if endian is not None or itemsize > 1:
+    if endian not in ("little", "big") and (endian is not None or itemsize > 1):
         _damaged(f"its byte order is {endian!r}")
-    return None, len(names) == 2
+    return endian, checksummed, level
 
 
 def _check_extensions(document: dict[str, Any]) -> None:

@@ -148,17 +148,23 @@ sizes = st.integers(0, 2**20)
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(sizes, st.integers(1, 2**20)), max_size=2), st.sampled_from(DATA_TYPES))
-def test_metadata_round_trips(axes: list[tuple[int, int]], data_type: str) -> None:
+@given(
+    st.lists(st.tuples(sizes, st.integers(1, 2**20)), max_size=2),
+    st.sampled_from(DATA_TYPES),
+    st.none() | st.integers(1, 22),
+)
+def test_metadata_round_trips(axes: list[tuple[int, int]], data_type: str, level: int | None) -> None:
     shape, chunk_shape = tuple(n for n, _ in axes), tuple(c for _, c in axes)
-    found = decode_array_metadata(encode_array_metadata(shape, data_type, chunk_shape))
-    assert found == ArrayMetadata(shape, data_type, chunk_shape, "little", checksummed=True)
+    found = decode_array_metadata(encode_array_metadata(shape, data_type, chunk_shape, level))
+    assert found == ArrayMetadata(shape, data_type, chunk_shape, "little", checksummed=True, compression=level)
     assert found.dtype == dtype_from_name(data_type).newbyteorder("<")
     assert found.chunk_count == np.prod([-(-n // c) for n, c in axes], dtype=int)
 
 
 @pytest.mark.parametrize("data_type", DATA_TYPES)
-@pytest.mark.parametrize("codecs", [["bytes"], ["bytes", "crc32c"]], ids="+".join)
+@pytest.mark.parametrize(
+    "codecs", [["bytes"], ["bytes", "crc32c"], ["bytes", "zstd"], ["bytes", "zstd", "crc32c"]], ids="+".join
+)
 def test_metadata_of_tensorstore(data_type: str, codecs: list[str]) -> None:
     context = ts.Context()
     metadata = {
@@ -174,18 +180,21 @@ def test_metadata_of_tensorstore(data_type: str, codecs: list[str]) -> None:
     found = decode_array_metadata(text)
     assert (found.shape, found.chunk_shape, found.data_type) == ((4, 6), (2, 6), data_type)
     assert found.checksummed == ("crc32c" in codecs)
+    assert (found.compression is not None) == ("zstd" in codecs)
     assert found.endian == ("little" if dtype_from_name(data_type).itemsize > 1 else None)
 
 
 WHOLE = json.loads(encode_array_metadata((4, 6), "float32", (2, 6)))
-ZSTD = {"name": "zstd", "configuration": {"level": 1}}
+GZIP = {"name": "gzip", "configuration": {"level": 1}}
 SHARDING = {"name": "sharding_indexed", "configuration": {}}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"codecs": ["bytes", ZSTD]}, "codec zstd"),
+        ({"codecs": ["bytes", GZIP]}, "codec gzip"),
+        ({"codecs": ["bytes", "crc32c", "zstd"]}, "codecs bytes then crc32c then zstd"),
+        ({"codecs": ["bytes", "zstd", "zstd"]}, "codecs bytes then zstd then zstd"),
         ({"codecs": [SHARDING]}, "codec sharding_indexed"),
         ({"codecs": [{"name": "transpose", "configuration": {"order": [1, 0]}}, "bytes"]}, "codec transpose"),
         ({"codecs": ["crc32c", "bytes"]}, "codecs crc32c then bytes"),
@@ -249,6 +258,7 @@ def test_variants_that_mean_something(changes: dict[str, Any]) -> None:
         {"codecs": [3]},
         {"codecs": ["bytes"]},
         {"codecs": [{"name": "bytes", "configuration": {"endian": "middle"}}]},
+        {"codecs": [*WHOLE["codecs"][:1], {"name": "zstd", "configuration": {"level": "1"}}]},
     ],
     ids=ascii,
 )
