@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .aggregation import AGGREGATE_LIMIT, AggregateHandler, MsgpackHandler, aggregate_details
 from .database import MANIFEST, ArrayDatabase, Problem, naming
 from .loading import LeafMetadata, Select, load_tree, tree_metadata
 from .plan import Layout
@@ -10,17 +11,21 @@ from .staging import StagingBuffer
 from .writer import HostTree, TreeWriter, write_tree
 
 __all__ = [
+    "AGGREGATE_LIMIT",
     "MANIFEST",
+    "AggregateHandler",
     "ArrayDatabase",
     "HostTree",
     "Layout",
     "LeafMetadata",
+    "MsgpackHandler",
     "Problem",
     "SavedLeaf",
     "Select",
     "StagingBuffer",
     "TreeReader",
     "TreeWriter",
+    "aggregate_details",
     "load_tree",
     "naming",
     "tree_metadata",

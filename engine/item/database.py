@@ -136,6 +136,19 @@ class ArrayDatabase:
                 f"{self._location}: the index holds a name that is no text: {error}"
             ) from error
 
+    def add(self, arrays: Mapping[str, tuple[ArrayMetadata, bytes]]) -> None:
+        """Adds arrays whose content is at hand, each as one chunk.
+
+        Args:
+            arrays: For every name how it would be stored, and its bytes.
+        """
+        for name, (form, content) in arrays.items():
+            self._metadata[name] = form
+            for key in chunk_keys(name, form.grid):
+                self._rows[key] = len(self._entries.inline)
+                self._entries.inline.append(content)
+                self._places.append((0, 0, 0))
+
     def metadata(self, names: Sequence[str]) -> list[ArrayMetadata | None]:
         """Returns how arrays are stored; None in the place of those that there are not.
 

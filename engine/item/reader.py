@@ -13,7 +13,8 @@ from ..errors import DamagedCheckpointError, FormatVersionError, HoldfastError
 from ..format import ArrayMetadata, decode_document, dtype_from_name
 from ..record import FileRecord
 from ..storage import Location
-from ..tree import Saved, display, from_document, materialize
+from ..tree import EXTERNAL, Saved, display, from_document, materialize
+from .aggregation import AggregateHandler, MsgpackHandler, aggregated
 from .database import ArrayDatabase, Problem, naming
 from .writer import TREE, TREE_KIND
 
@@ -42,6 +43,7 @@ class TreeReader:
     Args:
         location: The item's folder.
         files: What the commit record says about its files, or None where there is none to compare with.
+        aggregate: What reads the leaves that share one file; None is msgpack.
 
     Raises:
         DamagedCheckpointError: The structure or the index is missing or does not verify.
@@ -53,13 +55,20 @@ class TreeReader:
         leaves: The leaves, in the order of the tree.
     """
 
-    def __init__(self, location: Location, files: Mapping[str, FileRecord] | None = None) -> None:
+    def __init__(
+        self,
+        location: Location,
+        files: Mapping[str, FileRecord] | None = None,
+        *,
+        aggregate: AggregateHandler | None = None,
+    ) -> None:
         self.location = location
         self._files = files or {}
         self._database = ArrayDatabase(location, files)
         document = decode_document(self._database.read_file(TREE), TREE_KIND, source=str(location / TREE))
         with naming(location):
             names, details, self.skeleton = from_document(_tree_of(document, location))
+            self._database.add(aggregated(names, details, self._database.read_file, aggregate or MsgpackHandler()))
             arrays = self._database.metadata(names)
             self.leaves = [self._leaf(*leaf) for leaf in zip(names, details, arrays, strict=True)]
 
@@ -119,8 +128,10 @@ class TreeReader:
 
     def _leaf(self, name: str, details: dict[str, Any], metadata: ArrayMetadata | None) -> SavedLeaf:
         if metadata is None:
-            if "value" in details or "base64" in details or details["kind"] == "none":
+            if "value" in details or "base64" in details or details["kind"] in {"none", EXTERNAL}:
                 return SavedLeaf(name, Saved(details))
+            if isinstance(details.get("aggregate"), str):  # of a handler that is not at hand
+                return SavedLeaf(name, Saved({**details, "kind": EXTERNAL, "handler": details["aggregate"]}))
             raise DamagedCheckpointError(f"{self.location}: the index holds no array for leaf {display(name)}")
         try:
             dtype, shape = _logical(metadata, details)

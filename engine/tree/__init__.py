@@ -5,6 +5,7 @@ from __future__ import annotations
 from .comparison import compare, spell
 from .description import describe
 from .document import Skeleton, from_document, to_document
+from .external import EXTERNAL, ExternalLeaf
 from .flatten import Flattened, flatten
 from .garbage import collection_paused
 from .leaves import ArrayLeaf, Details, Part, Piece, Saved, ValueLeaf
@@ -15,8 +16,10 @@ from .structure import Key, Node, unflatten
 from .targets import Target, describe_template
 
 __all__ = [
+    "EXTERNAL",
     "ArrayLeaf",
     "Details",
+    "ExternalLeaf",
     "Flattened",
     "Key",
     "LeafRequest",

@@ -33,7 +33,7 @@ class Flattened:
     structure: Node | None
 
 
-def flatten(tree: Any) -> Flattened:
+def flatten(tree: Any, leaf_types: tuple[type, ...] = ()) -> Flattened:
     """Takes a tree apart into leaves, names and containers.
 
     Containers are dict and its subclasses and other mappings (keys str or int, in their own order), list, tuple,
@@ -42,6 +42,7 @@ def flatten(tree: Any) -> Flattened:
 
     Args:
         tree: Any value.
+        leaf_types: Instances of these are leaves, containers or not.
 
     Returns:
         Names, leaves and containers. A structure may refer to the containers themselves (never copies leaves): keep the
@@ -51,7 +52,7 @@ def flatten(tree: Any) -> Flattened:
         UnsupportedLeafError: A key is neither str nor int, a container contains itself, or containers are nested
             deeper than `MAX_DEPTH`. All such places are named.
     """
-    walk = _Walk()
+    walk = _Walk(leaf_types)
     with collection_paused():
         structure = walk.visit(tree, "", 0)
     if walk.problems:
@@ -61,16 +62,22 @@ def flatten(tree: Any) -> Flattened:
 
 
 class _Walk:
-    __slots__ = ("above", "names", "problems", "values")
+    __slots__ = ("above", "leaf_types", "names", "problems", "values")
 
-    def __init__(self) -> None:
+    def __init__(self, leaf_types: tuple[type, ...]) -> None:
+        self.leaf_types = leaf_types
         self.names: list[str] = []
         self.values: list[Any] = []
         self.problems: list[str] = []
         self.above: dict[int, str] = {}  # containers that are being walked: id -> name
 
     def visit(self, value: Any, name: str, depth: int) -> Node | None:
-        if type(value) in _LEAF_TYPES or _is_leaf(value) or (contents := expand(value)) is None:
+        if (
+            type(value) in _LEAF_TYPES
+            or _is_leaf(value)
+            or isinstance(value, self.leaf_types)
+            or (contents := expand(value)) is None
+        ):
             self.names.append(name)
             self.values.append(value)
             return None

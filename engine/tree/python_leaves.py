@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import DamagedCheckpointError
+from .external import EXTERNAL, ExternalLeaf
 from .leaves import ArrayLeaf, Details, LeafProblem, Piece, ValueLeaf
 from .names import display
 
@@ -118,6 +119,8 @@ def decode_value(details: Details, name: str) -> Any:
     Raises:
         DamagedCheckpointError: The details do not describe a value.
     """
+    if details["kind"] == EXTERNAL:
+        return ExternalLeaf(name, details)
     try:
         return _decode(details, True)
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, AttributeError, binascii.Error) as error:
