@@ -8,8 +8,12 @@ from typing import Protocol
 class Coordinator(Protocol):
     """The processes of one program, and a key-value store that they share.
 
-    Keys are text, values are bytes. All methods may be called from any thread; none is a collective operation on
-    devices, so that a background thread never gets in the way of a training step.
+    Keys are text, values are bytes. All methods may be called from any thread, and one that waits does not keep
+    others from getting on; none is a collective operation on devices, so that a background thread never gets in the
+    way of a training step. `Group` builds barriers and the like on it.
+
+    A coordinator can be referred to weakly. All methods raise ConnectionError when the store is gone, usually with
+    the process that kept it.
 
     """
 
@@ -27,8 +31,9 @@ class Coordinator(Protocol):
         """Stores a value; every process that asks for the key gets it.
 
         Args:
-            key: A key that was not used before.
-            value: At most a few hundred KiB.
+            key: Names divided by slashes. No key may be another one that goes on after a slash, unless both are
+                deleted together: some stores take the former for a folder.
+            value: At most 512 KiB.
         """
         ...
 
