@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from types import TracebackType
@@ -10,12 +11,15 @@ from typing import Any, Self
 from .background import BackgroundSave
 from .clock import Clock, SystemClock
 from .commit import read_record
+from .coordination import Coordinator
+from .durations import Duration, seconds
 from .errors import StateError
 from .handlers import AsyncCheckpointHandler, CheckpointHandler, PyTreeCheckpointHandler, restore_item
 from .record import CheckpointRecord, ItemRecord
 from .report import SaveReport
 from .saving import ItemToSave, Save
 from .storage import Location, as_location
+from .together import Together
 
 Place = str | os.PathLike[str] | Location
 """A path, a URL (``file://``, ``memory://``, ``s3://``, ``gs://``) or a :class:`~holdfast.Location`."""
@@ -27,9 +31,14 @@ ITEM = "state"
 class Checkpointer:
     """Saves one object at a time: when ``save`` returns, the checkpoint is durable.
 
+    In a program of several processes all of them call ``save`` with the same path, and write one checkpoint together.
+
     Args:
         handler: What knows the object's kind.
         clock: Where the time of the commit comes from.
+        coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
+            initialized; ``hf.Alone()`` saves from this process alone.
+        barrier_timeout_secs: How long to wait for other processes: seconds, or ``"10m"``.
 
     >>> import tempfile, numpy as np
     >>> checkpointer = Checkpointer(PyTreeCheckpointHandler())
@@ -41,9 +50,23 @@ class Checkpointer:
 
     background = False
 
-    def __init__(self, handler: CheckpointHandler, *, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        handler: CheckpointHandler,
+        *,
+        clock: Clock | None = None,
+        coordinator: Coordinator | None = None,
+        barrier_timeout_secs: Duration = "10m",
+    ) -> None:
         self.handler = handler
         self._clock = clock or SystemClock()
+        self._coordinator = coordinator
+        self._timeout = seconds(barrier_timeout_secs, name="barrier_timeout_secs")
+
+    @functools.cached_property
+    def _together(self) -> Together:
+        # Not before it is needed: a checkpointer may be made before the processes are connected.
+        return Together("checkpointer", self._coordinator, self._timeout)
 
     def save(self, path: Place, item: Any, *, force: bool = False, **kwargs: Any) -> SaveReport | None:
         """Saves an object.
@@ -97,6 +120,8 @@ class Checkpointer:
             {ITEM: ItemToSave(self.handler, item, self.background, kwargs)},
             overwrite=force,
             record=lambda items: CheckpointRecord(items=items, time=self._clock.now()),
+            group=self._together.group(as_location(path).url),
+            timeout=self._timeout,
         )
 
     def _item(self, path: Place) -> tuple[Location, ItemRecord]:
@@ -120,19 +145,27 @@ class AsyncCheckpointer(Checkpointer):
         handler: What knows the object's kind.
         timeout_secs: How long waiting for a save may take, in seconds, before it is an error.
         clock: Where the time of the commit comes from.
+        coordinator: How processes find each other; None finds out by itself.
+        barrier_timeout_secs: How long to wait for other processes: seconds, or ``"10m"``.
     """
 
     background = True
 
     def __init__(
-        self, handler: AsyncCheckpointHandler, *, timeout_secs: float = 3600.0, clock: Clock | None = None
+        self,
+        handler: AsyncCheckpointHandler,
+        *,
+        timeout_secs: float = 3600.0,
+        clock: Clock | None = None,
+        coordinator: Coordinator | None = None,
+        barrier_timeout_secs: Duration = "10m",
     ) -> None:
         if not isinstance(handler, AsyncCheckpointHandler):
             raise TypeError(
                 f"{type(handler).__name__} cannot save in the background: use Checkpointer, "
                 "or derive the handler from AsyncCheckpointHandler"
             )
-        super().__init__(handler, clock=clock)
+        super().__init__(handler, clock=clock, coordinator=coordinator, barrier_timeout_secs=barrier_timeout_secs)
         self._save = BackgroundSave(timeout_secs)
 
     def save(self, path: Place, item: Any, *, force: bool = False, **kwargs: Any) -> None:
@@ -185,10 +218,11 @@ class PyTreeCheckpointer(Checkpointer):
 
     Args:
         clock: Where the time of the commit comes from.
+        coordinator: How processes find each other; None finds out by itself.
     """
 
-    def __init__(self, *, clock: Clock | None = None) -> None:
-        super().__init__(PyTreeCheckpointHandler(), clock=clock)
+    def __init__(self, *, clock: Clock | None = None, coordinator: Coordinator | None = None) -> None:
+        super().__init__(PyTreeCheckpointHandler(), clock=clock, coordinator=coordinator)
 
 
 def _ignore(_: object) -> None:

@@ -79,6 +79,7 @@ class PendingCheckpoint:
 
     Attributes:
         folders: The folder of every item, by the item's name.
+        token: What tells this save from all others.
     """
 
     def __init__(self, location: Location, items: Iterable[str], *, overwrite: bool) -> None:
@@ -92,7 +93,7 @@ class PendingCheckpoint:
             sweep(location)
             taken = {entry.name for entry in location.entries()}
         unique = uuid.uuid4().hex[:8]
-        self._token = uuid.uuid4().hex
+        self.token = uuid.uuid4().hex
         self.folders = {name: location / (f"{name}.{unique}" if name in taken else name) for name in items}
         self._begun = False
         self._stays = False
@@ -104,7 +105,7 @@ class PendingCheckpoint:
         self._begun = True
         self.location.make_directory()
         folders = [folder.name for folder in self.folders.values()]
-        marker = json.dumps({"format": "holdfast", "token": self._token, "folders": folders})
+        marker = json.dumps({"format": "holdfast", "token": self.token, "folders": folders})
         (self.location / PARTIAL).write_bytes(marker.encode(), atomic=False)
         for folder in self.folders.values():
             folder.make_directory()
@@ -136,7 +137,7 @@ class PendingCheckpoint:
         Args:
             record: What it holds; this adds which folders it replaces.
         """
-        if _marker(self.location).get("token") != self._token:
+        if _marker(self.location).get("token") != self.token:
             raise StorageConflictError(
                 f"{self.location}: another save to the same path has begun since; only one at a time can be committed"
             )

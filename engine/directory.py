@@ -51,15 +51,25 @@ class RunDirectory:
         rules: What keeps a step.
         clock: Where the time comes from.
         drain: Ends the save that is under way; called before a newer manager of this process takes over.
+        writes: Whether this process changes what is on disk; otherwise another one does the same at the same time, and
+            this one keeps the books alike.
     """
 
     def __init__(
-        self, location: Location, prefix: str | None, rules: Sequence[Rule], clock: Clock, drain: Callable[[], None]
+        self,
+        location: Location,
+        prefix: str | None,
+        rules: Sequence[Rule],
+        clock: Clock,
+        drain: Callable[[], None],
+        *,
+        writes: bool = True,
     ) -> None:
         self.location = location
         self.steps = StepIndex(location, prefix)
         self.ownership = Ownership(location, clock, drain)
         self._rules = rules
+        self._writes = writes
         self._swept = False
         self._changing = threading.Lock()  # records are rewritten and steps deleted one after the other
 
@@ -111,8 +121,9 @@ class RunDirectory:
         """
         with self._changing:
             record = change(self.steps.record(step))
-            self.ownership.check()
-            write_record(self.steps.location(step), record)
+            if self._writes:
+                self.ownership.check()
+                write_record(self.steps.location(step), record)
             self.steps.add(step, record)
 
     def pin(self, step: int, pinned: bool) -> None:
@@ -134,6 +145,9 @@ class RunDirectory:
             self._delete(step)
 
     def _delete(self, step: int) -> None:
+        if not self._writes:
+            self.steps.remove(step)
+            return
         self.ownership.check()
         location = self.steps.location(step)
         try:

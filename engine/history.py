@@ -10,6 +10,7 @@ from typing import Any
 from .background import BackgroundSave
 from .checkpointer import Checkpointer, Place
 from .clock import Clock, SystemClock
+from .coordination import Coordinator
 from .directory import RunDirectory
 from .durations import seconds
 from .errors import CheckpointNotFoundError, DamagedCheckpointError, NoWholeCheckpointError, OptionError
@@ -17,6 +18,7 @@ from .items import ItemSet
 from .options import CheckpointManagerOptions
 from .policy import best
 from .storage import Location, as_location
+from .together import Together
 
 _logger = logging.getLogger("holdfast")
 
@@ -45,6 +47,7 @@ class CheckpointHistory:
         options: What to save and keep.
         metadata: Facts about the run.
         clock: Where the time comes from.
+        coordinator: How the processes of a program find each other.
 
     Attributes:
         directory: Where the checkpoints are.
@@ -59,6 +62,7 @@ class CheckpointHistory:
         *,
         metadata: Mapping[str, Any] | None = None,
         clock: Clock | None = None,
+        coordinator: Coordinator | None = None,
     ) -> None:
         self.directory: Location = as_location(directory)
         self.options = options or CheckpointManagerOptions()
@@ -66,8 +70,16 @@ class CheckpointHistory:
         self._metadata = None if metadata is None else dict(metadata)
         self._clock = clock or SystemClock()
         self._background = BackgroundSave(seconds(self.options.save_timeout_secs))
+        self._together = Together(
+            self.directory.url, coordinator, seconds(self.options.barrier_timeout_secs, name="barrier_timeout_secs")
+        )
         self._run = RunDirectory(
-            self.directory, self.options.step_prefix, self.options.rules(), self._clock, self._background.join
+            self.directory,
+            self.options.step_prefix,
+            self.options.rules(),
+            self._clock,
+            self._background.join,
+            writes=self._together.leads,
         )
         self._steps = self._run.steps
         self._previous: int | None = self.latest_step()  # the step that the run is at, as far as saves are concerned
@@ -182,12 +194,12 @@ class CheckpointHistory:
         """
         self._background.join()
         skipped: list[tuple[int, str]] = []
-        for step in sorted({*self.all_steps(), *self._steps.damage}, reverse=True):
-            try:
-                found = self._restore(step, items, restore_kwargs or {})
-            except DamagedCheckpointError as error:
-                _logger.warning("%s: step %d is damaged and passed over: %s", self.directory, step, error)
-                skipped.append((step, str(error)))
+        steps = self._together.decide("steps", lambda: sorted({*self.all_steps(), *self._steps.damage}, reverse=True))
+        for step in steps:
+            found, damage = self._attempt(step, items, restore_kwargs or {})
+            if damage is not None:
+                _logger.warning("%s: step %d is damaged and passed over: %s", self.directory, step, damage)
+                skipped.append((step, damage))
                 continue
             if skipped:
                 _logger.warning("%s: going back to step %d, the newest whole checkpoint", self.directory, step)
@@ -206,6 +218,18 @@ class CheckpointHistory:
                 )
             )
         return None
+
+    def _attempt(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> tuple[Any, str | None]:
+        """Restores a step; returns it, or what is wrong with it, for this process or for any other."""
+        found = damage = None
+        try:
+            found = self._restore(step, items, kwargs)
+        except DamagedCheckpointError as error:
+            damage = str(error)
+        except BaseException as error:
+            self._together.fail("restored", error)
+            raise
+        return found, next((what for what in self._together.share("restored", damage) if what is not None), None)
 
     def _restore(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
         return self._items.restore(self._steps.location(step), self._steps.record(step), items, kwargs)

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from .agreement import AgreementSchedule
 from .checkpointer import Checkpointer, Place
 from .clock import Clock
+from .coordination import Coordinator
 from .errors import (
     SaveFailedError,
     StateError,
@@ -17,7 +19,7 @@ from .errors import (
 from .history import CheckpointHistory, valid_step
 from .metrics import LateMetrics, plain_metrics
 from .options import CheckpointManagerOptions
-from .policy import Decision, Moment, StepInfo, decide
+from .policy import Decision, Moment, StepInfo, Trigger, decide
 from .record import CheckpointRecord, ItemRecord
 from .report import SaveReport
 from .saving import Save
@@ -28,7 +30,9 @@ _logger = logging.getLogger("holdfast")
 class CheckpointManager(CheckpointHistory):
     """Keeps the checkpoints of one run in one directory.
 
-    A manager is used from one thread. Any number may read a directory; one at a time writes to it.
+    A manager is used from one thread. Any number may read a directory; one at a time writes to it. In a program of
+    several processes, each of them makes a manager and calls the same methods at the same steps: they save together,
+    process 0 decides what depends on time or metrics, and only it deletes.
 
     Args:
         directory: Where the checkpoints are: a path or a URL. It is made when something is saved.
@@ -37,6 +41,8 @@ class CheckpointManager(CheckpointHistory):
         options: When to save and what to keep.
         metadata: Facts about the run, as JSON can hold them; stored beside the checkpoints.
         clock: Where the time comes from.
+        coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
+            initialized; ``hf.Alone()`` is this process alone.
 
     >>> import tempfile, numpy as np
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -56,14 +62,17 @@ class CheckpointManager(CheckpointHistory):
         *,
         metadata: Mapping[str, Any] | None = None,
         clock: Clock | None = None,
+        coordinator: Coordinator | None = None,
     ) -> None:
-        super().__init__(directory, checkpointers, options, metadata=metadata, clock=clock)
+        super().__init__(directory, checkpointers, options, metadata=metadata, clock=clock, coordinator=coordinator)
         self._triggers = self.options.triggers()
         self._listeners: list[Callable[[SaveReport], None]] = []
         self._closed = False
         self._in_flight: int | None = None
         self._late = LateMetrics()
         self._last_save = self._clock.monotonic()
+        self._schedule = AgreementSchedule(self.options.triggers())
+        self._acquired = False
 
     # ---- saving
 
@@ -76,8 +85,22 @@ class CheckpointManager(CheckpointHistory):
             step: The number of optimizer updates done.
             metrics: The metrics of this step, for ``save_on_best``.
         """
-        decision = decide(
-            self._triggers,
+        if self._together.alone:
+            decision = self._decide(step, metrics, self._triggers)
+        elif self._schedule.asks(step, metrics):
+            decision = self._agree(step, metrics)
+        else:
+            decision = self._decide(step, None, self._schedule.certain)
+            answer = self._schedule.answer(step)  # where this step was asked about before
+            if answer is not None and answer.save and not self._is_saved(step):
+                decision = answer
+        if self._previous is None and not decision.save:
+            self._previous = step
+        return decision
+
+    def _decide(self, step: int, metrics: Mapping[str, Any] | None, triggers: Sequence[Trigger]) -> Decision:
+        return decide(
+            triggers,
             Moment(
                 step=step,
                 previous=self._previous,
@@ -85,11 +108,25 @@ class CheckpointManager(CheckpointHistory):
                 last=self._last_save,
                 metrics=metrics,
                 earlier=self._earlier() if self.options.save_on_best else (),
-                saved=step in self._steps or step == self._in_flight,
+                saved=self._is_saved(step),
             ),
         )
-        if self._previous is None and not decision.save:
-            self._previous = step
+
+    def _is_saved(self, step: int) -> bool:
+        return step in self._steps or step == self._in_flight
+
+    def _agree(self, step: int, metrics: Mapping[str, Any] | None) -> Decision:
+        """Decides as process 0 does: clocks and metrics may differ from process to process."""
+
+        def ask() -> list[Any]:
+            decision = self._decide(step, metrics, self._triggers)
+            now = self._clock.monotonic()
+            since = 0.0 if decision.save else now - self._last_save
+            return [decision.save, decision.reason, self._schedule.next_step(step, now, since)]
+
+        save, reason, following = self._together.decide(f"decision at step {step}", ask)
+        decision = Decision(save, reason)
+        self._schedule.agreed(step, decision, following)
         return decision
 
     def should_save(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
@@ -132,13 +169,22 @@ class CheckpointManager(CheckpointHistory):
             return False
         self.acquire()
         self._background.join()
-        numbers = plain_metrics(metrics)
+        group = self._together.group(f"step {step}")
+        try:
+            numbers = plain_metrics(metrics)
+            values = self._items.to_save(items, save_kwargs or {})
+        except BaseException as error:
+            if group is not None:
+                group.fail(error)
+            raise
         save = Save(
             self._steps.location(step),
-            self._items.to_save(items, save_kwargs or {}),
+            values,
             overwrite=force or step in self._steps.damage,
             began=began,
             record=lambda found: self._record(step, found, reason or decision.reason),
+            group=group,
+            timeout=self._together.timeout,
         )
         self._late.open(step, numbers)
         self._previous, self._last_save = step, self._clock.monotonic()
@@ -165,26 +211,38 @@ class CheckpointManager(CheckpointHistory):
         """
         self._check_writable()
         found = plain_metrics(metrics) or {}
-        if self._late.add(step, found):
-            return  # its record is yet to be written, and will hold them
-        if step == self._in_flight:
-            self._background.join()
+
+        def record() -> dict[str, Any] | None:
+            if self._late.add(step, found):
+                return None  # the record is yet to be written, and will hold them
+            self._change(step, found)
+            return found
+
         self.acquire()
-        self._run.change(step, lambda record: record.with_metrics(found))
+        recorded = self._together.decide(f"metrics of step {step}", record)
+        if recorded is None:
+            return
+        if not self._together.leads:
+            self._change(step, recorded)
         if not self._background.running:  # a save that is under way collects when it is done
             self._background.start(self._run.collect, what=f"{self.directory}: deleting old steps")
+
+    def _change(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if step == self._in_flight:
+            self._background.join()
+        self._run.change(step, lambda record: record.with_metrics(metrics))
 
     def pin(self, step: int) -> None:
         """Keeps a step whatever the rules say, until it is unpinned."""
         self._check_writable()
         self.acquire()
-        self._run.pin(step, True)
+        self._everywhere(f"pin {step}", lambda: self._run.pin(step, True))
 
     def unpin(self, step: int) -> None:
         """Leaves a step to the rules again."""
         self._check_writable()
         self.acquire()
-        self._run.pin(step, False)
+        self._everywhere(f"unpin {step}", lambda: self._run.pin(step, False))
 
     def delete(self, step: int) -> None:
         """Deletes a step.
@@ -199,7 +257,13 @@ class CheckpointManager(CheckpointHistory):
         if step == self._in_flight:
             self._background.join()
         self.acquire()
-        self._run.delete(step)
+        self._everywhere(f"delete {step}", lambda: self._run.delete(step))
+
+    def _everywhere(self, what: str, work: Callable[[], None]) -> None:
+        """Does something on process 0, and then, where that went well, in the books of the others."""
+        self._together.decide(what, work)
+        if not self._together.leads:
+            work()
 
     def acquire(self) -> None:
         """Takes the right to write to the directory, and removes what interrupted runs have left in it.
@@ -210,7 +274,13 @@ class CheckpointManager(CheckpointHistory):
             OwnershipError: Another run writes to this directory.
         """
         self._check_writable()
-        self._run.acquire(self._metadata, self.options)
+        if self._acquired:
+            self._run.ownership.check_not_lost()
+            return
+        self._together.decide("acquire", lambda: self._run.acquire(self._metadata, self.options))
+        if not self._together.leads:
+            self._steps.reload()
+        self._acquired = True
 
     def add_listener(self, listener: Callable[[SaveReport], None]) -> None:
         """Calls a function after every commit, on the thread that committed.

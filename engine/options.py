@@ -49,6 +49,8 @@ class CheckpointManagerOptions:
         step_prefix: Steps live in directories named ``<step_prefix>_<step>`` instead of ``<step>``.
         read_only: Only look: nothing is saved, deleted or swept, and the directory may belong to another run.
         save_timeout_secs: How long waiting for a save may take before it is an error: seconds, or ``"10m"``.
+        barrier_timeout_secs: How long a process waits for the others of its program before that is an error that names
+            them: seconds, or ``"10m"``.
     """
 
     save_interval_steps: int | None = 1
@@ -65,6 +67,7 @@ class CheckpointManagerOptions:
     step_prefix: str | None = None
     read_only: bool = False
     save_timeout_secs: Duration = "1h"
+    barrier_timeout_secs: Duration = "10m"
 
     def __post_init__(self) -> None:
         if self.save_on_best and self.best_fn is None:
@@ -80,6 +83,7 @@ class CheckpointManagerOptions:
         if not isinstance(self.keep_steps, Collection) or isinstance(self.keep_steps, str):
             raise OptionError(f"keep_steps={self.keep_steps!r} must be a collection of steps")
         seconds(self.save_timeout_secs, name="save_timeout_secs")
+        seconds(self.barrier_timeout_secs, name="barrier_timeout_secs")
         self.triggers()
         self.rules()
 

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .commit import PendingCheckpoint
+from .coordination import Member
 from .digests import digest
 from .handlers import (
     AsyncCheckpointHandler,
     CheckpointHandler,
     Files,
     PreparedCheckpointHandler,
+    PreparedItem,
     finish,
     run_coroutine,
-    write_alone,
 )
+from .participation import participation
 from .record import CheckpointRecord, FileRecord, ItemRecord
 from .report import SaveReport
 from .storage import Location
+
+if TYPE_CHECKING:
+    from .coordination.group import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +48,17 @@ class ItemToSave:
 class Save:
     """A save that has begun: its snapshot is taken, and :meth:`complete` writes and commits it.
 
+    With several processes, each makes one of these for the same items. Process 0 makes the folders, puts together what
+    all of them have written, and commits; the others learn of it through the group.
+
     Args:
         location: The checkpoint's directory.
         items: What to save, by item name.
         overwrite: Whether a checkpoint that is there may be replaced.
         began: When the caller was called, by ``time.perf_counter()``; None is now.
-        record: Makes the commit record from the items' records; called right before the commit.
+        record: Makes the commit record from the items' records; called right before the commit, on process 0.
+        group: The processes that save together, for this save alone; None is this process alone.
+        timeout: How long to wait for other processes, in seconds.
 
     Raises:
         CheckpointExistsError: The directory holds something that must not be replaced.
@@ -64,32 +73,35 @@ class Save:
         overwrite: bool,
         began: float | None = None,
         record: Callable[[Mapping[str, ItemRecord]], CheckpointRecord],
+        group: Group | None = None,
+        timeout: float = 600.0,
     ) -> None:
         self._began = time.perf_counter() if began is None else began
         self._kinds = {name: item.handler.kind for name, item in items.items()}
         self._record = record
-        self._writers: dict[str, Callable[[Location], Files | None]] = {}
-        self._pending = PendingCheckpoint(location, items, overwrite=overwrite)
+        self._location = location
+        self._items: dict[str, PreparedItem] = {}
         self._background = any(item.background for item in items.values())
+        self._part = participation(location, items, overwrite=overwrite, group=group, timeout=timeout)
         try:
             for name, item in items.items():
-                self._writers[name] = self._begin(item, self._pending.folders[name])
-        except BaseException:
-            self._pending.abort()
+                if self._part.takes_part(item.handler):
+                    self._items[name] = self._begin(name, item)
+        except BaseException as error:
+            self._part.give_up(error)
             raise
         self._blocked = time.perf_counter() - self._began
 
-    def _begin(self, item: ItemToSave, folder: Location) -> Callable[[Location], Files | None]:
+    def _begin(self, name: str, item: ItemToSave) -> PreparedItem:
         """Does what cannot wait, and returns what writes the rest."""
         if isinstance(item.handler, PreparedCheckpointHandler):
-            prepared = item.handler.prepare(item.value, snapshot=self._background, **item.kwargs)
-            return lambda folder: write_alone(prepared, folder)
-        self._pending.begin()
+            return item.handler.prepare(item.value, snapshot=self._background, **item.kwargs)
+        folder = self._part.open()[name]
         if item.background and isinstance(item.handler, AsyncCheckpointHandler):
             futures = run_coroutine(item.handler.async_save(folder, item.value, **item.kwargs))
-            return lambda _: finish(futures)
+            return _Begun(lambda: finish(futures))
         files = item.handler.save(folder, item.value, **item.kwargs)
-        return lambda _: files
+        return _Begun(lambda: files)
 
     @property
     def in_background(self) -> bool:
@@ -104,27 +116,49 @@ class Save:
 
         Raises:
             StorageError: The storage refused; the checkpoint does not exist, and nothing of it is left behind.
+            PeerFailedError: Another process failed; the checkpoint does not exist.
+            BarrierTimeoutError: Another process did not answer in time.
         """
         try:
-            self._pending.begin()
-            items = {}
-            for name, folder in self._pending.folders.items():
-                files = self._writers.pop(name)(folder)
-                items[name] = ItemRecord(folder.name, self._kinds[name], _sealed(folder) if files is None else files)
-            record = self._record(items)
-            self._pending.commit(record)
-        except BaseException:
-            self._pending.abort()
+            folders = self._part.open()
+            fragments = {name: item.write(folders[name], self._part.member) for name, item in self._items.items()}
+            record = self._part.commit(fragments, self._merge)
+        except BaseException as error:
+            self._part.give_up(error)
             raise
         total = time.perf_counter() - self._began
         return record, SaveReport(
             step=record.step,
-            path=self._pending.location.url,
+            path=self._location.url,
             reason=record.reason,
             bytes=record.nbytes,
             blocked_seconds=self._blocked if self._background else total,
             total_seconds=total,
         )
+
+    def _merge(self, fragments: Mapping[str, Sequence[bytes]]) -> CheckpointRecord:
+        """Completes every item from what all processes have written, and makes the commit record."""
+        items = {}
+        for name, folder in self._part.open().items():
+            files = self._items.pop(name).merge(folder, fragments[name])
+            items[name] = ItemRecord(folder.name, self._kinds[name], files)
+        return self._record(items)
+
+
+class _Begun:
+    """An item whose handler has begun to write it by itself."""
+
+    def __init__(self, rest: Callable[[], Files | None]) -> None:
+        self._rest = rest
+        self._files: Files | None = None
+
+    def write(self, folder: Location, member: Member) -> bytes:
+        files = self._rest()
+        self._files = files if member.count == 1 else None  # the files of the others are not known here
+        return b""
+
+    def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
+        return _sealed(folder) if self._files is None else self._files
 
 
 def _sealed(folder: Location, prefix: str = "") -> Files:

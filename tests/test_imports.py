@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("item",),
     ("handlers",),
     ("commit", "background", "ownership", "options"),
+    ("participation", "together", "agreement"),
     ("saving", "checkpointer"),
     ("steps", "items", "directory", "history", "manager"),
     ("interop",),
