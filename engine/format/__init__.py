@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .array_index import ArrayIndex, key_order
 from .checksums import crc32c, extend
 from .compression import LEVELS, compress_chunks, decompress_chunk
 from .documents import DOCUMENT_LIMIT, decode_document, encode_document
@@ -24,6 +25,7 @@ __all__ = [
     "LEVELS",
     "MANIFEST_NAME",
     "METADATA_LIMIT",
+    "ArrayIndex",
     "ArrayMetadata",
     "Entries",
     "Stored",
@@ -42,6 +44,7 @@ __all__ = [
     "encode_database",
     "encode_document",
     "extend",
+    "key_order",
     "metadata_key",
     "storage_dtype",
 ]

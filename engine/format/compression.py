@@ -84,7 +84,7 @@ def _decoder(nbytes: int) -> tuple[tensorstore.TensorStore, tensorstore.KvStore]
 def _open(
     nbytes: int, codecs: Sequence[dict[str, Any]], context: tensorstore.Context
 ) -> tuple[tensorstore.TensorStore, tensorstore.KvStore]:
-    """Opens an array in memory of any number of rows, each of them one chunk; returns it and the store of its chunks."""
+    """Opens an array in memory of any number of rows, each one chunk; returns it and the store of the chunks."""
     import tensorstore as ts
 
     array = ts.open(

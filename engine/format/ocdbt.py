@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from .ocdbt_entries import Entries as Entries
 from .ocdbt_manifest import Root, decode_manifest, encode_manifest
-from .ocdbt_nodes import encode_leaves, encode_parents
+from .ocdbt_nodes import Nodes, encode_leaves, encode_parents, join_levels
+from .ocdbt_rows import Rows, rows_of
 from .ocdbt_tree import TreeReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 MANIFEST_NAME = "manifest.ocdbt"
 """The name of the manifest in the directory of a database."""
@@ -42,9 +43,38 @@ def encode_database(
         ValueError: The entries cannot be stored.
     """
     entries.check()
-    if not entries.keys:
+    batches = [rows_of(entries)] if entries.keys else []
+    return encode_rows(
+        batches, node_file=node_file, database_id=database_id, created_ns=created_ns, node_limit=node_limit
+    )
+
+
+def encode_rows(
+    batches: Iterable[Rows], *, node_file: str, database_id: bytes, created_ns: int, node_limit: int = 1 << 20
+) -> tuple[bytes, bytes]:
+    """Encodes a database from columns, a stretch at a time.
+
+    Args:
+        batches: Stretches of rows, in the order of their keys; each begins a node of its own.
+        node_file: The path that the file with the nodes will have, relative to the directory of the database.
+        database_id: 16 bytes that no other database has.
+        created_ns: When it was made, in nanoseconds since 1970-01-01 UTC.
+        node_limit: Bytes that a node should not pass; a node with one value, or two children, may.
+
+    Returns:
+        The content of ``manifest.ocdbt``, and the content of `node_file`; the latter is empty when there are no keys.
+    """
+    frames: list[bytes] = []
+    leaves: list[Nodes] = []
+    end = 0
+    for rows in batches:
+        nodes, leaf_level = encode_leaves(rows, node_limit, end)
+        frames += nodes
+        leaves.append(leaf_level)
+        end += sum(map(len, nodes))
+    if not leaves:
         return encode_manifest(None, database_id, created_ns), b""
-    frames, level = encode_leaves(entries, node_limit)
+    level = join_levels(leaves)
     while len(level.keys) > 1:
         parents, level = encode_parents(level, node_file, node_limit)
         frames += parents

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from .ocdbt_columns import shared_prefixes
 from .ocdbt_entries import PATH_LIMIT, is_inside
 from .varint import encode_varint, encode_varints
 
@@ -51,9 +52,13 @@ def encode_files(paths: Sequence[str]) -> bytes:
     longest = max(map(len, encoded), default=0)
     if longest > PATH_LIMIT:
         raise ValueError(f"the path of a data file has {longest} bytes; the limit is {PATH_LIMIT}")
-    lengths = np.array([len(path) for path in encoded], np.int64)
-    zeros = bytes(len(encoded))  # varints: no prefix shared with the path before, no base path
-    return b"".join((encode_varint(len(encoded)), zeros[1:], encode_varints(lengths), zeros, *encoded))
+    shared = shared_prefixes(encoded)
+    suffixes = [path[size:] for path, size in zip(encoded, shared.tolist(), strict=True)]
+    lengths = np.array([len(suffix) for suffix in suffixes], np.int64)
+    bases = bytes(len(encoded))  # varints: no base path
+    return b"".join(
+        (encode_varint(len(encoded)), encode_varints(shared[1:]), encode_varints(lengths), bases, *suffixes)
+    )
 
 
 def decode_files(cursor: Cursor, base: bytes) -> list[DataFile]:

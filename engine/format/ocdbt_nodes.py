@@ -16,9 +16,11 @@ from .ocdbt_frames import NODE_MAGIC, encode_frame
 from .varint import encode_varint, encode_varints, varint_sizes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
-    from .ocdbt_entries import Entries
+    from .ocdbt_rows import Rows
 
 _FIXED = 64
 """Bytes of a node that do not depend on its entries, at most."""
@@ -49,60 +51,98 @@ class Nodes:
     value_bytes: NDArray[np.int64]
 
 
-def encode_leaves(entries: Entries, node_limit: int) -> tuple[list[bytes], Nodes]:
-    """Encodes all entries as leaf nodes.
+def encode_leaves(rows: Rows, node_limit: int, offset: int = 0) -> tuple[list[bytes], Nodes]:
+    """Encodes rows as leaf nodes.
 
     Args:
-        entries: What to store, checked, with at least one key.
-        node_limit: Bytes that a node should not pass; a node with one entry may.
+        rows: What to store; at least one.
+        node_limit: Bytes that a node should not pass; a node with one row may.
+        offset: Where the nodes will lie in the node file, in bytes.
 
     Returns:
-        The encoded nodes, and what their parents say of them; offsets begin at 0.
+        The encoded nodes, and what their parents say of them.
     """
-    shared = shared_prefixes(entries.keys)
-    outside = np.array([value is None for value in entries.inline], bool)
-    sizes = np.array([0 if value is None else len(value) for value in entries.inline], np.int64)
-    lengths = np.where(outside, entries.lengths, sizes)
-    new_file = outside.copy()  # an upper bound: where the file is another one than that of the value before
-    changes = np.flatnonzero(outside)
-    new_file[changes[1:]] = np.diff(entries.file_ids[changes]) != 0
-    path_sizes = np.array([len(path.encode()) + 8 for path in entries.files] or [0], np.int64)
-    costs = varint_sizes(lengths) + 1 + sizes
-    costs += np.where(outside, varint_sizes(entries.file_ids) + varint_sizes(entries.offsets), 0)
-    costs += np.where(new_file, path_sizes[np.where(outside, entries.file_ids, 0)], 0)
-    extra = int(path_sizes.max())  # the file of a node's first value may have been used before
-    bodies = []
-    bounds = _split(entries.keys, shared, costs, node_limit - extra, 1)
-    for start, stop in bounds:
-        mask = outside[start:stop]
-        used, ids = np.unique(entries.file_ids[start:stop][mask], return_inverse=True)
-        bodies.append(
-            b"".join(
-                (
-                    b"\0",
-                    encode_files([entries.files[i] for i in used.tolist()]),
-                    *_encode_keys(entries.keys, shared, start, stop),
-                    encode_varints(lengths[start:stop]),
-                    mask.astype(np.uint8).tobytes(),
-                    encode_varints(ids),
-                    encode_varints(entries.offsets[start:stop][mask]),
-                    *(value for value in entries.inline[start:stop] if value is not None),
-                )
-            )
+    suffix_sizes = np.diff(rows.suffix_ends, prepend=0)
+    inline_ends = np.cumsum(~rows.outside)  # inline values up to and including each row
+    inline_sizes = np.where(rows.outside, 0, rows.lengths)
+    costs = varint_sizes(rows.shared) + varint_sizes(suffix_sizes) + suffix_sizes
+    costs += varint_sizes(rows.lengths) + 1 + inline_sizes
+    costs += np.where(rows.outside, len(encode_varint(len(rows.files))) + varint_sizes(rows.offsets), 0)
+    ends = np.cumsum(costs)
+    frames: list[bytes] = []
+    keys: list[bytes] = []
+    bounds = [0]
+    while bounds[-1] < len(rows):
+        start = bounds[-1]
+        key = rows.key(start)
+        stop, table, file_ids = _leaf_end(rows, ends, start, node_limit - _FIXED - int(rows.shared[start]))
+        outside = rows.outside[start:stop]
+        first_inline = int(inline_ends[start - 1]) if start else 0
+        body = (
+            b"\0",
+            table,
+            encode_varint(stop - start),
+            encode_varints(rows.shared[start + 1 : stop]),
+            encode_varint(len(key)),
+            encode_varints(suffix_sizes[start + 1 : stop]),
+            key,
+            rows.text[int(rows.suffix_ends[start]) : int(rows.suffix_ends[stop - 1])],
+            encode_varints(rows.lengths[start:stop]),
+            outside.astype(np.uint8).tobytes(),
+            encode_varints(file_ids),
+            encode_varints(rows.offsets[start:stop][outside]),
+            *rows.inline[first_inline : int(inline_ends[stop - 1])],
         )
-    totals = np.cumsum(np.where(outside, lengths, 0))
-    frames = [encode_frame(NODE_MAGIC, body) for body in bodies]
+        frames.append(encode_frame(NODE_MAGIC, b"".join(body)))
+        keys.append(key)
+        bounds.append(stop)
     sizes = np.array([len(frame) for frame in frames], np.int64)
-    ends = np.array([stop for _, stop in bounds], np.int64) - 1
     return frames, Nodes(
         height=0,
-        keys=[entries.keys[start] for start, _ in bounds],
-        offsets=np.cumsum(sizes) - sizes,
+        keys=keys,
+        offsets=offset + np.cumsum(sizes) - sizes,
         lengths=sizes,
-        key_counts=np.diff(ends, prepend=-1),
+        key_counts=np.diff(bounds),
         tree_bytes=sizes,
-        value_bytes=np.diff(totals[ends], prepend=0),
+        value_bytes=np.add.reduceat(np.where(rows.outside, rows.lengths, 0), bounds[:-1]),
     )
+
+
+def _leaf_end(rows: Rows, ends: NDArray[np.int64], start: int, room: int) -> tuple[int, bytes, NDArray[np.int64]]:
+    """Decides where the leaf node ends that begins with row `start`.
+
+    Args:
+        rows: All rows.
+        ends: Encoded bytes of all rows up to and including each.
+        start: The first row.
+        room: Bytes that the node should take at most, with its table of files.
+
+    Returns:
+        The row after the last one, the table of files, and the index into that of each value outside.
+    """
+    spent = int(ends[start - 1]) if start else 0
+    reserve = 0  # for the table, which is only known once the rows are
+    while True:
+        stop = int(np.searchsorted(ends, spent + max(0, room - reserve), "right"))
+        stop = min(max(stop, start + 1), start + _ARITY_LIMIT, len(rows))
+        file_ids = rows.file_ids[start:stop][rows.outside[start:stop]]
+        used = np.zeros(len(rows.files), bool)
+        used[file_ids] = True
+        table = encode_files([rows.files[i] for i in np.flatnonzero(used).tolist()])
+        if int(ends[stop - 1]) - spent + len(table) <= room or stop == start + 1:
+            return stop, table, (np.cumsum(used) - 1)[file_ids]
+        reserve = min(len(table), (room + reserve + 1) // 2)
+
+
+def join_levels(levels: Sequence[Nodes]) -> Nodes:
+    """Joins stretches of one level, lowest keys first; at least one."""
+    if len(levels) == 1:
+        return levels[0]
+    columns = zip(
+        *((n.offsets, n.lengths, n.key_counts, n.tree_bytes, n.value_bytes) for n in levels),
+        strict=True,
+    )
+    return Nodes(levels[0].height, [key for level in levels for key in level.keys], *map(np.concatenate, columns))
 
 
 def encode_parents(below: Nodes, node_file: str, node_limit: int) -> tuple[list[bytes], Nodes]:
