@@ -68,6 +68,9 @@ if TYPE_CHECKING:
     from .engine.report import SaveReport as SaveReport
     from .engine.storage import Location as Location
     from .engine.storage import as_location as as_location
+    from .engine.transformed import load_transformed as load_transformed
+    from .engine.tree import Transform as Transform
+    from .engine.tree import apply_transformations as apply_transformations
 
 # Loaded when first asked for, so that importing the package costs next to nothing.
 _HOMES = {
@@ -123,6 +126,8 @@ _HOMES = {
     "policy": ("Decision",),
     "report": ("SaveReport",),
     "storage": ("Location", "as_location"),
+    "transformed": ("load_transformed",),
+    "tree": ("Transform", "apply_transformations"),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 

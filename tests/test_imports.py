@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("saving", "checkpointer"),
     ("steps", "items", "directory", "history", "manager"),
     ("interop",),
-    ("api", "inspection"),
+    ("api", "inspection", "transformed"),
     ("_package",),
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .comparison import compare, spell
+from .containers import expand
 from .description import describe
 from .document import Skeleton, from_document, to_document
 from .external import EXTERNAL, ExternalLeaf
@@ -14,35 +15,52 @@ from .names import display, escape_key, join, split, unescape_key
 from .requests import LeafRequest
 from .structure import Key, Node, unflatten
 from .targets import Target, describe_template
+from .transform import Transform
+from .transform_plan import Call, Computed, Kept, Origin, OriginalTree, Taken
+from .transform_plan import plan as plan_transformations
+from .transformations import apply_transformations, has_values, parts, transformed
 
 __all__ = [
     "EXTERNAL",
     "ArrayLeaf",
+    "Call",
+    "Computed",
     "Details",
     "ExternalLeaf",
     "Flattened",
+    "Kept",
     "Key",
     "LeafRequest",
     "Node",
+    "Origin",
+    "OriginalTree",
     "Part",
     "Piece",
     "Saved",
     "Skeleton",
+    "Taken",
     "Target",
+    "Transform",
     "ValueLeaf",
+    "apply_transformations",
     "collection_paused",
     "compare",
     "describe",
     "describe_template",
     "display",
     "escape_key",
+    "expand",
     "flatten",
     "from_document",
+    "has_values",
     "join",
     "materialize",
+    "parts",
+    "plan_transformations",
     "spell",
     "split",
     "to_document",
+    "transformed",
     "unescape_key",
     "unflatten",
 ]

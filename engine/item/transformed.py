@@ -1,0 +1,258 @@
+"""A saved tree loaded into another structure: only what is needed is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import TreeMismatchError
+from ..tree import (
+    ArrayLeaf,
+    Call,
+    Computed,
+    Flattened,
+    Kept,
+    Origin,
+    OriginalTree,
+    Saved,
+    Taken,
+    Target,
+    compare,
+    describe,
+    describe_template,
+    display,
+    flatten,
+    has_values,
+    join,
+    materialize,
+    parts,
+    plan_transformations,
+    split,
+    transformed,
+    unflatten,
+)
+from .database import naming
+from .lazy import LeafCache, own, plain
+from .loading import load_tree
+from .reader import SavedLeaf, TreeReader
+
+
+def load_transformed_tree(
+    reader: TreeReader, transformations: Any, new_tree: Any, *, default_to_original: bool = True
+) -> Any:
+    """Reads what `apply_transformations` would take from a saved tree, and nothing else of it.
+
+    Args:
+        reader: The saved tree.
+        transformations: `Transform` objects by their keys. ``value_fn`` is given numpy arrays and Python values, as
+            `load` returns them without a template; ``multi_value_fn`` is given the saved tree as mappings and sequences
+            that read a leaf when it is indexed. Arrays are read-only.
+        new_tree: The template. Its leaves decide the array library and the sharding of the result, and its dtypes and
+            shapes are checked, for what functions return as well; ``...`` takes what there is. A leaf that is kept has
+            to have values.
+        default_to_original: As in `apply_transformations`.
+
+    Returns:
+        A tree of the new tree's containers.
+
+    Raises:
+        OptionError: A transformation makes no sense.
+        TreeMismatchError: Keys cannot be filled from the checkpoint; names all of them.
+        DamagedCheckpointError: What is needed does not verify.
+    """
+    new = flatten(new_tree)
+    known = OriginalTree(
+        [leaf.name for leaf in reader.leaves],
+        reader.skeleton.structure,
+        [leaf.saved.kind == "none" for leaf in reader.leaves],
+    )
+    with naming(reader.location):
+        origins = plan_transformations(known, transformations, new, default_to_original)
+    values = _Loader(reader, new, origins).load()
+    return unflatten(new.structure, values)
+
+
+class _Loader:
+    """Fills the leaves of a new tree.
+
+    Leaves that are handed on as they are go through `load_tree`, with the new tree's leaves as a template. What
+    functions are given, and what several leaves take, is read whole and once.
+    """
+
+    def __init__(self, reader: TreeReader, new: Flattened, origins: Sequence[Origin]) -> None:
+        self._reader = reader
+        self._new = new
+        self._origins = origins
+        self._cache = LeafCache(reader)
+        needed = [number for number, origin in enumerate(origins) if not isinstance(origin, Kept)]
+        described = describe_template(
+            [new.names[number] for number in needed], [new.values[number] for number in needed]
+        )
+        self._targets = dict(zip(needed, described, strict=True))
+
+    def load(self) -> list[Any]:
+        self._check()
+        results = list(self._new.values)
+        direct = self._direct()
+        for number, value in self._loaded(direct):
+            results[number] = value
+        made = [number for number in self._targets if number not in direct]
+        for number, value in zip(made, self._fitted(made, self._made(made)), strict=True):
+            results[number] = value
+        return results
+
+    def _check(self) -> None:
+        """Compares what is handed on with the template, before anything is read."""
+        differences = []
+        for number, origin in enumerate(self._origins):
+            name, value = self._new.names[number], self._new.values[number]
+            if isinstance(origin, Kept) and not has_values(value):
+                differences.append(f"{display(name)}: expected a value, found only its shape and dtype in the new tree")
+            elif isinstance(origin, Taken) and origin.function is None and origin.container is None:
+                difference = compare(
+                    self._targets[number], self._reader.leaves[origin.start].saved, self._where(number)
+                )
+                if difference is not None:
+                    differences.append(difference)
+        self._raise(differences)
+
+    def _direct(self) -> dict[int, SavedLeaf]:
+        """Returns the saved leaves that exactly one leaf of the new tree takes, as they are."""
+        takers: dict[int, list[int]] = {}
+        for number, origin in enumerate(self._origins):
+            if isinstance(origin, Taken) and origin.container is None:
+                takers.setdefault(origin.start, []).append(number)
+        found = {}
+        for start, numbers in takers.items():
+            leaf, origin = self._reader.leaves[start], self._origins[numbers[0]]
+            single = len(numbers) == 1 and isinstance(origin, Taken) and origin.function is None
+            # "1" beside 1 has a name that a dictionary with just one of them does not give.
+            if single and join(split(leaf.name)) == leaf.name:
+                found[numbers[0]] = leaf
+        return found
+
+    def _loaded(self, direct: dict[int, SavedLeaf]) -> Iterator[tuple[int, Any]]:
+        if not direct:
+            return
+        template: Any = {}
+        for number, leaf in direct.items():
+            template = _put(template, split(leaf.name), self._new.values[number])
+        tree = load_tree(cast("TreeReader", _Part(self._reader, list(direct.values()))), like=template)
+        flat = flatten(tree)
+        found = dict(zip(flat.names, flat.values, strict=True))
+        for number, leaf in direct.items():
+            yield number, found[leaf.name]
+
+    def _made(self, numbers: Sequence[int]) -> list[Any]:
+        """Returns values, as yet of any kind, for leaves that are not simply loaded."""
+        taken = [origin for number in numbers if isinstance(origin := self._origins[number], Taken)]
+        self._cache.values([leaf for origin in taken for leaf in range(origin.start, origin.stop)])
+        returned: dict[Call, dict[str, Any]] = {}
+        values: list[Any] = []
+        for number in numbers:
+            origin, old = self._origins[number], self._new.values[number]
+            if isinstance(origin, Computed):
+                if origin.call not in returned:
+                    result = plain(origin.call.run(self._cache.tree()))
+                    returned[origin.call] = parts(origin.call, result, old is ...)
+                values.append(returned[origin.call][origin.name])
+            elif isinstance(origin, Taken):
+                value = unflatten(origin.container, self._cache.values(range(origin.start, origin.stop)))
+                values.append(plain(transformed(origin, value, self._new.names[number], old)))
+        return values
+
+    def _fitted(self, numbers: Sequence[int], values: Sequence[Any]) -> list[Any]:
+        """Makes values what the template asks for."""
+        results: list[Any] = [None] * len(values)
+        differences: list[str] = []
+        fitting: list[tuple[int, Target, Saved, NDArray[Any] | None]] = []
+        for place, (number, value) in enumerate(zip(numbers, values, strict=True)):
+            target, origin = self._targets[number], self._origins[number]
+            if target.kind == "any":
+                results[place] = own(value)
+                continue
+            if isinstance(origin, Taken) and origin.function is None:
+                [array] = self._cache.arrays([origin.start])  # compared already
+                saved = self._reader.leaves[origin.start].saved
+                fitting.append((place, target, saved, None if array is None else array.copy()))
+                continue
+            described, array = _described(self._new.names[number], value)
+            difference = compare(target, described, self._where(number))
+            if difference is not None:
+                differences.append(difference)
+            else:
+                fitting.append((place, target, described, array))
+        self._raise(differences)
+        names = [self._new.names[numbers[place]] for place, *_ in fitting]
+        targets = [target for _, target, _, _ in fitting]
+        found = materialize(targets, [saved for _, _, saved, _ in fitting], [array for *_, array in fitting], names)
+        for (place, *_), value in zip(fitting, found, strict=True):
+            results[place] = value
+        return results
+
+    def _where(self, number: int) -> str:
+        """Says which leaf it is, and where in the checkpoint it comes from."""
+        path, origin = display(self._new.names[number]), self._origins[number]
+        if isinstance(origin, Computed):
+            return f"{path} (returned by multi_value_fn)"
+        if isinstance(origin, Taken) and origin.function is not None:
+            return f"{path} (returned by value_fn)"
+        if isinstance(origin, Taken) and origin.path != path:
+            return f"{path} (saved as {origin.path or '(root)'})"
+        return path
+
+    def _raise(self, differences: Sequence[str]) -> None:
+        if differences:
+            raise TreeMismatchError(
+                f"{self._reader.location}: {len(differences)} of {len(self._new.names)} keys of the new tree cannot be "
+                "filled:",
+                differences,
+            )
+
+
+class _Part:
+    """Some leaves of a saved tree, as a tree of their own; all else is that of the whole.
+
+    Args:
+        reader: The saved tree.
+        leaves: The leaves.
+    """
+
+    def __init__(self, reader: TreeReader, leaves: Sequence[SavedLeaf]) -> None:
+        self._reader = reader
+        self.leaves = leaves
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+
+def _put(tree: Any, keys: Sequence[str], value: Any) -> Any:
+    """Puts a leaf into a tree of dictionaries; returns the tree."""
+    if not keys:
+        return value
+    above = tree
+    for key in keys[:-1]:
+        above = above.setdefault(key, {})
+    above[keys[-1]] = value
+    return tree
+
+
+def _described(name: str, value: Any) -> tuple[Saved, NDArray[Any] | None]:
+    """Describes a value as if it had been saved; its array is a copy."""
+    [leaf] = describe([name], [value])
+    if not isinstance(leaf, ArrayLeaf):
+        return Saved(leaf.details), None
+    if sum(piece.array.size for piece in leaf.pieces) != math.prod(leaf.shape):
+        raise TreeMismatchError(
+            f"{display(name)}: its function returned an array of which other processes hold a part; return a numpy "
+            "array, which is placed as the new tree says"
+        )
+    array = np.empty(leaf.shape, leaf.dtype)
+    for piece in leaf.pieces:
+        box = zip(piece.start, piece.array.shape, strict=True)
+        array[tuple(slice(start, start + size) for start, size in box)] = piece.array
+    return Saved(leaf.details, leaf.dtype, leaf.shape), array
