@@ -1,0 +1,334 @@
+"""Arrays that lie in files of other libraries, and trees of them: read when they are asked for, and only those."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DamagedCheckpointError, UnsupportedLeafError
+from ..item import Problem, SavedLeaf
+from ..item.extents import Range, read_ranges
+from ..storage import Location
+from ..tree import Saved, Skeleton, ValueLeaf, describe, display, flatten
+
+Bytes = NDArray[np.uint8]
+
+_AMPLIFICATION = 16  # times the bytes of the files: what views of shared memory may come to all together
+_SMALL = 64 << 20  # bytes of arrays that are fine whatever the files' size
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """Elements of an array that lie in one stretch of a file.
+
+    Attributes:
+        start: Index of its first element in the whole array, one number for each axis.
+        shape: How many elements it has along each axis.
+        file: The file's path inside the tree's location; ``""`` if that is the file.
+        offset: First byte.
+        length: Bytes from the first element to the last.
+        dtype: Of the elements as they are stored, byte order included.
+        strides: Elements from one to the next along each axis; None for C order without gaps.
+        crc32: The checksum of these bytes, where the file has one for exactly them.
+        finish: What is done to the elements once they are read, such as conjugating them; None for nothing.
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+    dtype: np.dtype[Any]
+    strides: tuple[int, ...] | None = None
+    crc32: int | None = None
+    finish: Callable[[NDArray[Any]], NDArray[Any]] | None = None
+
+    def array(self, data: Bytes) -> NDArray[Any]:
+        """Returns the elements in this machine's byte order: a view of ``data`` where that is possible.
+
+        Raises:
+            DamagedCheckpointError: The bytes are not those that were written.
+        """
+        if self.crc32 is not None and zlib.crc32(data.data) != self.crc32:
+            raise DamagedCheckpointError(
+                f"{self.length} bytes at offset {self.offset} do not have the checksum {self.crc32:08x} noted for them"
+            )
+        if 0 in self.shape:
+            return np.zeros(self.shape, self.dtype.newbyteorder("="))
+        last = (
+            math.prod(self.shape) - 1
+            if self.strides is None
+            else sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        )
+        if len(data) != (last + 1) * self.dtype.itemsize or min(self.strides or (0,)) < 0:
+            raise DamagedCheckpointError(f"{len(data)} bytes do not hold {self.dtype} elements of shape {self.shape}")
+        elements = data.view(self.dtype)
+        if self.strides is None:
+            found: NDArray[Any] = elements.reshape(self.shape)
+        else:
+            steps = [stride * self.dtype.itemsize for stride in self.strides]
+            found = np.lib.stride_tricks.as_strided(elements, self.shape, steps, writeable=False)
+        if not found.dtype.isnative:
+            found = found.astype(found.dtype.newbyteorder("="))
+        return found if self.finish is None else self.finish(found)
+
+
+class StoredArray:
+    """An array in the files of another library; a leaf as long as nobody has asked for its elements.
+
+    Args:
+        dtype: Of the elements.
+        shape: Of the whole array.
+        details: What kind of leaf it is, for :class:`~holdfast.engine.tree.Saved`.
+        parts: Finds the parts that cover it exactly once; called when it is read, and only then.
+    """
+
+    __slots__ = ("_parts", "details", "dtype", "shape")
+
+    def __init__(
+        self,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        details: Mapping[str, Any],
+        parts: Callable[[], Sequence[StoredPart]],
+    ) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.details = dict(details)
+        self._parts = parts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def parts(self) -> Sequence[StoredPart]:
+        """Returns the parts that cover the array exactly once.
+
+        Raises:
+            DamagedCheckpointError: They do not, or what describes them cannot be read.
+        """
+        found = self._parts()
+        if math.prod(self.shape) != sum(math.prod(part.shape) for part in found):
+            raise DamagedCheckpointError(f"the parts do not hold as many elements as an array of shape {self.shape}")
+        boxes = [part for part in found if 0 not in part.shape]
+        for part in boxes:
+            ends = [first + size for first, size in zip(part.start, part.shape, strict=True)]
+            if len(ends) != len(self.shape) or any(end > size for end, size in zip(ends, self.shape, strict=True)):
+                raise DamagedCheckpointError(f"a part at {part.start} of shape {part.shape} lies outside {self.shape}")
+        if len(boxes) > 1:
+            low = np.array([part.start for part in boxes])
+            high = low + np.array([part.shape for part in boxes])
+            for index in range(1, len(boxes)):
+                if np.any(np.all((low[index] < high[:index]) & (low[:index] < high[index]), axis=1)):
+                    raise DamagedCheckpointError(f"two parts overlap at {boxes[index].start}")
+        return boxes
+
+
+class Unreadable:
+    """A leaf that would need code to be run: it is listed, and refused when it is asked for.
+
+    Args:
+        what: What it is, for people.
+    """
+
+    __slots__ = ("what",)
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+
+class StoredTree:
+    """A tree whose leaves lie in files of another library; a `TreeSource`.
+
+    Args:
+        location: The file, or the directory of the files.
+        skeleton: The containers.
+        leaves: The leaves with what is known of each.
+        values: For every leaf by its name: where it is stored, the array itself, or None where `leaves` says all.
+        nbytes: Bytes of all files.
+        check: Reads what has checksums in the files and says what is wrong; None where nothing has.
+        left_out: What the files hold and the tree does not, one line each.
+
+    Raises:
+        DamagedCheckpointError: The arrays claim to be far larger than the files.
+    """
+
+    def __init__(
+        self,
+        location: Location,
+        skeleton: Skeleton,
+        leaves: Sequence[SavedLeaf],
+        values: Mapping[str, StoredArray | Unreadable | NDArray[Any] | None],
+        nbytes: int,
+        *,
+        check: Callable[[], list[Problem]] | None = None,
+        left_out: Sequence[str] = (),
+    ) -> None:
+        self.location = location
+        self.skeleton = skeleton
+        self.leaves = list(leaves)
+        self.left_out = tuple(left_out)
+        self._values = values
+        self._check = check
+        claimed = sum(value.nbytes for value in values.values() if isinstance(value, StoredArray))
+        if claimed > _AMPLIFICATION * nbytes + _SMALL:
+            raise DamagedCheckpointError(f"{location}: its arrays claim {claimed} bytes, its files have {nbytes}")
+
+    @classmethod
+    def of(cls, location: Location, tree: Any, nbytes: int, **more: Any) -> StoredTree:
+        """Takes a tree apart whose leaves are :class:`StoredArray`, :class:`Unreadable` and plain values.
+
+        Raises:
+            DamagedCheckpointError: As above, or the containers cannot be stored.
+        """
+        try:
+            flat = flatten(tree)
+        except UnsupportedLeafError as error:
+            raise DamagedCheckpointError(f"{location}: {error}") from error
+        leaves, values = [], {}
+        for name, value in zip(flat.names, flat.values, strict=True):
+            saved, values[name] = _described(name, value)
+            leaves.append(SavedLeaf(name, saved))
+        return cls(location, Skeleton(flat.structure), leaves, values, nbytes, **more)
+
+    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+        """Reads some of :attr:`leaves`; see `TreeSource.read`."""
+        self._refuse(leaves)
+        arrays: list[NDArray[Any] | None] = [self._in_memory(leaf) for leaf in leaves]
+        wanted = {index: value for index, leaf in enumerate(leaves) if (value := self._stored(leaf)) is not None}
+        parts: dict[int, Sequence[StoredPart]] = {}
+        for index, value in wanted.items():
+            with self._naming(leaves[index]):
+                parts[index] = value.parts()
+            if len(parts[index]) != 1:
+                arrays[index] = np.zeros(value.shape, value.dtype)
+        ranges = [
+            Range(part.file, part.offset, part.length, index, number, len(found) == 1 and part.strides is None)
+            for index, found in parts.items()
+            for number, part in enumerate(found)
+        ]
+        problems: list[str] = []
+
+        def use(wanted: Range, data: Bytes) -> None:
+            part = parts[wanted.array][wanted.chunk]
+            try:
+                array = part.array(data)
+            except DamagedCheckpointError as error:
+                failed(wanted, error)
+                return
+            whole = arrays[wanted.array]
+            if whole is None:
+                arrays[wanted.array] = _own(array, data if wanted.keep else None)
+            else:
+                whole[tuple(slice(a, a + n) for a, n in zip(part.start, part.shape, strict=True))] = array
+
+        def failed(wanted: Range, error: Exception) -> None:
+            problems.append(f"{display(leaves[wanted.array].name)}: {self._file(wanted.file)}: {error}")
+
+        with contextlib.ExitStack() as stack:
+            files = {
+                path: stack.enter_context(self._file(path).open_data()) for path in sorted({one.file for one in ranges})
+            }
+            read_ranges(files, sorted(ranges), use, failed)
+        if problems:
+            raise DamagedCheckpointError("\n  ".join([f"{self.location} is damaged:", *sorted(problems)[:20]]))
+        return arrays
+
+    def view(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+        """Maps leaves into memory where that is possible, and reads the others; the arrays may be read-only.
+
+        What a file cuts short while it is mapped ends the process: this is for files that nobody else changes.
+
+        Args:
+            leaves: Some of :attr:`leaves`.
+        """
+        self._refuse(leaves)
+        maps: dict[str, Bytes] = {}
+        arrays: list[NDArray[Any] | None] = []
+        for leaf in leaves:
+            stored = self._stored(leaf)
+            if stored is None:
+                arrays.append(self._in_memory(leaf))
+                continue
+            with self._naming(leaf):
+                parts = stored.parts()
+                if len(parts) != 1 or not self.location.is_local:
+                    arrays += self.read([leaf])
+                    continue
+                part = parts[0]
+                if part.file not in maps:
+                    maps[part.file] = np.memmap(self._file(part.file).path, np.uint8, "r")
+                end = part.offset + part.length
+                if end > len(maps[part.file]):
+                    raise DamagedCheckpointError(f"{self._file(part.file)} is cut off: it has no byte {end - 1}")
+                arrays.append(part.array(maps[part.file][part.offset : end].view(np.ndarray)))
+        return arrays
+
+    def verify(self) -> list[Problem]:
+        """Reads everything and keeps nothing; returns what is wrong."""
+        problems = [] if self._check is None else self._check()
+        for leaf in self.leaves:
+            try:
+                if self._stored(leaf) is not None:
+                    self.read([leaf])
+            except DamagedCheckpointError as error:
+                problems.append(Problem("", display(leaf.name), str(error)))
+        return problems
+
+    def _stored(self, leaf: SavedLeaf) -> StoredArray | None:
+        value = self._values[leaf.name]
+        return value if isinstance(value, StoredArray) else None
+
+    def _in_memory(self, leaf: SavedLeaf) -> NDArray[Any] | None:
+        value = self._values[leaf.name]
+        return value.copy() if isinstance(value, np.ndarray) else None
+
+    def _file(self, path: str) -> Location:
+        return self.location / path if path else self.location
+
+    def _refuse(self, leaves: Sequence[SavedLeaf]) -> None:
+        lines = [
+            f"  {display(leaf.name)}: {value.what}"
+            for leaf in leaves
+            if isinstance(value := self._values[leaf.name], Unreadable)
+        ]
+        if lines:
+            raise UnsupportedLeafError(
+                f"{self.location}: these leaves cannot be read, as that would run code of the file's choice; load the "
+                "others with select=:\n" + "\n".join(lines[:20])
+            )
+
+    @contextlib.contextmanager
+    def _naming(self, leaf: SavedLeaf) -> Any:
+        try:
+            yield
+        except DamagedCheckpointError as error:
+            if self.location.url in str(error):
+                raise
+            raise DamagedCheckpointError(f"{self.location}: leaf {display(leaf.name)}: {error}") from error
+
+
+def _described(name: str, value: Any) -> tuple[Saved, StoredArray | Unreadable | NDArray[Any] | None]:
+    if isinstance(value, StoredArray):
+        return Saved(value.details, value.dtype, value.shape), value
+    if isinstance(value, Unreadable):
+        return Saved({"kind": "str", "value": f"({value.what}, which is not read)"}), value
+    (leaf,) = describe([name], [value])
+    if isinstance(leaf, ValueLeaf):
+        return Saved(leaf.details), None
+    return Saved(leaf.details, leaf.dtype, leaf.shape), leaf.pieces[0].array
+
+
+def _own(array: NDArray[Any], data: Bytes | None) -> NDArray[Any]:
+    """Returns an array in memory that belongs to the caller, aligned and in C order."""
+    if data is not None and array.flags.writeable and array.flags.aligned and array.flags.c_contiguous:
+        return array
+    return np.array(array, order="C", copy=True)
