@@ -17,7 +17,7 @@ PURE = ("format", "tree", "policy", "storage", "coordination")  # these import n
 LAYERS: tuple[tuple[str, ...], ...] = (
     SHARED,
     PURE,
-    ("record", "report", "metrics"),
+    ("record", "report", "metrics", "stateful"),
     ("digests",),
     ("item",),
     ("handlers",),
