@@ -11,6 +11,8 @@ from .goals import goals
 from .peers import PEERS
 from .results import Results, describe_machine
 from .runner import run_startup, run_workload, settle_raw_disk, tell
+from .sharded import SHARDED_PEERS
+from .sharded.runner import run_sharded
 from .table import report
 from .workloads import STANDARD, WORKLOADS
 
@@ -32,25 +34,41 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _measure(options: argparse.Namespace) -> Results:
-    contenders = options.only or list(PEERS)
-    workloads = options.workload or [*STANDARD, STARTUP]
     options.directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=options.directory.resolve()) as temporary:
         directory = Path(temporary)
-        results = Results(rounds=options.rounds, machine=describe_machine(directory))
-        if "raw disk" in contenders and any(name in STANDARD for name in workloads):
-            results.machine |= settle_raw_disk(directory)
-            tell(f"raw disk settled: {results.machine}")
-        for name in workloads:
-            rounds = (
-                [run_startup(options.rounds, directory)]
-                if name == STARTUP
-                else run_workload(name, contenders, options.rounds, directory)
-            )
-            for measurements in rounds:
-                results.workloads[name] = measurements
-                if options.json:  # after every round: what a long run has measured is kept whatever happens to it
-                    results.write(options.json)
+        return _measure_sharded(options, directory) if options.processes > 1 else _measure_alone(options, directory)
+
+
+def _measure_sharded(options: argparse.Namespace, directory: Path) -> Results:
+    """Programs of several processes, each of which holds a part of every array."""
+    results = Results(rounds=options.rounds, machine=describe_machine(directory))
+    contenders = [name for name in options.only or SHARDED_PEERS if name in SHARDED_PEERS]
+    for name in options.workload or ["model"]:
+        for measurements in run_sharded(name, contenders, options.processes, options.rounds, directory):
+            results.workloads[f"{name}, {options.processes} processes"] = measurements
+            if options.json:
+                results.write(options.json)
+    return results
+
+
+def _measure_alone(options: argparse.Namespace, directory: Path) -> Results:
+    contenders = options.only or list(PEERS)
+    workloads = options.workload or [*STANDARD, STARTUP]
+    results = Results(rounds=options.rounds, machine=describe_machine(directory))
+    if "raw disk" in contenders and any(name in STANDARD for name in workloads):
+        results.machine |= settle_raw_disk(directory)
+        tell(f"raw disk settled: {results.machine}")
+    for name in workloads:
+        rounds = (
+            [run_startup(options.rounds, directory)]
+            if name == STARTUP
+            else run_workload(name, contenders, options.rounds, directory)
+        )
+        for measurements in rounds:
+            results.workloads[name] = measurements
+            if options.json:  # after every round: what a long run has measured is kept whatever happens to it
+                results.write(options.json)
     return results
 
 
@@ -61,6 +79,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--only", action="append", choices=list(PEERS), metavar="NAME", help="this contender only; may be repeated"
+    )
+    parser.add_argument(
+        "--processes",
+        type=_positive,
+        default=1,
+        help="processes of each program; with 2 or more, every array is sharded over them (the model unless given)",
     )
     parser.add_argument("--rounds", type=_positive, default=5, help="measurements of each number; 5 unless given")
     parser.add_argument(

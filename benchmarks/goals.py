@@ -57,7 +57,14 @@ class Goal:
 
 def goals(results: Results) -> list[Goal]:
     """Returns every goal, with the values of this run."""
-    return [*_model(results), *_leaves(results), *_blocked(results), *_memory(results), *_startup(results)]
+    return [
+        *_model(results),
+        *_leaves(results),
+        *_blocked(results),
+        *_memory(results),
+        *_startup(results),
+        *_sharded(results),
+    ]
 
 
 def _model(results: Results) -> Iterator[Goal]:
@@ -119,6 +126,16 @@ def _startup(results: Results) -> Iterator[Goal]:
         ("manager opened on 2,000 steps", "manager_seconds", 0.5),
     ):
         yield Goal(name=what, value=results.median("startup", "holdfast", metric), limit=limit, unit=" s")
+
+
+def _sharded(results: Results) -> Iterator[Goal]:
+    workload = "model, 2 processes"
+    for what, metric in (("save", "save_seconds"), ("load", "load_native_seconds")):
+        for ours in (JAX, TORCH):
+            for theirs in ("orbax", "torch dcp"):
+                value = _divided(results.median(workload, theirs, metric), results.median(workload, ours, metric))
+                name = f"1 GB over 2 processes, {what}, {theirs} / {ours}"
+                yield Goal(name=name, value=value, limit=2.0, at_least=True)
 
 
 def _divided(numerator: float | None, denominator: float | None) -> float | None:

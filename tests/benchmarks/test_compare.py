@@ -37,6 +37,13 @@ def test_tiny_run(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["all.json"]
 
 
+def test_tiny_run_of_two_processes(tmp_path: Path) -> None:
+    finished = _compare("--processes", "2", "--only", "holdfast (torch)", "--directory", str(tmp_path))
+    assert finished.returncode == 0, finished.stderr
+    assert "sharded over 2 processes" in finished.stdout
+    assert any(line.startswith("holdfast (torch)") for line in finished.stdout.splitlines()), finished.stdout
+
+
 def test_check_fails_when_nothing_was_measured(tmp_path: Path) -> None:
     finished = _compare("--only", "raw disk", "--directory", str(tmp_path), "--check", "--markdown")
     assert finished.returncode == 1, finished.stderr

@@ -1,0 +1,21 @@
+"""The contenders that save one tree from several processes, all behind ``ShardedPeer``."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from .base import ShardedPeer
+
+SHARDED_PEERS = {
+    "holdfast (jax)": "jax_programs:HoldfastJax",
+    "holdfast (torch)": "torch_programs:HoldfastTorch",
+    "orbax": "jax_programs:Orbax",
+    "torch dcp": "torch_programs:TorchDcp",
+}
+
+
+def load_sharded_peer(name: str) -> type[ShardedPeer]:
+    """Imports a contender's module and returns its class."""
+    module, class_name = SHARDED_PEERS[name].split(":")
+    found: type[ShardedPeer] = getattr(import_module(f".{module}", __name__), class_name)
+    return found
