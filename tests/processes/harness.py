@@ -1,0 +1,258 @@
+"""Programs of several real processes, connected by jax.distributed or torch.distributed, for tests.
+
+    def work(process: Process, directory: str) -> int:
+        ...
+
+    def test_work(tmp_path: Path) -> None:
+        assert run_processes(work, 2, str(tmp_path), backend="jax") == [1, 2]
+
+The processes are forked from a launcher, one for each framework, which has imported that framework but not used it:
+four processes are connected in half a second with jax and in a tenth with torch, instead of several. Functions,
+arguments and results are pickled, so functions are found by name: no lambdas.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+ROOT = Path(__file__).resolve().parents[2]
+SHOWN = 6000  # characters of what a process printed
+SPARE = 30.0  # seconds that a launcher gets in addition to its processes
+
+Backend = Literal["jax", "torch", "none"]
+
+
+@dataclass(frozen=True)
+class Process:
+    """What a function is told of the process that it runs in.
+
+    Attributes:
+        index: Which process this is, from 0.
+        count: How many there are.
+        kill: At which event it dies, if at any.
+    """
+
+    index: int
+    count: int
+    kill: str | None = None
+
+    def reached(self, event: str) -> None:
+        """Dies here if this is the event; no cleaning up, as after a power cut."""
+        if event == self.kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def mark(self, owner: Any, name: str, event: str, *, after: bool = False) -> None:
+        """Has a function or method reach an event whenever it is called.
+
+        Args:
+            owner: The module or class that it belongs to.
+            name: Of the function.
+            event: What to reach.
+            after: Whether when it is done, rather than before it begins.
+        """
+        function = getattr(owner, name)
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            if not after:
+                self.reached(event)
+            result = function(*args, **kwargs)
+            if after:
+                self.reached(event)
+            return result
+
+        setattr(owner, name, marked)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one process ended.
+
+    Attributes:
+        status: Its exit status; negative for a signal.
+        output: What it printed, errors included.
+        value: What the function returned; None if it raised or died.
+        error: The exception that it raised, as text.
+    """
+
+    status: int
+    output: str
+    value: Any = None
+    error: str | None = None
+
+
+def run_processes(
+    function: Callable[..., Any],
+    count: int,
+    *arguments: Any,
+    backend: Backend = "jax",
+    devices_per_process: int = 1,
+    timeout: float = 60.0,
+    **options: Any,
+) -> list[Any]:
+    """Runs a function in each of several processes.
+
+    Args:
+        function: A function of a module of tests; gets a `Process` and the arguments.
+        count: How many processes.
+        *arguments: Passed on.
+        backend: What connects them.
+        devices_per_process: How many CPU devices jax has in each.
+        timeout: After how many seconds they print where they are, and end.
+        **options: As in `run_outcomes`.
+
+    Returns:
+        What the function returned, process by process.
+
+    Raises:
+        AssertionError: A process failed; shows what all of them printed.
+    """
+    outcomes = run_outcomes(
+        function,
+        count,
+        *arguments,
+        backend=backend,
+        devices_per_process=devices_per_process,
+        timeout=timeout,
+        **options,
+    )
+    if any(outcome.status for outcome in outcomes):
+        raise AssertionError(told(outcomes))
+    return [outcome.value for outcome in outcomes]
+
+
+def run_outcomes(
+    function: Callable[..., Any],
+    count: int,
+    *arguments: Any,
+    backend: Backend = "jax",
+    devices_per_process: int = 1,
+    timeout: float = 60.0,
+    kill: tuple[int, str] | None = None,
+    recoverable: bool = True,
+    heartbeat: int = 10,
+    store: Literal["tcp", "file"] = "tcp",
+) -> list[Outcome]:
+    """Runs a function in each of several processes, some of which may die.
+
+    Args:
+        function: As in `run_processes`, like all that is not listed here.
+        count: See there.
+        *arguments: See there.
+        backend: See there.
+        devices_per_process: See there.
+        timeout: See there.
+        kill: Which process dies at which event; see `Process.reached`. It has to get there.
+        recoverable: With jax, whether the others go on when one dies. Nothing makes them survive process 0.
+        heartbeat: With jax, seconds until the others take notice of it.
+        store: With torch, where the processes find each other: as torchrun does it, or in a file.
+
+    Returns:
+        How each process ended. Process 0 ends last, as the others need what it runs for them.
+
+    Raises:
+        AssertionError: The process that was to die did not.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-processes-"))
+    try:
+        (folder / "work").write_bytes(pickle.dumps((function, arguments)))
+        request = {
+            "folder": str(folder), "count": count, "devices": devices_per_process, "timeout": timeout, "kill": kill,
+            "port": _free_port(), "recoverable": recoverable, "heartbeat": heartbeat, "store": store,
+        }  # fmt: skip
+        statuses = _launcher(backend).run(request)
+        outcomes = [_outcome(folder, index, status) for index, status in enumerate(statuses)]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if kill is not None and outcomes[kill[0]].status != -signal.SIGKILL:
+        raise AssertionError(f"process {kill[0]} was to die at {kill[1]!r}\n{told(outcomes)}")
+    return outcomes
+
+
+def told(outcomes: list[Outcome]) -> str:
+    """Says how all processes ended, and what they printed."""
+    parts = [
+        f"---- process {index} ended with {outcome.status}\n{outcome.output[-SHOWN:]}"
+        for index, outcome in enumerate(outcomes)
+    ]
+    return "\n".join(parts)
+
+
+def _outcome(folder: Path, index: int, status: int) -> Outcome:
+    log = folder / f"{index}.log"
+    output = log.read_text(errors="replace") if log.exists() else ""
+    result = folder / f"{index}.result"
+    value, error = pickle.loads(result.read_bytes()) if result.exists() else (None, None)
+    return Outcome(status, output, value, error)
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port
+
+
+class _Launcher:
+    """A process that others are forked from; see ``launcher.py``."""
+
+    def __init__(self, backend: str) -> None:
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "JAX_PLATFORMS": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.processes.launcher", backend],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        atexit.register(self.close)
+
+    def run(self, request: dict[str, Any]) -> list[int]:
+        source, sink = _pipes(self._process)
+        sink.write(json.dumps(request) + "\n")
+        sink.flush()
+        answer = source.readline()
+        if not answer:
+            raise AssertionError(f"the launcher of processes ended with {self._process.wait(SPARE)}")
+        statuses: list[int] = json.loads(answer)
+        return statuses
+
+    def close(self) -> None:
+        source, sink = _pipes(self._process)
+        sink.close()
+        source.close()
+        self._process.wait(SPARE)
+
+
+def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    return process.stdout, process.stdin
+
+
+_launchers: dict[str, _Launcher] = {}
+
+
+def _launcher(backend: str) -> _Launcher:
+    if backend not in _launchers:
+        _launchers[backend] = _Launcher(backend)
+    return _launchers[backend]

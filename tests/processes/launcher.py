@@ -1,0 +1,114 @@
+"""Forks processes that have imported a framework already; started by ``harness.py``.
+
+Reads one request as a line of JSON, runs its processes, answers with a line of their exit statuses, and so on until
+its input ends.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import pickle
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tests.processes.harness import Process
+
+IMPORTS = {"jax": ["jax", "jax.numpy"], "torch": ["torch", "torch.distributed", "torch.distributed.tensor"], "none": []}
+
+
+def main() -> None:
+    backend = sys.argv[1]
+    for name in ["numpy", "pytest", "holdfast", *IMPORTS[backend]]:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        print(json.dumps(launch(backend, json.loads(line))), flush=True)
+
+
+def launch(backend: str, request: dict[str, Any]) -> list[int]:
+    """Runs the processes of one request; returns their exit statuses, negative for signals."""
+    wait, go = os.pipe()
+    children = []
+    for index in range(request["count"]):
+        child = os.fork()
+        if child == 0:
+            os.close(go)
+            run(backend, request, index, wait)
+        children.append(child)
+    os.close(wait)
+    statuses = [os.waitpid(child, 0)[1] for child in children[1:]]
+    os.close(go)  # process 0 runs what the others are connected by, and ends last
+    statuses.insert(0, os.waitpid(children[0], 0)[1])
+    return [os.waitstatus_to_exitcode(status) for status in statuses]
+
+
+def run(backend: str, request: dict[str, Any], index: int, wait: int) -> None:
+    """Is one process. Never returns."""
+    folder = Path(request["folder"])
+    log = os.open(folder / f"{index}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    status = 1
+    try:
+        faulthandler.enable()
+        faulthandler.dump_traceback_later(request["timeout"], exit=True)
+        value, error = None, None
+        try:
+            connect(backend, request, index)
+            function, arguments = pickle.loads((folder / "work").read_bytes())
+            kill = request["kill"]
+            process = Process(index, request["count"], kill[1] if kill and kill[0] == index else None)
+            value = function(process, *arguments)
+            status = 0
+        except BaseException as caught:
+            traceback.print_exc()
+            error = f"{type(caught).__name__}: {caught}"
+        partial = folder / f"{index}.partial"
+        partial.write_bytes(pickle.dumps((value, error)))
+        partial.rename(folder / f"{index}.result")
+        if index == 0:
+            os.read(wait, 1)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Frameworks would wait at their exit for processes that have died.
+        os._exit(status)
+
+
+def connect(backend: str, request: dict[str, Any], index: int) -> None:
+    """Connects this process with the others."""
+    count, port = request["count"], request["port"]
+    if backend == "jax":
+        import jax
+
+        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={request['devices']}"
+        configure: Any = jax.config.update
+        configure("jax_enable_recoverability", request["recoverable"])
+        jax.distributed.initialize(
+            f"127.0.0.1:{port}", count, index, heartbeat_timeout_seconds=request["heartbeat"],
+            coordinator_bind_address=f"127.0.0.1:{port}", cluster_detection_method="deactivate",
+        )  # fmt: skip
+    elif backend == "torch":
+        import torch.distributed
+
+        patience = timedelta(seconds=request["timeout"])
+        if request["store"] == "file":
+            place = f"file://{request['folder']}/store"
+            torch.distributed.init_process_group("gloo", place, patience, rank=index, world_size=count)
+        else:
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            os.environ |= {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(count)}
+            torch.distributed.init_process_group("gloo", timeout=patience)
+
+
+if __name__ == "__main__":
+    main()
