@@ -12,6 +12,7 @@ from .interop.native import NativeCheckpoint
 from .interop.places import find_checkpoint as find_checkpoint
 from .interop.places import open_checkpoint
 from .interop.source import JSON, METRICS, TREE, CheckpointSource, as_reader, recognise
+from .interop.templates import under_template
 from .item import MANIFEST, ArrayDatabase, Layout, Select, load_tree
 from .record import RECORD
 from .report import SaveReport
@@ -119,7 +120,8 @@ def _load_item(checkpoint: CheckpointSource, name: str, like: Any, select: Selec
         kwargs = {} if select is None else {"select": select}
         return PyTreeCheckpointHandler().restore(checkpoint.location / saved.folder, like, files=saved.files, **kwargs)
     with collection_paused():
-        return load_tree(as_reader(checkpoint.tree(name)), like=like, select=select)
+        source = under_template(checkpoint.tree(name), like)
+        return load_tree(as_reader(source), like=like, select=select)
 
 
 def _load_arrays(location: Location, like: Any, select: Select | None) -> dict[str, Any]:

@@ -185,7 +185,8 @@ class _Entry:
 _FORMATS: tuple[_Entry, ...] = (
     _Entry(
         "orbax",
-        inside=("_METADATA", "_CHECKPOINT_METADATA", "checkpoint", "commit_success.txt", "orbax.checkpoint"),
+        inside=("*",),
+        files=("checkpoint", "checkpoint_[0-9]*", "*.msgpack"),
         steps=("*[0-9]",),
     ),
 )

@@ -1,0 +1,50 @@
+"""Trees of other libraries under a template of ours, where the two describe the same containers differently."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from ..item import Problem, SavedLeaf
+from ..storage import Location
+from ..tree import Skeleton, flatten
+from .source import TreeSource
+
+OPTIONAL = "optional"
+"""Member of a leaf's details: that it is a None, where the writer may have meant a container without leaves."""
+
+
+def under_template(source: TreeSource, template: Any) -> TreeSource:
+    """Leaves out the leaves that a writer may have made of empty containers, where a template has none.
+
+    Args:
+        source: The saved tree.
+        template: What the caller asks for, or None.
+
+    Returns:
+        The tree for `load_tree`.
+    """
+    if template is None or not any(OPTIONAL in leaf.saved.details for leaf in source.leaves):
+        return source
+    names = set(flatten(template).names)
+    left_out = {leaf.name for leaf in source.leaves if OPTIONAL in leaf.saved.details and leaf.name not in names}
+    return _Without(source, left_out) if left_out else source
+
+
+class _Without:
+    """A tree without some of its leaves."""
+
+    def __init__(self, source: TreeSource, left_out: Collection[str]) -> None:
+        self._source = source
+        chosen = [leaf.name not in left_out for leaf in source.leaves]
+        self.location: Location = source.location
+        self.leaves: Sequence[SavedLeaf] = [leaf for leaf, stays in zip(source.leaves, chosen, strict=True) if stays]
+        self.skeleton: Skeleton = source.skeleton.select(chosen)
+
+    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+        return self._source.read(leaves)
+
+    def verify(self) -> list[Problem]:
+        return self._source.verify()
