@@ -153,8 +153,8 @@ class _Planner:
         path = path_of(name)
         match = self.rules.find(path)
         if value is None:
-            if match is not None and match.rule.key == path:
-                self._problem(path, "expected a place for a value, found None, which stays; write ... instead of it")
+            if match is not None and match.rule.key == path and not match.rule.transform.use_fallback:
+                self._problem(path, "expected a place for a value, found None, which stays; write ... instead", match)
             return Kept()
         if match is None:
             if self._default_to_original and self._is_there(path, value):
