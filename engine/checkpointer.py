@@ -14,7 +14,7 @@ from .commit import read_record
 from .coordination import Coordinator
 from .durations import Duration, seconds
 from .errors import StateError
-from .handlers import AsyncCheckpointHandler, CheckpointHandler, PyTreeCheckpointHandler, restore_item
+from .handlers import AsyncCheckpointHandler, CheckpointHandler, PyTreeCheckpointHandler, item_structure, restore_item
 from .record import CheckpointRecord, ItemRecord
 from .report import SaveReport
 from .saving import ItemToSave, Save
@@ -112,7 +112,7 @@ class Checkpointer:
             path: Where it was saved.
         """
         location, saved = self._item(path)
-        return self.handler.structure(location, files=saved.files)
+        return item_structure(self.handler, location, saved)
 
     def _begin(self, path: Place, item: Any, force: bool, kwargs: Mapping[str, Any]) -> Save:
         return Save(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from .errors import DamagedCheckpointError, ObjectNotFoundError
@@ -21,6 +22,31 @@ def digest(file: DataReader) -> int:
     found, buffer = 0, Buffer()
     for start in range(0, file.size, _STEP):
         found = extend(found, file.read(start, min(_STEP, file.size - start), buffer))
+    return found
+
+
+def seal(folder: Location, prefix: str = "") -> dict[str, FileRecord]:
+    """Makes files durable that somebody else has written, and lists them with their digests.
+
+    Args:
+        folder: The folder that they and their own folders are in.
+        prefix: What the paths of the result begin with.
+
+    Returns:
+        The files by their path.
+    """
+    found: dict[str, FileRecord] = {}
+    for entry in folder.entries():
+        place = folder / entry.name
+        if entry.is_directory:
+            found.update(seal(place, f"{prefix}{entry.name}/"))
+            continue
+        with place.open_data() as file:
+            found[f"{prefix}{entry.name}"] = FileRecord(file.size, digest(file))
+        if place.is_local:
+            with open(place, "rb") as written:
+                os.fsync(written.fileno())
+    folder.sync_directory()
     return found
 
 

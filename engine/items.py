@@ -7,7 +7,7 @@ from typing import Any
 
 from .checkpointer import ITEM, AsyncCheckpointer, Checkpointer
 from .errors import CheckpointNotFoundError, OptionError
-from .handlers import PyTreeCheckpointHandler, restore_item
+from .handlers import PyTreeCheckpointHandler, has_structure, item_structure, restore_item
 from .record import CheckpointRecord, ItemRecord
 from .saving import ItemToSave
 from .storage import Location
@@ -75,12 +75,16 @@ class ItemSet:
         return found if self._several else found[ITEM]
 
     def structure(self, location: Location, record: CheckpointRecord) -> Any:
-        """Returns what items look like, without reading their data; in the same arrangement as :meth:`restore`."""
+        """Returns what items look like, without reading their data; in the same arrangement as :meth:`restore`.
+
+        Several items come without those whose handler cannot tell; the only one is None then.
+        """
         found = {
-            name: self._checkpointers[name].handler.structure(location / saved.folder, files=saved.files)
+            name: item_structure(self._checkpointers[name].handler, location / saved.folder, saved)
             for name, saved in self._saved(location, record, None).items()
+            if has_structure(self._checkpointers[name].handler)
         }
-        return found if self._several else found[ITEM]
+        return found if self._several else found.get(ITEM)
 
     def _saved(
         self, location: Location, record: CheckpointRecord, wanted: Mapping[str, Any] | None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .coordination import Member
-from .digests import digest
+from .digests import seal
 from .handlers import (
     AsyncCheckpointHandler,
     CheckpointHandler,
@@ -20,7 +19,7 @@ from .handlers import (
     run_coroutine,
 )
 from .participation import participation
-from .record import CheckpointRecord, FileRecord, ItemRecord
+from .record import CheckpointRecord, ItemRecord
 from .report import SaveReport
 from .storage import Location
 
@@ -158,21 +157,4 @@ class _Begun:
         return b""
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
-        return _sealed(folder) if self._files is None else self._files
-
-
-def _sealed(folder: Location, prefix: str = "") -> Files:
-    """Makes files durable that a handler of the user's own has written, and lists them with their digests."""
-    found: dict[str, FileRecord] = {}
-    for entry in folder.entries():
-        place = folder / entry.name
-        if entry.is_directory:
-            found.update(_sealed(place, f"{prefix}{entry.name}/"))
-            continue
-        with place.open_data() as file:
-            found[f"{prefix}{entry.name}"] = FileRecord(file.size, digest(file))
-        if place.is_local:
-            with open(place, "rb") as written:
-                os.fsync(written.fileno())
-    folder.sync_directory()
-    return found
+        return seal(folder) if self._files is None else self._files

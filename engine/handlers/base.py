@@ -45,21 +45,26 @@ class CheckpointHandler(abc.ABC):
         """
 
     @abc.abstractmethod
-    def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
+    def restore(self, directory: Location, item: Any = None, **kwargs: Any) -> Any:
         """Reads an item back.
 
         Args:
             directory: The folder.
             item: What to restore into or after, if the handler uses that.
-            files: What the commit record says about the folder, to check against.
-            **kwargs: ``restore_kwargs`` of the caller.
+            **kwargs: ``restore_kwargs`` of the caller. Handlers that verify are given ``files``, too: what the commit
+                record says about the folder, to check against.
 
         Returns:
             The item.
         """
 
-    def structure(self, directory: Location, *, files: Files | None = None) -> Any:
-        """Returns what the item looks like without reading its data, or None if the handler cannot tell."""
+    def structure(self, directory: Location, **kwargs: Any) -> Any:
+        """Returns what the item looks like without reading its data; a handler that cannot tell leaves this as it is.
+
+        Args:
+            directory: The folder.
+            **kwargs: ``files`` for handlers that verify, as for :meth:`restore`.
+        """
         return None
 
 
@@ -131,9 +136,26 @@ def restore_item(
             f"{folder} was written by a handler of kind {saved.kind!r:.80}; {type(handler).__name__} is of kind "
             f"{handler.kind!r}. Restore it with the handler that it was saved with"
         )
-    if not handler.verifies:
-        check_files(folder, saved.files)
-    return handler.restore(folder, item, files=saved.files, **kwargs)
+    if handler.verifies:
+        return handler.restore(folder, item, files=saved.files, **kwargs)
+    check_files(folder, saved.files)
+    return handler.restore(folder, item, **kwargs)
+
+
+def has_structure(handler: CheckpointHandler) -> bool:
+    """Tells whether a handler can say what an item looks like without reading it."""
+    return type(handler).structure is not CheckpointHandler.structure
+
+
+def item_structure(handler: CheckpointHandler, folder: Location, saved: ItemRecord) -> Any:
+    """Returns what an item looks like without reading its data, None if its handler cannot tell.
+
+    Args:
+        handler: What knows the item.
+        folder: The item's folder.
+        saved: What the commit record says about it.
+    """
+    return handler.structure(folder, files=saved.files) if handler.verifies else handler.structure(folder)
 
 
 def no_arguments(handler: CheckpointHandler, kwargs: Mapping[str, Any]) -> None:

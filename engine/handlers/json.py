@@ -45,6 +45,6 @@ class JsonCheckpointHandler(PreparedCheckpointHandler):
             raise DamagedCheckpointError(f"{place} is missing: the checkpoint is not whole") from error
         return decode_document(content, "json", source=str(place)).get("data")
 
-    def structure(self, directory: Location, *, files: Files | None = None) -> Any:
+    def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
         """Returns the item itself: reading it costs no more than describing it."""
         return self.restore(directory, files=files)

@@ -2,36 +2,82 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..item import HostTree, Layout, StagingBuffer, TreeReader, TreeWriter, load_tree, tree_metadata
+from ..coordination import Member
+from ..errors import OptionError
+from ..format import crc32c
+from ..item import (
+    AggregateHandler,
+    HostTree,
+    Layout,
+    MsgpackHandler,
+    Select,
+    StagingBuffer,
+    TreeReader,
+    TreeWriter,
+    load_tree,
+    tree_metadata,
+)
+from ..record import FileRecord
 from ..storage import Location
-from ..tree import collection_paused, describe, flatten
+from ..tree import EXTERNAL, Flattened, LeafRequest, collection_paused, describe, flatten, unflatten
+from .args import RestoreArgs, SaveArgs, spread
 from .base import PreparedCheckpointHandler, no_arguments
+from .casting import Leaf, aggregate, cast
+from .external import ExternalLeaves, resolve
 from .saves import Files, PreparedItem
+from .type_handlers import DEFAULT_REGISTRY, TypeHandlerRegistry
 
 
 class PyTreeCheckpointHandler(PreparedCheckpointHandler):
-    """Saves trees: containers of arrays of any library, scalars, text and bytes.
+    """Saves trees: containers of arrays of any library, scalars, text, bytes, and leaves that type handlers know.
 
     Args:
         layout: Sizes of chunks, segments and data files.
+        chunk_bytes: Largest chunk of an array, instead of the layout's.
+        data_file_bytes: Largest data file, instead of the layout's.
+        type_handler_registry: Which handlers there are for leaves of the user's own types; None is the default
+            registry, to which ``register_type_handler`` adds.
+        aggregate_handler: What keeps leaves that are saved with ``SaveArgs(aggregate=True)``; None is msgpack.
+        use_ocdbt: Always true: arrays are kept in an OCDBT database. It is here for those who come from Orbax.
     """
 
     kind = "pytree"
     collective = True
     verifies = True
 
-    def __init__(self, *, layout: Layout | None = None) -> None:
-        self._layout = layout or Layout()
+    def __init__(
+        self,
+        *,
+        layout: Layout | None = None,
+        chunk_bytes: int | None = None,
+        data_file_bytes: int | None = None,
+        type_handler_registry: TypeHandlerRegistry | None = None,
+        aggregate_handler: AggregateHandler | None = None,
+        use_ocdbt: bool = True,
+    ) -> None:
+        if not use_ocdbt:
+            raise OptionError("use_ocdbt=False: holdfast always keeps arrays in an OCDBT database; leave it out")
+        given = {"chunk_bytes": chunk_bytes, "data_file_bytes": data_file_bytes}
+        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        self._layout = dataclasses.replace(layout or Layout(), **changes)
+        self._registry = DEFAULT_REGISTRY if type_handler_registry is None else type_handler_registry
+        self._aggregate = aggregate_handler or MsgpackHandler()
         self._staging = StagingBuffer()
 
-    def prepare(self, item: Any, *, snapshot: bool, layout: Layout | None = None, **kwargs: Any) -> PreparedItem:
+    def prepare(
+        self, item: Any, *, snapshot: bool, save_args: Any = None, layout: Layout | None = None, **kwargs: Any
+    ) -> PreparedItem:
         """Makes a tree ready to be written.
 
         Args:
             item: The tree.
             snapshot: Whether to copy arrays that can change. Those that cannot, such as jax's, are held, not copied.
+            save_args: How to save which leaf: one :class:`~holdfast.SaveArgs` for all; or a tree of them like the item,
+                which may end early with one for all leaves below, and may leave out keys.
             layout: Sizes of chunks, segments and data files, instead of the handler's own.
             **kwargs: None are known.
 
@@ -40,23 +86,48 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
 
         Raises:
             UnsupportedLeafError: A leaf cannot be saved; names every such leaf.
+            OptionError: ``save_args`` do not fit the tree.
         """
         no_arguments(self, kwargs)
-        flat = flatten(item)
-        leaves = describe(flat.names, flat.values)
+        flat = flatten(item, self._registry.leaf_types)
+        args = spread(save_args, flat.structure, SaveArgs, "save_args")
+        external = ExternalLeaves(self._registry, flat.names, flat.values, args, snapshot=snapshot)
+        leaves = _described(flat, external)
+        files: dict[str, bytes] = {}
+        if any(args):
+            leaves = [
+                leaf if asked is None or asked.dtype is None else cast(name, leaf, asked.dtype)
+                for name, leaf, asked in zip(flat.names, leaves, args, strict=True)
+            ]
+            leaves, files = aggregate(flat.names, leaves, args, self._aggregate)
         if snapshot:
             leaves = self._staging.snapshot(leaves)
-        return TreeWriter(HostTree(flat.names, leaves, flat.structure), layout or self._layout)
+        writer = TreeWriter(HostTree(flat.names, leaves, flat.structure), layout or self._layout)
+        return _PreparedTree(writer, external, files) if files or external.notes else writer
 
-    def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
+    def restore(
+        self,
+        directory: Location,
+        item: Any = None,
+        *,
+        files: Files | None = None,
+        restore_args: Any = None,
+        select: Select | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Reads a tree.
 
         Args:
             directory: The folder.
-            item: The template: its containers, array libraries, dtypes and shardings decide what is returned. None
-                returns the saved containers with numpy arrays.
+            item: The template: its containers, array libraries, dtypes and shardings decide what is returned; leaves
+                that are ``...`` or a bare ``object()`` become what was saved. None returns the saved containers with
+                numpy arrays.
             files: What the commit record says about the folder.
-            **kwargs: ``select``: patterns of paths; only matching leaves are read.
+            restore_args: What which leaf becomes, before what the template says: one :class:`~holdfast.RestoreArgs` for
+                all; or a tree of them like the template, or like what was saved if there is none, which may end early
+                with one for all leaves below, and may leave out keys.
+            select: Patterns of paths; only matching leaves are read.
+            **kwargs: None are known.
 
         Returns:
             The tree.
@@ -64,10 +135,84 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         Raises:
             TreeMismatchError: Template and checkpoint differ; lists every leaf that does.
             DamagedCheckpointError: What is stored does not verify.
+            OptionError: ``restore_args`` do not fit the tree, or a leaf's own handler is not at hand.
         """
+        no_arguments(self, kwargs)
         with collection_paused():
-            return load_tree(TreeReader(directory, files), like=item, **kwargs)
+            reader = TreeReader(directory, files, aggregate=self._aggregate)
+            names, structure = [leaf.name for leaf in reader.leaves], reader.skeleton.structure
+            item = None if item is ... else item
+            if item is not None:
+                template = flatten(item, self._registry.leaf_types)
+                names, structure = template.names, template.structure
+                item = self._without_placeholders(item, template)
+            asked = spread(restore_args, structure, RestoreArgs, "restore_args")
+            args = {name: one for name, one in zip(names, asked, strict=True) if one is not None}
+            kept = {leaf.name: number for number, leaf in enumerate(reader.leaves) if leaf.saved.kind == EXTERNAL}
+            more: dict[str, Any] = {}
+            requests = _requests(args, kept)
+            if requests:
+                more["requests"] = requests
+            tree = load_tree(reader, like=item, select=select, **more)
+            return resolve(tree, directory, files, kept, self._registry, args) if kept else tree
 
-    def structure(self, directory: Location, *, files: Files | None = None) -> Any:
+    def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
         """Returns the tree with a description of every leaf in its place; no data is read."""
-        return tree_metadata(TreeReader(directory, files))
+        return tree_metadata(TreeReader(directory, files, aggregate=self._aggregate))
+
+    def _without_placeholders(self, item: Any, flat: Flattened) -> Any:
+        """Returns a template with ``...`` in the place of leaves that say nothing, and of those that have a handler."""
+        registry = self._registry
+        ours = bool(registry.leaf_types)
+        says = [type(value) is not object and not (ours and registry.find(value)) for value in flat.values]
+        if all(says):
+            return item
+        values = [value if stays else ... for value, stays in zip(flat.values, says, strict=True)]
+        return unflatten(flat.structure, values)
+
+
+def _described(flat: Flattened, external: ExternalLeaves) -> list[Leaf]:
+    """Describes the leaves that no type handler keeps, and puts a note in the place of the others."""
+    notes = external.notes
+    if not notes:
+        return describe(flat.names, flat.values)
+    mine = [number for number in range(len(flat.names)) if number not in notes]
+    described = iter(describe([flat.names[number] for number in mine], [flat.values[number] for number in mine]))
+    return [notes[number] if number in notes else next(described) for number in range(len(flat.names))]
+
+
+def _requests(args: Mapping[str, RestoreArgs], kept: Mapping[str, int]) -> dict[str, LeafRequest]:
+    """Returns what is asked for of the leaves that are arrays and values, where anything is."""
+    nothing = LeafRequest()
+    requests = {name: asked.request() for name, asked in args.items() if name not in kept}
+    return {name: request for name, request in requests.items() if request != nothing}
+
+
+class _PreparedTree:
+    """A tree with leaves that do not lie in its database; process 0 writes these.
+
+    Args:
+        tree: The others.
+        external: The leaves that type handlers keep.
+        files: Small files to write, by their path in the folder.
+    """
+
+    def __init__(self, tree: TreeWriter, external: ExternalLeaves, files: Mapping[str, bytes]) -> None:
+        self._tree = tree
+        self._external = external
+        self._contents = files
+        self._files: dict[str, FileRecord] = {}
+
+    def write(self, folder: Location, member: Member) -> bytes:
+        """Writes this process's share."""
+        if member.index == 0:
+            self._files.update(self._external.write(folder))
+            for path, content in self._contents.items():
+                (folder / path).write_bytes(content, atomic=False)
+                self._files[path] = FileRecord(len(content), crc32c(content))
+            folder.sync_directory()
+        return self._tree.write(folder, member)
+
+    def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
+        """Completes the item."""
+        return {**self._tree.merge(folder, fragments), **self._files}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 from ..coordination import Member
 from ..format import crc32c
@@ -68,9 +68,15 @@ def finish(futures: Sequence[SaveFuture] | None) -> Files | None:
     known = bool(futures)
     for future in futures or ():
         files = future.result()
-        known = known and files is not None
-        found.update(files or {})
+        if _is_files(files):
+            found.update(files)
+        else:
+            known = False  # a future of somebody else's making, such as those of concurrent.futures
     return found if known else None
+
+
+def _is_files(result: Any) -> TypeGuard[Files]:
+    return isinstance(result, Mapping) and all(isinstance(file, FileRecord) for file in result.values())
 
 
 def write_alone(prepared: PreparedItem, folder: Location) -> Files:

@@ -1,0 +1,167 @@
+"""The leaves of a tree that its type handlers keep: on their way to disk, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..digests import check_files, seal
+from ..errors import OptionError
+from ..record import FileRecord
+from ..storage import Location
+from ..tree import EXTERNAL, ExternalLeaf, ValueLeaf, display, flatten, unflatten
+from ..tree.containers import class_name
+from .args import RestoreArgs, SaveArgs
+from .saves import Files
+from .type_handlers import ParamInfo, TypeHandler, TypeHandlerRegistry
+
+FOLDER = "leaves"
+"""Where the leaves' own folders are, each named by the number of its leaf in the tree."""
+
+
+class _Group(NamedTuple):
+    """The leaves of one handler."""
+
+    handler: TypeHandler
+    numbers: list[int]
+    values: list[Any]
+    infos: Sequence[ParamInfo]
+    args: list[SaveArgs]
+
+
+class ExternalLeaves:
+    """The leaves of one tree that type handlers save.
+
+    Args:
+        registry: Which handlers there are.
+        names: The names of all leaves of the tree.
+        values: The leaves.
+        args: What is asked for each.
+        snapshot: Whether they may change before they are written.
+
+    Attributes:
+        notes: What ``tree.json`` is to say of each of them, by the leaf's number in the tree.
+    """
+
+    def __init__(
+        self,
+        registry: TypeHandlerRegistry,
+        names: Sequence[str],
+        values: Sequence[Any],
+        args: Sequence[SaveArgs | None],
+        *,
+        snapshot: bool,
+    ) -> None:
+        self.notes: dict[int, ValueLeaf] = {}
+        self._groups: list[_Group] = []
+        found: dict[str, tuple[TypeHandler, list[int]]] = {}
+        for number, value in enumerate(values if registry.leaf_types else ()):
+            handler = registry.find(value)
+            if handler is not None:
+                found.setdefault(handler.name, (handler, []))[1].append(number)
+        for handler, numbers in found.values():
+            mine = [values[number] for number in numbers]
+            infos = handler.param_infos(mine, [names[number] for number in numbers])
+            if len(infos) != len(mine):
+                raise OptionError(f"the handler {handler.name!r} gave {len(infos)} infos for {len(mine)} leaves")
+            for number, value, info in zip(numbers, mine, infos, strict=True):
+                note = {"kind": EXTERNAL, "handler": handler.name, "type": class_name(value), "facts": dict(info.facts)}
+                self.notes[number] = ValueLeaf(note)
+            if snapshot:
+                mine = [handler.snapshot(value) for value in mine]
+            asked = [args[number] or SaveArgs() for number in numbers]
+            self._groups.append(_Group(handler, numbers, mine, infos, asked))
+
+    def write(self, folder: Location) -> Files:
+        """Writes the leaves, durably.
+
+        Args:
+            folder: The item's folder.
+
+        Returns:
+            The files that were written by their path in it.
+        """
+        if not self._groups:
+            return {}
+        for handler, numbers, values, infos, args in self._groups:
+            places = [folder / FOLDER / str(number) for number in numbers]
+            for place in places:
+                place.make_directory(sync=False)
+            full = [dataclasses.replace(info, folder=place) for info, place in zip(infos, places, strict=True)]
+            handler.serialize(values, full, args)
+        files = seal(folder / FOLDER, f"{FOLDER}/")
+        folder.sync_directory()
+        return files
+
+
+def resolve(
+    tree: Any,
+    folder: Location,
+    files: Mapping[str, FileRecord] | None,
+    numbers: Mapping[str, int],
+    registry: TypeHandlerRegistry,
+    args: Mapping[str, RestoreArgs],
+) -> Any:
+    """Puts the values of leaves that handlers keep into a tree that was loaded.
+
+    Args:
+        tree: The tree, with an `ExternalLeaf` in the place of each such value.
+        folder: The item's folder.
+        files: What the commit record says about it.
+        numbers: The number of every leaf of the saved tree by its name.
+        registry: Which handlers there are.
+        args: What is asked for, by leaf name.
+
+    Returns:
+        The tree with the values.
+
+    Raises:
+        OptionError: The handler of a leaf is not at hand.
+        DamagedCheckpointError: A file of a leaf is not what was saved.
+    """
+    flat = flatten(tree, registry.leaf_types)
+    values = list(flat.values)
+    groups: dict[str, tuple[TypeHandler, list[int]]] = {}
+    unknown: list[ExternalLeaf] = []
+    for position, value in enumerate(values):
+        if isinstance(value, ExternalLeaf):
+            handler = registry.named(value.handler)
+            if handler is None or "aggregate" in value.details:
+                unknown.append(value)
+            else:
+                groups.setdefault(handler.name, (handler, []))[1].append(position)
+    if unknown:
+        raise OptionError("\n".join([f"{folder}: some leaves need handlers that are not at hand:", *_lines(unknown)]))
+    for handler, positions in groups.values():
+        leaves: list[ExternalLeaf] = [values[position] for position in positions]
+        infos = [_info(leaf, folder, numbers[leaf.name], files) for leaf in leaves]
+        found = handler.deserialize(infos, [args.get(leaf.name) or RestoreArgs() for leaf in leaves])
+        if len(found) != len(leaves):
+            raise OptionError(f"the handler {handler.name!r} gave {len(found)} values for {len(leaves)} leaves")
+        for position, value in zip(positions, found, strict=True):
+            values[position] = value
+    return unflatten(flat.structure, values)
+
+
+def _info(leaf: ExternalLeaf, folder: Location, number: int, files: Mapping[str, FileRecord] | None) -> ParamInfo:
+    below = f"{FOLDER}/{number}/"
+    check_files(folder, {path: known for path, known in (files or {}).items() if path.startswith(below)})
+    facts = leaf.details.get("facts")
+    return ParamInfo(
+        name=leaf.name, facts=facts if isinstance(facts, dict) else {}, folder=folder / FOLDER / str(number)
+    )
+
+
+def _lines(leaves: Sequence[ExternalLeaf]) -> list[str]:
+    more = [f"  and {len(leaves) - 20} more"] if len(leaves) > 20 else []
+    return [*map(_line, leaves[:20]), *more, "  or load the other leaves with select="]
+
+
+def _line(leaf: ExternalLeaf) -> str:
+    if "aggregate" in leaf.details:
+        what = f"is in a file of the AggregateHandler {leaf.handler!r:.80}; give that one to PyTreeCheckpointHandler"
+    else:
+        kind = leaf.details.get("type")
+        what = f"is a {kind!s:.80} of the TypeHandler {leaf.handler!r:.80}; register it with hf.register_type_handler"
+    return f"  {display(leaf.name)} {what}"
