@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .engine import checkpoint_utils as checkpoint_utils
     from .engine.api import load as load
     from .engine.api import save as save
     from .engine.checkpointer import AsyncCheckpointer as AsyncCheckpointer
@@ -44,13 +45,21 @@ if TYPE_CHECKING:
     from .engine.errors import StorageUnavailableError as StorageUnavailableError
     from .engine.errors import TreeMismatchError as TreeMismatchError
     from .engine.errors import UnsupportedLeafError as UnsupportedLeafError
+    from .engine.handlers import ArrayCheckpointHandler as ArrayCheckpointHandler
+    from .engine.handlers import ArrayRestoreArgs as ArrayRestoreArgs
     from .engine.handlers import AsyncCheckpointHandler as AsyncCheckpointHandler
     from .engine.handlers import CheckpointHandler as CheckpointHandler
     from .engine.handlers import JsonCheckpointHandler as JsonCheckpointHandler
+    from .engine.handlers import ParamInfo as ParamInfo
     from .engine.handlers import PreparedCheckpointHandler as PreparedCheckpointHandler
     from .engine.handlers import PreparedItem as PreparedItem
     from .engine.handlers import PyTreeCheckpointHandler as PyTreeCheckpointHandler
+    from .engine.handlers import RestoreArgs as RestoreArgs
+    from .engine.handlers import SaveArgs as SaveArgs
     from .engine.handlers import SaveFuture as SaveFuture
+    from .engine.handlers import TypeHandler as TypeHandler
+    from .engine.handlers import TypeHandlerRegistry as TypeHandlerRegistry
+    from .engine.handlers import register_type_handler as register_type_handler
     from .engine.history import Restored as Restored
     from .engine.inspection import CheckpointSummary as CheckpointSummary
     from .engine.inspection import CheckpointVerification as CheckpointVerification
@@ -59,8 +68,10 @@ if TYPE_CHECKING:
     from .engine.inspection import describe as describe
     from .engine.inspection import list_checkpoints as list_checkpoints
     from .engine.inspection import verify as verify
+    from .engine.item import AggregateHandler as AggregateHandler
     from .engine.item import Layout as Layout
     from .engine.item import LeafMetadata as LeafMetadata
+    from .engine.item import MsgpackHandler as MsgpackHandler
     from .engine.item import Problem as Problem
     from .engine.manager import CheckpointManager as CheckpointManager
     from .engine.options import CheckpointManagerOptions as CheckpointManagerOptions
@@ -102,13 +113,21 @@ _HOMES = {
         "UnsupportedLeafError",
     ),
     "handlers": (
+        "ArrayCheckpointHandler",
+        "ArrayRestoreArgs",
         "AsyncCheckpointHandler",
         "CheckpointHandler",
         "JsonCheckpointHandler",
+        "ParamInfo",
         "PreparedCheckpointHandler",
         "PreparedItem",
         "PyTreeCheckpointHandler",
+        "RestoreArgs",
+        "SaveArgs",
         "SaveFuture",
+        "TypeHandler",
+        "TypeHandlerRegistry",
+        "register_type_handler",
     ),
     "history": ("Restored",),
     "inspection": (
@@ -120,7 +139,7 @@ _HOMES = {
         "list_checkpoints",
         "verify",
     ),
-    "item": ("Layout", "LeafMetadata", "Problem"),
+    "item": ("AggregateHandler", "Layout", "LeafMetadata", "MsgpackHandler", "Problem"),
     "manager": ("CheckpointManager",),
     "options": ("CheckpointManagerOptions",),
     "policy": ("Decision",),
@@ -129,17 +148,21 @@ _HOMES = {
     "transformed": ("load_transformed",),
     "tree": ("Transform", "apply_transformations"),
 }
+_SUBMODULES = ("checkpoint_utils",)
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 
 __version__ = "0.1.0"
-__all__ = sorted(_MODULES)  # noqa: PLE0605 - a list, made of the table above
+__all__ = sorted([*_MODULES, *_SUBMODULES])  # noqa: PLE0605 - a list, made of the table above
 
 
 def __getattr__(name: str) -> Any:
     module = _MODULES.get(name)
-    if module is None:
+    if name in _SUBMODULES:
+        value: Any = importlib.import_module(f".engine.{name}", __name__)
+    elif module is not None:
+        value = getattr(importlib.import_module(f".engine.{module}", __name__), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".engine.{module}", __name__), name)
     globals()[name] = value
     return value
 

@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("digests",),
     ("item",),
     ("handlers",),
-    ("commit", "background", "ownership", "options"),
+    ("checkpoint_utils", "commit", "background", "ownership", "options"),
     ("participation", "together", "agreement"),
     ("saving", "checkpointer"),
     ("steps", "items", "directory", "history", "manager"),
