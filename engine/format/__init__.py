@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .array_index import ArrayIndex, key_order
-from .checksums import crc32c, extend
+from .checksums import checksums_of, crc32c, extend
 from .compression import LEVELS, compress_chunks, decompress_chunk
 from .documents import DOCUMENT_LIMIT, decode_document, encode_document
 from .dtypes import Stored, dtype_from_name, dtype_name, storage_dtype
@@ -29,6 +29,7 @@ __all__ = [
     "ArrayMetadata",
     "Entries",
     "Stored",
+    "checksums_of",
     "chunk_keys",
     "compress_chunks",
     "crc32c",

@@ -26,6 +26,22 @@ def crc32c(data: Data) -> int:
     return int(google_crc32c.value(_frozen(data)))
 
 
+def checksums_of(data: NDArray[np.uint8], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """Computes the CRC-32C of many short stretches of some bytes.
+
+    Args:
+        data: The bytes, contiguous, with one axis.
+        starts: Where each stretch begins.
+        stops: Where it ends.
+
+    Returns:
+        The checksum of each.
+    """
+    value, frozen = google_crc32c.value, np.asarray(_frozen(data))
+    spans = zip(starts.tolist(), stops.tolist(), strict=True)
+    return np.array([value(frozen[start:stop]) for start, stop in spans], np.uint32)
+
+
 def extend(crc: int, data: Data) -> int:
     """Continues a checksum over more bytes.
 

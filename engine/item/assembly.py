@@ -1,64 +1,45 @@
-"""Arrays that are put together from chunks as these arrive, each verified on the way."""
+"""Arrays, and boxes of arrays, that are put together from chunks as these arrive, each verified on the way."""
 
 from __future__ import annotations
 
 import errno
 import math
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..format import ArrayMetadata, crc32c
+from ..format import ArrayMetadata
 from ..storage import aligned_empty
-from .plan import CHECKSUM_BYTES
+from ..tree import Box, whole
+from .chunks import Chunks
+from .forms import COPY, Form
+from .small import small_arrays
 from .sources import Bytes
 
-_COPY = 256 << 10  # arrays below this are copied out, so that a small one never keeps a whole extent in memory
 
-
-class Form:
-    """How the arrays of one shape and element type are read.
-
-    Args:
-        metadata: The arrays' metadata.
+class Slot(NamedTuple):
+    """A box of an array that is wanted.
 
     Attributes:
-        grid: How many chunks there are along each axis.
-        chunk_count: How many chunks there are in all.
-        data_bytes: Bytes of one chunk's values.
-        stored_bytes: Bytes of one chunk in its file.
-        copied: Whether the bytes of a chunk are copied out of the memory that they were read into.
+        output: The position of its elements in the result.
+        box: Which elements.
     """
 
-    __slots__ = ("chunk_count", "copied", "data_bytes", "dtype", "grid", "metadata", "stored_bytes", "whole")
-
-    def __init__(self, metadata: ArrayMetadata) -> None:
-        self.metadata = metadata
-        self.dtype = metadata.dtype
-        self.grid = metadata.grid
-        self.chunk_count = metadata.chunk_count
-        self.data_bytes = math.prod(metadata.chunk_shape) * metadata.dtype.itemsize
-        self.stored_bytes = self.data_bytes + (CHECKSUM_BYTES if metadata.checksummed else 0)
-        # An array of one chunk is a view of what was read, unless it is so small that copying is cheaper than keeping.
-        self.whole = metadata.chunk_shape == metadata.shape
-        self.copied = not self.whole or self.data_bytes < _COPY
-
-    @property
-    def nbytes(self) -> int:
-        """Returns the bytes of a whole array."""
-        return math.prod(self.metadata.shape) * self.dtype.itemsize
+    output: int
+    box: Box
 
 
 class Assembly:
     """The wanted arrays while their chunks arrive, from any number of threads.
 
-    Memory for an array is taken when its first chunk has been verified: a description alone never costs any.
+    Memory is taken when the first chunk for it has been verified: a description alone never costs any.
 
     Args:
         metadata: What the index says of each array.
+        boxes: For each array the boxes that are wanted; None where all of it is, or where all of every array is.
         keep: Whether the arrays are wanted; otherwise chunks are only verified.
 
     Attributes:
@@ -66,14 +47,58 @@ class Assembly:
         keep: As above.
     """
 
-    def __init__(self, metadata: Sequence[ArrayMetadata], *, keep: bool) -> None:
-        forms: dict[ArrayMetadata, Form] = {}
-        self.forms = [forms.get(one) or forms.setdefault(one, Form(one)) for one in metadata]
+    def __init__(
+        self,
+        metadata: Sequence[ArrayMetadata],
+        boxes: Sequence[Sequence[Box] | None] | None = None,
+        *,
+        keep: bool,
+    ) -> None:
+        # Equal metadata is mostly one object, which is told apart faster by its identity.
+        forms: dict[int, Form] = {}
+        self.forms = [forms.get(id(one)) or forms.setdefault(id(one), Form(one)) for one in metadata]
         self.keep = keep
-        self._arrays: list[NDArray[Any] | None] = [None] * len(metadata)
+        self._slots: dict[int, list[Slot]] = {}
+        self._outputs: list[int] = []  # of each array the only one, if all of it is wanted; otherwise the first one
+        count = 0
+        for array, wanted in enumerate(boxes or ()):
+            self._outputs.append(count)
+            if wanted is None:
+                count += 1
+            else:
+                self._slots[array] = [Slot(count + position, box) for position, box in enumerate(wanted)]
+                count += len(wanted)
+        if boxes is None:
+            self._outputs = list(range(len(metadata)))
+            count = len(metadata)
+        self._arrays: list[NDArray[Any] | None] = [None] * count
         self._fill: dict[int, bytes] = {}
         self._damaged: set[int] = set()
         self._lock = threading.Lock()
+
+    def is_whole(self, array: int) -> bool:
+        """Whether all of an array is wanted."""
+        return array not in self._slots
+
+    def slots(self, array: int) -> list[Slot]:
+        """Returns the boxes of an array that are wanted."""
+        return self._slots.get(array) or [
+            Slot(self._outputs[array], whole(self.forms[array].shape)) for _ in range(self.is_whole(array))
+        ]
+
+    def wanted_chunks(self, array: int) -> list[int]:
+        """Returns the numbers of the chunks that are needed of an array."""
+        form = self.forms[array]
+        if self.is_whole(array):
+            return list(range(form.chunk_count))
+        return sorted({chunk for slot in self._slots[array] for chunk in form.chunks_in(slot.box)})
+
+    def keeps(self, array: int, chunk: int) -> bool:
+        """Whether the memory that a chunk is read into becomes an array of the result."""
+        form = self.forms[array]
+        if not self.keep or form.compressed or form.data_bytes < COPY:
+            return False
+        return any(self._is_slot(form, chunk, slot) for slot in self.slots(array))
 
     def fill(self, array: int, element: bytes) -> None:
         """Says what the elements of an array are where no chunk arrives."""
@@ -83,68 +108,113 @@ class Assembly:
         """Says that an array is damaged: its chunks are still verified, and it takes no memory."""
         self._damaged.add(array)
 
-    def accept(self, array: int, chunk: int, data: Bytes) -> str:
+    def accept(self, array: int, chunk: int, data: Bytes, *, kept: bool = False) -> str:
         """Checks a chunk and puts it where it belongs.
 
         Args:
             array: The wanted array that it belongs to.
             chunk: The chunk's number in the array's grid.
-            data: Its bytes, as they are stored. They are kept, and must not be used otherwise, unless ``copied``.
+            data: Its bytes, as they are stored.
+            kept: Whether they can become an array of the result, as nobody else uses the memory.
 
         Returns:
             What is wrong with it, or nothing.
         """
         form = self.forms[array]
-        size = form.data_bytes
-        if data.size != form.stored_bytes:
-            return f"chunk {chunk} should take {form.stored_bytes} bytes and takes {data.size}"
-        values = data[:size]
-        if size != form.stored_bytes:
-            expected = int.from_bytes(data[size:].tobytes(), "little")
-            found = crc32c(values)
-            if found != expected:
-                return f"chunk {chunk} has crc32c {found:08x} where {expected:08x} was written"
+        values, problem = form.content(data)
+        if problem:
+            return f"chunk {chunk} {problem}"
         if not self.keep or array in self._damaged:
             return ""
-        view = values.view(form.dtype)
-        if form.whole:
-            if form.copied or not (view.flags.aligned and view.flags.writeable):
-                view = view.copy()
-            self._arrays[array] = view.reshape(form.metadata.shape)
-        else:
-            _insert(self._array(array), view.reshape(form.metadata.chunk_shape), chunk, form.metadata)
+        view = values.view(form.dtype).reshape(form.chunk_shape)
+        kept = (kept or form.compressed) and view.flags.aligned and view.flags.writeable
+        for slot in self.slots(array):
+            if self._is_slot(form, chunk, slot):
+                self._arrays[slot.output] = view if kept else view.copy()
+                kept = False  # another box of the same elements gets memory of its own
+            else:
+                part = form.chunk_box(chunk)
+                common = part.common(slot.box)
+                if common is not None:
+                    self._array(array, slot)[common.within(slot.box)] = view[common.within(part)]
         return ""
 
+    def accept_many(self, chunks: Chunks, rows: range, base: int, data: Bytes, kept: bool) -> Iterator[tuple[int, str]]:
+        """Checks chunks that were read in one piece, and puts them where they belong.
+
+        Args:
+            chunks: The table of chunks.
+            rows: Which of them.
+            base: The place in the file where the piece begins.
+            data: The piece.
+            kept: Whether it can become memory of the result.
+
+        Yields:
+            The row of every chunk that is not as it should be, and what is wrong with it.
+        """
+        others: Sequence[int] = rows
+        if len(rows) > 1:
+            span = slice(rows.start, rows.stop)
+            single = [self.forms[array].small and array not in self._slots for array in chunks.arrays[span].tolist()]
+            if any(single):
+                mask = np.array(single)
+                some = np.flatnonzero(mask) + rows.start
+                owners = chunks.arrays[some].tolist()
+                starts = chunks.offsets[some] - base
+                made, bad = small_arrays(data, starts, [self.forms[array] for array in owners], keep=self.keep)
+                for array, value in zip(owners, made, strict=True):
+                    self._arrays[self._outputs[array]] = value
+                others = sorted([*(np.flatnonzero(~mask) + rows.start).tolist(), *some[bad].tolist()])
+        for row in others:
+            start = int(chunks.offsets[row]) - base
+            array, chunk = int(chunks.arrays[row]), int(chunks.numbers[row])
+            stored = data[start : start + int(chunks.lengths[row])]
+            what = self.accept(array, chunk, stored, kept=kept and bool(chunks.kept[row]))
+            if what:
+                yield row, what
+
     def finish(self) -> list[NDArray[Any] | None]:
-        """Returns the arrays in this machine's byte order, None in the place of those that are damaged."""
-        return [None if number in self._damaged else _native(self._array(number)) for number in range(len(self.forms))]
+        """Returns the arrays, box by box, in this machine's byte order; None in the place of those that are damaged."""
+        if self._damaged or any(array is None for array in self._arrays):
+            self._fill_in()
+        for form in set(self.forms):
+            if not form.dtype.isnative:
+                return [None if array is None else _native(array) for array in self._arrays]
+        return self._arrays
 
-    def _array(self, number: int) -> NDArray[Any]:
-        array = self._arrays[number]
-        if array is not None:
-            return array
+    def _fill_in(self) -> None:
+        for array in range(len(self.forms)):
+            for slot in self.slots(array):
+                if array in self._damaged:
+                    self._arrays[slot.output] = None
+                elif self._arrays[slot.output] is None:
+                    self._array(array, slot)
+
+    def _is_slot(self, form: Form, chunk: int, slot: Slot) -> bool:
+        """Whether a wanted box is exactly one chunk."""
+        return form.chunk_shape == slot.box.shape and form.chunk_box(chunk) == slot.box
+
+    def _array(self, array: int, slot: Slot) -> NDArray[Any]:
+        found = self._arrays[slot.output]
+        if found is not None:
+            return found
         with self._lock:
-            array = self._arrays[number]
-            if array is None:
-                array = self._arrays[number] = _empty(self.forms[number], self._fill.get(number))
-            return array
+            found = self._arrays[slot.output]
+            if found is None:
+                found = self._arrays[slot.output] = _empty(
+                    slot.box.shape, self.forms[array].dtype, self._fill.get(array)
+                )
+            return found
 
 
-def _insert(array: NDArray[Any], chunk: NDArray[Any], index: int, metadata: ArrayMetadata) -> None:
-    """Copies a chunk into its array, without what lies beyond the array's end."""
-    position = np.unravel_index(index, metadata.grid) if metadata.grid else ()
-    starts = [int(i) * size for i, size in zip(position, metadata.chunk_shape, strict=True)]
-    target = array[tuple(slice(start, start + size) for start, size in zip(starts, metadata.chunk_shape, strict=True))]
-    target[...] = chunk[tuple(slice(0, size) for size in target.shape)]
-
-
-def _empty(form: Form, fill: bytes | None) -> NDArray[Any]:
+def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], fill: bytes | None) -> NDArray[Any]:
+    nbytes = math.prod(shape) * dtype.itemsize
     try:
-        array = aligned_empty(form.nbytes).view(form.dtype).reshape(form.metadata.shape)
+        array = aligned_empty(nbytes).view(dtype).reshape(shape)
     except OSError as error:
         if error.errno != errno.ENOMEM:
             raise
-        raise MemoryError(f"an array of {form.nbytes} bytes does not fit the memory that is left") from error
+        raise MemoryError(f"an array of {nbytes} bytes does not fit the memory that is left") from error
     if fill is not None:
         array.reshape(-1).view(np.uint8).reshape(-1, len(fill))[...] = np.frombuffer(fill, np.uint8)
     return array

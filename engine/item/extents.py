@@ -5,16 +5,186 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 from ..errors import DamagedCheckpointError, ObjectNotFoundError, StorageError
 from ..storage import Buffer, DataReader
+from .chunks import Chunks
 from .sources import Bytes
 
 _THREADS = 4
 _EXTENT = 16 << 20  # bytes read at a time; more only where a single range is larger
+_COPIED_EXTENT = 4 << 20  # the same where all of it is copied out: the memory is used again and again
 _SMALL = 16 << 10  # bytes; smaller ranges take longer to handle than to read
-_GAP = 64 << 10  # bytes between two wanted ranges that are cheaper to read than to skip
+LOCAL_GAP = 4 << 10
+"""Bytes between two chunks that are cheaper to read than to skip: a page of the disk."""
+REMOTE_GAP = 64 << 10
+"""The same where every request goes over a network."""
+_FOREIGN = 16  # one byte in so many of memory that is kept may be of others: gaps, and ranges that are copied out
+
+
+class Extent(NamedTuple):
+    """A run of chunks of one file that is read in one piece.
+
+    Attributes:
+        file: The file's path.
+        offset: First byte.
+        length: Number of bytes.
+        first: The first chunk's position in the table.
+        stop: The position after the last one.
+        kept: Whether views of the memory are kept.
+    """
+
+    file: str
+    offset: int
+    length: int
+    first: int
+    stop: int
+    kept: bool
+
+
+Use = Callable[[Extent, Bytes], None]
+"""Takes an extent's bytes. The memory is the taker's to keep where ``kept`` is set; otherwise it is reused."""
+
+
+def read_chunks(
+    files: Mapping[str, DataReader],
+    chunks: Chunks,
+    use: Use,
+    failed: Callable[[int, Exception], None],
+    *,
+    gap: int = LOCAL_GAP,
+) -> int:
+    """Reads chunks and hands them to ``use``.
+
+    Args:
+        files: Open data files by path.
+        chunks: What to read, sorted.
+        use: Called from several threads with runs of chunks and their bytes; every chunk that could be read is in one.
+        failed: Called instead, with the chunk's position, where the bytes are not there, or cannot be read any more;
+            other chunks are still read.
+        gap: Bytes between two chunks that are rather read than skipped.
+
+    Returns:
+        How many bytes were read.
+
+    Raises:
+        StorageError: The storage refuses, or does not answer: nothing is known of the bytes.
+        BaseException: Whatever ``use`` or ``failed`` raises; the first of it, after all threads have stopped.
+    """
+    pending = iter(plan_extents(chunks, gap))
+    lock = threading.Lock()
+    stop: list[BaseException] = []
+    counts: list[int] = []
+
+    def work() -> None:
+        buffer = Buffer()
+        while not stop:
+            with lock:
+                extent = next(pending, None)
+            if extent is None:
+                return
+            try:
+                counts.append(_read_extent(files, chunks, extent, buffer, use, failed))
+            except BaseException as error:  # handed to the thread that waits below
+                stop.append(error)
+
+    threads = [threading.Thread(target=work, name=f"holdfast-read-{i}", daemon=True) for i in range(_THREADS - 1)]
+    if chunks.lengths.sum() <= max(_EXTENT // 4, _SMALL * len(chunks)):
+        threads = []  # little to read, or more work for the interpreter, which threads only get in the way of
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    if stop:
+        raise stop[0]
+    return sum(counts)
+
+
+def _read_extent(
+    files: Mapping[str, DataReader],
+    chunks: Chunks,
+    extent: Extent,
+    buffer: Buffer,
+    use: Use,
+    failed: Callable[[int, Exception], None],
+) -> int:
+    try:
+        data = files[extent.file].read(extent.offset, extent.length, None if extent.kept else buffer)
+    except (DamagedCheckpointError, StorageError) as error:
+        if not _is_damage(error):
+            raise
+        if extent.stop - extent.first == 1:
+            failed(extent.first, error)
+            return 0
+        # One by one, so that only those that are really damaged fail.
+        singles = [_extent(chunks, row, row + 1, kept=extent.kept) for row in range(extent.first, extent.stop)]
+        return sum(_read_extent(files, chunks, single, buffer, use, failed) for single in singles)
+    if not extent.kept:
+        data.flags.writeable = False  # spares the checksums a view of each chunk
+    use(extent, data)
+    return extent.length
+
+
+def _is_damage(error: DamagedCheckpointError | StorageError) -> bool:
+    """Tells bytes that are lost from bytes that cannot be had at the moment."""
+    if isinstance(error, StorageError):
+        return isinstance(error, ObjectNotFoundError) or error.errno == errno.EIO
+    return True
+
+
+def plan_extents(chunks: Chunks, gap: int) -> Iterator[Extent]:
+    """Groups sorted chunks into runs that are read in one piece.
+
+    Memory that is kept is hardly ever shared with chunks that are copied out of it: it would stay for nothing.
+    """
+    current: Extent | None = None
+    kept = 0  # bytes of the current extent that are kept
+    for run in _runs(chunks, gap):
+        own = run.length if run.kept else 0
+        if current is not None:
+            length = run.offset + run.length - current.offset
+            near = run.file == current.file and 0 <= length - run.length - current.length <= gap
+            foreign = length - kept - own
+            shared = kept + own == 0 or foreign * _FOREIGN <= length
+            if near and shared and length <= (_EXTENT if kept + own else _COPIED_EXTENT):
+                current = Extent(run.file, current.offset, length, current.first, run.stop, kept + own > 0)
+                kept += own
+                continue
+            yield current
+        current, kept = run, own
+    if current is not None:
+        yield current
+
+
+def _runs(chunks: Chunks, gap: int) -> Iterator[Extent]:
+    """Generates runs of near chunks that are all kept or all copied."""
+    if not len(chunks):
+        return
+    ends = chunks.offsets + chunks.lengths
+    apart = (chunks.file_ids[1:] != chunks.file_ids[:-1]) | (chunks.offsets[1:] - ends[:-1] > gap)
+    apart |= chunks.kept[1:] != chunks.kept[:-1]
+    bounds = [0, *(np.flatnonzero(apart) + 1).tolist(), len(chunks)]
+    for first, stop in pairwise(bounds):
+        kept = bool(chunks.kept[first])
+        size = _EXTENT if kept else _COPIED_EXTENT
+        reached = np.maximum.accumulate(ends[first:stop])
+        start = first
+        while first < stop:
+            fitting = start + int(np.searchsorted(reached, chunks.offsets[first] + size, "right"))
+            last = max(first + 1, fitting)
+            yield _extent(chunks, first, last, kept=kept)
+            first = last
+
+
+def _extent(chunks: Chunks, first: int, stop: int, *, kept: bool) -> Extent:
+    offset = int(chunks.offsets[first])
+    end = int((chunks.offsets[first:stop] + chunks.lengths[first:stop]).max())
+    return Extent(chunks.file(first), offset, end - offset, first, stop, kept)
 
 
 class Range(NamedTuple):
@@ -43,92 +213,23 @@ def read_ranges(
     use: Callable[[Range, Bytes], None],
     failed: Callable[[Range, Exception], None],
 ) -> None:
-    """Reads ranges and hands each to ``use``.
+    """Reads ranges and hands each to ``use``; see :func:`read_chunks`.
 
     Args:
         files: Open data files by path.
         ranges: What to read, in ascending order.
-        use: Called once for every range that could be read, from several threads, with the range and its bytes. The
-            memory is the caller's to keep where ``range.keep`` is set; otherwise it is reused after the call.
-        failed: Called instead where the bytes are not there, or cannot be read any more; other ranges are still read.
-
-    Raises:
-        StorageError: The storage refuses, or does not answer: nothing is known of the bytes.
-        BaseException: Whatever ``use`` or ``failed`` raises; the first of it, after all threads have stopped.
+        use: Called once for every range that could be read, with the range and its bytes.
+        failed: Called instead where the bytes are not there, or cannot be read any more.
     """
-    pending = _extents(ranges)
-    lock = threading.Lock()
-    stop: list[BaseException] = []
+    paths = list(files)
+    ids = {path: number for number, path in enumerate(paths)}
+    rows = [(ids[one.file], one.offset, one.length, one.array, one.chunk, one.keep) for one in ranges]
+    columns = np.array(rows, np.int64).reshape(-1, 6).T
+    chunks = Chunks(paths, columns[0], columns[1], columns[2], columns[3], columns[4], columns[5] != 0)
 
-    def work() -> None:
-        buffer = Buffer()
-        while not stop:
-            with lock:
-                extent = next(pending, None)
-            if extent is None:
-                return
-            try:
-                _read_extent(files, extent, buffer, use, failed)
-            except BaseException as error:  # handed to the thread that waits below
-                stop.append(error)
+    def use_extent(extent: Extent, data: Bytes) -> None:
+        for wanted in ranges[extent.first : extent.stop]:
+            start = wanted.offset - extent.offset
+            use(wanted, data[start : start + wanted.length])
 
-    threads = [threading.Thread(target=work, name=f"holdfast-read-{i}", daemon=True) for i in range(_THREADS - 1)]
-    if sum(wanted.length for wanted in ranges) <= max(_EXTENT // 4, _SMALL * len(ranges)):
-        threads = []  # little to read, or more work for the interpreter, which threads only get in the way of
-    for thread in threads:
-        thread.start()
-    work()
-    for thread in threads:
-        thread.join()
-    if stop:
-        raise stop[0]
-
-
-def _read_extent(
-    files: Mapping[str, DataReader],
-    extent: Sequence[Range],
-    buffer: Buffer,
-    use: Callable[[Range, Bytes], None],
-    failed: Callable[[Range, Exception], None],
-) -> None:
-    first, last = extent[0], extent[-1]
-    try:
-        keep = any(wanted.keep for wanted in extent)
-        length = last.offset + last.length - first.offset
-        data = files[first.file].read(first.offset, length, None if keep else buffer)
-        if not keep:
-            data.flags.writeable = False  # spares the checksums a view of each range
-    except (DamagedCheckpointError, StorageError) as error:
-        if not _is_damage(error):
-            raise
-        if len(extent) == 1:
-            failed(first, error)
-            return
-        for wanted in extent:  # one by one, so that only those that are really damaged fail
-            _read_extent(files, [wanted], buffer, use, failed)
-        return
-    for wanted in extent:
-        start = wanted.offset - first.offset
-        use(wanted, data[start : start + wanted.length])
-
-
-def _is_damage(error: DamagedCheckpointError | StorageError) -> bool:
-    """Tells bytes that are lost from bytes that cannot be had at the moment."""
-    if isinstance(error, StorageError):
-        return isinstance(error, ObjectNotFoundError) or error.errno == errno.EIO
-    return True
-
-
-def _extents(ranges: Sequence[Range]) -> Iterator[list[Range]]:
-    """Groups sorted ranges into runs that are read in one piece."""
-    group: list[Range] = []
-    for wanted in ranges:
-        if group:
-            end = group[-1].offset + group[-1].length
-            near = wanted.file == group[0].file and wanted.offset - end <= _GAP
-            if not near or wanted.offset + wanted.length - group[0].offset > _EXTENT:
-                yield group
-                group = []
-        group.append(wanted)
-    if group:
-        yield group
+    read_chunks(files, chunks, use_extent, lambda row, error: failed(ranges[row], error))

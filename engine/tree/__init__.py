@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .boxes import Box, box_of, whole
 from .comparison import compare, spell
 from .containers import expand
 from .description import describe
@@ -23,6 +24,7 @@ from .transformations import apply_transformations, has_values, parts, transform
 __all__ = [
     "EXTERNAL",
     "ArrayLeaf",
+    "Box",
     "Call",
     "Computed",
     "Details",
@@ -43,6 +45,7 @@ __all__ = [
     "Transform",
     "ValueLeaf",
     "apply_transformations",
+    "box_of",
     "collection_paused",
     "compare",
     "describe",
@@ -63,4 +66,5 @@ __all__ = [
     "transformed",
     "unescape_key",
     "unflatten",
+    "whole",
 ]
