@@ -36,6 +36,8 @@ Tensors = Mapping[str, StoredArray]
 def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
     """Opens a file, or a folder with an index or with a single file; see `source.Format`."""
     if not names:
+        if not location.exists() or location.is_directory():
+            return None
         return _single(location, {"": location})
     indexes = sorted(name for name in names if name.endswith(INDEX_SUFFIX))
     if indexes:

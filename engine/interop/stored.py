@@ -237,7 +237,7 @@ class StoredTree:
             files = {
                 path: stack.enter_context(self._file(path).open_data()) for path in sorted({one.file for one in ranges})
             }
-            read_ranges(files, sorted(ranges), use, failed)
+            read_ranges(files, _apart(sorted(ranges)), use, failed)
         if problems:
             raise DamagedCheckpointError("\n  ".join([f"{self.location} is damaged:", *sorted(problems)[:20]]))
         return arrays
@@ -314,6 +314,18 @@ class StoredTree:
             if self.location.url in str(error):
                 raise
             raise DamagedCheckpointError(f"{self.location}: leaf {display(leaf.name)}: {error}") from error
+
+
+def _apart(ranges: Sequence[Range]) -> list[Range]:
+    """Sees to it that no two arrays keep the same memory, where their bytes overlap in the file."""
+    found: list[Range] = []
+    file, end = "", 0
+    for wanted in ranges:
+        shared = wanted.file == file and wanted.offset < end
+        found.append(wanted._replace(keep=False) if shared else wanted)
+        end = max(end if wanted.file == file else 0, wanted.offset + wanted.length)
+        file = wanted.file
+    return found
 
 
 def _described(name: str, value: Any) -> tuple[Saved, StoredArray | Unreadable | NDArray[Any] | None]:

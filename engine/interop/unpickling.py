@@ -255,7 +255,7 @@ class _Machine:
         attribute, module = self.pop(), self.pop()
         if type(module) is not str or type(attribute) is not str:
             self.fail("it names something by no text")
-        self.stack.append(Name(module, attribute))
+        self.stack.append(_name(module, attribute))
 
     def new(self, with_keywords: bool) -> None:
         keywords = self.pop() if with_keywords else {}
@@ -293,6 +293,11 @@ class _Machine:
     def set_item(self) -> None:
         value, key = self.pop(), self.pop()
         self.update([key, value])
+
+
+def _name(module: str, attribute: str) -> Name:
+    # Protocol 2, which torch writes, calls this one as Python 2 did.
+    return Name("builtins" if module == "__builtin__" else module, attribute)
 
 
 _OPCODES: dict[int, Callable[[_Machine], Any]] = {
@@ -339,7 +344,7 @@ _OPCODES: dict[int, Callable[[_Machine], Any]] = {
     ord("q"): lambda m: m.memoize(m.take(1)[0]),
     ord("r"): lambda m: m.memoize(m.number(_U32)),
     0x94: lambda m: m.memoize(len(m.memo)),
-    ord("c"): lambda m: m.stack.append(Name(m.line(), m.line())),
+    ord("c"): lambda m: m.stack.append(_name(m.line(), m.line())),
     0x93: _Machine.name_on_stack,
     ord("R"): _Machine.reduce,
     0x81: lambda m: m.new(False),
