@@ -42,6 +42,9 @@ class LeafCache:
             return self.values([start])[0]
         return LazySequence(self, node, start) if node.keys is None else LazyMapping(self, node, start)
 
+    def __contains__(self, number: int) -> bool:
+        return number in self._arrays
+
     def size(self, node: Node | None) -> int:
         """Returns how many leaves a container has; a leaf counts as one."""
         if node is None:

@@ -33,9 +33,9 @@ from ..tree import (
     plan_transformations,
     split,
     transformed,
+    unfilled,
     unflatten,
 )
-from .database import naming
 from .lazy import LeafCache, own, plain
 from .loading import load_tree
 from .reader import SavedLeaf, TreeReader
@@ -69,9 +69,9 @@ def load_transformed_tree(
         [leaf.name for leaf in reader.leaves],
         reader.skeleton.structure,
         [leaf.saved.kind == "none" for leaf in reader.leaves],
+        str(reader.location),
     )
-    with naming(reader.location):
-        origins = plan_transformations(known, transformations, new, default_to_original)
+    origins = plan_transformations(known, transformations, new, default_to_original)
     values = _Loader(reader, new, origins).load()
     return unflatten(new.structure, values)
 
@@ -79,8 +79,8 @@ def load_transformed_tree(
 class _Loader:
     """Fills the leaves of a new tree.
 
-    Leaves that are handed on as they are go through `load_tree`, with the new tree's leaves as a template. What
-    functions are given, and what several leaves take, is read whole and once.
+    What functions ask for, and what several leaves take, is read whole and once. The other leaves go through
+    `load_tree`, with the new tree's leaves as a template.
     """
 
     def __init__(self, reader: TreeReader, new: Flattened, origins: Sequence[Origin]) -> None:
@@ -95,13 +95,15 @@ class _Loader:
         self._targets = dict(zip(needed, described, strict=True))
 
     def load(self) -> list[Any]:
+        """Returns a value for each leaf of the new tree."""
         self._check()
-        results = list(self._new.values)
+        returned = self._call()
         direct = self._direct()
+        results = list(self._new.values)
         for number, value in self._loaded(direct):
             results[number] = value
         made = [number for number in self._targets if number not in direct]
-        for number, value in zip(made, self._fitted(made, self._made(made)), strict=True):
+        for number, value in zip(made, self._fitted(made, self._made(made, returned)), strict=True):
             results[number] = value
         return results
 
@@ -113,15 +115,24 @@ class _Loader:
             if isinstance(origin, Kept) and not has_values(value):
                 differences.append(f"{display(name)}: expected a value, found only its shape and dtype in the new tree")
             elif isinstance(origin, Taken) and origin.function is None and origin.container is None:
-                difference = compare(
-                    self._targets[number], self._reader.leaves[origin.start].saved, self._where(number)
-                )
+                path, leaf = display(name), self._reader.leaves[origin.start]
+                where = path if path == origin.path else f"{path} (saved as {display(leaf.name)})"
+                difference = compare(self._targets[number], leaf.saved, where)
                 if difference is not None:
                     differences.append(difference)
         self._raise(differences)
 
+    def _call(self) -> dict[Call, dict[str, Any]]:
+        """Returns what the functions of the whole tree make."""
+        returned: dict[Call, dict[str, Any]] = {}
+        for old, origin in zip(self._new.values, self._origins, strict=True):
+            if isinstance(origin, Computed) and origin.call not in returned:
+                result = plain(origin.call.run(self._cache.tree()))
+                returned[origin.call] = parts(origin.call, result, old is ...)
+        return returned
+
     def _direct(self) -> dict[int, SavedLeaf]:
-        """Returns the saved leaves that exactly one leaf of the new tree takes, as they are."""
+        """Returns the saved leaves that are still to be read, as they are, for just one leaf of the new tree."""
         takers: dict[int, list[int]] = {}
         for number, origin in enumerate(self._origins):
             if isinstance(origin, Taken) and origin.container is None:
@@ -131,7 +142,7 @@ class _Loader:
             leaf, origin = self._reader.leaves[start], self._origins[numbers[0]]
             single = len(numbers) == 1 and isinstance(origin, Taken) and origin.function is None
             # "1" beside 1 has a name that a dictionary with just one of them does not give.
-            if single and join(split(leaf.name)) == leaf.name:
+            if single and start not in self._cache and join(split(leaf.name)) == leaf.name:
                 found[numbers[0]] = leaf
         return found
 
@@ -147,18 +158,14 @@ class _Loader:
         for number, leaf in direct.items():
             yield number, found[leaf.name]
 
-    def _made(self, numbers: Sequence[int]) -> list[Any]:
+    def _made(self, numbers: Sequence[int], returned: dict[Call, dict[str, Any]]) -> list[Any]:
         """Returns values, as yet of any kind, for leaves that are not simply loaded."""
         taken = [origin for number in numbers if isinstance(origin := self._origins[number], Taken)]
-        self._cache.values([leaf for origin in taken for leaf in range(origin.start, origin.stop)])
-        returned: dict[Call, dict[str, Any]] = {}
+        self._cache.arrays([leaf for origin in taken for leaf in range(origin.start, origin.stop)])
         values: list[Any] = []
         for number in numbers:
             origin, old = self._origins[number], self._new.values[number]
             if isinstance(origin, Computed):
-                if origin.call not in returned:
-                    result = plain(origin.call.run(self._cache.tree()))
-                    returned[origin.call] = parts(origin.call, result, old is ...)
                 values.append(returned[origin.call][origin.name])
             elif isinstance(origin, Taken):
                 value = unflatten(origin.container, self._cache.values(range(origin.start, origin.stop)))
@@ -181,9 +188,10 @@ class _Loader:
                 fitting.append((place, target, saved, None if array is None else array.copy()))
                 continue
             described, array = _described(self._new.names[number], value)
-            difference = compare(target, described, self._where(number))
+            difference = compare(target, described)
             if difference is not None:
-                differences.append(difference)
+                what = "multi_value_fn" if isinstance(origin, Computed) else "value_fn"
+                differences.append(difference.replace("(checkpoint)", f"(returned by {what})"))
             else:
                 fitting.append((place, target, described, array))
         self._raise(differences)
@@ -194,24 +202,9 @@ class _Loader:
             results[place] = value
         return results
 
-    def _where(self, number: int) -> str:
-        """Says which leaf it is, and where in the checkpoint it comes from."""
-        path, origin = display(self._new.names[number]), self._origins[number]
-        if isinstance(origin, Computed):
-            return f"{path} (returned by multi_value_fn)"
-        if isinstance(origin, Taken) and origin.function is not None:
-            return f"{path} (returned by value_fn)"
-        if isinstance(origin, Taken) and origin.path != path:
-            return f"{path} (saved as {origin.path or '(root)'})"
-        return path
-
     def _raise(self, differences: Sequence[str]) -> None:
         if differences:
-            raise TreeMismatchError(
-                f"{self._reader.location}: {len(differences)} of {len(self._new.names)} keys of the new tree cannot be "
-                "filled:",
-                differences,
-            )
+            raise unfilled(str(self._reader.location), len(self._new.names), differences)
 
 
 class _Part:

@@ -17,7 +17,7 @@ from .requests import LeafRequest
 from .structure import Key, Node, unflatten
 from .targets import Target, describe_template
 from .transform import Transform
-from .transform_plan import Call, Computed, Kept, Origin, OriginalTree, Taken
+from .transform_plan import Call, Computed, Kept, Origin, OriginalTree, Taken, unfilled
 from .transform_plan import plan as plan_transformations
 from .transformations import apply_transformations, has_values, parts, transformed
 
@@ -65,6 +65,7 @@ __all__ = [
     "to_document",
     "transformed",
     "unescape_key",
+    "unfilled",
     "unflatten",
     "whole",
 ]

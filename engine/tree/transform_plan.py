@@ -89,11 +89,13 @@ class OriginalTree:
         names: Of its leaves.
         structure: Its containers; None for a bare leaf.
         empty: For each leaf, whether it is None, which counts as no value.
+        where: Where it lies, for errors; empty for a tree in memory.
     """
 
     names: Sequence[str]
     structure: Node | None
     empty: Sequence[bool]
+    where: str = ""
 
 
 def plan(original: OriginalTree, transformations: Any, new: Flattened, default_to_original: bool) -> list[Origin]:
@@ -116,10 +118,20 @@ def plan(original: OriginalTree, transformations: Any, new: Flattened, default_t
     origins = [planner.origin(name, value) for name, value in zip(new.names, new.values, strict=True)]
     planner.rules.check([*map(path_of, new.names), *(path for path, *_ in _containers(new.structure, "", [0]))])
     if planner.problems:
-        raise TreeMismatchError(
-            f"{len(planner.problems)} of {len(new.names)} keys of the new tree cannot be filled:", planner.problems
-        )
+        raise unfilled(original.where, len(new.names), planner.problems)
     return origins
+
+
+def unfilled(where: str, count: int, problems: Sequence[str]) -> TreeMismatchError:
+    """Makes the error about keys that have no value, or a wrong one.
+
+    Args:
+        where: Where the original tree lies; empty for one in memory.
+        count: How many keys the new tree has.
+        problems: A line for each key.
+    """
+    prefix = f"{where}: " if where else ""
+    return TreeMismatchError(f"{prefix}{len(problems)} of {count} keys of the new tree cannot be filled:", problems)
 
 
 def path_of(name: str) -> str:
