@@ -6,6 +6,7 @@ import math
 import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -78,9 +79,7 @@ class StagingBuffer:
                 pending.append((copy, array))
                 pieces.append(Piece(piece.start, copy))
                 offset = _aligned(end)
-            copies.append(
-                ArrayLeaf(dtype=leaf.dtype, shape=leaf.shape, pieces=pieces, volatile=False, details=leaf.details)
-            )
+            copies.append(replace(leaf, pieces=pieces, volatile=False))
         _copy(pending, offset)
         return copies
 
