@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from .commit import PendingCheckpoint
 from .coordination import Member
-from .errors import DamagedCheckpointError, HoldfastError, PeerFailedError
+from .errors import BarrierTimeoutError, DamagedCheckpointError, HoldfastError, PeerFailedError
 from .handlers import CheckpointHandler
 from .record import CheckpointRecord
 from .storage import Location
@@ -173,7 +173,7 @@ class Leader:
             self._group.fail(error)
         if self._committed:
             return
-        if not self._opened or self._all_stopped():
+        if not self._opened or (not isinstance(error, BarrierTimeoutError) and self._all_stopped()):
             self._pending.abort()
         else:
             _logger.warning(
@@ -231,7 +231,8 @@ class Follower:
             (folders[name] / _fragment(self._group.index)).write_bytes(fragment, atomic=False)
         sizes = {name: len(fragment) for name, fragment in fragments.items()}
         self._group.gather("written", json.dumps(sizes).encode(), self._timeout)
-        content = self._group.broadcast("committed", None, self._timeout)
+        # Process 0 may wait as long for another one: that it gives up, and whom it missed, has to arrive here.
+        content = self._group.broadcast("committed", None, 2 * self._timeout)
         self._group.close()
         return CheckpointRecord.decode(content, source=f"{self._location}: what process 0 has committed")
 
