@@ -6,16 +6,20 @@ that is donated or deleted keeps its memory.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .frameworks import loaded
+from .jax_layouts import distinct_shards, parts_of, start_of
 from .leaves import ArrayLeaf, Details, LeafProblem, Piece
 from .numpy_leaves import why_not_storable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
 _ORIGINS = [(0,) * axes for axes in range(65)]
@@ -34,7 +38,7 @@ class JaxDescriber:
     def __init__(self) -> None:
         jax: Any = loaded("jax")
         self._jax = jax
-        self._placements: dict[int, tuple[Any, Details, bool]] = {}
+        self._placements: dict[int, _Placement] = {}
         self.prefetches: bool = jax.default_backend() != "cpu"
 
     def prepare(self, value: Any) -> None:
@@ -43,27 +47,27 @@ class JaxDescriber:
             return
         if is_key(value):
             value = self._jax.random.key_data(value)
-        if self._placement(value)[2]:
+        placement = self._placement(value)
+        if placement.whole:
             value.copy_to_host_async()
         else:
-            for shard in value.addressable_shards:
-                if shard.replica_id == 0:
-                    shard.data.copy_to_host_async()
+            for _, data in placement.shards(value):
+                data.copy_to_host_async()
 
     def describe(self, value: Any) -> ArrayLeaf:
         """Describes one array that is neither a tracer nor a typed key.
 
         Raises:
-            LeafProblem: Deleted arrays, arrays that other processes hold a part of.
+            LeafProblem: It was deleted.
         """
-        _, details, whole = self._placements.get(id(value.sharding)) or self._placement(value)
+        placement = self._placements.get(id(value.sharding)) or self._placement(value)
         try:
-            if not whole:
-                return self._sharded(value, details)
+            if not placement.whole:
+                return _in_pieces(value, placement)
             array: NDArray[Any] = np.asarray(value)
         except RuntimeError as error:
             raise _deleted(value, error) from error
-        return ArrayLeaf(array.dtype, array.shape, [Piece(_ORIGINS[array.ndim], array)], False, details)
+        return ArrayLeaf(array.dtype, array.shape, [Piece(_ORIGINS[array.ndim], array)], False, placement.details)
 
     def describe_key(self, value: Any) -> ArrayLeaf:
         """Describes one array of typed keys, stored as its key data.
@@ -86,28 +90,45 @@ class JaxDescriber:
         """
         raise LeafProblem(f"is a tracer ({type(value).__name__}); save outside of jax.jit, jax.grad and the like")
 
-    def _sharded(self, value: Any, details: Details) -> ArrayLeaf:
-        if not value.is_fully_addressable:
-            raise LeafProblem("lies partly on devices of other processes; gather it first")
-        pieces = []
-        for shard in value.addressable_shards:
-            if shard.replica_id == 0:
-                start = tuple([part.start or 0 for part in shard.index])
-                pieces.append(Piece(start, np.asarray(shard.data)))
-        return ArrayLeaf(np.dtype(value.dtype), value.shape, pieces, False, details)
-
-    def _placement(self, value: Any) -> tuple[Any, Details, bool]:
-        """What is known of an array's sharding: itself (so that its id stays its own), facts, whether it has one part.
-
-        Most arrays of a tree share a few sharding objects.
-        """
+    def _placement(self, value: Any) -> _Placement:
+        """Finds what is known of an array's sharding. Most arrays of a tree share a few sharding objects."""
         sharding = value.sharding
         found = self._placements.get(id(sharding))
         if found is None:
-            whole = len(sharding.device_set) == 1 and sharding.is_fully_addressable
-            found = (sharding, {"kind": "jax", "sharding": describe_sharding(sharding)}, whole)
+            local = bool(sharding.is_fully_addressable)
+            details = {"kind": "jax", "sharding": describe_sharding(sharding)}
+            found = _Placement(sharding, details, local and len(sharding.device_set) == 1, local)
             self._placements[id(sharding)] = found
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    """What arrays of one sharding have in common.
+
+    Attributes:
+        sharding: Held, so that its id stays its own.
+        details: For the leaf.
+        whole: Whether one device, which is this process's, has all of the array.
+        local: Whether all devices are this process's. Others may have such an array, too: it is the same one then.
+    """
+
+    sharding: Any
+    details: Details
+    whole: bool
+    local: bool
+
+    def shards(self, value: Any) -> Iterator[tuple[tuple[int, ...], Any]]:
+        """Generates what this process holds, once each: where it begins, and the array of one device."""
+        if not self.local:
+            return distinct_shards(value)
+        return ((start_of(shard.index), shard.data) for shard in value.addressable_shards if shard.replica_id == 0)
+
+
+def _in_pieces(value: Any, placement: _Placement) -> ArrayLeaf:
+    pieces = [Piece(start, np.asarray(data)) for start, data in placement.shards(value)]
+    parts = None if placement.local else parts_of(placement.sharding, value.shape)
+    return ArrayLeaf(np.dtype(value.dtype), value.shape, pieces, False, placement.details, parts)
 
 
 def _deleted(value: Any, error: RuntimeError) -> Exception:
