@@ -13,7 +13,7 @@ import re
 from typing import Any, NoReturn
 
 from ..errors import DamagedCheckpointError, FormatVersionError
-from .checksums import crc32c
+from .checksums import crc32c, extend
 
 FORMAT = "holdfast"
 VERSION = 1
@@ -95,7 +95,7 @@ def decode_document(data: bytes, kind: str, *, source: str) -> dict[str, Any]:
     version = _version(document.get("version"))
     if isinstance(digest, str) and _DIGEST.fullmatch(digest):
         try:
-            computed = _digest(_canonical(document))
+            computed = _written_digest(data, digest) or _digest(_canonical(document))
         except (ValueError, RecursionError) as error:
             damaged(f"its values cannot be checked ({error})", error)
         if computed != digest:
@@ -126,6 +126,19 @@ def _canonical(document: dict[str, Any]) -> str:
 
 def _digest(text: str) -> str:
     return f"crc32c:{crc32c(text.encode('ascii')):08x}"
+
+
+def _written_digest(data: bytes, digest: str) -> str | None:
+    """Computes the digest of a document that is still as `encode_document` has written it, without encoding it anew.
+
+    Returns:
+        The digest, or None if the text is laid out in another way.
+    """
+    end = f',"digest":"{digest}"}}\n'.encode("ascii")
+    if not data.endswith(end):
+        return None
+    computed = f"crc32c:{extend(crc32c(memoryview(data)[: -len(end)]), b'}'):08x}"
+    return computed if computed == digest else None
 
 
 def _refuse(constant: str) -> NoReturn:

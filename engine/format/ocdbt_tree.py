@@ -61,6 +61,7 @@ class TreeReader:
         self._left = memory_limit
         self._keys: list[bytes] = []
         self._inline: list[bytes | None] = []
+        self._known: dict[bytes, bytes] = {}  # inline values: most arrays of a tree have the same metadata
         self._files: dict[str, int] = {}
         self._columns: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = []
 
@@ -147,8 +148,10 @@ class TreeReader:
         self._spend(len(data), cursor.source)
         values: list[bytes | None] = [None] * count
         start = 0
+        known = self._known
         for i, size in zip(np.flatnonzero(kinds == 0).tolist(), sizes.tolist(), strict=True):
-            values[i] = data[start : start + size]
+            value = data[start : start + size]
+            values[i] = known.setdefault(value, value)
             start += size
         self._keys += keys
         self._inline += values

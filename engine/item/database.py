@@ -141,18 +141,20 @@ class ArrayDatabase:
             FormatVersionError: One uses a codec that holdfast does not read.
         """
         known = self._metadata
+        missing = [name for name in names if name not in known]
         decoded: dict[bytes, ArrayMetadata] = {}
-        for name in names:
-            if name in known:
+        for name, found in zip(missing, self._index.metadata(missing), strict=True):
+            if found is None:
+                known[name] = None
                 continue
-            content = self._metadata_text(name)
-            found = None
-            if content is not None and (found := decoded.get(content)) is None:
+            text = self._text(name, found)
+            metadata = decoded.get(text)
+            if metadata is None:
                 try:
-                    found = decoded[content] = decode_array_metadata(content)
+                    metadata = decoded[text] = decode_array_metadata(text)
                 except (DamagedCheckpointError, FormatVersionError) as error:
                     raise type(error)(f"{self._location}: array {name!r}: {error}") from error
-            known[name] = found
+            known[name] = metadata
         return [known[name] for name in names]
 
     def read(self, names: Sequence[str]) -> tuple[list[NDArray[Any] | None], list[Problem]]:
@@ -204,8 +206,8 @@ class ArrayDatabase:
             found.append(metadata)
         return found
 
-    def _metadata_text(self, name: str) -> bytes | None:
-        found = self._index.metadata(name)
+    def _text(self, name: str, found: bytes | Place) -> bytes:
+        """Returns the metadata of an array that is in the index or in the place that the index gives."""
         if not isinstance(found, Place):
             return found
         if found.length > METADATA_LIMIT:
@@ -239,8 +241,9 @@ class ArrayDatabase:
                 report(MANIFEST, array, what)
 
         def fill(array: int) -> None:
+            (found,) = self._index.metadata([names[array]])
             with naming(self._location):
-                assembly.fill(array, decode_fill_value(self._metadata_text(names[array]) or b""))
+                assembly.fill(array, decode_fill_value(self._text(names[array], found or b"")))
 
         found = self._index.find(names, assembly, Search(report, accept, fill), sparse=self._files is None)
 

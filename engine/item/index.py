@@ -76,13 +76,11 @@ class Index:
             for key in chunk_keys(name, form.grid):
                 self._added[key] = content
 
-    def metadata(self, name: str) -> bytes | Place | None:
-        """Returns an array's metadata, or the place where it lies; None if there is no such array."""
-        row = self._rows.get(name.encode() + _METADATA_SUFFIX if name else metadata_key(""))
-        if row is None:
-            return None
-        content = self._entries.inline[row]
-        return self._place(row) if content is None else content
+    def metadata(self, names: Sequence[str]) -> list[bytes | Place | None]:
+        """Returns the metadata of arrays, or the places where it lies; None for those that there are not."""
+        get, inline = self._rows.get, self._entries.inline
+        rows = [get(name.encode() + _METADATA_SUFFIX if name else metadata_key("")) for name in names]
+        return [None if row is None else self._place(row) if inline[row] is None else inline[row] for row in rows]
 
     def find(self, names: Sequence[str], assembly: Assembly, search: Search, *, sparse: bool) -> Chunks:
         """Finds the chunks that are wanted of arrays.

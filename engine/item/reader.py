@@ -13,7 +13,7 @@ from ..errors import DamagedCheckpointError, FormatVersionError, HoldfastError
 from ..format import ArrayMetadata, decode_document, dtype_from_name
 from ..record import FileRecord
 from ..storage import Location
-from ..tree import EXTERNAL, Saved, display, from_document, materialize
+from ..tree import EXTERNAL, Details, Saved, display, from_document, materialize
 from .aggregation import AggregateHandler, MsgpackHandler, aggregated
 from .database import ArrayDatabase, Problem, naming
 from .writer import TREE, TREE_KIND
@@ -70,7 +70,7 @@ class TreeReader:
             names, details, self.skeleton = from_document(_tree_of(document, location))
             self._database.add(aggregated(names, details, self._database.read_file, aggregate or MsgpackHandler()))
             arrays = self._database.metadata(names)
-            self.leaves = [self._leaf(*leaf) for leaf in zip(names, details, arrays, strict=True)]
+            self.leaves = self._leaves(names, details, arrays)
 
     def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
         """Reads leaves.
@@ -126,12 +126,25 @@ class TreeReader:
         except (HoldfastError, OSError) as error:
             return str(error)
 
-    def _leaf(self, name: str, details: dict[str, Any], metadata: ArrayMetadata | None) -> SavedLeaf:
+    def _leaves(
+        self, names: Sequence[str], details: Sequence[Details], arrays: Sequence[ArrayMetadata | None]
+    ) -> list[SavedLeaf]:
+        known: dict[tuple[int, int], Saved] = {}  # most leaves share both documents, which stay alive meanwhile
+        found = []
+        for name, facts, metadata in zip(names, details, arrays, strict=True):
+            key = id(facts), id(metadata)
+            saved = known.get(key)
+            if saved is None:
+                saved = known[key] = self._saved(name, facts, metadata)
+            found.append(saved)
+        return list(map(SavedLeaf, names, found))
+
+    def _saved(self, name: str, details: Details, metadata: ArrayMetadata | None) -> Saved:
         if metadata is None:
             if "value" in details or "base64" in details or details["kind"] in {"none", EXTERNAL}:
-                return SavedLeaf(name, Saved(details))
+                return Saved(details)
             if isinstance(details.get("aggregate"), str):  # of a handler that is not at hand
-                return SavedLeaf(name, Saved({**details, "kind": EXTERNAL, "handler": details["aggregate"]}))
+                return Saved({**details, "kind": EXTERNAL, "handler": details["aggregate"]})
             raise DamagedCheckpointError(f"{self.location}: the index holds no array for leaf {display(name)}")
         try:
             dtype, shape = _logical(metadata, details)
@@ -142,7 +155,7 @@ class TreeReader:
                 f"{self.location}: leaf {display(name)} is stored as {metadata.data_type}{list(metadata.shape)}, "
                 f"which does not hold elements of {dtype}"
             )
-        return SavedLeaf(name, Saved(details, dtype, shape))
+        return Saved(details, dtype, shape)
 
 
 def _value_problem(leaf: SavedLeaf) -> str:
@@ -178,6 +191,8 @@ def _logical(metadata: ArrayMetadata, details: Mapping[str, Any]) -> tuple[np.dt
 def _as_saved(array: NDArray[Any] | None, saved: Saved) -> NDArray[Any]:
     """Returns an array as it was saved: bytes become elements again, and big endian stays big endian."""
     assert array is not None
+    if array.dtype is saved.dtype:
+        return array
     assert saved.dtype is not None
     assert saved.shape is not None
     if array.dtype == saved.dtype:

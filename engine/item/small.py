@@ -10,11 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..format import checksums_of
+from ..storage import aligned_empty
 from .forms import Form
 from .plan import CHECKSUM_BYTES, CHUNK_ALIGNMENT
 from .sources import Bytes
 
 _BLOCK = 64 << 10  # bytes that such arrays share: what one of them may hold on to
+_LARGE_BLOCK = 2 << 20  # the same where there are many: one huge page costs less than thirty small ones
 _WASTE = 256  # bytes between two arrays that are copied along
 
 
@@ -43,13 +45,16 @@ def small_arrays(
         return arrays, np.flatnonzero(found != expected)
     rows = np.flatnonzero(good)
     first, last = starts[rows], stops[rows]
-    apart = (first[1:] - last[:-1] > _WASTE) | ((first[1:] - first[:1]) // _BLOCK != (first[:-1] - first[:1]) // _BLOCK)
+    size = _BLOCK if sizes.sum() < _LARGE_BLOCK else _LARGE_BLOCK
+    apart = (first[1:] - last[:-1] > _WASTE) | ((first[1:] - first[:1]) // size != (first[:-1] - first[:1]) // size)
     bounds = [0, *(np.flatnonzero(apart) + 1).tolist(), len(rows)]
     for low, high in pairwise(bounds):
         if low == high:
             continue
         origin = int(first[low])
-        block = data[origin : int(last[high - 1])].copy()
+        end = int(last[high - 1])
+        block = aligned_empty(end - origin) if end - origin > _BLOCK else np.empty(end - origin, np.uint8)
+        block[:] = data[origin:end]
         places = (first[low:high] - origin).tolist()
         for row, place in zip(rows[low:high].tolist(), places, strict=True):
             form = forms[row]

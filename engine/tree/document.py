@@ -1,7 +1,8 @@
 """Containers as JSON: the part of ``tree.json`` that says how the leaves hang together.
 
 A container is ``{"type": ..., "keys": [...], "children": [...]}``, a leaf is null in its place; the leaves' own
-documents follow in a list of their own. Keys that are str are written escaped, as they stand in the leaves' names: that
+documents follow in a list of their own. What is said of many leaves stands once, under "facts", and its number there
+stands for it. Keys that are str are written escaped, as they stand in the leaves' names: that
 keeps lone surrogates out of JSON, and tells ``"1"`` beside ``1``. Nothing here names code to be run.
 """
 
@@ -71,7 +72,17 @@ def to_document(structure: Node | None, leaf_documents: Sequence[dict[str, Any]]
     Returns:
         A document for `from_document`; everything in it is strict JSON.
     """
-    return {"tree": None if structure is None else _node_document(structure), "leaves": list(leaf_documents)}
+    tree = None if structure is None else _node_document(structure)
+    facts: list[dict[str, Any]] = []
+    numbers: dict[int, int] = {}  # by the identity of the documents: leaves share them
+    for document in leaf_documents:
+        if id(document) not in numbers:
+            if not facts or document != facts[-1]:
+                facts.append(document)
+            numbers[id(document)] = len(facts) - 1
+    if len(facts) * 2 > len(leaf_documents):
+        return {"tree": tree, "leaves": list(leaf_documents)}
+    return {"tree": tree, "leaves": [numbers[id(document)] for document in leaf_documents], "facts": facts}
 
 
 def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]], Skeleton]:
@@ -86,9 +97,11 @@ def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, A
     Raises:
         DamagedCheckpointError: The document does not describe a tree.
     """
-    leaves = document.get("leaves")
-    if not isinstance(leaves, list) or "tree" not in document:
+    leaves, facts = document.get("leaves"), document.get("facts", [])
+    if not isinstance(leaves, list) or not isinstance(facts, list) or "tree" not in document:
         raise DamagedCheckpointError("the tree's document lacks its 'tree' or its list of 'leaves'")
+    if facts:
+        leaves = [facts[leaf] if type(leaf) is int and 0 <= leaf < len(facts) else leaf for leaf in leaves]
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, dict) or not isinstance(leaf.get("kind"), str):
             raise DamagedCheckpointError(f"leaf {index} of the tree's document has no kind")

@@ -60,6 +60,8 @@ def unescape_key(text: str) -> str:
     Raises:
         ValueError: The text is not the escaped form of any key.
     """
+    if text.isidentifier():
+        return text  # most keys
     if "%" not in text:
         if not text or _ESCAPED.search(text):
             raise ValueError(f"{text!r} is not an escaped key")
