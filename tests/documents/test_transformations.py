@@ -21,7 +21,7 @@ import holdfast as hf
 from holdfast import Transform, apply_transformations
 
 structure_of: Any = jax.tree.structure
-abstract: Any = jax.eval_shape
+shape_of: Any = jax.eval_shape
 INPUTS, LABELS = load_iris(return_X_y=True)
 WIDTH = INPUTS.shape[1]
 
@@ -178,7 +178,7 @@ def test_examples_of_a_checkpoint(abstract: bool, old_state: TrainState, tmp_pat
     if abstract:
         keep = ("Dense_0", "Dense_3")
         template = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: leaf if any(name in str(path) for name in keep) else abstract(lambda: leaf), new
+            lambda path, leaf: leaf if any(name in str(path) for name in keep) else shape_of(lambda: leaf), new
         )
     found = hf.load_transformed(tmp_path, INSERTED, template)
     check_inserted(found, old_state, new)
