@@ -27,6 +27,7 @@ _JSON_FILES = ("metadata", "data.json")
 _METRICS = "metrics"
 _KEYS = ("jax_random_key", "np_random_key")
 _ARRAY_HANDLER = "ArrayCheckpointHandler"
+_TREE_HANDLERS = ("PyTree", "Standard", "Array", "RandomKey")
 _LOOKED_INTO = 32  # directories that are looked into where nothing else says that this is a checkpoint
 _NEVER_ITEMS = frozenset({ARRAYS_FOLDER, "metadata", "d"})
 
@@ -36,6 +37,7 @@ class _Item(NamedTuple):
     folder: Location
     bare: tuple[str, ...] | None = None
     file: str = ""
+    is_key: bool = False
 
 
 def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | None:
@@ -47,7 +49,7 @@ def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | N
     """
     if not names:
         return _recognise_file(location)
-    if CHECKPOINT_FILE not in names and not _is_tree(location, names) and not _holds_items(location, names):
+    if CHECKPOINT_FILE not in names and not _is_tree(location, names) and not _holds_items(location):
         return None
     if not _is_finished(location, names):
         raise CheckpointNotFoundError(
@@ -140,7 +142,11 @@ class OrbaxCheckpoint:
     def tree(self, item: str) -> TreeSource:
         """Opens an item that is a tree."""
         found = self._items[item]
-        return OrbaxTree(found.folder, bare=found.bare)
+        typed = False
+        if found.is_key:
+            folder = found.folder.parent / f"{found.folder.name}_metadata"
+            typed = read_optional(folder / _JSON_FILES[0]).get("typed") is True
+        return OrbaxTree(found.folder, bare=found.bare, typed_key=typed)
 
     def value(self, item: str) -> Any:
         """Reads an item that is JSON."""
@@ -182,10 +188,10 @@ def _is_tree(location: Location, names: frozenset[str]) -> bool:
     return AGGREGATE_FILE in names and not place.is_directory() and looks_like_msgpack(place)
 
 
-def _holds_items(location: Location, names: frozenset[str]) -> bool:
+def _holds_items(location: Location) -> bool:
     """Whether a directory without metadata of its own holds items, as those of early versions do."""
     looked = 0
-    for name in sorted(names):
+    for name in sorted(entry.name for entry in location.entries() if entry.is_directory):
         if not _may_be_item(name) or _STEP.fullmatch(name) or "." in name:
             continue
         looked += 1
@@ -199,7 +205,7 @@ def _holds_items(location: Location, names: frozenset[str]) -> bool:
 
 def _is_step(location: Location) -> bool:
     names = frozenset(entry.name for entry in location.entries())
-    is_one = CHECKPOINT_FILE in names or (names and (_is_tree(location, names) or _holds_items(location, names)))
+    is_one = CHECKPOINT_FILE in names or (names and (_is_tree(location, names) or _holds_items(location)))
     return bool(is_one) and _is_finished(location, names)
 
 
@@ -219,12 +225,11 @@ def _item(folder: Location, handler: str, *, listed: bool) -> _Item | None:
         handler: The class that saved it, as far as that is known.
         listed: Whether there is a folder.
     """
-    if not listed:
-        return _Item("missing", folder)
-    entries = {entry.name: entry.is_directory for entry in folder.entries()}
+    entries = {entry.name: entry.is_directory for entry in folder.entries()} if listed else {}
     for name in _KEYS:
         if entries.get(name):
-            return _Item(TREE, folder / name, (AGGREGATE_FILE,) if name == _KEYS[0] else None)
+            is_key = name == _KEYS[0]
+            return _Item(TREE, folder / name, (AGGREGATE_FILE,) if is_key else None, is_key=is_key)
     if _is_tree(folder, frozenset(entries)):
         return _Item(TREE, folder, (AGGREGATE_FILE,) if handler.endswith(_ARRAY_HANDLER) else None)
     if folder.name == _METRICS and entries.get(_METRICS) is False:
@@ -234,4 +239,9 @@ def _item(folder: Location, handler: str, *, listed: bool) -> _Item | None:
             return _Item(JSON, folder, file=name)
     if not handler and not entries:
         return None
+    # Orbax notes only what it saved: where that is not there any more, reading it says what is missing.
+    if "Json" in handler:
+        return _Item(JSON, folder, file=_JSON_FILES[0])
+    if any(text in handler for text in _TREE_HANDLERS):
+        return _Item(TREE, folder)
     return _Item(handler.rpartition(".")[2] or "files", folder)

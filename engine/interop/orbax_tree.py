@@ -47,6 +47,7 @@ class OrbaxTree:
     Args:
         location: The folder.
         bare: The path of the one leaf that is the whole item, for items that are no trees to Orbax.
+        typed_key: Whether that leaf is a typed PRNG key; of which kind is not noted, and its length tells.
 
     Raises:
         DamagedCheckpointError: Its structure cannot be read, or the description of an array is missing.
@@ -57,9 +58,10 @@ class OrbaxTree:
         leaves: The leaves.
     """
 
-    def __init__(self, location: Location, *, bare: Path | None = None) -> None:
+    def __init__(self, location: Location, *, bare: Path | None = None, typed_key: bool = False) -> None:
         self.location = location
         names = {entry.name for entry in location.entries() if not entry.is_directory}
+        self._typed_key = typed_key
         self._aggregated: dict[Path, Any] = {}
         decoded = decode_file(location / AGGREGATE_FILE) if AGGREGATE_FILE in names else None
         self._metadata = self._read_structure(decoded, names)
@@ -204,10 +206,13 @@ class OrbaxTree:
                 )
             return SavedLeaf(name, Saved({"kind": "str", "value": text}))
         dtype, shape = self._arrays.dtypes[stored], self._arrays.shapes[stored]
+        if self._typed_key and dtype == np.uint32 and shape and shape[-1] in _KEY_KINDS:
+            keys = {stored: _KEY_KINDS[shape[-1]]}
         return SavedLeaf(name, Saved(_details(parameter, stored, dtype, shape, keys, shardings), dtype, shape))
 
 
 _ARRAY_FILES = (".zarray", "zarr.json")
+_KEY_KINDS = {2: "threefry2x32", 4: "rbg"}  # by the length of a key's data
 
 
 def _details(
