@@ -84,6 +84,11 @@ class CheckpointHistory:
         self._steps = self._run.steps
         self._previous: int | None = self.latest_step()  # the step that the run is at, as far as saves are concerned
 
+    @property
+    def alone(self) -> bool:
+        """Tells whether this process saves alone; otherwise others save with it."""
+        return self._together.alone
+
     def all_steps(self) -> list[int]:
         """Returns the committed steps in ascending order."""
         return self._steps.steps()

@@ -37,7 +37,8 @@ class ItemSet:
         """
         values = items if self._several else {ITEM: items}
         arguments = kwargs if self._several else {ITEM: kwargs}
-        if not isinstance(values, Mapping) or values.keys() != self._checkpointers.keys():
+        needed = {name for name, one in self._checkpointers.items() if not one.handler.optional}
+        if not isinstance(values, Mapping) or not needed <= values.keys() <= self._checkpointers.keys():
             given = ", ".join(map(str, values)) if isinstance(values, Mapping) else type(values).__name__
             raise OptionError(f"this manager saves the items {', '.join(self._checkpointers)}; given: {given}")
         unknown = arguments.keys() - self._checkpointers.keys()
@@ -46,6 +47,7 @@ class ItemSet:
         return {
             name: ItemToSave(checkpointer.handler, values[name], checkpointer.background, arguments.get(name, {}))
             for name, checkpointer in self._checkpointers.items()
+            if name in values
         }
 
     def restore(self, location: Location, record: CheckpointRecord, items: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -89,7 +91,11 @@ class ItemSet:
     def _saved(
         self, location: Location, record: CheckpointRecord, wanted: Mapping[str, Any] | None
     ) -> dict[str, ItemRecord]:
-        names = list(self._checkpointers) if wanted is None else list(wanted)
+        names = [
+            name
+            for name in (self._checkpointers if wanted is None else wanted)
+            if name in record.items or not (name in self._checkpointers and self._checkpointers[name].handler.optional)
+        ]
         missing = [name for name in names if name not in record.items or name not in self._checkpointers]
         if missing:
             raise CheckpointNotFoundError(

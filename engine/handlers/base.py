@@ -24,11 +24,13 @@ class CheckpointHandler(abc.ABC):
     Attributes:
         kind: How the commit record names what this handler writes.
         collective: Whether every process of a program takes part in a save; otherwise only process 0 calls it.
+        optional: Whether a checkpoint may be saved without the item, and restored without it where it was.
         verifies: Whether restoring checks what it reads. Otherwise all files are compared with their digests before.
     """
 
     kind = "files"
     collective = False
+    optional = False
     verifies = False
 
     @abc.abstractmethod

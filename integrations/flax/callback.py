@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ...engine.checkpointer import AsyncCheckpointer, Place
 from ...engine.errors import CheckpointNotFoundError, SaveFailedError, StateError
-from ...engine.handlers import PyTreeCheckpointHandler
+from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHandler
 from ...engine.manager import CheckpointManager
 from ..options import BestFn, BestMode, CallbackOptions, Resume
 from ..preemption import PreemptionSignal
@@ -61,6 +61,9 @@ class CheckpointCallback:
     SIGTERM only sets a flag. The next ``on_step`` saves, waits until the files are durable, and asks to stop. Leaving
     the ``with`` block saves the last step if it is not saved yet, waits for the files and closes. Leaving it by an
     exception saves nothing more, but lets a save that is under way finish.
+
+    In a program of several processes (``jax.distributed``), each makes a callback and calls it at every step. Arrays
+    are saved together; of the other extras, such as data iterators, each process saves and restores its own.
 
     Args:
         directory: Where the checkpoints go: a path or a URL.
@@ -124,7 +127,11 @@ class CheckpointCallback:
         )
         self._manager = CheckpointManager(
             directory,
-            {name: AsyncCheckpointer(PyTreeCheckpointHandler()) for name in ("state", "extras")},
+            {
+                "state": AsyncCheckpointer(PyTreeCheckpointHandler()),
+                "extras": AsyncCheckpointer(PyTreeCheckpointHandler()),
+                "process": AsyncCheckpointer(PerProcessCheckpointHandler()),
+            },
             self._options.manager_options(),
             metadata=metadata,
             clock=clock,
@@ -310,7 +317,8 @@ class CheckpointCallback:
             warn_of_counter(last.step, last.state)
         metrics = None if last.metrics is None else host_metrics(last.metrics)
         try:
-            self._manager.save(last.step, last.items(), metrics=metrics, force=True, reason=reason)
+            items = last.items(alone=self._manager.alone)
+            self._manager.save(last.step, items, metrics=metrics, force=True, reason=reason)
         except SaveFailedError:  # of the save before; this step is saved nevertheless
             self._saved = last.step
             raise

@@ -22,6 +22,11 @@ def changes_in_place(extra: Any) -> bool:
     return is_stateful(extra) and not is_nnx(extra)
 
 
+def is_own(extra: Any) -> bool:
+    """Returns whether each of several processes has an extra of its own, such as where its data iterator is."""
+    return changes_in_place(extra) or is_plain(extra)
+
+
 def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the extras that are restored into the types, dtypes and shardings of what was passed.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..stateful import state_of
 from .counter import UpdateCounter
-from .extras import changes_in_place, tree_of
+from .extras import changes_in_place, is_own, tree_of
 from .states import is_deleted, to_tree
 
 _CHEAP = 100e-6  # seconds a step
@@ -49,11 +49,18 @@ class LastStep:
         if extras or self._positions:
             self._take_positions()
 
-    def items(self) -> dict[str, Any]:
-        """Returns what a checkpoint of this step holds, by item."""
+    def items(self, *, alone: bool) -> dict[str, Any]:
+        """Returns what a checkpoint of this step holds, by item.
+
+        Args:
+            alone: Whether there is one process only; otherwise each keeps its own extras but those of arrays, which
+                all of them hold together.
+        """
         taken = self._positions
         extras = {name: taken[name] if name in taken else tree_of(extra) for name, extra in self._extras.items()}
-        return {"state": to_tree(self.state), "extras": extras}
+        own = {} if alone else {name: extras.pop(name) for name, extra in self._extras.items() if is_own(extra)}
+        found = {"state": to_tree(self.state), "extras": extras}
+        return {**found, "process": own} if own else found
 
     def why_lost(self) -> str | None:
         """Returns why the step cannot be saved any more, or None when it can."""

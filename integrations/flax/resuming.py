@@ -57,7 +57,7 @@ def restore(manager: CheckpointManager, state: Any, extras: Mapping[str, Any]) -
     """Restores the newest whole checkpoint; nothing is changed in place before everything has been read.
 
     Args:
-        manager: The manager of the directory, with the items "state" and "extras".
+        manager: The manager of the directory, with the items "state", "extras" and, for several processes, "process".
         state: The template.
         extras: The extras to restore.
 
@@ -66,12 +66,13 @@ def restore(manager: CheckpointManager, state: Any, extras: Mapping[str, Any]) -
     """
     templates: dict[str, Any] = {"state": to_tree(state)}
     if extras:
-        templates["extras"] = None
+        templates |= {"extras": None, "process": None}
     restored = manager.restore_latest(templates)
     if restored is None:
         return None
     step = restored.step
-    found = _read_extras(manager, step, extras, restored.items["extras"]) if extras else {}
+    saved = {**restored.items["extras"], **restored.items.get("process", {})} if extras else {}
+    found = _read_extras(manager, step, extras, saved) if extras else {}
     values = extra_items.restore(extras, found)
     state = from_tree(state, restored.items["state"])
     if restored.skipped:

@@ -1,0 +1,117 @@
+"""Items that differ from process to process, such as the position of each one's data iterator."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..coordination import Coordinator, Member, current_coordinator
+from ..errors import DamagedCheckpointError
+from ..record import FileRecord
+from ..storage import Location
+from .base import PreparedCheckpointHandler
+from .pytree import PyTreeCheckpointHandler
+from .saves import Files, PreparedItem, write_alone
+
+_logger = logging.getLogger("holdfast")
+
+
+class PerProcessCheckpointHandler(PreparedCheckpointHandler):
+    """Saves a tree for each process of a program, in a folder named after the process.
+
+    Each process gets its own back. Where there are not as many processes as have saved, nobody can say what that would
+    be: with fewer, the first ones' are taken, with more, they are dealt out again from the first on; a warning says so.
+
+    Args:
+        handler: What saves and restores each process's tree.
+        coordinator: How the processes find each other; None finds out by itself.
+    """
+
+    kind = "processes"
+    collective = True
+    verifies = True
+    optional = True
+
+    def __init__(
+        self, handler: PyTreeCheckpointHandler | None = None, *, coordinator: Coordinator | None = None
+    ) -> None:
+        self._handler = handler or PyTreeCheckpointHandler()
+        self._coordinator = coordinator
+
+    def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
+        """Makes this process's tree ready to be written."""
+        return _Share(self._handler.prepare(item, snapshot=snapshot, **kwargs))
+
+    def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
+        """Reads this process's tree back.
+
+        Args:
+            directory: The folder.
+            item: The template, as for trees.
+            files: What the commit record says about the folder.
+            **kwargs: As for trees.
+        """
+        shares = shares_of(directory, files)
+        coordinator = current_coordinator() if self._coordinator is None else self._coordinator
+        index, count = coordinator.process_index, coordinator.process_count
+        if len(shares) != count:
+            _logger.warning(
+                "%s was saved by %d processes and is restored by %d: process %d goes on with what process %d had",
+                directory,
+                len(shares),
+                count,
+                index,
+                index % len(shares),
+            )
+        chosen = index % len(shares)
+        return self._handler.restore(directory / str(chosen), item, files=shares[chosen], **kwargs)
+
+    def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
+        """Returns what every process's tree looks like, in their order."""
+        shares = shares_of(directory, files)
+        return [self._handler.structure(directory / str(i), files=each) for i, each in enumerate(shares)]
+
+
+def shares_of(directory: Location, files: Files | None) -> list[dict[str, FileRecord]]:
+    """Returns the files of each process's folder, by their path in it.
+
+    Args:
+        directory: The item's folder.
+        files: What the commit record says about it.
+
+    Raises:
+        DamagedCheckpointError: They do not belong to processes 0, 1, 2 and so on.
+    """
+    found: dict[str, dict[str, FileRecord]] = {}
+    for path, record in (files or {}).items():
+        process, _, rest = path.partition("/")
+        found.setdefault(process, {})[rest] = record
+    if not found or set(found) != {str(index) for index in range(len(found))}:
+        raise DamagedCheckpointError(
+            f"{directory}: expected a folder for each process from 0 on, found {sorted(found)}"
+        )
+    return [found[str(index)] for index in range(len(found))]
+
+
+class _Share:
+    """One process's tree on its way into its folder."""
+
+    def __init__(self, prepared: PreparedItem) -> None:
+        self._prepared = prepared
+
+    def write(self, folder: Location, member: Member) -> bytes:
+        own = folder / str(member.index)
+        own.make_directory()
+        files = write_alone(self._prepared, own)
+        folder.sync_directory()
+        return json.dumps({path: [file.size, file.crc32c] for path, file in files.items()}).encode()
+
+    def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
+        shares: list[Mapping[str, Any]] = [json.loads(fragment) for fragment in fragments]
+        return {
+            f"{process}/{path}": FileRecord(*record)
+            for process, share in enumerate(shares)
+            for path, record in share.items()
+        }
