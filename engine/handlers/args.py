@@ -88,8 +88,8 @@ class ArrayRestoreArgs(RestoreArgs):
     mesh: Any = None
     mesh_axes: Any = None
     sharding: Any = None
-    global_shape: tuple[int, ...] | None = None
-    global_shapes: tuple[int, ...] | None = None
+    global_shape: Sequence[int] | None = None
+    global_shapes: Sequence[int] | None = None
     strict: bool = True
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ class ArrayRestoreArgs(RestoreArgs):
         return LeafRequest(
             kind=_kind(self.restore_type) or "jax",
             dtype=self.dtype,
-            shape=self.global_shape,
+            shape=None if self.global_shape is None else tuple(self.global_shape),
             resize=not self.strict,
             sharding=self._sharding(),
         )

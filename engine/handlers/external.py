@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..digests import check_files, seal
-from ..errors import OptionError
+from ..errors import OptionError, UnsupportedLeafError
 from ..record import FileRecord
 from ..storage import Location
 from ..tree import EXTERNAL, ExternalLeaf, ValueLeaf, display, flatten, unflatten
@@ -66,7 +67,7 @@ class ExternalLeaves:
             if len(infos) != len(mine):
                 raise OptionError(f"the handler {handler.name!r} gave {len(infos)} infos for {len(mine)} leaves")
             for number, value, info in zip(numbers, mine, infos, strict=True):
-                note = {"kind": EXTERNAL, "handler": handler.name, "type": class_name(value), "facts": dict(info.facts)}
+                note = {"kind": EXTERNAL, "handler": handler.name, "type": class_name(value), "facts": _facts(info)}
                 self.notes[number] = ValueLeaf(note)
             if snapshot:
                 mine = [handler.snapshot(value) for value in mine]
@@ -93,6 +94,16 @@ class ExternalLeaves:
         files = seal(folder / FOLDER, f"{FOLDER}/")
         folder.sync_directory()
         return files
+
+
+def _facts(info: ParamInfo) -> dict[str, Any]:
+    try:
+        json.dumps(facts := dict(info.facts), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedLeafError(
+            f"{display(info.name)}: its facts are not JSON: {error}; nothing was written"
+        ) from error
+    return facts
 
 
 def resolve(

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError, HoldfastError
 from ..format import ArrayMetadata, dtype_from_name, dtype_name, storage_dtype
+from ..tree import display
 
 AGGREGATE_LIMIT = 256 << 20
 """Bytes of the largest aggregate that is written."""
@@ -125,7 +126,10 @@ def aggregated(
     content = read(handler.filename)
     try:
         arrays = handler.deserialize(content)
-        return {name: _stored(arrays[name]) for name in wanted if name in arrays}
+        missing = [display(name) for name in wanted if name not in arrays]
+        if missing:
+            raise DamagedCheckpointError(f"it does not hold the leaf {missing[0]}, which tree.json says it does")
+        return {name: _stored(arrays[name]) for name in wanted}
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(f"{handler.filename}: {error}") from error
 

@@ -1,0 +1,233 @@
+"""Leaves of types of one's own, and leaves in a storage of one's own."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.engine.handlers import DEFAULT_REGISTRY
+
+
+@dataclass
+class Vocabulary:
+    """A leaf that would be a container, were there no handler for it."""
+
+    words: list[str] = field(default_factory=list)
+
+
+class Rare(Vocabulary):
+    pass
+
+
+class VocabularyHandler(hf.TypeHandler):
+    """Files in the folder of the leaf."""
+
+    name = "vocabulary"
+
+    def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[hf.ParamInfo]:
+        for value, name in zip(values, names, strict=True):
+            if not all(isinstance(word, str) for word in value.words):
+                raise hf.UnsupportedLeafError(f"{name}: words are text")
+        facts = [{"count": len(value.words), "class": type(value).__name__} for value in values]
+        return [hf.ParamInfo(name=name, facts=fact) for name, fact in zip(names, facts, strict=True)]
+
+    def serialize(self, values: Sequence[Any], infos: Sequence[hf.ParamInfo], args: Sequence[hf.SaveArgs]) -> None:
+        for value, info in zip(values, infos, strict=True):
+            assert info.folder is not None
+            for number, word in enumerate(value.words):
+                (info.folder / f"{number}.txt").write_bytes(word.encode())
+
+    def deserialize(self, infos: Sequence[hf.ParamInfo], args: Sequence[hf.RestoreArgs]) -> list[Any]:
+        found = []
+        for info, asked in zip(infos, args, strict=True):
+            assert info.folder is not None
+            words = [(info.folder / f"{number}.txt").read_bytes().decode() for number in range(info.facts["count"])]
+            found.append(words if asked.restore_type is not None else Vocabulary(words))
+        return found
+
+
+class Elsewhere(hf.TypeHandler):
+    """Another storage medium: nothing of the leaf is in the checkpoint but where it is."""
+
+    name = "elsewhere"
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[hf.ParamInfo]:
+        return [hf.ParamInfo(name=name, facts={"file": f"{name}.npy"}) for name in names]
+
+    def serialize(self, values: Sequence[Any], infos: Sequence[hf.ParamInfo], args: Sequence[hf.SaveArgs]) -> None:
+        for value, info, asked in zip(values, infos, args, strict=True):
+            np.save(self.directory / info.facts["file"], value if asked.dtype is None else value.astype(asked.dtype))
+
+    def deserialize(self, infos: Sequence[hf.ParamInfo], args: Sequence[hf.RestoreArgs]) -> list[Any]:
+        return [np.load(self.directory / info.facts["file"]) for info in infos]
+
+
+WORDS = ["one", "two", "drei"]
+TREE: dict[str, Any] = {"w": np.arange(3), "text": {"vocabulary": Vocabulary(WORDS)}, "rest": [1, Vocabulary([])]}
+
+
+@pytest.fixture
+def registry() -> hf.TypeHandlerRegistry:
+    return hf.TypeHandlerRegistry({Vocabulary: VocabularyHandler()})
+
+
+@pytest.fixture
+def checkpointer(registry: hf.TypeHandlerRegistry) -> hf.Checkpointer:
+    return hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry))
+
+
+def test_a_leaf_type_of_ones_own(place: str, checkpointer: hf.Checkpointer) -> None:
+    checkpointer.save(place, TREE)
+    found = checkpointer.restore(place)
+    assert found["w"].tolist() == [0, 1, 2]
+    assert found["text"] == {"vocabulary": Vocabulary(WORDS)}
+    assert found["rest"] == [1, Vocabulary([])]
+    assert hf.verify(place).ok
+
+
+def test_templates_and_arguments(place: str, checkpointer: hf.Checkpointer) -> None:
+    checkpointer.save(place, TREE)
+    found = checkpointer.restore(place, copy.deepcopy(TREE))
+    assert found["text"] == TREE["text"]
+    assert checkpointer.restore(place, {**TREE, "text": {"vocabulary": object()}})["text"] == TREE["text"]
+    restore_args = {"text": hf.RestoreArgs(restore_type=float)}
+    assert checkpointer.restore(place, restore_args=restore_args)["text"] == {"vocabulary": WORDS}
+    assert checkpointer.restore(place, select="text/**") == {"text": {"vocabulary": Vocabulary(WORDS)}}
+    with pytest.raises(hf.TreeMismatchError, match="text/vocabulary: expected float64"):
+        checkpointer.restore(place, {**TREE, "text": {"vocabulary": np.zeros(3)}})
+
+
+def test_subclasses_and_bare_leaves(place: str, checkpointer: hf.Checkpointer) -> None:
+    checkpointer.save(place, Rare(["x"]))
+    assert checkpointer.restore(place) == Vocabulary(["x"])
+    assert "Rare" in (hf.describe(place)[0].value or "") or "vocabulary" in (hf.describe(place)[0].value or "")
+
+
+def test_without_the_handler(place: str, checkpointer: hf.Checkpointer) -> None:
+    checkpointer.save(place, TREE)
+    with pytest.raises(hf.OptionError) as caught:
+        hf.load(place)
+    message = str(caught.value)
+    assert "text/vocabulary is a" in message
+    assert "Vocabulary of the TypeHandler 'vocabulary'; register it with hf.register_type_handler" in message
+    assert "rest/1" in message
+    assert place in message
+    assert hf.load(place, select=["w", "rest/0"])["w"].tolist() == [0, 1, 2]
+    assert hf.verify(place).ok
+    kinds = {leaf.path: leaf.kind for leaf in hf.describe(place)}
+    assert kinds == {"w": "numpy", "text/vocabulary": "external", "rest/0": "int", "rest/1": "external"}
+    assert str(hf.PyTreeCheckpointer().structure(place)["text"]["vocabulary"]) == "external"
+
+
+def test_a_container_is_only_a_leaf_where_it_has_a_handler(place: str) -> None:
+    hf.save(place, TREE)
+    assert hf.load(place)["text"] == {"vocabulary": {"words": WORDS}}
+
+
+def test_damaged_files_are_found(tmp_path: Path, checkpointer: hf.Checkpointer) -> None:
+    place = tmp_path / "one"
+    checkpointer.save(place, TREE)
+    path = place / "state" / "leaves" / "1" / "2.txt"
+    assert path.read_text() == "drei"
+    path.write_text("vier")
+    with pytest.raises(hf.DamagedCheckpointError, match=r"leaves/1/2\.txt: expected crc32c"):
+        checkpointer.restore(place)
+    assert checkpointer.restore(place, select="rest/1") == {"rest": {1: Vocabulary([])}}
+    (problem,) = hf.verify(place).checkpoints[0].problems
+    assert problem.file == "state/leaves/1/2.txt"
+    path.unlink()
+    with pytest.raises(hf.DamagedCheckpointError, match="is missing"):
+        checkpointer.restore(place)
+
+
+def test_what_cannot_be_saved_shows_before_anything_is_written(place: str, checkpointer: hf.Checkpointer) -> None:
+    with pytest.raises(hf.UnsupportedLeafError, match="text: words are text"):
+        checkpointer.save(place, {"text": Vocabulary([1])})  # type: ignore[list-item]  # that is the mistake
+    with pytest.raises(hf.CheckpointNotFoundError):
+        hf.load(place)
+
+
+def test_a_snapshot_in_the_background(place: str, registry: hf.TypeHandlerRegistry) -> None:
+    leaf = Vocabulary(["before"])
+    with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
+        checkpointer.save(place, {"v": leaf, "w": np.ones(3)})
+        leaf.words[0] = "after"
+        assert checkpointer.restore(place)["v"] == Vocabulary(["before"])
+
+
+def test_another_storage_medium(place: str, tmp_path: Path) -> None:
+    registry = hf.TypeHandlerRegistry({np.ndarray: Elsewhere(tmp_path)})
+    handler = hf.PyTreeCheckpointHandler(type_handler_registry=registry)
+    checkpointer = hf.Checkpointer(handler)
+    checkpointer.save(place, {"a": {"w": np.arange(4.0)}, "n": 3}, save_args={"a": hf.SaveArgs(dtype=np.float16)})
+    assert os.listdir(tmp_path) == ["a.w.npy"]
+    found = checkpointer.restore(place)
+    assert found["n"] == 3
+    assert found["a"]["w"].dtype == np.float16
+    assert hf.load(place, select="n") == {"n": 3}
+
+
+def test_the_default_registry(place: str) -> None:
+    hf.register_type_handler(Vocabulary, VocabularyHandler())
+    try:
+        hf.save(place, TREE)
+        assert hf.load(place)["text"] == TREE["text"]
+        with hf.CheckpointManager(f"{place}/run") as manager:
+            manager.save(0, TREE)
+            manager.wait_until_finished()
+            assert manager.restore(0)["text"] == TREE["text"]
+    finally:
+        DEFAULT_REGISTRY.unregister(Vocabulary)
+    with pytest.raises(hf.OptionError, match="register_type_handler"):
+        hf.load(place)
+
+
+def test_registering_twice(registry: hf.TypeHandlerRegistry) -> None:
+    with pytest.raises(hf.OptionError, match="Vocabulary has the handler 'vocabulary' already"):
+        registry.register(Vocabulary, VocabularyHandler())
+    with pytest.raises(hf.OptionError, match="another handler is called 'vocabulary'"):
+        registry.register(dict, VocabularyHandler())
+    with pytest.raises(hf.OptionError, match="needs a name"):
+        registry.register(dict, object())  # type: ignore[arg-type]  # that is the mistake
+    other = VocabularyHandler()
+    registry.register(Vocabulary, other, override=True)
+    assert registry.find(Rare()) is other
+    assert registry.find({}) is None
+    registry.unregister(Vocabulary)
+    registry.unregister(Vocabulary)
+    assert registry.find(Vocabulary()) is None
+
+
+def test_handlers_that_lose_leaves(place: str, registry: hf.TypeHandlerRegistry) -> None:
+    class Forgetful(VocabularyHandler):
+        def deserialize(self, infos: Sequence[hf.ParamInfo], args: Sequence[hf.RestoreArgs]) -> list[Any]:
+            return []
+
+    hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)).save(place, TREE)
+    registry.register(Vocabulary, Forgetful(), override=True)
+    with pytest.raises(hf.OptionError, match="'vocabulary' gave 0 values for 2 leaves"):
+        hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)).restore(place)
+
+
+def test_facts_are_json(place: str) -> None:
+    class Odd(VocabularyHandler):
+        def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[hf.ParamInfo]:
+            facts: Mapping[str, Any] = {"fact": object()}
+            return [hf.ParamInfo(name=name, facts=facts) for name in names]
+
+    registry = hf.TypeHandlerRegistry({Vocabulary: Odd()})
+    with pytest.raises(hf.UnsupportedLeafError, match="text/vocabulary: its facts are not JSON"):
+        hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)).save(place, TREE)
+    with pytest.raises(hf.CheckpointNotFoundError):
+        hf.load(place)
