@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 
 from .frameworks import loaded
-from .leaves import ArrayLeaf, Details, LeafProblem, Piece
+from .leaves import ArrayLeaf, Details, LeafProblem, Part, Piece
+from .torch_layouts import Layout, boxes, layout_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,15 +37,14 @@ class TorchDescriber:
 
     def prepare(self, value: Any) -> None:
         """Starts the copy to the host, where there is one to make."""
-        torch = self._torch
-        if value.device.type not in {"cpu", "meta"} and _why_not(torch, value) is None:
+        if value.device.type not in {"cpu", "meta"} and _why_not(self._torch, value) is None:
             overlaps = value.device.type in _ASYNCHRONOUS
-            self._copies[id(value)] = value.detach().to("cpu", non_blocking=overlaps)
+            self._copies[id(value)] = self._own(value).to("cpu", non_blocking=overlaps)
             if overlaps:
                 self._devices.add(value.device)
 
     def describe(self, value: Any) -> ArrayLeaf:
-        """Describes one tensor.
+        """Describes one tensor: all of it or, of a DTensor, what this process holds.
 
         Raises:
             LeafProblem: Sparse, quantized, nested, meta and other tensors that have no plain memory of numbers.
@@ -54,11 +54,10 @@ class TorchDescriber:
             raise LeafProblem(problem)
         if self._devices:
             self._synchronize()
-        needs_gradient = value.requires_grad
         tensor = self._copies.get(id(value))  # kept there: the same tensor may be two leaves
         volatile = tensor is None
         if tensor is None:
-            tensor = value.detach() if needs_gradient else value
+            tensor = self._own(value)
         if tensor.is_conj() or tensor.is_neg():
             tensor, volatile = tensor.resolve_conj().resolve_neg(), False
         form = tensor_form(value.dtype)
@@ -66,8 +65,40 @@ class TorchDescriber:
             array = form.to_numpy(tensor)
         except (RuntimeError, TypeError) as error:
             raise LeafProblem(f"is a {type(value).__name__} that cannot be turned into an array: {error}") from error
-        details = form.details if not needs_gradient else {**form.details, "requires_grad": True}
+        details = form.details if not value.requires_grad else {**form.details, "requires_grad": True}
+        if is_dtensor(value):
+            return self._distributed(layout_of(value), array, volatile, details, paired=form.paired)
         return ArrayLeaf(array.dtype, array.shape, [Piece((0,) * array.ndim, array)], volatile, details)
+
+    def _own(self, value: Any) -> Any:
+        """Gives the tensor that is in this process's memory, without its gradient."""
+        if is_dtensor(value):
+            with self._torch.no_grad():
+                value = value.to_local()
+            if hasattr(value, "trigger_wait"):  # a result that a collective operation is still to deliver
+                value = value.trigger_wait()
+        return value.detach() if value.requires_grad else value
+
+    def _distributed(
+        self, layout: Layout, array: NDArray[Any], volatile: bool, details: Details, *, paired: bool
+    ) -> ArrayLeaf:
+        shape = layout.shape
+        held = layout.intervals(self._torch.distributed.get_rank())
+        pieces = []
+        if held is not None:
+            expected = tuple([sum(high - low for low, high in each) for each in held])
+            found = array.shape[: len(shape)]
+            if found != expected:
+                raise LeafProblem(f"is a DTensor whose own part has shape {found}, where its placements say {expected}")
+            more = (0,) if paired else ()
+            pieces = [Piece((*start, *more), array[place]) for start, _, place in boxes(held)]
+        parts: tuple[Part, ...] | None = layout.parts()
+        if paired:
+            shape = (*shape, 2)
+            parts = tuple([Part((*part.start, 0), (*part.shape, 2), part.holders) for part in layout.parts()])
+        if self._torch.distributed.get_world_size() == 1:
+            parts = None
+        return ArrayLeaf(array.dtype, shape, pieces, volatile, {**details, "sharding": layout.describe()}, parts)
 
     def _synchronize(self) -> None:
         for device in self._devices:
@@ -143,18 +174,23 @@ def _why_not(torch: Any, value: Any) -> str | None:
     if value.is_meta:
         return "is on the meta device, it has no values"
     name = type(value).__name__
-    if name == "DTensor":
-        return "is a DTensor; store value.full_tensor()"
+    if name == "ShardedTensor":
+        return "is a ShardedTensor; have DTensors in its place: with FSDP2, or with a device mesh given to FSDP"
     if name.startswith("Uninitialized"):
         return "is not initialized yet; run the module once"
     return None
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a tensor is a DTensor, spread over processes."""
+    return type(value).__name__ == "DTensor"
 
 
 def abstract_facts(value: Any) -> tuple[str, np.dtype[Any], tuple[int, ...], str | None]:
     """Says what a template asks for.
 
     Args:
-        value: A tensor; one on the meta device will do.
+        value: A tensor; one on the meta device will do. Of a DTensor, the whole counts.
 
     Returns:
         "torch", dtype and shape as stored, and the torch dtype's name where numpy has no such dtype.
