@@ -19,7 +19,8 @@ from ..tree import Saved, from_document, split
 from .containers import nested_skeleton, storage_name
 from .safetensors_header import LENGTH_BYTES, Header, TensorEntry, decode_header, header_length
 from .source import SingleTree, StepDirectories
-from .stored import StoredArray, StoredPart, StoredTree
+from .stored import StoredTree
+from .stored_array import StoredArray, StoredPart
 
 FORMAT = "safetensors"
 SUFFIX = ".safetensors"

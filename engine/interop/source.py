@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ..checkpointer import ITEM
 from ..errors import OptionError
 from ..item import Problem, SavedLeaf, TreeReader
-from ..storage import Location
+from ..storage import Entry, Location
 from ..tree import Skeleton
 
 TREE = "pytree"
@@ -189,6 +189,9 @@ _FORMATS: tuple[_Entry, ...] = (
         files=("checkpoint", "checkpoint_[0-9]*", "*.msgpack"),
         steps=("*[0-9]",),
     ),
+    _Entry("dcp", inside=(".metadata",)),
+    _Entry("safetensors", inside=("*.safetensors", "*.safetensors.index.json"), files=("*.safetensors",)),
+    _Entry("torch_files", files=("*",)),
 )
 
 
@@ -204,7 +207,7 @@ def recognise(location: Location) -> CheckpointSource | None:
     Raises:
         DamagedCheckpointError: There is one, and it is damaged.
     """
-    names = frozenset(entry.name for entry in location.entries())
+    names = frozenset(entry.name for entry in _entries(location))
     for entry in _FORMATS:
         if _any_matches(names, entry.inside) if names else _any_matches((location.name,), entry.files):
             found = _load(entry).recognise(location, names)
@@ -222,13 +225,17 @@ def recognise_steps(location: Location) -> StepDirectories | None:
     Returns:
         The steps, at least one; or None where there is none of a format that is known.
     """
-    names = frozenset(entry.name for entry in location.entries() if entry.is_directory)
+    names = frozenset(entry.name for entry in _entries(location) if entry.is_directory)
     for entry in _FORMATS:
         if _any_matches(names, entry.steps):
             found = _load(entry).recognise_steps(location, names)
             if found is not None and found.steps:
                 return found
     return None
+
+
+def _entries(location: Location) -> Sequence[Entry]:
+    return location.entries() if location.is_directory() else ()
 
 
 def _any_matches(names: frozenset[str] | tuple[str, ...], patterns: tuple[str, ...]) -> bool:

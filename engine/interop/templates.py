@@ -11,13 +11,14 @@ from ..item import Problem, SavedLeaf
 from ..storage import Location
 from ..tree import Skeleton, flatten
 from .source import TreeSource
+from .stored import StoredTree
 
 OPTIONAL = "optional"
 """Member of a leaf's details: that it is a None, where the writer may have meant a container without leaves."""
 
 
 def under_template(source: TreeSource, template: Any) -> TreeSource:
-    """Leaves out the leaves that a writer may have made of empty containers, where a template has none.
+    """Gives leaves the names of the template, and leaves out what may be empty containers where it has none.
 
     Args:
         source: The saved tree.
@@ -26,6 +27,8 @@ def under_template(source: TreeSource, template: Any) -> TreeSource:
     Returns:
         The tree for `load_tree`.
     """
+    if template is not None and isinstance(source, StoredTree):
+        return source.named_like(flatten(template).names)
     if template is None or not any(OPTIONAL in leaf.saved.details for leaf in source.leaves):
         return source
     names = set(flatten(template).names)

@@ -8,7 +8,6 @@ and named, wherever its weights and its optimizers' states do not lie; anywhere 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,13 @@ from ..errors import DamagedCheckpointError
 from ..item import Problem
 from ..storage import Location
 from ..tree.structure import MAX_DEPTH
+from .pickled import Inert, Name, shown
 from .source import SingleTree, StepDirectories
-from .stored import StoredArray, StoredTree, Unreadable
+from .stored import StoredTree
+from .stored_array import StoredArray, Unreadable
 from .torch_archive import ZIP_MAGIC, TorchArchive, check_records
 from .torch_objects import BUILDERS, form_of, plain_array, storage_finder
-from .unpickling import Inert, Name, unpickle
+from .unpickling import unpickle
 
 FORMAT = "torch"
 LIGHTNING = "Lightning"
@@ -107,7 +108,9 @@ def without_objects(tree: Any, left_out: list[str], pickle_bytes: int, needed: t
         return walk.visit(tree, "", 0)
     found = {}
     for key, value in tree.items():
-        if key in needed:
+        if not _is_key(key):
+            left_out.append(f"an entry with the key {shown(key)}")
+        elif key in needed:
             found[key] = walk.visit(value, str(key), 1)
         elif (kept := walk.prune(walk.visit(value, str(key), 1), str(key))) is not _GONE:
             found[key] = kept
@@ -131,8 +134,10 @@ class _Walk:
         if kind in _SCALARS or kind is StoredArray:
             return value
         if kind is dict or kind is OrderedDict:
-            entries = ((key, self.visit(item, f"{path}/{key}", depth + 1)) for key, item in value.items())
-            return kind(entries) if all(type(key) in (str, int, bool) for key in value) else _odd_keys(value)
+            odd = next((key for key in value if not _is_key(key)), None)
+            if odd is not None:
+                return Unreadable(f"a dictionary with the key {shown(odd)}")
+            return kind((key, self.visit(item, f"{path}/{key}", depth + 1)) for key, item in value.items())
         if kind in (list, tuple):
             return kind([self.visit(item, f"{path}/{index}", depth + 1) for index, item in enumerate(value)])
         if kind in (set, frozenset):
@@ -162,9 +167,8 @@ def _object_in(value: Any) -> str | None:
     return next((what for item in inner if (what := _object_in(item)) is not None), None)
 
 
-def _odd_keys(value: Mapping[Any, Any]) -> Unreadable:
-    odd = next(key for key in value if type(key) not in (str, int, bool))
-    return Unreadable(f"a dictionary with keys of type {_described(odd)}")
+def _is_key(key: Any) -> bool:
+    return type(key) in (str, bool) or (type(key) is int and -(1 << 63) <= key < 1 << 63)
 
 
 def _leaf(value: Any) -> Any:

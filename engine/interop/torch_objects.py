@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError
-from .stored import StoredArray, StoredPart
+from .pickled import Inert, Name, Stateful, shown
+from .stored_array import StoredArray, StoredPart
 from .torch_archive import ByteOrder, Record
-from .unpickling import Builder, Inert, Name, Stateful
+from .unpickling import Builder
 
 _LARGEST = 1 << 62
 _AXES = 64
@@ -83,7 +84,7 @@ def form_of(dtype: object) -> Form:
         return Form(np.dtype(_PAIRED[name]), True, {"kind": "torch", "torch_dtype": name})
     if name in _BYTES:
         return Form(np.dtype(np.uint8), False, {"kind": "torch", "torch_dtype": name})
-    raise DamagedCheckpointError(f"{str(dtype)[:100]} is no dtype of torch that holdfast knows")
+    raise DamagedCheckpointError(f"{shown(dtype)} is no dtype of torch that holdfast knows")
 
 
 class Storage:
@@ -147,13 +148,15 @@ def storage_finder(records: Mapping[str, Record], file: str, byte_order: ByteOrd
         if type(identity) is not tuple or len(identity) < 5 or identity[0] != "storage":
             raise DamagedCheckpointError("the pickle refers to something that is no storage")
         _, kind, key, _, count = identity[:5]
-        record = records.get(f"data/{key}")
+        record = records.get(f"data/{key}") if type(key) is str else None
         if record is None:
-            raise DamagedCheckpointError(f"the storage {key!r:.100} is missing")
+            raise DamagedCheckpointError(f"the storage {shown(key)} is missing")
         name = _STORAGES.get(kind.attribute) if isinstance(kind, Name) else None
         form = form_of(Name("torch", name)) if name else Form(np.dtype(np.uint8), False, {"kind": "torch"})
         if type(count) is not int or (name and count * form.dtype.itemsize > record.length):
-            raise DamagedCheckpointError(f"the storage {key!r:.100} has {record.length} bytes, too few for {count!r}")
+            raise DamagedCheckpointError(
+                f"the storage {shown(key)} has {record.length} bytes, too few for {shown(count)}"
+            )
         return Storage(record, file, form, byte_order)
 
     return find
@@ -190,7 +193,7 @@ def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
 def _sizes(value: Any) -> tuple[int, ...]:
     found = tuple(value) if isinstance(value, tuple | list) else None
     if found is None or len(found) > _AXES or any(type(one) is not int or not 0 <= one <= _LARGEST for one in found):
-        raise DamagedCheckpointError(f"{str(value)[:100]} is no shape")
+        raise DamagedCheckpointError(f"{shown(value)} is no shape")
     return found
 
 
@@ -229,7 +232,7 @@ class _DType(Stateful):
 
     def __init__(self, code: Any, *_: Any) -> None:
         if type(code) is not str or len(code) > 12 or not code[:1].isalpha() or not code[1:].isdecimal():
-            raise ValueError(f"{code!r:.100} is no dtype")
+            raise ValueError(f"{shown(code)} is no dtype")
         self.value = np.dtype(code)
         if self.value.kind not in "biufcSU":
             raise ValueError(f"arrays of the dtype {code} are not read")
@@ -265,6 +268,16 @@ def _attributes(_state: Any = None, **_: Any) -> dict[str, Any]:
     return {}
 
 
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"{shown(value)} is no text")
+    return value
+
+
+def _device(kind: Any, index: Any = None) -> str:
+    return _text(kind) if index is None else f"{_text(kind)}:{shown(index)}"
+
+
 def _typed(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
     """A tensor with attributes of its own: plain types of tensors lose those, others are not known."""
     builder = BUILDERS.get(function) if isinstance(function, Name) else None
@@ -284,8 +297,8 @@ BUILDERS: Mapping[Name, Builder] = {
     Name("torch._utils", "_rebuild_parameter_with_state"): _parameter,
     Name("torch._tensor", "_rebuild_from_type_v2"): _typed,
     Name("torch", "Size"): lambda sizes=(): _sizes(sizes),
-    Name("torch", "device"): lambda kind, index=None: str(kind) if index is None else f"{kind}:{index}",
-    Name("torch.serialization", "_get_layout"): lambda name: str(name),
+    Name("torch", "device"): _device,
+    Name("torch.serialization", "_get_layout"): lambda name: _text(name),
     Name("collections", "OrderedDict"): lambda pairs=(): OrderedDict(_pairs(pairs)),
     Name("collections", "defaultdict"): lambda *_: {},
     Name("builtins", "dict"): lambda pairs=(): dict(_pairs(pairs)),

@@ -11,12 +11,12 @@ those that newer protocols use as well.
 
 from __future__ import annotations
 
-import abc
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from ..errors import DamagedCheckpointError
+from .pickled import Inert, Name, Stateful
 
 _LONGEST_INT = 1 << 20  # bytes; Python turns longer ones into text for minutes
 _U16 = struct.Struct("<H")
@@ -24,48 +24,6 @@ _I32 = struct.Struct("<i")
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _F64 = struct.Struct(">d")
-
-
-class Name(NamedTuple):
-    """A class or function that a pickle refers to.
-
-    Attributes:
-        module: Its module.
-        attribute: Its qualified name in there.
-    """
-
-    module: str
-    attribute: str
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.attribute}"
-
-
-class Inert:
-    """An object that a pickle wants made, with what is to go into it; it does nothing.
-
-    Attributes:
-        name: Its class, or the function that would return it.
-        arguments: What would be passed.
-        state: What ``BUILD`` adds: usually the dictionary of its attributes; None if there is none.
-    """
-
-    __slots__ = ("arguments", "name", "state")
-
-    def __init__(self, name: Name, arguments: tuple[Any, ...]) -> None:
-        self.name = name
-        self.arguments = arguments
-        self.state: Any = None
-
-
-class Stateful(abc.ABC):
-    """Base of what a builder may return to be told the state that ``BUILD`` has for it."""
-
-    __slots__ = ()
-
-    @abc.abstractmethod
-    def set_state(self, state: Any) -> None:
-        """Takes the state, which is not trusted in any way; may raise ValueError."""
 
 
 Builder = Callable[..., Any]

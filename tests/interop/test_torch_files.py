@@ -180,7 +180,7 @@ class Custom:
         (print, r"builtins\.print"),
         (torch.eye(2).to_sparse(), "_rebuild_sparse_tensor"),
         (torch.ones(2, device="meta"), "_rebuild_meta_tensor_no_storage"),
-        ({(1, 2): 3}, "keys of type tuple"),
+        ({(1, 2): 3}, "with the key a tuple"),
         (np.array([object()]), "object"),
     ],
     ids=["class", "function", "sparse", "meta", "tuple keys", "numpy objects"],
