@@ -6,11 +6,14 @@ from typing import Any
 
 from .checkpointer import Place
 from .errors import CheckpointNotFoundError, OptionError
+from .handlers.external import resolve
+from .handlers.type_handlers import DEFAULT_REGISTRY
+from .interop.native import NativeCheckpoint
 from .interop.places import open_checkpoint
 from .interop.source import TREE, as_reader
 from .item.transformed import load_transformed_tree
 from .storage import as_location
-from .tree import collection_paused
+from .tree import EXTERNAL, collection_paused
 
 
 def load_transformed(
@@ -61,6 +64,12 @@ def load_transformed(
         raise OptionError(
             f"{checkpoint.location} has {len(trees)} trees ({', '.join(sorted(trees))}): name one with item="
         )
-    reader = as_reader(checkpoint.tree(trees[0] if item is None else item))
+    name = trees[0] if item is None else item
+    reader = as_reader(checkpoint.tree(name))
     with collection_paused():
-        return load_transformed_tree(reader, transformations, new_tree, default_to_original=default_to_original)
+        tree = load_transformed_tree(reader, transformations, new_tree, default_to_original=default_to_original)
+    kept = {leaf.name: number for number, leaf in enumerate(reader.leaves) if leaf.saved.kind == EXTERNAL}
+    if kept and isinstance(checkpoint, NativeCheckpoint):
+        files = checkpoint.record.items[name].files
+        return resolve(tree, reader.location, files, kept, DEFAULT_REGISTRY, {})
+    return tree

@@ -11,6 +11,7 @@ import pytest
 
 import holdfast as hf
 from holdfast import Transform
+from holdfast.engine.handlers import DEFAULT_REGISTRY
 
 jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
@@ -313,3 +314,37 @@ def test_a_step_of_a_run_and_one_of_several_items(place: str) -> None:
         hf.load_transformed(place, renamed, {"x": W}, item="data")
     with pytest.raises(hf.CheckpointNotFoundError):
         hf.load_transformed(f"{place}/3", renamed, {"x": W})
+
+
+class Words:
+    """A leaf of a type of the user's own."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+class WordsHandler(hf.TypeHandler):
+    name = "words"
+
+    def serialize(self, values: Sequence[Any], infos: Sequence[hf.ParamInfo], args: Sequence[hf.SaveArgs]) -> None:
+        for value, info in zip(values, infos, strict=True):
+            assert info.folder is not None
+            (info.folder / "words").write_bytes(value.text.encode())
+
+    def deserialize(self, infos: Sequence[hf.ParamInfo], args: Sequence[hf.RestoreArgs]) -> list[Words]:
+        return [Words((info.folder / "words").read_bytes().decode()) for info in infos if info.folder is not None]
+
+
+def test_leaves_that_a_handler_of_ones_own_keeps(place: str) -> None:
+    hf.register_type_handler(Words, WordsHandler())
+    try:
+        hf.save(place, {"words": Words("some"), "w": W})
+        found = hf.load_transformed(place, {"x": T(original_key="words")}, {"x": ..., "w": W})
+        assert found["x"].text == "some"
+        with pytest.raises(hf.TreeMismatchError, match="words: expected int"):
+            hf.load_transformed(place, {}, {"words": 1})
+    finally:
+        DEFAULT_REGISTRY.unregister(Words)
+    assert hf.load_transformed(place, {}, {"w": W})["w"].shape == W.shape
+    with pytest.raises(hf.OptionError, match="need handlers that are not at hand"):
+        hf.load_transformed(place, {}, {"words": ...})
