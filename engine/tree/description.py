@@ -14,7 +14,7 @@ from .jax_leaves import JaxDescriber, is_key, is_tracer
 from .leaves import ArrayLeaf, LeafProblem, ValueLeaf, report_problems
 from .numpy_leaves import describe_numpy
 from .python_leaves import describe_python, is_python_value
-from .torch_leaves import TorchDescriber
+from .torch_leaves import TorchDescriber, is_dtensor
 
 _Describe = Callable[[Any], ArrayLeaf | ValueLeaf]
 
@@ -78,7 +78,7 @@ class _Dispatch:
             return prepare, self._jax.describe_key if is_key(value) else self._jax.describe
         if is_torch_tensor(value):
             self._torch = self._torch or TorchDescriber()
-            return self._torch.prepare, self._torch.describe
+            return self._torch.prepare, self._torch.describe_distributed if is_dtensor(value) else self._torch.describe
         return None, _refuse
 
 

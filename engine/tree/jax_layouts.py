@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +27,14 @@ def parts_of(sharding: Any, shape: tuple[int, ...]) -> tuple[Part, ...]:
     return tuple(Part(start, size, tuple(sorted(processes))) for (start, size), processes in sorted(holders.items()))
 
 
-def distinct_shards(value: Any) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """Generates what this process holds of an array, once each: where it begins, and the array of one device."""
-    seen = set()
+def distinct_shards(value: Any) -> list[tuple[tuple[int, ...], Any]]:
+    """Gives what this process holds of an array, once each: where it begins, and the array of one device."""
+    shards = {}
     for shard in value.addressable_shards:
         start = start_of(shard.index)
-        if start not in seen:
-            seen.add(start)
-            yield start, shard.data
+        if start not in shards:
+            shards[start] = shard.data
+    return list(shards.items())
 
 
 def start_of(index: Sequence[Any]) -> tuple[int, ...]:

@@ -18,8 +18,6 @@ from .leaves import ArrayLeaf, Details, LeafProblem, Piece
 from .numpy_leaves import why_not_storable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from numpy.typing import NDArray
 
 _ORIGINS = [(0,) * axes for axes in range(65)]
@@ -118,11 +116,11 @@ class _Placement:
     whole: bool
     local: bool
 
-    def shards(self, value: Any) -> Iterator[tuple[tuple[int, ...], Any]]:
-        """Generates what this process holds, once each: where it begins, and the array of one device."""
+    def shards(self, value: Any) -> list[tuple[tuple[int, ...], Any]]:
+        """Gives what this process holds, once each: where it begins, and the array of one device."""
         if not self.local:
             return distinct_shards(value)
-        return ((start_of(shard.index), shard.data) for shard in value.addressable_shards if shard.replica_id == 0)
+        return [(start_of(shard.index), shard.data) for shard in value.addressable_shards if shard.replica_id == 0]
 
 
 def _in_pieces(value: Any, placement: _Placement) -> ArrayLeaf:

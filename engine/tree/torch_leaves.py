@@ -11,7 +11,7 @@ import numpy as np
 
 from .frameworks import loaded
 from .leaves import ArrayLeaf, Details, LeafProblem, Part, Piece
-from .torch_layouts import Layout, boxes, layout_of
+from .torch_layouts import boxes, layout_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -39,16 +39,50 @@ class TorchDescriber:
         """Starts the copy to the host, where there is one to make."""
         if value.device.type not in {"cpu", "meta"} and _why_not(self._torch, value) is None:
             overlaps = value.device.type in _ASYNCHRONOUS
-            self._copies[id(value)] = self._own(value).to("cpu", non_blocking=overlaps)
+            own = self._own(value) if is_dtensor(value) else value.detach()
+            self._copies[id(value)] = own.to("cpu", non_blocking=overlaps)
             if overlaps:
                 self._devices.add(value.device)
 
     def describe(self, value: Any) -> ArrayLeaf:
-        """Describes one tensor: all of it or, of a DTensor, what this process holds.
+        """Describes one tensor that is no DTensor.
 
         Raises:
             LeafProblem: Sparse, quantized, nested, meta and other tensors that have no plain memory of numbers.
         """
+        array, volatile, form = self._array(value, value)
+        details = form.details if not value.requires_grad else {**form.details, "requires_grad": True}
+        return ArrayLeaf(array.dtype, array.shape, [Piece((0,) * array.ndim, array)], volatile, details)
+
+    def describe_distributed(self, value: Any) -> ArrayLeaf:
+        """Describes one DTensor: what this process holds of it, and who holds what.
+
+        Raises:
+            LeafProblem: As `describe`, and placements that do not say which process holds what.
+        """
+        layout = layout_of(value)
+        array, volatile, form = self._array(value, self._own(value))
+        shape, parts = layout.shape, layout.parts()
+        held = layout.intervals(self._torch.distributed.get_rank())
+        pieces = []
+        if held is not None:
+            expected = tuple([sum(high - low for low, high in each) for each in held])
+            found = array.shape[: len(shape)]
+            if found != expected:
+                raise LeafProblem(f"is a DTensor whose own part has shape {found}, where its placements say {expected}")
+            pieces = [Piece(start, array[place]) for start, _, place in boxes(held)]
+        if form.paired:
+            shape = (*shape, 2)
+            parts = tuple([Part((*part.start, 0), (*part.shape, 2), part.holders) for part in parts])
+            pieces = [Piece((*piece.start, 0), piece.array) for piece in pieces]
+        details: Details = {**form.details, "sharding": layout.describe()}
+        if value.requires_grad:
+            details["requires_grad"] = True
+        everywhere = self._torch.distributed.get_world_size() == 1
+        return ArrayLeaf(array.dtype, shape, pieces, volatile, details, None if everywhere else parts)
+
+    def _array(self, value: Any, own: Any) -> tuple[NDArray[Any], bool, TensorForm]:
+        """Gives the numbers of a tensor, or of this process's own part of it, and whether they can still change."""
         problem = _why_not(self._torch, value)
         if problem is not None:
             raise LeafProblem(problem)
@@ -57,48 +91,21 @@ class TorchDescriber:
         tensor = self._copies.get(id(value))  # kept there: the same tensor may be two leaves
         volatile = tensor is None
         if tensor is None:
-            tensor = self._own(value)
+            tensor = own.detach() if own.requires_grad else own
         if tensor.is_conj() or tensor.is_neg():
             tensor, volatile = tensor.resolve_conj().resolve_neg(), False
         form = tensor_form(value.dtype)
         try:
-            array = form.to_numpy(tensor)
+            return form.to_numpy(tensor), volatile, form
         except (RuntimeError, TypeError) as error:
             raise LeafProblem(f"is a {type(value).__name__} that cannot be turned into an array: {error}") from error
-        details = form.details if not value.requires_grad else {**form.details, "requires_grad": True}
-        if is_dtensor(value):
-            return self._distributed(layout_of(value), array, volatile, details, paired=form.paired)
-        return ArrayLeaf(array.dtype, array.shape, [Piece((0,) * array.ndim, array)], volatile, details)
 
     def _own(self, value: Any) -> Any:
-        """Gives the tensor that is in this process's memory, without its gradient."""
-        if is_dtensor(value):
-            with self._torch.no_grad():
-                value = value.to_local()
-            if hasattr(value, "trigger_wait"):  # a result that a collective operation is still to deliver
-                value = value.trigger_wait()
-        return value.detach() if value.requires_grad else value
-
-    def _distributed(
-        self, layout: Layout, array: NDArray[Any], volatile: bool, details: Details, *, paired: bool
-    ) -> ArrayLeaf:
-        shape = layout.shape
-        held = layout.intervals(self._torch.distributed.get_rank())
-        pieces = []
-        if held is not None:
-            expected = tuple([sum(high - low for low, high in each) for each in held])
-            found = array.shape[: len(shape)]
-            if found != expected:
-                raise LeafProblem(f"is a DTensor whose own part has shape {found}, where its placements say {expected}")
-            more = (0,) if paired else ()
-            pieces = [Piece((*start, *more), array[place]) for start, _, place in boxes(held)]
-        parts: tuple[Part, ...] | None = layout.parts()
-        if paired:
-            shape = (*shape, 2)
-            parts = tuple([Part((*part.start, 0), (*part.shape, 2), part.holders) for part in layout.parts()])
-        if self._torch.distributed.get_world_size() == 1:
-            parts = None
-        return ArrayLeaf(array.dtype, shape, pieces, volatile, {**details, "sharding": layout.describe()}, parts)
+        """Gives the tensor in this process's memory that belongs to a DTensor."""
+        with self._torch.no_grad():
+            own = value.to_local().detach()
+        # The result of a collective operation may still be on its way.
+        return own.trigger_wait() if hasattr(own, "trigger_wait") else own
 
     def _synchronize(self) -> None:
         for device in self._devices:
