@@ -26,6 +26,7 @@ class LeafCache:
         self._reader = reader
         self._arrays: dict[int, NDArray[Any] | None] = {}
         self._sizes: dict[int, int] = {}
+        self._views: dict[int, LazySequence | LazyMapping] = {}
 
     def tree(self) -> Any:
         """Returns the saved tree; leaves are read when they are indexed. A tree that is one leaf is read at once."""
@@ -40,7 +41,10 @@ class LeafCache:
         """
         if node is None:
             return self.values([start])[0]
-        return LazySequence(self, node, start) if node.keys is None else LazyMapping(self, node, start)
+        if id(node) not in self._views:
+            kind = LazySequence if node.keys is None else LazyMapping
+            self._views[id(node)] = kind(self, node, start)
+        return self._views[id(node)]
 
     def __contains__(self, number: int) -> bool:
         return number in self._arrays

@@ -14,6 +14,8 @@ from .structure import MAX_DEPTH
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+_PLAIN = re.compile(r"[\w/%-]*")  # what means itself in a regular expression
+
 
 @dataclass(frozen=True, slots=True)
 class Transform:
@@ -68,8 +70,8 @@ class Rule:
     Attributes:
         key: The key, levels separated by ``/``.
         transform: What is to be done.
-        pattern: The key as a regular expression; None where it is none, and can only be the key itself.
-        problem: Why it is no regular expression.
+        pattern: The key as a regular expression; None where it can match nothing but itself.
+        problem: Why it is no regular expression, if it is not.
     """
 
     key: str
@@ -111,6 +113,7 @@ class Rules:
 
     def __init__(self, transformations: Any) -> None:
         self.rules = [_rule(key, transform) for key, transform in _walk(transformations, "", 0)]
+        self._patterns = [(rule, rule.pattern) for rule in self.rules if rule.pattern is not None]
         self._literal: dict[str, Rule] = {}
         for rule in self.rules:
             self._literal.setdefault(rule.key, rule)
@@ -132,9 +135,9 @@ class Rules:
         for container in above:
             if (rule := self._literal.get(container)) is not None:
                 return self._below(self._container(container, rule), path)
-        for rule in self.rules:
-            if rule.pattern is not None and (found := rule.pattern.fullmatch(path)) is not None:
-                return _match(rule, found, path)
+        first = self._first(path)
+        if first is not None:
+            return _match(*first, path)
         for container in above[:-1]:  # a pattern that can be empty does not mean the tree as a whole
             if (whole := self._container(container)) is not None:
                 return self._below(whole, path)
@@ -153,12 +156,12 @@ class Rules:
         for rule in self.rules:
             if rule.key in known:
                 continue
-            if rule.pattern is None:
+            if rule.problem:
                 raise OptionError(
                     f"the transformation {rule.key!r} is not a key of the new tree, and no regular expression either: "
                     f"{rule.problem}"
                 )
-            if not any(rule.pattern.fullmatch(path) for path in known):
+            if rule.pattern is None or not any(map(rule.pattern.fullmatch, known)):
                 raise OptionError(
                     f"the transformation {rule.key!r} matches no key of the new tree, which has {_some(known)}"
                 )
@@ -169,12 +172,18 @@ class Rules:
             if rule is not None:
                 found = _match(rule, re.fullmatch(re.escape(container), container), container)
             else:
-                hits = ((one, one.pattern.fullmatch(container)) for one in self.rules if one.pattern is not None)
-                first = next(((one, hit) for one, hit in hits if hit is not None), None)
+                first = self._first(container)
                 if first is not None:
                     found = _match(*first, container)
             self._containers[container] = found
         return self._containers[container]
+
+    def _first(self, path: str) -> tuple[Rule, re.Match[str]] | None:
+        """Returns the first rule whose pattern matches a path."""
+        for rule, pattern in self._patterns:
+            if (found := pattern.fullmatch(path)) is not None:
+                return rule, found
+        return None
 
     @staticmethod
     def _below(match: Match | None, path: str) -> Match:
@@ -210,6 +219,8 @@ def _walk(node: Any, path: str, depth: int) -> Iterator[tuple[str, Transform]]:
 
 
 def _rule(key: str, transform: Transform) -> Rule:
+    if _PLAIN.fullmatch(key):
+        return Rule(key, transform, None)
     try:
         return Rule(key, transform, re.compile(key))
     except (re.error, RecursionError, OverflowError) as error:
