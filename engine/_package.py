@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .engine import checkpoint_utils as checkpoint_utils
+    from .engine import type_handlers as type_handlers
     from .engine.api import load as load
     from .engine.api import save as save
     from .engine.checkpointer import AsyncCheckpointer as AsyncCheckpointer
@@ -148,7 +149,7 @@ _HOMES = {
     "transformed": ("load_transformed",),
     "tree": ("Transform", "apply_transformations"),
 }
-_SUBMODULES = ("checkpoint_utils",)
+_SUBMODULES = ("checkpoint_utils", "type_handlers")
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 
 __version__ = "0.1.0"

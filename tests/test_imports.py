@@ -21,13 +21,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("digests",),
     ("item",),
     ("handlers",),
-    ("checkpoint_utils", "commit", "background", "ownership", "options"),
+    ("checkpoint_utils", "type_handlers", "commit", "background", "ownership", "options"),
     ("participation", "together", "agreement"),
     ("saving", "checkpointer"),
     ("steps", "items", "directory", "history", "manager"),
     ("interop",),
     ("api", "inspection", "transformed"),
-    ("_package",),
+    ("graph",),
+    ("_package", "_graph"),
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 FRAMEWORKS = {"jax", "jaxlib", "torch", "flax", "optax", "lightning", "pytorch_lightning", "tensorstore"}

@@ -20,8 +20,8 @@ Files = Mapping[str, FileRecord]
 class SaveFuture(Protocol):
     """The part of a save that can happen later, on another thread."""
 
-    def result(self, timeout: float | None = None) -> Files | None:
-        """Completes that part; returns the files written, if the handler knows them."""
+    def result(self, timeout: float | None = None) -> Any:
+        """Completes that part; returns the files written (``Files``) if the handler knows them, or anything else."""
         ...
 
 
