@@ -1,0 +1,47 @@
+"""The page for those who come from Orbax: its examples run, and the names in it are there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import holdfast as hf
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "coming_from_orbax.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+PROGRAMS = [text for language, text in BLOCKS if language == "python"]
+
+
+def test_the_examples_run_one_after_the_other(tmp_path: Path) -> None:
+    (tmp_path / "examples.py").write_text("\n".join(PROGRAMS))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "examples.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[0] == "[6, 8, 10]"
+    assert len(PROGRAMS) >= 6
+
+
+def test_the_names_of_the_page_are_there() -> None:
+    text = "".join(PROGRAMS) + PAGE
+    names = set(re.findall(r"\bhf\.(\w+)", text))
+    assert names
+    assert names <= set(hf.__all__)
+    options = set(re.findall(r"`(\w+)=", PAGE)) & set(hf.CheckpointManagerOptions.__dataclass_fields__)
+    assert options >= {"keep_time_interval", "save_interval_secs", "save_timeout_secs", "barrier_timeout_secs"}
+
+
+def test_the_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", PAGE):
+        file, _, anchor = target.partition("#")
+        page = (ROOT / "docs" / file).read_text(encoding="utf-8") if file else PAGE
+        headings = {heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.+)$", page, re.MULTILINE)}
+        assert not anchor or anchor in headings
