@@ -12,6 +12,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PACKAGE = {
     "engine/_package.py": "holdfast/__init__.py",
+    "engine/_graph.py": "holdfast/graph.py",
+    "engine/_components.py": "holdfast/components.py",
     "engine/py.typed": "holdfast/py.typed",
     "engine": "holdfast/engine",
     "integrations": "holdfast/integrations",
@@ -32,11 +34,12 @@ class PackageMapping(BuildHookInterface[Any]):
             build_data: What the builder reads; the files are added to it.
         """
         root = Path(self.root)
+        package = {source: target for source, target in PACKAGE.items() if (root / source).exists()}
         if version != "editable":
-            build_data["force_include"].update({str(root / source): target for source, target in PACKAGE.items()})
+            build_data["force_include"].update({str(root / source): target for source, target in package.items()})
             return
         tree = root / "build" / "editable"
-        for source, target in PACKAGE.items():
+        for source, target in package.items():
             link = tree / target
             link.parent.mkdir(parents=True, exist_ok=True)
             link.unlink(missing_ok=True)

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .engine.errors import StoragePermissionError as StoragePermissionError
     from .engine.errors import StorageUnavailableError as StorageUnavailableError
     from .engine.errors import TreeMismatchError as TreeMismatchError
+    from .engine.errors import UnmatchedObjectsError as UnmatchedObjectsError
     from .engine.errors import UnsupportedLeafError as UnsupportedLeafError
     from .engine.handlers import ArrayCheckpointHandler as ArrayCheckpointHandler
     from .engine.handlers import ArrayRestoreArgs as ArrayRestoreArgs
@@ -111,6 +112,7 @@ _HOMES = {
         "StoragePermissionError",
         "StorageUnavailableError",
         "TreeMismatchError",
+        "UnmatchedObjectsError",
         "UnsupportedLeafError",
     ),
     "handlers": (

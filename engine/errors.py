@@ -9,6 +9,7 @@
     ├── FormatVersionError           (ValueError)          written by a newer holdfast, or not by holdfast
     ├── UnsupportedLeafError         (TypeError)           a leaf of a kind that cannot be saved
     ├── TreeMismatchError            (ValueError)          template and checkpoint differ
+    ├── UnmatchedObjectsError        (AssertionError)      objects and a checkpoint do not match as was asserted
     ├── SaveFailedError              (RuntimeError)        a background save failed; names the lost step
     ├── NoWholeCheckpointError       (RuntimeError)        checkpoints exist, but none of them is whole
     ├── OptionError                  (ValueError)          an option has a value that makes no sense
@@ -66,6 +67,18 @@ class TreeMismatchError(HoldfastError, ValueError):
     def __init__(self, message: str, differences: Sequence[str] = ()) -> None:
         self.differences = tuple(differences)
         super().__init__("\n".join([message, *(f"  {line}" for line in self.differences)]))
+
+
+class UnmatchedObjectsError(HoldfastError, AssertionError):
+    """Objects and a checkpoint do not match as a status was asked to assert.
+
+    Attributes:
+        report: What was matched and what was not.
+    """
+
+    def __init__(self, message: str, report: object = None) -> None:
+        self.report = report
+        super().__init__(message)
 
 
 class SaveFailedError(HoldfastError, RuntimeError):

@@ -18,12 +18,13 @@ class StepIndex:
 
     Args:
         directory: The manager's directory.
-        prefix: Steps live in ``<prefix>_<step>``, or in ``<step>`` without one.
+        prefix: Steps live in ``<prefix>_<step>``, or in ``<step>`` without one. A prefix that ends in ``-`` brings its
+            own separator: ``"ckpt-"`` gives ``ckpt-<step>``.
     """
 
     def __init__(self, directory: Location, prefix: str | None = None) -> None:
         self._directory = directory
-        self._prefix = "" if prefix is None else f"{prefix}_"
+        self._prefix = "" if prefix is None else prefix if prefix.endswith("-") else f"{prefix}_"
         self._pattern = re.compile(re.escape(self._prefix) + r"(0|[1-9][0-9]*)")
         self._lock = threading.Lock()
         self._records: dict[int, CheckpointRecord] = {}

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 from ..errors import CheckpointNotFoundError, DamagedCheckpointError
 from ..record import RECORD
 from ..steps import StepIndex
 from ..storage import Location
 from .native import NativeCheckpoint
 from .source import CheckpointSource, recognise, recognise_steps
+
+_NUMBERED = re.compile(r"(.+[_-])(?:0|[1-9][0-9]*)", re.DOTALL)
+"""Names of steps with a prefix, which ends in ``_``, or in ``-`` as `holdfast.graph` writes them."""
 
 
 def open_checkpoint(location: Location, step: int | None = None) -> CheckpointSource:
@@ -90,15 +95,9 @@ def step_index(location: Location) -> StepIndex:
     if location.exists() and not location.is_directory():
         raise CheckpointNotFoundError(f"{location}: this is a file; checkpoints are directories")
     for entry in location.entries():
-        prefix, underscore, number = entry.name.rpartition("_")
-        if (
-            entry.is_directory
-            and underscore
-            and prefix
-            and number.isdigit()
-            and (location / entry.name / RECORD).exists()
-        ):
-            return StepIndex(location, prefix)
+        match = _NUMBERED.fullmatch(entry.name)
+        if match and entry.is_directory and (location / entry.name / RECORD).exists():
+            return StepIndex(location, match[1].removesuffix("_"))
     return StepIndex(location)
 
 

@@ -1,0 +1,125 @@
+"""A live graph made into what is stored: a tree of values by readable path, and a document of nodes and edges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..tree import flatten, unescape_key
+from .paths import Path
+from .views import Branch, Leaf
+from .walk import SLOTS, LiveGraph, LiveNode
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedGraph:
+    """A graph that is ready to be saved.
+
+    Attributes:
+        tree: The values in nested containers, each once, under the shortest path to it.
+        document: Nodes and edges, as JSON.
+        skipped: What was reachable and is not saved, each with the reason.
+        notes: What people should know of objects that are saved.
+    """
+
+    tree: Any
+    document: dict[str, Any]
+    skipped: Mapping[Path, str]
+    notes: Mapping[Path, str]
+
+
+class _Place:
+    """The number of a value, in the place of it."""
+
+    __slots__ = ("number",)  # not a dataclass, which would be a container
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def capture(graph: LiveGraph) -> CapturedGraph:
+    """Makes a graph ready to be saved.
+
+    Args:
+        graph: What a walk has found.
+
+    Returns:
+        Its values and its document. Arrays are not copied; states of objects are.
+    """
+    numbers = {id(node): number for number, node in enumerate(graph.nodes)}
+    places: dict[int, _Place] = {}
+    shape = _nested(graph, places, numbers)
+    flat = flatten(shape)
+    names = {place.number: name for place, name in zip(flat.values, flat.names, strict=True)}
+    values = {number: _value(graph.nodes[number]) for number in places}
+    nodes = [_node(node, numbers, names) for node in graph.nodes]
+    return CapturedGraph(_filled(shape, values), {"nodes": nodes}, graph.skipped, graph.notes)
+
+
+def _value(node: LiveNode) -> Any:
+    assert isinstance(node.view, Leaf)
+    return node.view.cell.get()
+
+
+def _nested(graph: LiveGraph, places: dict[int, _Place], numbers: dict[int, int]) -> Any:
+    """Returns containers that hold the number of every value, and none without values."""
+    inside: dict[Path, dict[Any, Any]] = {(): {}}
+    sequences: set[Path] = set()
+    for number, node in enumerate(graph.nodes):
+        for segment, child in node.edges.items():
+            if child.path != (*node.path, segment):
+                continue  # stored under another path
+            if isinstance(child.view, Branch):
+                branch = inside[child.path] = {}
+                inside[node.path][node.keys[segment]] = branch
+                if child.view.sequence:
+                    sequences.add(child.path)
+            elif child.has_value:
+                place = places[numbers[id(child)]] = _Place(numbers[id(child)])
+                inside[node.path][node.keys[segment]] = place
+        for _, _, child in node.slots:
+            branch = inside[node.path]
+            for segment in child.path[len(node.path) : -1]:
+                branch = branch.setdefault(unescape_key(segment), {})
+            place = places[numbers[id(child)]] = _Place(numbers[id(child)])
+            branch[unescape_key(child.path[-1])] = place
+        assert number == numbers[id(node)]
+    lists = {id(inside[path]) for path in sequences}
+    return _pruned(inside[()], lists) or {}
+
+
+def _pruned(branch: dict[Any, Any], lists: set[int]) -> Any:
+    """Returns a container without empty ones in it; a list where all elements of one are stored here."""
+    kept = {}
+    for key, child in branch.items():
+        below = _pruned(child, lists) if isinstance(child, dict) else child
+        if below is not None:
+            kept[key] = below
+    if not kept:
+        return None
+    whole = id(branch) in lists and len(kept) == len(branch) and list(kept) == list(range(len(kept)))
+    return list(kept.values()) if whole else kept
+
+
+def _filled(shape: Any, values: Mapping[int, Any]) -> Any:
+    if isinstance(shape, _Place):
+        return values[shape.number]
+    if isinstance(shape, list):
+        return [_filled(child, values) for child in shape]
+    return {key: _filled(child, values) for key, child in shape.items()}
+
+
+def _node(node: LiveNode, numbers: dict[int, int], names: Mapping[int, str]) -> dict[str, Any]:
+    document: dict[str, Any] = {}
+    number = numbers[id(node)]
+    if isinstance(node.view, Branch):
+        document["type"] = node.view.label
+        document["edges"] = {segment: numbers[id(child)] for segment, child in node.edges.items()}
+    if number in names:
+        document["value"] = names[number]
+    if node.slots:
+        document[SLOTS] = [[numbers[id(one)], segment, numbers[id(value)]] for one, segment, value in node.slots]
+    if node.groups:
+        document["groups"] = [[numbers[id(parameter)] for parameter in group] for group in node.groups]
+    return document

@@ -1,0 +1,264 @@
+"""Numbered checkpoints of one checkpoint object: saved, kept, deleted, and gone on from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from ..checkpointer import AsyncCheckpointer, Checkpointer, Place
+from ..clock import Clock, SystemClock
+from ..errors import CheckpointExistsError, OptionError, SaveFailedError
+from ..item import Layout
+from ..manager import CheckpointManager as StepManager
+from ..steps import StepIndex
+from ..storage import as_location
+from .checkpoint import Checkpoint
+from .latest import numbers_of
+from .preservation import PRESERVED, KeeperOptions
+from .status import RestoreStatus
+from .stored import GraphCheckpointHandler, StoredGraph
+
+_logger = logging.getLogger("holdfast")
+_SINCE = "preserve_since"
+
+
+class CheckpointManager:
+    """Keeps numbered checkpoints of one checkpoint object in one directory: ``<directory>/<name>-<number>``.
+
+    What it writes is an ordinary directory of steps, which ``holdfast ls`` lists and one run at a time writes to.
+
+    Args:
+        checkpoint: What to save.
+        directory: Where: a path or URL.
+        max_to_keep: How many of the newest checkpoints to keep; None keeps all.
+        keep_checkpoint_every_n_hours: Of those that would be deleted, keep one in every so many hours for good.
+        checkpoint_name: What their names begin with.
+        step_counter: The step of the program: a number that changes in place, such as a `Value` or a tensor, or a
+            function that returns it.
+        checkpoint_interval: Save only where the step counter has gone on by this much since the last save.
+        init_fn: Called by `restore_or_initialize` where there is no checkpoint.
+        last_checkpoint_step: The step of a checkpoint that was saved before, to count the interval from.
+        background: Return from `save` as soon as the objects may change again, and write then.
+        layout: Sizes of chunks, segments and data files.
+        clock: Where the time comes from.
+
+    Raises:
+        OptionError: An option makes no sense.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     checkpoint = Checkpoint(step=0)
+    ...     with CheckpointManager(checkpoint, directory, max_to_keep=2) as manager:
+    ...         for checkpoint.step in (10, 20, 30):
+    ...             path = manager.save()
+    ...         names = [path.rpartition("/")[2] for path in manager.checkpoints]
+    >>> names
+    ['ckpt-2', 'ckpt-3']
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: Place,
+        max_to_keep: int | None,
+        keep_checkpoint_every_n_hours: float | None = None,
+        checkpoint_name: str = "ckpt",
+        step_counter: Any = None,
+        checkpoint_interval: int | None = None,
+        init_fn: Callable[[], Any] | None = None,
+        last_checkpoint_step: int | None = None,
+        *,
+        background: bool = False,
+        layout: Layout | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        if checkpoint_interval is not None and step_counter is None:
+            raise OptionError("checkpoint_interval= counts steps: give the step_counter, too")
+        if keep_checkpoint_every_n_hours is not None and not keep_checkpoint_every_n_hours > 0:
+            raise OptionError(
+                f"keep_checkpoint_every_n_hours={keep_checkpoint_every_n_hours!r} must be above 0, or None"
+            )
+        self._checkpoint = checkpoint
+        self._directory = as_location(directory)
+        self._name = checkpoint_name
+        self._counter = step_counter
+        self._interval = checkpoint_interval
+        self._init = init_fn
+        self._last = last_checkpoint_step
+        self._clock = clock or SystemClock()
+        self._kwargs = {} if layout is None else {"layout": layout}
+        self.status: RestoreStatus | None = None
+        since, fresh = self._since()
+        handler = GraphCheckpointHandler()
+        self._steps = StepManager(
+            self._directory,
+            AsyncCheckpointer(handler) if background else Checkpointer(handler),
+            KeeperOptions(
+                step_prefix=f"{checkpoint_name}-",
+                max_to_keep=max_to_keep,
+                preserve_secs=None if keep_checkpoint_every_n_hours is None else 3600.0 * keep_checkpoint_every_n_hours,
+                preserve_since=since,
+            ),
+            metadata={_SINCE: since} if fresh else None,
+            clock=self._clock,
+        )
+        self._protected = self._ahead_of_the_clock()
+
+    @property
+    def directory(self) -> str:
+        """Where the checkpoints are."""
+        return str(self._directory)
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What is saved."""
+        return self._checkpoint
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The path of the newest checkpoint that is committed, or None."""
+        step = self._steps.latest_step()
+        return None if step is None else self._path(step)
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The paths of the checkpoints from the oldest to the newest, without those that are kept for good."""
+        listed = []
+        for step in self._steps.all_steps():
+            why = set(self._steps.why_kept(step))
+            if step not in self._protected and "pinned" not in why and why != {PRESERVED}:
+                listed.append(self._path(step))
+        return listed
+
+    def save(self, checkpoint_number: Any = None, check_interval: bool = True) -> str | None:
+        """Saves, unless it is too early for that.
+
+        Args:
+            checkpoint_number: The number for the name instead of the next one; a counter of any library will do.
+            check_interval: Whether to wait for `checkpoint_interval`. At a step that was just saved, nothing is ever
+                saved again.
+
+        Returns:
+            The path of the checkpoint, or None where it is too early. What is saved in the background is not committed
+            yet.
+
+        Raises:
+            CheckpointExistsError: The number is taken.
+            SaveFailedError: The background save before this one failed; this one is done nevertheless.
+            OwnershipError: Another run writes to this directory.
+        """
+        step = None if self._counter is None else _number(self._counter)
+        if step is not None and self._is_early(step, check_interval):
+            return None
+        for protected in list(self._protected):
+            self._steps.pin(protected)
+            self._protected.discard(protected)
+        before = self._checkpoint._holdfast_counter
+        numbered = numbers_of(self._directory, self._name)
+        counter = max([before or 0, *([] if checkpoint_number is not None else numbered)]) + 1
+        number = counter if checkpoint_number is None else _number(checkpoint_number)
+        if number in self._steps.all_steps():
+            raise CheckpointExistsError(
+                f"{self._path(number)} exists already; nothing is overwritten. Choose another number"
+            )
+        object.__setattr__(self._checkpoint, "_holdfast_counter", counter)
+        try:
+            reason = f"number {number}" if step is None else f"step {step}"
+            item = self._checkpoint._capture()
+            self._steps.save(number, item, force=True, save_kwargs=self._kwargs, reason=reason)
+        except SaveFailedError:
+            self._last = step  # the one before failed; this one is under way
+            raise
+        except BaseException:
+            object.__setattr__(self._checkpoint, "_holdfast_counter", before)
+            raise
+        self._last = step
+        return self._path(number)
+
+    def restore_or_initialize(self, **options: Any) -> str | None:
+        """Restores the newest checkpoint that is whole, or calls `init_fn` where there is none.
+
+        Damaged checkpoints are passed over with a warning.
+
+        Args:
+            **options: As for `Checkpoint.restore`: ``partial``, ``rename``, ``select``, ``exclude``.
+
+        Returns:
+            The path of the checkpoint, or None. How the restore went is in `status`.
+
+        Raises:
+            NoWholeCheckpointError: There are checkpoints, and all of them are damaged.
+            TreeMismatchError: Objects have other shapes or dtypes than their values; nothing was changed.
+        """
+
+        def restore(stored: StoredGraph) -> RestoreStatus:
+            arguments: dict[str, Any] = {"partial": False, **options}
+            return self._checkpoint._restore(stored, counts=True, **arguments)
+
+        restored = self._steps.restore_latest(restore)
+        if restored is None:
+            if self._init is not None:
+                self._init()
+            return None
+        self.status = restored.items
+        if self._counter is not None:
+            self._last = _number(self._counter)
+        return self._path(restored.step)
+
+    def wait_until_finished(self) -> None:
+        """Waits for the save that is under way. Raises SaveFailedError if it failed."""
+        self._steps.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits for the save that is under way and gives the directory back. Raises SaveFailedError if it failed."""
+        self._steps.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- within
+
+    def _is_early(self, step: int, check_interval: bool) -> bool:
+        if self._last is None:
+            return False
+        return step == self._last or (check_interval and step < self._last + (self._interval or 0))
+
+    def _path(self, number: int) -> str:
+        return str(self._directory / f"{self._name}-{number}")
+
+    def _since(self) -> tuple[float, bool]:
+        """Returns what preservation is measured from, and whether that is new."""
+        stored = StepManager(
+            self._directory, options=KeeperOptions(step_prefix=f"{self._name}-", read_only=True), clock=self._clock
+        )
+        known = stored.metadata()
+        if known is None:
+            return (-1.0 if stored.all_steps() else self._clock.now() - 1.0), True
+        since = known.get(_SINCE)
+        return (float(since) if isinstance(since, int | float) else -1.0), False
+
+    def _ahead_of_the_clock(self) -> set[int]:
+        """Returns the steps that were saved later than it is now, as far as the clock can be believed."""
+        known = StepIndex(self._directory, f"{self._name}-").infos()
+        behind = max((info.time for info in known), default=0.0) - self._clock.now()
+        if behind <= 0 or not known:
+            return set()
+        _logger.warning(
+            "%s: the clock is %.0f seconds behind the newest checkpoint; what is there is kept for good",
+            self._directory,
+            behind,
+        )
+        return {info.step for info in known}
+
+
+def _number(counter: Any) -> int:
+    """Returns a counter's number, whatever library it is of."""
+    value = counter() if callable(counter) and not hasattr(counter, "__int__") else counter
+    return int(value)

@@ -1,0 +1,248 @@
+"""A graph as a checkpoint describes it: nodes, named edges, and which value belongs to which node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import DamagedCheckpointError, OptionError, TreeMismatchError
+from ..tree import unescape_key
+from .paths import Path, parse_path, shown
+from .walk import SLOTS
+
+Transform = Callable[[Any], Any]
+"""Makes the array that is restored from the one that was saved."""
+
+Rename = Mapping[str, str | tuple[str, Transform]]
+"""For paths in the checkpoint the paths in the program, or those with a function that is applied to the array; what is
+below a path goes with it."""
+
+
+@dataclass(slots=True)
+class SavedNode:
+    """One node.
+
+    Attributes:
+        edges: Where its edges lead, by name.
+        value: The storage name of its value, or of the container that its value is; None without one.
+        type: The name of the object's type, for people.
+        slots: What an optimizer kept: the parameter's node, the name, the value's node.
+        groups: The parameters of an optimizer's groups.
+        transform: What makes the value that is restored from the one that was saved; None restores it as it is.
+    """
+
+    edges: dict[str, int] = field(default_factory=dict)
+    value: str | None = None
+    type: str = ""
+    slots: list[tuple[int, str, int]] = field(default_factory=list)
+    groups: list[list[int]] = field(default_factory=list)
+    transform: Transform | None = None
+
+
+class SavedGraph:
+    """The graph of a checkpoint.
+
+    Args:
+        nodes: The nodes; the first is the root. Cycles are fine.
+
+    Attributes:
+        nodes: The nodes.
+    """
+
+    def __init__(self, nodes: Sequence[SavedNode]) -> None:
+        self.nodes = list(nodes)
+        # Not the paths themselves: in a graph that somebody forged they may be as long as there are nodes.
+        self._above: dict[int, tuple[int, str]] = {0: (0, "")}
+        self._slots: dict[int, tuple[int, int, str]] = {}
+        queue = [0]
+        for number in queue:
+            for segment, child in self.nodes[number].edges.items():
+                if child not in self._above:
+                    self._above[child] = number, segment
+                    queue.append(child)
+        for number in queue:
+            for parameter, slot, value in self.nodes[number].slots:
+                if parameter in self._above and value not in self._above:
+                    self._slots.setdefault(value, (number, parameter, slot))
+
+    def path(self, number: int) -> Path:
+        """Returns the shortest path to a node; for the value of a slot, what it is stored under.
+
+        Args:
+            number: A node that can be reached.
+        """
+        if number in self._slots:
+            optimizer, parameter, slot = self._slots[number]
+            return (*self.path(optimizer), SLOTS, *self.path(parameter), slot)
+        keys: list[str] = []
+        while number:
+            number, segment = self._above[number]
+            keys.append(segment)
+        return tuple(reversed(keys))
+
+    def values(self) -> Iterator[tuple[int, SavedNode]]:
+        """Generates the nodes that can be reached and have a value."""
+        for number in [*self._above, *self._slots]:
+            if self.nodes[number].value is not None:
+                yield number, self.nodes[number]
+
+    def find(self, path: Path) -> int | None:
+        """Returns the node at a path, or None; any path that leads to it will do."""
+        number: int | None = 0
+        for segment in path:
+            number = None if number is None else self.nodes[number].edges.get(segment)
+        if number is None and SLOTS in path:
+            number = next((value for value in self._slots if self.path(value) == path), None)
+        return number
+
+    def renamed(self, table: Rename) -> SavedGraph:
+        """Returns the graph with other paths.
+
+        Args:
+            table: For paths in the checkpoint the paths in the program.
+
+        Raises:
+            TreeMismatchError: A path is not in the checkpoint, or the new one is taken.
+            OptionError: A path is written wrongly.
+        """
+        nodes = [_copy(node) for node in self.nodes]
+        moved: list[tuple[Path, int]] = []
+        for old_text, entry in table.items():
+            new_text, transform = (entry, None) if isinstance(entry, str) else _pair(entry)
+            old, new = parse_path(old_text), parse_path(new_text)
+            number = self.find(old)
+            holder = self.find(old[:-1])
+            if number is None or holder is None or old[-1] not in nodes[holder].edges:
+                raise TreeMismatchError(f"rename: the checkpoint has no {shown(old)}")
+            if transform is not None and nodes[number].value is None:
+                raise OptionError(f"rename: {shown(old)} is no array, so that no function can be applied to it")
+            nodes[number].transform = transform
+            del nodes[holder].edges[old[-1]]
+            moved.append((new, number))
+        for new, number in sorted(moved, key=lambda move: len(move[0])):
+            _attach(nodes, new, number)
+        return SavedGraph(nodes)
+
+    def has_values_below(self, number: int) -> bool:
+        """Whether a node or something below it has a value."""
+        seen = {number}
+        queue = [number]
+        for current in queue:
+            if self.nodes[current].value is not None or self.nodes[current].slots:
+                return True
+            for child in self.nodes[current].edges.values():
+                if child not in seen:
+                    seen.add(child)
+                    queue.append(child)
+        return False
+
+    @classmethod
+    def of_names(cls, names: Iterable[str]) -> SavedGraph:
+        """Returns the graph of a plain tree: its containers are the nodes.
+
+        Args:
+            names: The storage names of the leaves.
+        """
+        nodes = [SavedNode()]
+        for name in names:
+            number = 0
+            for segment in name.split(".") if name else ():
+                edges = nodes[number].edges
+                if segment not in edges:
+                    edges[segment] = len(nodes)
+                    nodes.append(SavedNode())
+                number = edges[segment]
+            nodes[number].value = name
+        return cls(nodes)
+
+    @classmethod
+    def of_document(cls, document: Any, names: Sequence[str], source: str) -> SavedGraph:
+        """Reads a graph.
+
+        Args:
+            document: Parsed JSON, not trusted in any way: ``{"nodes": [...]}``.
+            names: The storage names of the leaves and containers that there are.
+            source: Where it came from, for messages.
+
+        Raises:
+            DamagedCheckpointError: It does not describe a graph over these leaves.
+        """
+        nodes = document.get("nodes") if isinstance(document, dict) else None
+        if not isinstance(nodes, list) or not nodes:
+            raise DamagedCheckpointError(f"{source} has no list of nodes")
+        known = frozenset(names)
+        used: set[str] = set()
+        read = []
+        for number, node in enumerate(nodes):
+            try:
+                read.append(_read(node, len(nodes)))
+            except (ValueError, TypeError, AttributeError) as error:
+                raise DamagedCheckpointError(f"{source}: node {number} is no node: {error}") from error
+            value = read[-1].value
+            if value is not None and (value not in known or value in used):
+                what = "is the value of another node, too" if value in used else "is not in the checkpoint"
+                raise DamagedCheckpointError(f"{source}: the value of node {number}, {value!r:.100}, {what}")
+            if value is not None:
+                used.add(value)
+        if read[0].value is not None:
+            raise DamagedCheckpointError(f"{source}: its root has a value")
+        return cls(read)
+
+
+def _copy(node: SavedNode) -> SavedNode:
+    return SavedNode(dict(node.edges), node.value, node.type, node.slots, node.groups, node.transform)
+
+
+def _pair(entry: Any) -> tuple[str, Transform]:
+    if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) and callable(entry[1]):
+        return entry
+    raise OptionError(f"rename: {entry!r:.100} must be a path, or a path and a function of the array")
+
+
+def _attach(nodes: list[SavedNode], path: Path, number: int) -> None:
+    """Adds an edge, and the nodes on the way to it that there are not yet."""
+    holder = 0
+    for segment in path[:-1]:
+        edges = nodes[holder].edges
+        if segment not in edges:
+            edges[segment] = len(nodes)
+            nodes.append(SavedNode())
+        holder = edges[segment]
+    if path[-1] in nodes[holder].edges:
+        raise TreeMismatchError(f"rename: the checkpoint has something at {shown(path)} already; rename that, too")
+    nodes[holder].edges[path[-1]] = number
+
+
+def _read(document: Any, count: int) -> SavedNode:
+    def number(value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < count:
+            raise ValueError(f"{value!r:.80} is the number of no node")
+        return value
+
+    def segment(value: Any) -> str:
+        if not isinstance(value, str):
+            raise TypeError(f"{value!r:.80} is the name of no edge")
+        unescape_key(value)
+        return value
+
+    if not isinstance(document, dict):
+        raise TypeError(f"{document!r:.80}")
+    value, label = document.get("value"), document.get("type", "")
+    if not isinstance(value, str | None) or not isinstance(label, str):
+        raise TypeError(f"value {value!r:.80}, type {label!r:.80}")
+    edges = {segment(name): number(child) for name, child in document.get("edges", {}).items()}
+    if edges and value is not None:
+        raise ValueError("it has both a value and edges")
+    slots = []
+    for entry in _list(document.get(SLOTS, [])):
+        parameter, name, child = _list(entry)
+        slots.append((number(parameter), segment(name), number(child)))
+    groups = [[number(parameter) for parameter in _list(group)] for group in _list(document.get("groups", []))]
+    return SavedNode(edges, value, label, slots, groups)
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"expected a list, found {value!r:.80}")
+    return value

@@ -1,0 +1,195 @@
+"""A graph on disk: written as an item that is a tree with a document beside it, and opened for reading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from ..coordination import Member
+from ..errors import CheckpointNotFoundError, DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
+from ..format import DOCUMENT_LIMIT, crc32c, decode_document, encode_document
+from ..handlers import Files, PreparedItem, PyTreeCheckpointHandler
+from ..interop.native import NativeCheckpoint
+from ..interop.places import open_checkpoint
+from ..interop.source import TREE, TreeSource, as_reader
+from ..item import SavedLeaf, TreeReader, load_tree, naming
+from ..record import FileRecord
+from ..storage import Location
+from ..tree import Node, materialize, unflatten
+from ..tree.structure import key_segments
+from .capture import CapturedGraph
+from .saved import SavedGraph
+
+GRAPH = "graph.json"
+"""Name of the file, beside the tree's own, that says which objects and edges there were."""
+_KIND = "graph"
+
+
+class GraphCheckpointHandler(PyTreeCheckpointHandler):
+    """Saves graphs of objects: a tree of their values, and a document of nodes and edges beside it.
+
+    What it writes can be loaded, shown and verified as any other tree.
+    """
+
+    def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
+        """Makes a `CapturedGraph` ready to be written."""
+        assert isinstance(item, CapturedGraph)
+        tree = super().prepare(item.tree, snapshot=snapshot, **kwargs)
+        try:
+            document = encode_document(_KIND, item.document)
+        except ValueError as error:
+            raise UnsupportedLeafError(f"this graph cannot be described: {error}; nothing was written") from error
+        return _PreparedGraph(tree, document)
+
+    def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
+        """Opens a graph.
+
+        Args:
+            directory: The folder.
+            item: A function of the `StoredGraph`, or None to have that itself.
+            files: What the commit record says about the folder.
+            **kwargs: None are known.
+        """
+        stored = StoredGraph(TreeReader(directory, files), directory.parent, files)
+        return stored if item is None else item(stored)
+
+
+class _PreparedGraph:
+    """A tree and its document."""
+
+    def __init__(self, tree: PreparedItem, document: bytes) -> None:
+        self._tree = tree
+        self._document = document
+
+    def write(self, folder: Location, member: Member) -> bytes:
+        if member.index == 0:
+            (folder / GRAPH).write_bytes(self._document, atomic=False)
+        return self._tree.write(folder, member)
+
+    def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
+        files = dict(self._tree.merge(folder, fragments))
+        folder.sync_directory()
+        return {**files, GRAPH: FileRecord(len(self._document), crc32c(self._document))}
+
+
+class StoredGraph:
+    """A graph on disk, opened for reading: its structure is known, no data has been read.
+
+    Args:
+        source: The tree of values. One that has a method ``graph_document()`` says itself which objects there were.
+        checkpoint: Where the checkpoint is that it belongs to, for messages.
+        files: What the commit record says of the item's files, or None where there is none.
+
+    Raises:
+        DamagedCheckpointError: The document is missing or makes no sense.
+
+    Attributes:
+        checkpoint: Where the checkpoint is.
+        location: The item's folder.
+        graph: The nodes and edges. A tree that was saved without a graph is one of containers.
+        leaves: The leaves by their storage names.
+    """
+
+    def __init__(self, source: TreeSource, checkpoint: Location, files: Mapping[str, FileRecord] | None = None) -> None:
+        self.checkpoint = checkpoint
+        self._source = source
+        self.location = source.location
+        self.leaves: dict[str, SavedLeaf] = {leaf.name: leaf for leaf in source.leaves}
+        document = _document(source, files)
+        if document is None:
+            self.graph = SavedGraph.of_names(self.leaves)
+        else:
+            names = [*self.leaves, *_containers(source.skeleton.structure, "")]
+            self.graph = SavedGraph.of_document(document, names, str(self.location / GRAPH))
+
+    def read(self, names: Sequence[str]) -> list[NDArray[Any] | None]:
+        """Reads leaves.
+
+        Args:
+            names: Their storage names.
+
+        Returns:
+            For every one its array, the caller's own; None where the value stands in the structure.
+
+        Raises:
+            DamagedCheckpointError: Something does not verify.
+        """
+        return self._source.read([self.leaves[name] for name in names])
+
+    def load(self, name: str) -> Any:
+        """Reads a value as it is without a template: an array of numpy, a Python value, or a tree of those.
+
+        Args:
+            name: The storage name of a leaf or container.
+        """
+        keys = name.split(".") if name else []
+        structure = self._source.skeleton.structure
+        for key in keys:
+            structure = None if structure is None else _inside(structure).get(key)
+        names = [leaf for leaf in self.leaves if leaf == name or not name or leaf.startswith(f"{name}.")]
+        arrays = self.read(names)
+        with naming(self.location):
+            values = materialize([None] * len(names), [self.leaves[leaf].saved for leaf in names], arrays, names)
+        return unflatten(structure, values)
+
+    def load_all(self) -> Any:
+        """Reads the whole tree of values."""
+        return load_tree(as_reader(self._source))
+
+
+Opener = Callable[[], StoredGraph]
+
+
+def open_graph(location: Location) -> StoredGraph:
+    """Opens the graph that a checkpoint holds.
+
+    Args:
+        location: A checkpoint, of holdfast or of another library that is known.
+
+    Raises:
+        CheckpointNotFoundError: There is none, or it has no item that is a tree, or several.
+        DamagedCheckpointError: It does not verify.
+    """
+    checkpoint = open_checkpoint(location)
+    trees = [name for name, kind in checkpoint.items.items() if kind == TREE]
+    if len(trees) != 1:
+        raise CheckpointNotFoundError(
+            f"{location}: expected one tree, found {len(trees)}; the items are {', '.join(checkpoint.items) or 'none'}"
+        )
+    files = checkpoint.record.items[trees[0]].files if isinstance(checkpoint, NativeCheckpoint) else None
+    return StoredGraph(checkpoint.tree(trees[0]), checkpoint.location, files)
+
+
+def _document(source: TreeSource, files: Mapping[str, FileRecord] | None) -> Any:
+    """Returns the document of nodes and edges, or None for a tree that has none."""
+    if hasattr(source, "graph_document"):
+        return source.graph_document()
+    known = (files or {}).get(GRAPH)
+    if known is None:
+        return None
+    place = source.location / GRAPH
+    try:
+        content = place.read_bytes(limit=min(DOCUMENT_LIMIT, known.size))
+    except ObjectNotFoundError as error:
+        raise DamagedCheckpointError(f"{place} is missing: the checkpoint is not whole") from error
+    if len(content) != known.size or crc32c(content) != known.crc32c:
+        raise DamagedCheckpointError(f"{place} is not what was saved: its size or checksum differs")
+    return decode_document(content, _KIND, source=str(place))
+
+
+def _inside(structure: Node) -> dict[str, Node | None]:
+    keys = list(range(len(structure.children))) if structure.keys is None else structure.keys
+    segments = map(str, keys) if structure.keys is None else key_segments(keys)
+    return dict(zip(segments, structure.children, strict=True))
+
+
+def _containers(structure: Node | None, name: str) -> list[str]:
+    """Returns the storage names of all containers."""
+    if structure is None:
+        return []
+    found = [name]
+    for segment, child in _inside(structure).items():
+        found += _containers(child, f"{name}.{segment}" if name else segment)
+    return found
