@@ -90,11 +90,13 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         """
         no_arguments(self, kwargs)
         flat = flatten(item, self._registry.leaf_types)
-        args = spread(save_args, flat.structure, SaveArgs, "save_args")
+        args: list[SaveArgs | None] = [None] * len(flat.names)
+        if save_args is not None:
+            args = spread(save_args, flat.structure, SaveArgs, "save_args")
         external = ExternalLeaves(self._registry, flat.names, flat.values, args, snapshot=snapshot)
         leaves = _described(flat, external)
         files: dict[str, bytes] = {}
-        if any(args):
+        if save_args is not None:
             leaves = [
                 leaf if asked is None or asked.dtype is None else cast(name, leaf, asked.dtype)
                 for name, leaf, asked in zip(flat.names, leaves, args, strict=True)
@@ -146,8 +148,10 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 template = flatten(item, self._registry.leaf_types)
                 names, structure = template.names, template.structure
                 item = self._without_placeholders(item, template)
-            asked = spread(restore_args, structure, RestoreArgs, "restore_args")
-            args = {name: one for name, one in zip(names, asked, strict=True) if one is not None}
+            args: dict[str, RestoreArgs] = {}
+            if restore_args is not None:
+                asked = spread(restore_args, structure, RestoreArgs, "restore_args")
+                args = {name: one for name, one in zip(names, asked, strict=True) if one is not None}
             kept = {leaf.name: number for number, leaf in enumerate(reader.leaves) if leaf.saved.kind == EXTERNAL}
             more: dict[str, Any] = {}
             requests = _requests(args, kept)

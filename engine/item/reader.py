@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..digests import check_file
 from ..errors import DamagedCheckpointError, FormatVersionError, HoldfastError
 from ..format import ArrayMetadata, decode_document, dtype_from_name
 from ..record import FileRecord
@@ -119,7 +120,7 @@ class TreeReader:
         """Compares a file with the commit record; returns what is wrong with it, or nothing."""
         try:
             if known.crc32c is not None:
-                self._database.read_file(path)
+                check_file(self.location / path, known)
                 return ""
             with (self.location / path).open_data() as file:
                 return "" if file.size == known.size else f"expected {known.size} bytes, found {file.size}"
