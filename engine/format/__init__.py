@@ -5,10 +5,12 @@ from __future__ import annotations
 from .array_index import ArrayIndex, key_order
 from .checksums import checksums_of, crc32c, extend
 from .compression import LEVELS, compress_chunks, decompress_chunk
+from .cursor import Cursor
 from .documents import DOCUMENT_LIMIT, decode_document, encode_document
 from .dtypes import Stored, dtype_from_name, dtype_name, storage_dtype
 from .ocdbt import MANIFEST_NAME, decode_database, encode_database
 from .ocdbt_entries import Entries
+from .varint import encode_varint, encode_varints
 from .zarr import (
     METADATA_LIMIT,
     ArrayMetadata,
@@ -27,6 +29,7 @@ __all__ = [
     "METADATA_LIMIT",
     "ArrayIndex",
     "ArrayMetadata",
+    "Cursor",
     "Entries",
     "Stored",
     "checksums_of",
@@ -44,6 +47,8 @@ __all__ = [
     "encode_array_metadata",
     "encode_database",
     "encode_document",
+    "encode_varint",
+    "encode_varints",
     "extend",
     "key_order",
     "metadata_key",

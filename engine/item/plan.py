@@ -1,19 +1,21 @@
 """Decides which chunk of which array goes to which place of which data file. Pure: no arrays, no files.
 
-Arrays are cut into chunks of tens of MiB by their shape alone, so that a checkpoint looks the same whatever
-devices it came from. Chunks lie one after the other, each starting on a cache line (so that a mapped or
-directly read file can back an array) and followed by its checksum. Runs of whole chunks form segments, the
-unit that one writer thread handles from end to end.
+Chunks lie one after the other, each starting on a cache line (so that a mapped or directly read file can back an
+array) and followed by its checksum. Runs of whole chunks form segments, the unit that one writer thread handles from
+end to end.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from ..errors import OptionError
+from ..format import LEVELS
 
 CHUNK_ALIGNMENT = 64
 """Every chunk starts at a multiple of this many bytes: a cache line, and what XLA needs to adopt host memory."""
@@ -25,24 +27,38 @@ CHECKSUM_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How large the parts of a checkpoint are.
+    """How large the parts of a checkpoint are, and whether they are compressed.
 
     Attributes:
         chunk_bytes: Largest chunk of an array, the unit of partial reads.
         segment_bytes: How much one writer thread takes at a time.
         data_file_bytes: Data files are closed before they pass this size (a single chunk may); on object stores, the
             size of an upload.
+        compression: The level of zstd, from 1 (fastest) to 22 (smallest), that chunks are compressed with. None
+            stores them as they are, which is fastest: parameters and optimizer state hardly get smaller.
     """
 
     chunk_bytes: int = 16 << 20
     segment_bytes: int = 16 << 20
     data_file_bytes: int = 4 << 30
+    compression: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("chunk_bytes", "segment_bytes", "data_file_bytes"):
-            size = getattr(self, name)
-            if not isinstance(size, int) or size < SEGMENT_ALIGNMENT:
-                raise OptionError(f"{name}={size!r} must be a whole number of bytes, at least {SEGMENT_ALIGNMENT}")
+            check_size(name, getattr(self, name))
+        check_level("compression", self.compression)
+
+
+def check_size(name: str, size: object) -> None:
+    """Raises OptionError unless an option is a size that chunks, segments and files can have."""
+    if not isinstance(size, int) or size < SEGMENT_ALIGNMENT:
+        raise OptionError(f"{name}={size!r} must be a whole number of bytes, at least {SEGMENT_ALIGNMENT}")
+
+
+def check_level(name: str, level: object) -> None:
+    """Raises OptionError unless an option is a level of compression, or None."""
+    if level is not None and (type(level) is not int or level not in LEVELS):
+        raise OptionError(f"{name}={level!r} must be a level of zstd, {LEVELS[0]} to {LEVELS[-1]}, or None")
 
 
 class Chunk(NamedTuple):
@@ -93,6 +109,7 @@ class ArraySpec:
         grid: How many chunks there are along each axis (0 along an empty one).
         chunks: How many chunks there are in all.
         chunk_nbytes: Bytes of one whole chunk, without its checksum.
+        contiguous: Whether every chunk is one run of the array's elements in C order.
     """
 
     shape: tuple[int, ...]
@@ -101,50 +118,45 @@ class ArraySpec:
     grid: tuple[int, ...] = field(init=False)
     chunks: int = field(init=False)
     chunk_nbytes: int = field(init=False)
+    contiguous: bool = field(init=False)
 
     def __post_init__(self) -> None:
         grid = tuple(-(-size // chunk) for size, chunk in zip(self.shape, self.chunk_shape, strict=True))
         object.__setattr__(self, "grid", grid)
         object.__setattr__(self, "chunks", math.prod(grid))
         object.__setattr__(self, "chunk_nbytes", math.prod(self.chunk_shape) * self.itemsize)
+        cut = next((axis for axis, size in enumerate(self.chunk_shape) if size > 1), len(grid))
+        object.__setattr__(self, "contiguous", all(count <= 1 for count in grid[cut + 1 :]))
+
+    def place(self, number: int) -> tuple[int, ...]:
+        """Returns the index of the first element of a chunk."""
+        index = np.unravel_index(number, self.grid) if self.grid else ()
+        return tuple(int(i) * size for i, size in zip(index, self.chunk_shape, strict=True))
+
+    def extent(self, starts: Sequence[int]) -> tuple[int, ...]:
+        """Returns how many elements of the chunk that begins there lie inside the array, along each axis."""
+        return tuple(
+            min(size, limit - start) for size, limit, start in zip(self.chunk_shape, self.shape, starts, strict=True)
+        )
 
 
-def chunk_shape(shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, ...]:
-    """Cuts an array into chunks that are contiguous in C order.
-
-    Args:
-        shape: The array's shape.
-        itemsize: Bytes an element.
-        limit: Largest chunk in bytes; a single element may be larger.
-
-    Returns:
-        The shape of a chunk: 1 on the leading axes, a part of one axis, the whole of the others. The part is as
-        even as it can be, so that the last chunk (which is stored padded to full size) wastes little.
-
-    >>> chunk_shape((1000, 10), 8, 32_000)
-    (334, 10)
-    """
-    dims = [max(1, size) for size in shape]
-    if not dims or math.prod(dims) * itemsize <= limit:
-        return tuple(dims)
-    inner, axis = itemsize, len(dims) - 1
-    while inner * dims[axis] <= limit:
-        inner *= dims[axis]
-        axis -= 1
-    count = -(-dims[axis] // max(1, limit // inner))
-    return (*(1 for _ in range(axis)), -(-dims[axis] // count), *dims[axis + 1 :])
-
-
-def plan_files(arrays: Sequence[ArraySpec], layout: Layout) -> list[PlannedFile]:
-    """Places the chunks of arrays in data files.
+def plan_files(
+    arrays: Sequence[ArraySpec], layout: Layout, share: Iterable[tuple[int, int]] | None = None
+) -> list[PlannedFile]:
+    """Places chunks of arrays in data files.
 
     Args:
-        arrays: The arrays in the order in which they are to lie.
+        arrays: The arrays.
         layout: Sizes of chunks, segments and files.
+        share: Which chunks, in the order in which they are to lie: the position of the array, and the number of the
+            chunk in its grid. None is all chunks of all arrays.
 
     Returns:
-        The data files. Empty arrays take no place; without any data there is no file.
+        The data files. Without any data there is no file.
     """
+    if share is None:
+        share = ((number, chunk) for number, array in enumerate(arrays) for chunk in range(array.chunks))
+    sizes = [array.chunk_nbytes + CHECKSUM_BYTES for array in arrays]
     files: list[PlannedFile] = []
     segments: list[PlannedSegment] = []
     chunks: list[Chunk] = []
@@ -165,17 +177,16 @@ def plan_files(arrays: Sequence[ArraySpec], layout: Layout) -> list[PlannedFile]
             segments = []
         start = end = 0
 
-    for number, array in enumerate(arrays):
-        stored = array.chunk_nbytes + CHECKSUM_BYTES
-        for chunk in range(array.chunks):
-            offset = -(-end // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
-            if chunks and offset + stored - start > layout.segment_bytes:
-                close_segment()
-                offset = start
-            if offset and offset + stored > layout.data_file_bytes:
-                close_file()
-                offset = start
-            chunks.append(Chunk(number, chunk, offset))
-            end = offset + stored
+    for number, chunk in share:
+        stored = sizes[number]
+        offset = -(-end // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
+        if chunks and offset + stored - start > layout.segment_bytes:
+            close_segment()
+            offset = start
+        if offset and offset + stored > layout.data_file_bytes:
+            close_file()
+            offset = start
+        chunks.append(Chunk(number, chunk, offset))
+        end = offset + stored
     close_file()
     return files

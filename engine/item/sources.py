@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import StateError
 from ..format import crc32c, extend
 from ..tree import Piece
 from .plan import CHECKSUM_BYTES, ArraySpec, PlannedSegment
@@ -26,8 +27,8 @@ class Source(NamedTuple):
     Attributes:
         spec: The array as it is stored.
         dtype: Its element type as it is stored, little endian.
-        pieces: Host arrays that together cover it once; each already has the stored element type or differs
-            from it in byte order only.
+        pieces: Host arrays that together cover once what this process is to write of it; each already has the
+            stored element type or differs from it in byte order only.
     """
 
     spec: ArraySpec
@@ -84,44 +85,81 @@ def _join(parts: list[bytes]) -> Bytes:
     return np.frombuffer(b"".join(parts), np.uint8)
 
 
+def chunk_bytes(source: Source, number: int) -> Bytes:
+    """Returns a chunk's bytes at its full size.
+
+    Args:
+        source: The array.
+        number: The chunk's number in the array's grid.
+
+    Returns:
+        A view of the array's memory where that is possible.
+    """
+    data = _chunk_bytes(source, number)
+    if len(data) == source.spec.chunk_nbytes:
+        return data
+    whole = np.zeros(source.spec.chunk_nbytes, np.uint8)
+    whole[: len(data)] = data
+    return whole
+
+
 def _chunk_bytes(source: Source, number: int) -> Bytes:
     """Returns a chunk's bytes; a chunk at the end of its axis may come short of its full size."""
     spec = source.spec
     pieces = source.pieces
-    flat = None
     if len(pieces) == 1:
         array = pieces[0].array
-        if array.dtype == source.dtype and array.flags.c_contiguous:
-            flat = array.reshape(-1).view(np.uint8)
+        if array.dtype == source.dtype and array.flags.c_contiguous and array.shape == spec.shape:
             if spec.chunks == 1:
-                return flat
-    place = np.unravel_index(number, spec.grid) if spec.grid else ()
-    starts = [int(i) * size for i, size in zip(place, spec.chunk_shape, strict=True)]
-    if flat is None:
-        return _gather(source, starts)
-    first = int(np.ravel_multi_index(starts, spec.shape)) * spec.itemsize
-    return flat[first : first + _rows_left(spec, starts) * spec.itemsize]
+                return array.reshape(-1).view(np.uint8)
+            if spec.contiguous:
+                starts = spec.place(number)
+                first = int(np.ravel_multi_index(starts, spec.shape)) * spec.itemsize
+                flat = array.reshape(-1).view(np.uint8)
+                return flat[first : first + math.prod(spec.extent(starts)) * spec.itemsize]
+    starts = spec.place(number)
+    extent = spec.extent(starts)
+    for piece in pieces:
+        data = _view(piece, source, starts, extent)
+        if data is not None:
+            return data
+    return _gather(source, starts, extent)
 
 
-def _rows_left(spec: ArraySpec, starts: Sequence[int]) -> int:
-    """Returns how many elements of a chunk lie inside the array (chunks are cut along one axis only)."""
-    return math.prod(
-        min(size, limit - start) for size, limit, start in zip(spec.chunk_shape, spec.shape, starts, strict=True)
-    )
+def _view(piece: Piece, source: Source, starts: Sequence[int], extent: Sequence[int]) -> Bytes | None:
+    """Returns a chunk's bytes as a view of a piece; None where they are not all there, or not in one run."""
+    array = piece.array
+    if array.dtype != source.dtype or tuple(extent) != source.spec.chunk_shape:
+        return None
+    inside = []
+    for start, size, begin, length in zip(starts, extent, piece.start, array.shape, strict=True):
+        if not begin <= start <= start + size <= begin + length:
+            return None
+        inside.append(slice(start - begin, start - begin + size))
+    part = array[tuple(inside)]
+    return part.reshape(-1).view(np.uint8) if part.flags.c_contiguous else None
 
 
-def _gather(source: Source, starts: Sequence[int]) -> Bytes:
+def _gather(source: Source, starts: Sequence[int], extent: Sequence[int]) -> Bytes:
     """Copies one chunk together from every piece that has a part of it."""
     shape = source.spec.chunk_shape
     chunk = np.zeros(shape, source.dtype)
+    missing = math.prod(extent)
     for piece in source.pieces:
         here, there = [], []
-        for start, size, begin, extent in zip(starts, shape, piece.start, piece.array.shape, strict=True):
-            low, high = max(start, begin), min(start + size, begin + extent)
+        for start, size, begin, length in zip(starts, extent, piece.start, piece.array.shape, strict=True):
+            low, high = max(start, begin), min(start + size, begin + length)
             if low >= high:
                 break
             here.append(slice(low - start, high - start))
             there.append(slice(low - begin, high - begin))
         else:
-            chunk[tuple(here)] = piece.array[tuple(there)]
+            part = piece.array[tuple(there)]
+            chunk[tuple(here)] = part
+            missing -= part.size
+    if missing:
+        raise StateError(
+            f"{missing} of the {math.prod(extent)} elements from {list(starts)} of an array of shape "
+            f"{list(source.spec.shape)} are not held by this process, which is to write them"
+        )
     return chunk.reshape(-1).view(np.uint8)

@@ -1,4 +1,4 @@
-"""Writes one PyTree item: data files, the index over them, and the tree's structure.
+"""Writes one PyTree item: data files by every process, then the index over them and the tree's structure by process 0.
 
 The order matters: data and index are durable before the caller writes its commit record, and nothing here is
 visible as a checkpoint without that record.
@@ -6,33 +6,27 @@ visible as a checkpoint without that record.
 
 from __future__ import annotations
 
+import secrets
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import Any, NamedTuple
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..coordination import Member
-from ..errors import UnsupportedLeafError
-from ..format import (
-    Entries,
-    Stored,
-    chunk_keys,
-    crc32c,
-    dtype_name,
-    encode_array_metadata,
-    encode_database,
-    encode_document,
-    metadata_key,
-    storage_dtype,
-)
+from ..errors import OptionError, UnsupportedLeafError
+from ..format import crc32c, encode_document
 from ..record import FileRecord
 from ..storage import Location, Segment
-from ..tree import ArrayLeaf, Node, Piece, ValueLeaf, display, to_document
-from .plan import CHECKSUM_BYTES, ArraySpec, Layout, PlannedFile, PlannedSegment, chunk_shape, plan_files
+from ..tree import ArrayLeaf, Node, Piece, display, to_document
+from .catalog import Catalog, HostLeaf
+from .compressing import ChunkToCompress, write_compressed
+from .fragments import Fragment, data_path, describe_lines, short_token
+from .merging import merge_fragments
+from .plan import CHECKSUM_BYTES, Layout, PlannedFile, PlannedSegment, check_level, check_size, plan_files
 from .sources import Bytes, Source, segment_parts
 
 MANIFEST = "manifest.ocdbt"
@@ -41,8 +35,6 @@ TREE = "tree.json"
 TREE_KIND = "tree"
 
 _NAME_LIMIT = 60_000  # bytes; the index adds the numbers of chunks to it
-
-HostLeaf = ArrayLeaf | ValueLeaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,30 +62,92 @@ class HostTree:
 
 
 class TreeWriter:
-    """A tree that is ready to be written.
+    """A tree that is ready to be written, by one process or by several together.
 
     Args:
-        tree: What to write.
-        layout: Sizes of chunks, segments and data files.
+        tree: What to write. With several processes, every one has the same leaves; of their arrays, the parts that it
+            holds.
+        layout: Sizes of chunks, segments and data files, and how chunks are compressed.
+        compression: The level of compression of some leaves, by name, where it is not that of the layout; None stores
+            a leaf as it is. Like all sizes, the same on every process.
+        chunk_bytes: The largest chunk of some leaves, by name, where it is not that of the layout.
+
+    Raises:
+        OptionError: A level or a size makes no sense, or the tree has no leaf of such a name.
     """
 
-    def __init__(self, tree: HostTree, layout: Layout) -> None:
+    def __init__(
+        self,
+        tree: HostTree,
+        layout: Layout,
+        *,
+        compression: Mapping[str, int | None] | None = None,
+        chunk_bytes: Mapping[str, int] | None = None,
+    ) -> None:
         self._tree = tree
         self._layout = layout
-        self._files: dict[str, FileRecord] = {}
+        self._compression = compression or {}
+        self._chunk_bytes = chunk_bytes or {}
+        for name, level in self._compression.items():
+            check_level(f"compression[{display(name)!r}]", level)
+        for name, size in self._chunk_bytes.items():
+            check_size(f"chunk_bytes[{display(name)!r}]", size)
+        unknown = (self._compression.keys() | self._chunk_bytes.keys()).difference(tree.names)
+        if unknown:
+            raise OptionError(f"options are given for leaves that the tree does not have: {sorted(unknown)[:5]}")
 
     def write(self, location: Location, member: Member) -> bytes:
         """Writes this process's share into the item's folder, durably.
 
         Args:
-            location: The folder.
+            location: The folder; it is made if need be, and holds nothing else.
             member: Which share.
 
         Returns:
             What process 0 needs to know of it.
+
+        Raises:
+            StorageError: The storage refused; what was written so far stays behind for the caller to remove.
+            UnsupportedLeafError: An array is divided among processes in a way that it cannot be written.
         """
-        self._files = write_tree(location, self._tree, self._layout)
-        return b""
+        catalog = self._catalog
+        data = location / "d"
+        data.make_directory()
+        token = short_token(member.token or secrets.token_hex(16))
+        alone = member.count == 1
+        arrays, numbers = catalog.everything() if alone else catalog.spread(member.count).share(member.index)
+        order = np.lexsort((numbers, catalog.positions[arrays]))
+        plain, packed = self._divided(arrays[order], numbers[order])
+        sources = self._sources(arrays)
+        files = plan_files([form.spec for form in catalog.forms], self._layout, plain)
+        for number, file in enumerate(files):
+            place = location / data_path(token, member.index, number)
+            place.write_data(file.size, [_segment(segment, sources) for segment in file.segments])
+        places = _places(files, catalog)
+        sizes = [file.size for file in files]
+        if packed:
+
+            def write_file(number: int, size: int, segments: Sequence[Segment]) -> None:
+                (location / data_path(token, member.index, number)).write_data(size, segments)
+
+            compressed, more = write_compressed(packed, sources, self._layout, len(files), write_file)
+            places = np.concatenate((places, np.array(compressed, np.int64)))
+            sizes += more
+        if not alone:  # otherwise merging is next and syncs this directory, too
+            data.sync_directory()
+        digest, description = describe_lines(catalog.lines() if member.index else [])
+        return Fragment(
+            process=member.index,
+            processes=member.count,
+            token=token,
+            digest=digest,
+            description=description if member.index else b"",
+            sizes=sizes,
+            chunks=catalog.starts[places[:, 0]] + places[:, 1],
+            files=places[:, 2],
+            offsets=places[:, 3],
+            lengths=places[:, 4],
+        ).encode()
 
     def merge(self, location: Location, fragments: Sequence[bytes]) -> dict[str, FileRecord]:
         """Writes the index over all shares and the tree's structure, durably; on process 0 only.
@@ -104,12 +158,64 @@ class TreeWriter:
 
         Returns:
             All files of the item.
+
+        Raises:
+            TreeMismatchError: A process has written another tree; names it and the leaves that differ.
+            DamagedCheckpointError: A fragment is damaged, or a chunk was written by nobody or twice.
+            StorageError: The storage refused.
+            UnsupportedLeafError: The tree has too many leaves, or too much text outside of arrays, for one
+                description.
         """
-        return self._files
+        index, written = merge_fragments(self._catalog, fragments)
+        manifest, nodes = index.encode(node_file=INDEX, database_id=uuid.uuid4().bytes, created_ns=time.time_ns())
+        try:
+            structure = encode_document(TREE_KIND, {"tree": to_document(self._tree.structure, self._catalog.documents)})
+        except ValueError as error:
+            raise UnsupportedLeafError(
+                f"{location}: this tree cannot be described: {error}; put texts in arrays"
+            ) from error
+        for path, content in ((INDEX, nodes), (TREE, structure), (MANIFEST, manifest)):
+            (location / path).write_bytes(content, atomic=False)
+            written[path] = FileRecord(len(content), crc32c(content))
+        (location / "d").sync_directory()
+        location.sync_directory()
+        return written
+
+    @cached_property
+    def _catalog(self) -> Catalog:
+        tree = self._tree
+        return Catalog(tree.names, tree.leaves, self._layout, self._compression, self._chunk_bytes)
+
+    def _divided(
+        self, arrays: NDArray[np.int64], numbers: NDArray[np.int64]
+    ) -> tuple[list[tuple[int, int]], list[ChunkToCompress]]:
+        """Divides a share into chunks that are stored as they are and chunks to compress."""
+        levels = [form.compression for form in self._catalog.forms]
+        share = list(zip(arrays.tolist(), numbers.tolist(), strict=True))
+        if not any(levels):
+            return share, []
+        packed = [ChunkToCompress(*chunk, level) for chunk in share if (level := levels[chunk[0]]) is not None]
+        return [chunk for chunk in share if levels[chunk[0]] is None], packed
+
+    def _sources(self, arrays: NDArray[np.int64]) -> list[Source]:
+        """Returns the sources of all arrays, by number; those that are not in the share have no pieces."""
+        catalog = self._catalog
+        mine = np.zeros(len(catalog.forms), bool)
+        mine[arrays] = True
+        sources = []
+        for own, position, form in zip(mine.tolist(), catalog.positions.tolist(), catalog.forms, strict=True):
+            pieces: Sequence[Piece] = ()
+            if own:
+                leaf = self._tree.leaves[position]
+                assert isinstance(leaf, ArrayLeaf)
+                extra = form.stored.extra
+                pieces = leaf.pieces if extra is None else [_raw(piece, extra) for piece in leaf.pieces]
+            sources.append(Source(form.spec, form.stored.numpy, pieces))
+        return sources
 
 
 def write_tree(location: Location, tree: HostTree, layout: Layout) -> dict[str, FileRecord]:
-    """Writes a tree into a folder that holds nothing else yet.
+    """Writes a tree from one process into a folder that holds nothing else yet.
 
     Args:
         location: The folder; it is made if need be.
@@ -123,32 +229,8 @@ def write_tree(location: Location, tree: HostTree, layout: Layout) -> dict[str, 
         StorageError: The storage refused; what was written so far stays behind for the caller to remove.
         UnsupportedLeafError: The tree has too many leaves, or too much text outside of arrays, for one description.
     """
-    data = location / "d"
-    data.make_directory()
-    metadata, sources, documents = _stored(tree, layout)
-    files = plan_files([source.spec for source in sources], layout)
-    written: dict[str, FileRecord] = {}
-    for number, file in enumerate(files):
-        (data / str(number)).write_data(file.size, [_segment(segment, sources) for segment in file.segments])
-        written[f"d/{number}"] = FileRecord(file.size)
-    manifest, index = encode_database(
-        _entries(metadata, sources, files),
-        node_file=INDEX,
-        database_id=uuid.uuid4().bytes,
-        created_ns=time.time_ns(),
-    )
-    try:
-        structure = encode_document(TREE_KIND, {"tree": to_document(tree.structure, documents)})
-    except ValueError as error:
-        raise UnsupportedLeafError(
-            f"{location}: this tree cannot be described: {error}; put texts in arrays"
-        ) from error
-    for path, content in ((INDEX, index), (TREE, structure), (MANIFEST, manifest)):
-        (location / path).write_bytes(content, atomic=False)
-        written[path] = FileRecord(len(content), crc32c(content))
-    data.sync_directory()
-    location.sync_directory()
-    return written
+    writer = TreeWriter(tree, layout)
+    return writer.merge(location, [writer.write(location, Member())])
 
 
 def _segment(segment: PlannedSegment, sources: Sequence[Source]) -> Segment:
@@ -158,47 +240,17 @@ def _segment(segment: PlannedSegment, sources: Sequence[Source]) -> Segment:
     return Segment(segment.offset, segment.size, parts)
 
 
-class _Form(NamedTuple):
-    """What arrays of one shape and element type have in common."""
-
-    spec: ArraySpec
-    stored: Stored
-    metadata: bytes
-    facts: dict[str, Any]  # what the array's own metadata cannot say
-
-
-def _form(shape: tuple[int, ...], dtype: np.dtype[Any], layout: Layout) -> _Form:
-    stored = storage_dtype(dtype)
-    full = shape if stored.extra is None else (*shape, stored.extra)
-    chunks = chunk_shape(full, stored.numpy.itemsize, layout.chunk_bytes)
-    plain = stored.extra is None and dtype.isnative
-    return _Form(
-        ArraySpec(full, chunks, stored.numpy.itemsize),
-        stored,
-        encode_array_metadata(full, stored.data_type, chunks),
-        {} if plain else {"dtype": dtype_name(dtype)},
-    )
-
-
-def _stored(tree: HostTree, layout: Layout) -> tuple[dict[str, bytes], list[Source], list[dict[str, Any]]]:
-    """Returns the metadata of the arrays by name, their sources, and what ``tree.json`` says about every leaf."""
-    metadata: dict[str, bytes] = {}
-    sources: list[Source] = []
-    documents: list[dict[str, Any]] = []
-    forms: dict[tuple[tuple[int, ...], np.dtype[Any]], _Form] = {}
-    for name, leaf in zip(tree.names, tree.leaves, strict=True):
-        if isinstance(leaf, ValueLeaf):
-            documents.append(leaf.details)
-            continue
-        form = forms.get((leaf.shape, leaf.dtype))
-        if form is None:
-            form = forms[leaf.shape, leaf.dtype] = _form(leaf.shape, leaf.dtype, layout)
-        extra = form.stored.extra
-        pieces = leaf.pieces if extra is None else [_raw(piece, extra) for piece in leaf.pieces]
-        metadata[name] = form.metadata
-        sources.append(Source(form.spec, form.stored.numpy, pieces))
-        documents.append({**leaf.details, **form.facts} if form.facts else leaf.details)
-    return metadata, sources, documents
+def _places(files: Sequence[PlannedFile], catalog: Catalog) -> NDArray[np.int64]:
+    """Returns a row for each planned chunk: array, number, file, offset, length."""
+    rows = [
+        (*chunk[:2], number, chunk.offset)
+        for number, file in enumerate(files)
+        for segment in file.segments
+        for chunk in segment.chunks
+    ]
+    places = np.array(rows, np.int64).reshape(-1, 4)
+    sizes = np.array([form.spec.chunk_nbytes + CHECKSUM_BYTES for form in catalog.forms], np.int64)
+    return np.column_stack((places, sizes[places[:, 0]]))
 
 
 def _raw(piece: Piece, extra: int) -> Piece:
@@ -206,27 +258,3 @@ def _raw(piece: Piece, extra: int) -> Piece:
     array = np.ascontiguousarray(piece.array).reshape(piece.array.shape)
     raw = array.reshape(-1).view(np.uint8) if extra else np.empty(0, np.uint8)
     return Piece((*piece.start, 0), raw.reshape(*array.shape, extra))
-
-
-def _entries(metadata: Mapping[str, bytes], sources: Sequence[Source], files: Sequence[PlannedFile]) -> Entries:
-    """Returns the database's entries: an array's metadata inline, its chunks as places in the data files."""
-    keys = [key for name, source in zip(metadata, sources, strict=True) for key in chunk_keys(name, source.spec.grid)]
-    places = [
-        (None, number, chunk.offset, sources[chunk.array].spec.chunk_nbytes + CHECKSUM_BYTES)
-        for number, file in enumerate(files)
-        for segment in file.segments
-        for chunk in segment.chunks
-    ]
-    rows: list[tuple[bytes, bytes | None, int, int, int]] = [
-        (key, *place) for key, place in zip(keys, places, strict=True)
-    ]
-    rows += [(metadata_key(name), content, 0, 0, 0) for name, content in metadata.items()]
-    rows.sort(key=itemgetter(0))
-    return Entries(
-        keys=[row[0] for row in rows],
-        inline=[row[1] for row in rows],
-        files=[f"d/{number}" for number in range(len(files))],
-        file_ids=np.array([row[2] for row in rows], np.int64),
-        offsets=np.array([row[3] for row in rows], np.int64),
-        lengths=np.array([row[4] for row in rows], np.int64),
-    )

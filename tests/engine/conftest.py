@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import resource
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -63,8 +64,30 @@ def _assert_same(found: Any, expected: Any, where: str = "root") -> None:
         assert found == expected, where
 
 
+_DATA_FILE = re.compile(r"\bd/[0-9a-f]{8}\.0\.([0-9]+)\b")
+
+
+@pytest.fixture(scope="session")
+def short() -> Callable[[str], str]:
+    """Shortens the paths of data files in a text to the same ones for every save: ``d/0``, ``d/1`` and so on."""
+    return _short
+
+
+def _short(text: str) -> str:
+    return _DATA_FILE.sub(r"d/\1", text)
+
+
+class Contents(dict[str, bytes]):
+    """The content of files by path; data files are found by their short paths, too."""
+
+    def __missing__(self, path: str) -> bytes:
+        return {_short(real): content for real, content in self.items()}[path]
+
+
 class StoredFiles:
     """The files of a checkpoint or of a directory of them, to be looked at and tampered with.
+
+    Data files can be called ``d/0``, ``d/1`` and so on here.
 
     Args:
         url: Where they are.
@@ -73,25 +96,25 @@ class StoredFiles:
     def __init__(self, url: str) -> None:
         self._location = as_location(url)
 
-    def read(self) -> dict[str, bytes]:
+    def read(self) -> Contents:
         """Returns the content of every file by its path."""
-        return {path: (self._location / path).read_bytes() for path in self._paths("")}
+        return Contents({path: (self._location / path).read_bytes() for path in self._paths("")})
+
+    def name(self, path: str) -> str:
+        """Returns the real path of a file; of a data file that there is not, the one that was given."""
+        return {_short(real): real for real in self._paths("")}.get(path, path)
 
     def write(self, path: str, content: bytes) -> None:
         """Replaces a file; on a disk without waiting for it."""
-        place = self._location / path
-        if place.is_local:
-            place.path.write_bytes(content)
-        else:
-            place.write_bytes(content)
+        self._put(self.name(path), content)
 
     def remove(self, path: str) -> None:
         """Deletes a file."""
-        (self._location / path).remove()
+        (self._location / self.name(path)).remove()
 
     def reseal(self, path: str, content: bytes) -> None:
-        """Replaces a file of the item ``state`` and puts its digest into the record, as a forger would."""
-        self.write(f"state/{path}", content)
+        """Writes a file of the item ``state`` and puts its digest into the record, as a forger would."""
+        self._put(f"state/{path}", content)
         self.edit(lambda body: body["items"]["state"]["files"].update({path: {"size": len(content)}}))
 
     def edit(self, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -99,6 +122,13 @@ class StoredFiles:
         body = decode_document((self._location / RECORD).read_bytes(), "checkpoint", source="test")
         change(body)
         self.write(RECORD, encode_document("checkpoint", body))
+
+    def _put(self, path: str, content: bytes) -> None:
+        place = self._location / path
+        if place.is_local:
+            place.path.write_bytes(content)
+        else:
+            place.write_bytes(content)
 
     def _paths(self, folder: str) -> list[str]:
         entries = (self._location / folder if folder else self._location).entries()

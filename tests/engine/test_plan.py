@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
+from holdfast.engine.item.grid import chunk_shape
 from holdfast.engine.item.plan import (
     CHECKSUM_BYTES,
     CHUNK_ALIGNMENT,
     SEGMENT_ALIGNMENT,
     ArraySpec,
     PlannedFile,
-    chunk_shape,
     plan_files,
 )
 

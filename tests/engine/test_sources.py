@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import holdfast as hf
 from holdfast.engine.format import crc32c
-from holdfast.engine.item.plan import ArraySpec, chunk_shape, plan_files
+from holdfast.engine.item.grid import chunk_shape
+from holdfast.engine.item.plan import ArraySpec, plan_files
 from holdfast.engine.item.sources import Source, segment_parts
 from holdfast.engine.tree import Piece
 

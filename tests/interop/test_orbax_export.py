@@ -105,7 +105,7 @@ def test_the_other_ways_to_restore(tmp_path: Path, export: Export) -> None:
 def test_a_train_state_with_its_keys(tmp_path: Path, export: Export) -> None:
     params = {"kernel": jax.random.normal(jax.random.key(0), (8, 4)), "bias": jnp.zeros(4)}
     state = TrainState.create(apply_fn=None, params=params, tx=optax.adamw(0.1))
-    state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, params))
+    state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, params)).replace(step=jnp.int32(1))
     saved = {"state": state, "key": jax.random.key(3), "keys": jax.random.split(jax.random.key(1, impl="rbg"), 2)}
     hf.save(tmp_path / "ours", saved)
     place = export(tmp_path / "ours", tmp_path / "theirs")
@@ -228,11 +228,8 @@ def test_names_that_only_a_copy_can_have(tmp_path: Path) -> None:
         in_place(tmp_path / "ours", tmp_path / "theirs")
     with ocp.StandardCheckpointer() as checkpointer:
         found = checkpointer.restore(copied(tmp_path / "ours", tmp_path / "theirs"))
-    assert {name: np.shape(value) for name, value in found.items() if name != "c/d"} == {
-        "a.b": (1,),
-        "7": (3,),
-        "t/u": (),
-    }
+    assert sorted(found) == ["7", "a.b", "c/d", "t/u"]
+    assert (found["7"].shape, found["a.b"].shape) == ((3,), (1,))
     assert found["c/d"]["50%"].tolist() == [0, 0]
     assert found["t/u"] == "text"
 
@@ -262,7 +259,7 @@ def test_large_arrays_are_cut_into_chunks(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
     hf.save(tmp_path / "ours", {"w": np.arange(100.0), "v": np.ones(3)})
     shutil.copytree(tmp_path / "ours", tmp_path / "damaged")
-    (data,) = (tmp_path / "damaged" / "state" / "d").glob("0")
+    (data,) = (tmp_path / "damaged" / "state" / "d").glob("*.0.0")
     data.write_bytes(b"\0" * data.stat().st_size)
     with pytest.raises(hf.DamagedCheckpointError):
         export_orbax(tmp_path / "damaged", tmp_path / "theirs")
