@@ -317,7 +317,8 @@ def next_group(coordinator: Coordinator, name: str) -> Group:
     """Makes a group whose name no other has had: the name and a number.
 
     Args:
-        coordinator: Connects the processes, each of which makes the groups of one name in the same order.
+        coordinator: Connects the processes, each of which has to make as many groups of one name as the others:
+            before anything that can fail on one of them alone.
         name: What they are about.
     """
     with _lock:

@@ -78,7 +78,7 @@ class Layout(NamedTuple):
         place = self.mesh.places.get(process)
         if place is None:
             return None
-        held: list[list[Interval]] = [[(0, size)] for size in self.shape]
+        held: list[list[Interval]] = [[(0, size)] if size else [] for size in self.shape]
         for (axis, rounds), count, index in zip(self.divisions, self.mesh.shape, place, strict=True):
             if axis is not None:
                 held[axis] = _divide(held[axis], rounds, count, index)

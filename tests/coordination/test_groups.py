@@ -113,9 +113,7 @@ def test_a_store_that_is_gone_is_a_failure_of_process_0(operation: str) -> None:
     coordinator = broken()
     group = Group(coordinator, "save")
     coordinator.gone = True
-    with pytest.raises(
-        PeerFailedError, match=r"the store that connects.* is gone.*socket closed"
-    ) as caught:
+    with pytest.raises(PeerFailedError, match=r"the store that connects.* is gone.*socket closed") as caught:
         OPERATIONS[operation](group)
     assert caught.value.process == 0
     group.fail(ValueError("x"))

@@ -1,0 +1,76 @@
+"""Layouts of DTensors without any: what the arithmetic gives is what cutting arrays of indices gives."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.engine.tree.torch_layouts import Division, Layout, Mesh, boxes
+
+
+def cut(indices: list[int], rounds: int, count: int, index: int) -> list[int]:
+    """Cuts into blocks, each of those into shares, and takes the same share of each; as torch.chunk does it."""
+
+    def chunks(some: list[int], number: int) -> list[list[int]]:
+        size = -(-len(some) // number) or 1
+        return [some[size * each : size * (each + 1)] for each in range(number)]
+
+    return [one for block in chunks(indices, rounds) for one in chunks(block, count)[index]]
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    shape = tuple(draw(st.lists(st.integers(0, 13), min_size=1, max_size=3)))
+    mesh_shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    processes = draw(st.permutations(range(int(np.prod(mesh_shape)))))
+    names = tuple(f"m{axis}" for axis in range(len(mesh_shape)))
+    mesh = Mesh(mesh_shape, tuple(3 * process for process in processes), names)
+    divisions = []
+    for _ in mesh_shape:
+        axis = draw(st.one_of(st.none(), st.integers(0, len(shape) - 1)))
+        divisions.append(Division(axis, 1 if axis is None else draw(st.integers(1, 3))))
+    return Layout(mesh, tuple(divisions), shape)
+
+
+@settings(deadline=None, max_examples=150)
+@given(layouts())
+def test_parts_cover_the_array_once_and_processes_hold_what_cutting_gives(layout: Layout) -> None:
+    covered = np.zeros(layout.shape, int)
+    holders = {process: np.zeros(layout.shape, int) for process in layout.mesh.processes}
+    for part in layout.parts():
+        index = tuple(slice(low, low + size) for low, size in zip(part.start, part.shape, strict=True))
+        covered[index] += 1
+        assert part.holders == tuple(sorted(part.holders))
+        for process in part.holders:
+            holders[process][index] += 1
+    assert (covered == 1).all()
+    for process, place in layout.mesh.places.items():
+        expected = [list(range(size)) for size in layout.shape]
+        for (axis, rounds), count, turn in zip(layout.divisions, layout.mesh.shape, place, strict=True):
+            if axis is not None:
+                expected[axis] = cut(expected[axis], rounds, count, turn)
+        held = layout.intervals(process)
+        assert held is not None
+        assert [[one for low, high in each for one in range(low, high)] for each in held] == expected
+        mask = np.zeros(layout.shape, int)
+        mask[np.ix_(*[np.array(each, int) for each in expected])] = 1
+        assert (holders[process] == mask).all()
+        local = np.zeros([len(each) for each in expected], int)
+        for start, shape, inside in boxes(held):
+            assert local[inside].shape == shape
+            assert [expected[axis][part.start] for axis, part in enumerate(inside)] == list(start)
+            local[inside] += 1
+        assert (local == 1).all()
+    assert layout.intervals(1) is None
+
+
+def test_facts_are_those_of_a_jax_sharding() -> None:
+    mesh = Mesh((2, 3), tuple(range(6)), ("a", "b"))
+    divisions = (Division(1), Division(1))
+    assert Layout(mesh, divisions, (4, 6)).describe() == {
+        "type": "DTensor",
+        "mesh": {"axes": [["a", 2], ["b", 3]]},
+        "spec": [None, ["a", "b"]],
+    }
+    assert Layout(mesh, (Division(None), Division(0, 2)), (4,)).describe()["rounds"] == [1, 2]
