@@ -70,6 +70,9 @@ if TYPE_CHECKING:
     from .engine.inspection import describe as describe
     from .engine.inspection import list_checkpoints as list_checkpoints
     from .engine.inspection import verify as verify
+    from .engine.interop.conversion import Conversion as Conversion
+    from .engine.interop.conversion import export_checkpoint as export_checkpoint
+    from .engine.interop.conversion import import_checkpoint as import_checkpoint
     from .engine.item import AggregateHandler as AggregateHandler
     from .engine.item import Layout as Layout
     from .engine.item import LeafMetadata as LeafMetadata
@@ -142,6 +145,7 @@ _HOMES = {
         "list_checkpoints",
         "verify",
     ),
+    "interop.conversion": ("Conversion", "export_checkpoint", "import_checkpoint"),
     "item": ("AggregateHandler", "Layout", "LeafMetadata", "MsgpackHandler", "Problem"),
     "manager": ("CheckpointManager",),
     "options": ("CheckpointManagerOptions",),

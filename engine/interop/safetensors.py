@@ -37,7 +37,7 @@ Tensors = Mapping[str, StoredArray]
 def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
     """Opens a file, or a folder with an index or with a single file; see `source.Format`."""
     if not names:
-        if not location.exists() or location.is_directory():
+        if not location.exists() or location.is_directory() or not _looks_right(location):
             return None
         return _single(location, {"": location})
     indexes = sorted(name for name in names if name.endswith(INDEX_SUFFIX))
@@ -100,6 +100,21 @@ def _single(
     return SingleTree(format=FORMAT, location=location, source=tree, nbytes=nbytes)
 
 
+def _looks_right(file: Location) -> bool:
+    """Whether a file may be one of this format, as far as its name or its first bytes tell."""
+    if file.name.endswith(SUFFIX):
+        return True
+    with file.open_data() as reader:
+        if reader.size <= LENGTH_BYTES:
+            return False
+        begin = reader.read(0, LENGTH_BYTES + 1).tobytes()
+        try:
+            header_length(begin[:LENGTH_BYTES], reader.size)
+        except DamagedCheckpointError:
+            return False
+        return begin.endswith(b"{")
+
+
 def _header(file: Location) -> tuple[Header, int]:
     try:
         with file.open_data() as reader:
@@ -150,7 +165,7 @@ def _cut(location: Location, tensors: Tensors, nbytes: int) -> StoredTree:
 def _noted(location: Location, note: str, tensors: Tensors, nbytes: int) -> StoredTree | None:
     """Makes the tree that an exported file notes; None if it is not one of these tensors any more."""
     try:
-        document = json.loads(note)
+        document = json.loads(note, parse_constant=_refuse)
         names, details, skeleton = from_document(document)
     except (ValueError, RecursionError, AttributeError, DamagedCheckpointError):
         return None
@@ -164,6 +179,10 @@ def _noted(location: Location, note: str, tensors: Tensors, nbytes: int) -> Stor
     leaves = [SavedLeaf(name, saved) for name, (saved, _) in zip(names, found, strict=True)]
     values = {name: stored for name, (_, stored) in zip(names, found, strict=True)}
     return StoredTree(location, skeleton, leaves, values, nbytes)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _noted_leaves(

@@ -14,6 +14,7 @@ from ..errors import CheckpointExistsError, UnsupportedLeafError
 from ..item import SavedLeaf
 from ..storage import TEMPORARY_PREFIX, Location, Segment
 from ..tree import display, to_document
+from .batches import batches
 from .safetensors import TREE_NOTE, tensor_name
 from .safetensors_header import dtype_name, encode_header
 from .source import TreeSource
@@ -54,7 +55,7 @@ def export_safetensors(source: TreeSource, destination: Location, *, overwrite: 
 
     def parts() -> Iterator[NDArray[np.uint8]]:
         yield np.frombuffer(begin, np.uint8)
-        for batch in batches(arrays):
+        for batch in batches(arrays, _BATCH):
             for array in source.read(batch):
                 assert array is not None
                 flat = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
@@ -74,20 +75,6 @@ def export_safetensors(source: TreeSource, destination: Location, *, overwrite: 
         partial.remove()
         raise
     return size
-
-
-def batches(leaves: Sequence[SavedLeaf], limit: int = _BATCH) -> Iterator[list[SavedLeaf]]:
-    """Cuts leaves into groups of not much more than ``limit`` bytes, at least one leaf each."""
-    group: list[SavedLeaf] = []
-    waiting = 0
-    for leaf in leaves:
-        if group and waiting + leaf.nbytes > limit:
-            yield group
-            group, waiting = [], 0
-        group.append(leaf)
-        waiting += leaf.nbytes
-    if group:
-        yield group
 
 
 def _dtype(leaf: SavedLeaf) -> np.dtype[Any]:

@@ -190,7 +190,7 @@ _FORMATS: tuple[_Entry, ...] = (
         steps=("*[0-9]",),
     ),
     _Entry("dcp", inside=(".metadata",)),
-    _Entry("safetensors", inside=("*.safetensors", "*.safetensors.index.json"), files=("*.safetensors",)),
+    _Entry("safetensors", inside=("*.safetensors", "*.safetensors.index.json"), files=("*",)),
     _Entry("torch_files", files=("*",)),
 )
 

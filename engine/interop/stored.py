@@ -142,36 +142,6 @@ class StoredTree:
         found._values = {new.name: self._values[old.name] for new, old in zip(renamed, self.leaves, strict=True)}
         return found
 
-    def view(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
-        """Maps leaves into memory where that is possible, and reads the others; the arrays may be read-only.
-
-        What a file cuts short while it is mapped ends the process: this is for files that nobody else changes.
-
-        Args:
-            leaves: Some of :attr:`leaves`.
-        """
-        self._refuse(leaves)
-        maps: dict[str, Bytes] = {}
-        arrays: list[NDArray[Any] | None] = []
-        for leaf in leaves:
-            stored = self._stored(leaf)
-            if stored is None:
-                arrays.append(self._in_memory(leaf))
-                continue
-            with self._naming(leaf):
-                parts = stored.parts()
-                if len(parts) != 1 or not self.location.is_local:
-                    arrays += self.read([leaf])
-                    continue
-                part = parts[0]
-                if part.file not in maps:
-                    maps[part.file] = np.memmap(self._file(part.file).path, np.uint8, "r")
-                end = part.offset + part.length
-                if end > len(maps[part.file]):
-                    raise DamagedCheckpointError(f"{self._file(part.file)} is cut off: it has no byte {end - 1}")
-                arrays.append(part.array(maps[part.file][part.offset : end].view(np.ndarray)))
-        return arrays
-
     def verify(self) -> list[Problem]:
         """Reads everything and keeps nothing; returns what is wrong."""
         problems = [] if self._check is None else self._check()

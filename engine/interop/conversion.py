@@ -1,0 +1,223 @@
+"""Checkpoints of other libraries made into our own, and our own made into files of others."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from ..checkpointer import Place
+from ..clock import SystemClock
+from ..errors import CheckpointExistsError, CheckpointNotFoundError, DamagedCheckpointError, OptionError
+from ..handlers import JsonCheckpointHandler
+from ..record import CheckpointRecord
+from ..saving import ItemToSave, Save
+from ..storage import Location, as_location
+from .native import NativeCheckpoint
+from .places import find_checkpoint, is_foreign, open_at, open_checkpoint, step_locations
+from .rewriting import TreeSourceHandler
+from .source import JSON, METRICS, TREE, CheckpointSource, TreeSource
+
+ExportFormat = Literal["safetensors", "orbax", "torch"]
+
+logger = logging.getLogger("holdfast")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """One checkpoint that was converted.
+
+    Attributes:
+        source: Where it came from.
+        path: Where it is now.
+        format: What wrote the source, or what can read the result.
+        step: Its step, if it has one.
+        leaves: Leaves of all its trees.
+        bytes: Bytes of its arrays' elements.
+        left_out: What the source holds and the result does not, one line each, with the reason.
+    """
+
+    source: str
+    path: str
+    format: str
+    step: int | None
+    leaves: int
+    bytes: int
+    left_out: tuple[str, ...]
+
+
+def import_checkpoint(source: Place, destination: Place, *, overwrite: bool = False) -> list[Conversion]:
+    """Makes checkpoints of another library into checkpoints of holdfast: atomic, checksummed, verified when it returns.
+
+    A directory of steps becomes one, with the metrics and times of its steps; anything else a single checkpoint. Of
+    the arrays, only some are in memory at a time.
+
+    Args:
+        source: What another library wrote: Orbax, safetensors, torch, Lightning, torch.distributed.checkpoint, Flax.
+        destination: Where to; nothing may be there yet.
+        overwrite: Replace a checkpoint that is there, or the steps that are.
+
+    Returns:
+        What was done, one entry for each checkpoint, in the order of the steps.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing at the source that is known.
+        CheckpointExistsError: There is something at the destination.
+        DamagedCheckpointError: The source is damaged, or what was written does not verify. What was finished before is
+            whole.
+        UnsupportedLeafError: The source holds objects that cannot be read without running code.
+        OptionError: The source is one of holdfast's own.
+    """
+    origin, target = as_location(source), as_location(destination)
+    if not overwrite and (target.exists() and (not target.is_directory() or target.entries())):
+        raise CheckpointExistsError(f"{target} exists already; choose another path, or pass overwrite=True")
+    steps = {} if is_foreign(origin) or not origin.is_directory() else step_locations(origin)
+    if not steps:
+        return [_import(open_checkpoint(origin), target, None, overwrite)]
+    return [_import(open_at(place), target / str(step), step, overwrite) for step, place in steps.items()]
+
+
+def export_checkpoint(
+    source: Place,
+    destination: Place,
+    to: ExportFormat,
+    *,
+    step: int | None = None,
+    item: str | None = None,
+    overwrite: bool = False,
+) -> list[Conversion]:
+    """Writes a checkpoint in the format of another library.
+
+    Args:
+        source: A checkpoint, of holdfast or of another library, or a directory of steps.
+        destination: Where to: a file for safetensors and torch, a directory for Orbax; nothing may be there yet.
+        to: ``"safetensors"``: one file; leaves are called by the keys of their paths, joined by dots.
+            ``"torch"``: one file for ``torch.load(path, weights_only=True)``; needs torch. ``"orbax"``: a directory
+            that orbax-checkpoint restores, with all steps unless one is given.
+        step: Which step of a directory of steps; None is the newest, and for Orbax all of them.
+        item: Which item, if the checkpoint has several trees; for Orbax None is all of them.
+        overwrite: Replace a file that is there.
+
+    Returns:
+        What was written, one entry for each checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: There is no such checkpoint, step or item.
+        CheckpointExistsError: There is something at the destination.
+        UnsupportedLeafError: Leaves do not fit into the format; all of them are named, and nothing was written.
+        OptionError: It has several trees, and no item is named; or the format is not known.
+        DamagedCheckpointError: What is read does not verify.
+    """
+    if to not in get_args(ExportFormat):
+        raise OptionError(f"to={to!r} is not one of {', '.join(map(repr, get_args(ExportFormat)))}")
+    target = as_location(destination)
+    if to == "orbax":
+        if overwrite:
+            raise OptionError("overwrite does not apply to Orbax: remove what is there, or choose another path")
+        return _export_orbax(as_location(source), target, step, item)
+    checkpoint = open_at(find_checkpoint(as_location(source), step))
+    tree = _only_tree(checkpoint, item)
+    if to == "torch":
+        from .torch_export import export_torch as write
+    else:
+        from .safetensors_export import export_safetensors as write
+    write(tree, target, overwrite=overwrite)
+    return [_conversion(checkpoint, target, to, step if step is not None else checkpoint.step, [tree], ())]
+
+
+def _import(checkpoint: CheckpointSource, target: Location, step: int | None, overwrite: bool) -> Conversion:
+    if isinstance(checkpoint, NativeCheckpoint):
+        raise OptionError(f"{checkpoint.location} is a checkpoint of holdfast already: copy it, it may lie anywhere")
+    items: dict[str, ItemToSave] = {}
+    trees: list[TreeSource] = []
+    left_out: list[str] = []
+    for name, kind in checkpoint.items.items():
+        if kind == TREE:
+            trees.append(checkpoint.tree(name))
+            left_out += getattr(trees[-1], "left_out", ())
+            items[name] = ItemToSave(TreeSourceHandler(), trees[-1])
+        elif kind == JSON:
+            items[name] = ItemToSave(JsonCheckpointHandler(), checkpoint.value(name))
+        elif kind != METRICS:
+            left_out.append(f"{name} (an item of the kind {kind}, which holdfast does not read)")
+    if not items:
+        raise OptionError(f"{checkpoint.location}: none of its items can be read: {', '.join(left_out)}")
+    metrics, written = checkpoint.metrics, checkpoint.time
+    save = Save(
+        target,
+        items,
+        overwrite=overwrite,
+        record=lambda saved: CheckpointRecord(
+            items=saved,
+            time=SystemClock().now() if written is None else written,
+            step=step,
+            reason=f"imported from {checkpoint.format}",
+            metrics=metrics,
+        ),
+    )
+    save.complete()
+    _verify(target)
+    for line in left_out:
+        logger.warning("%s: left out: %s", checkpoint.location, line)
+    return _conversion(checkpoint, target, checkpoint.format, step, trees, left_out)
+
+
+def _verify(target: Location) -> None:
+    """Reads what was just written."""
+    checkpoint = NativeCheckpoint(target)
+    problems = [
+        f"{name}: {problem.leaf or problem.file}: {problem.what}"
+        for name, kind in checkpoint.items.items()
+        if kind == TREE
+        for problem in checkpoint.tree(name).verify()
+    ]
+    if problems:
+        raise DamagedCheckpointError("\n  ".join([f"{target} does not read as it was written:", *problems[:20]]))
+
+
+def _export_orbax(origin: Location, target: Location, step: int | None, item: str | None) -> list[Conversion]:
+    from .orbax_export import export_orbax
+
+    found = []
+    for path in export_orbax(origin, target, step=step, item=item):
+        number = None if path == target else int(path.name)
+        checkpoint = open_at(find_checkpoint(origin, number))
+        names = [name for name, kind in checkpoint.items.items() if kind == TREE and item in (None, name)]
+        found.append(_conversion(checkpoint, path, "orbax", number, [checkpoint.tree(name) for name in names], ()))
+    return found
+
+
+def _only_tree(checkpoint: CheckpointSource, item: str | None) -> TreeSource:
+    trees = [name for name, kind in checkpoint.items.items() if kind == TREE]
+    if item is None and len(trees) != 1:
+        raise OptionError(
+            f"{checkpoint.location} has the trees {', '.join(sorted(trees))}: say which item to export"
+            if trees
+            else f"{checkpoint.location} has no tree of arrays"
+        )
+    wanted = trees[0] if item is None else item
+    if wanted not in trees:
+        raise CheckpointNotFoundError(
+            f"{checkpoint.location}: no tree {wanted!r}; it has {', '.join(sorted(trees)) or 'none'}"
+        )
+    return checkpoint.tree(wanted)
+
+
+def _conversion(
+    checkpoint: CheckpointSource,
+    target: Location,
+    format_: str,
+    step: int | None,
+    trees: list[TreeSource],
+    left_out: Any,
+) -> Conversion:
+    leaves = [leaf for tree in trees for leaf in tree.leaves]
+    return Conversion(
+        source=str(checkpoint.location),
+        path=str(target),
+        format=format_,
+        step=step,
+        leaves=len(leaves),
+        bytes=sum(leaf.nbytes for leaf in leaves),
+        left_out=tuple(left_out),
+    )
