@@ -1,0 +1,76 @@
+"""A training loop of several jax processes: preempted on one of them, stopped on all, resumed bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.processes.harness import Process, run_processes
+
+import holdfast as hf
+from holdfast.integrations.flax import CheckpointCallback
+
+STEPS = 40
+NOTICE = 0.1  # seconds a step after the signal: jax tells its processes within a second or two
+COUNT = 2
+
+
+def train(process: Process, directory: str, terminate: int | None) -> tuple[int, int, list[float], int]:
+    """Trains to the end or to a preemption: the first step, the last, this process's part, where its data is."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    mesh = jax.make_mesh((process.count,), ("process",))
+    sharding = NamedSharding(mesh, PartitionSpec("process"))
+
+    def spread(part: Any) -> Any:
+        return jax.make_array_from_process_local_data(sharding, part)
+
+    @jax.jit
+    def update(state: Any, batch: Any) -> Any:
+        momentum = 0.9 * state["momentum"] + batch * state["w"]
+        return {"w": state["w"] - 0.01 * momentum, "momentum": momentum, "step": state["step"] + 1}
+
+    rng = np.random.default_rng(100 + process.index)  # every process draws its own data
+    first = np.full(4, 1.0 + process.index, np.float32)
+    state: Any = {"w": spread(first), "momentum": spread(0 * first), "step": 0}
+    step = 0
+    with CheckpointCallback(directory, save_interval_steps=4, max_to_keep=2) as checkpoint:
+        state, start = checkpoint.restore_or_initialize(state, rng=rng)
+        for step in range(start, STEPS):
+            state = update(state, spread(rng.normal(size=4).astype(np.float32)))
+            if terminate == step + 1 and process.index == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if terminate is not None and terminate <= step + 1:
+                time.sleep(NOTICE)
+            if checkpoint.on_step(step + 1, state, rng=rng).should_stop:
+                break
+    part = np.asarray(state["w"].addressable_shards[0].data).tolist()
+    return start, step + 1, part, int(rng.integers(1 << 40))
+
+
+@pytest.mark.parametrize("terminate", [3, 8])
+def test_a_preemption_of_one_process(tmp_path: Path, terminate: int) -> None:
+    pytest.importorskip("jax")
+    whole = run_processes(train, COUNT, str(tmp_path / "whole"), None)
+    stopped = run_processes(train, COUNT, str(tmp_path / "runs"), terminate)
+    last = {step for _, step, _, _ in stopped}
+    assert len(last) == 1
+    assert terminate <= last.pop() < STEPS
+    resumed = run_processes(train, COUNT, str(tmp_path / "runs"), None)
+    assert {start for start, _, _, _ in resumed} == {stopped[0][1]}
+    assert [ended[1:] for ended in resumed] == [ended[1:] for ended in whole]
+    assert whole[0][3] != whole[1][3]
+    assert hf.verify(tmp_path / "runs").ok
+
+
+def test_fewer_processes_go_on(tmp_path: Path) -> None:
+    pytest.importorskip("jax")
+    run_processes(train, COUNT, str(tmp_path), 5)
+    resumed = run_processes(train, 1, str(tmp_path), None)
+    assert resumed[0][1] == STEPS
