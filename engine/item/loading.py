@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from numpy.typing import NDArray
+
 from ..errors import OptionError, TreeMismatchError
-from ..tree import Target, compare, describe_template, display, flatten, materialize, spell, unflatten
+from ..tree import (
+    LeafRequest,
+    Partition,
+    Target,
+    compare,
+    describe_template,
+    display,
+    flatten,
+    materialize,
+    partition,
+    requested,
+    spell,
+    unflatten,
+)
 from .database import naming
 from .reader import SavedLeaf, TreeReader
 
@@ -36,29 +51,41 @@ class LeafMetadata:
         return self.kind if self.dtype is None else f"{self.dtype}{list(self.shape)}"
 
 
-def load_tree(reader: TreeReader, *, like: Any = None, select: Select | None = None) -> Any:
+def load_tree(
+    reader: TreeReader,
+    *,
+    like: Any = None,
+    select: Select | None = None,
+    requests: Mapping[str, LeafRequest] | None = None,
+) -> Any:
     """Reads a tree.
+
+    Of arrays that are spread over the devices of several processes, each process reads what its own devices hold.
 
     Args:
         reader: The saved tree.
         like: The template, or None for the saved containers with numpy arrays.
         select: Patterns of paths; leaves that match none are left out, and a template has none of them. None takes all.
+        requests: What is asked for single leaves, by their storage names, before what the template says.
 
     Returns:
         The tree; without the leaves that were not selected, and the containers that have none left.
 
     Raises:
-        TreeMismatchError: Template and checkpoint differ, or a pattern matches nothing.
+        TreeMismatchError: Template, requests and checkpoint differ, or a pattern matches nothing.
+        OptionError: A request contradicts itself, or is for a leaf that there is not.
         DamagedCheckpointError: What is stored does not verify.
     """
+    requests = requests or {}
+    _check_names(requests, reader)
     if like is None:
         chosen = _chosen(reader.leaves, select)
         leaves = [leaf for leaf, wanted in zip(reader.leaves, chosen, strict=True) if wanted]
         skeleton = reader.skeleton if select is None else reader.skeleton.select(chosen)
-        return skeleton.build(_values(reader, leaves, [None] * len(leaves)))
+        return skeleton.build(_values(reader, leaves, _requested(reader, leaves, requests)))
     template = flatten(like)
     targets = describe_template(template.names, template.values)
-    leaves = _matching(reader, targets, select)
+    leaves, targets = _matching(reader, targets, select, requests)
     return unflatten(template.structure, _values(reader, leaves, targets))
 
 
@@ -75,16 +102,83 @@ def tree_metadata(reader: TreeReader) -> Any:
 
 
 def _values(reader: TreeReader, leaves: Sequence[SavedLeaf], targets: Sequence[Target | None]) -> list[Any]:
-    arrays = reader.read(leaves)
+    """Reads leaves, of those that are spread over devices only what is needed, and makes what is asked for."""
+    parts: dict[int, tuple[Partition, Sequence[NDArray[Any]]]] = {}
+    cuts = _partitions(reader, leaves, targets)
+    if cuts and hasattr(reader, "read_boxes"):  # checkpoints of other libraries are read leaf by leaf
+        found = reader.read_boxes([leaves[index] for index in cuts], [cut.stored for cut in cuts.values()])
+        parts = {index: (cut, pieces) for (index, cut), pieces in zip(cuts.items(), found, strict=True)}
+    whole = iter(reader.read([leaf for index, leaf in enumerate(leaves) if index not in parts]))
+    arrays = [None if index in parts else next(whole) for index in range(len(leaves))] if parts else list(whole)
     with naming(reader.location):
-        return materialize(targets, [leaf.saved for leaf in leaves], arrays, [leaf.name for leaf in leaves])
+        return materialize(targets, [leaf.saved for leaf in leaves], arrays, [leaf.name for leaf in leaves], parts)
 
 
-def _matching(reader: TreeReader, targets: Sequence[Target], select: Select | None) -> list[SavedLeaf]:
-    """Returns the saved leaf for every leaf of a template; raises one error for all that do not fit."""
+def _partitions(
+    reader: TreeReader, leaves: Sequence[SavedLeaf], targets: Sequence[Target | None]
+) -> dict[int, Partition]:
+    """Returns the parts that are needed of leaves that are not needed as they are, by position."""
+    cuts: dict[int, Partition] = {}
+    problems = []
+    for index, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
+        if target is None:
+            continue
+        try:
+            cut = partition(target, leaf.saved)
+        except ValueError as error:
+            expected = spell(target.kind, target.dtype, target.shape, target.variant)
+            problems.append(f"{display(leaf.name)}: {expected} cannot be spread as asked: {error}")
+            continue
+        if cut is not None:
+            cuts[index] = cut
+    if problems:
+        raise TreeMismatchError(f"{reader.location}: {len(problems)} shardings do not fit their leaves:", problems)
+    return cuts
+
+
+def _check_names(requests: Mapping[str, LeafRequest], reader: TreeReader) -> None:
+    unknown = sorted(requests.keys() - {leaf.name for leaf in reader.leaves}) if requests else []
+    if unknown:
+        raise OptionError(
+            f"{reader.location}: requests are made for {', '.join(map(display, unknown[:8]))}, which are not in "
+            "the checkpoint; name its leaves only"
+        )
+
+
+def _requested(
+    reader: TreeReader, leaves: Sequence[SavedLeaf], requests: Mapping[str, LeafRequest]
+) -> list[Target | None]:
+    """Returns what is asked for where there is no template; raises one error for all that does not fit."""
+    if not requests:
+        return [None] * len(leaves)
+    targets = [
+        requested(leaf.name, requests[leaf.name], leaf.saved, None) if leaf.name in requests else None
+        for leaf in leaves
+    ]
+    pairs = zip(leaves, targets, strict=True)
+    found = [compare(target, leaf.saved) for leaf, target in pairs if target is not None]
+    differences = [difference for difference in found if difference is not None]
+    if differences:
+        raise TreeMismatchError(
+            f"{reader.location}: {len(differences)} of {len(requests)} requests do not fit the checkpoint:", differences
+        )
+    return targets
+
+
+def _matching(
+    reader: TreeReader, targets: Sequence[Target], select: Select | None, requests: Mapping[str, LeafRequest]
+) -> tuple[list[SavedLeaf], list[Target]]:
+    """Returns for every leaf of a template what was saved and what is asked; raises one error for all that differ."""
     saved = {leaf.name: leaf for leaf in reader.leaves}
     chosen = {leaf.name for leaf, wanted in zip(reader.leaves, _chosen(reader.leaves, select), strict=True) if wanted}
     asked = {target.name for target in targets}
+    if requests:
+        targets = [
+            requested(target.name, requests[target.name], saved[target.name].saved, target)
+            if target.name in requests
+            else target
+            for target in targets
+        ]
     differences = []
     for target in targets:
         leaf = saved.get(target.name)
@@ -106,7 +200,7 @@ def _matching(reader: TreeReader, targets: Sequence[Target], select: Select | No
             f"{len(asked | saved.keys())} leaves; make them agree, or load a part of the checkpoint with select=",
             differences,
         )
-    return [saved[target.name] for target in targets]
+    return [saved[target.name] for target in targets], list(targets)
 
 
 def _chosen(leaves: Sequence[SavedLeaf], select: Select | None) -> list[bool]:

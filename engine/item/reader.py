@@ -14,7 +14,7 @@ from ..errors import DamagedCheckpointError, FormatVersionError, HoldfastError
 from ..format import ArrayMetadata, decode_document, dtype_from_name
 from ..record import FileRecord
 from ..storage import Location
-from ..tree import EXTERNAL, Details, Saved, display, from_document, materialize
+from ..tree import EXTERNAL, Box, Details, Saved, display, from_document, materialize
 from .aggregation import AggregateHandler, MsgpackHandler, aggregated
 from .database import ArrayDatabase, Problem, naming
 from .writer import TREE, TREE_KIND
@@ -88,6 +88,46 @@ class TreeReader:
         """
         arrays = [leaf for leaf in leaves if leaf.saved.dtype is not None]
         values, problems = self._database.read([leaf.name for leaf in arrays])
+        self._refuse(problems)
+        found = iter(values)
+        return [
+            None if leaf.saved.dtype is None else _as_saved(next(found), leaf.saved, leaf.saved.shape)
+            for leaf in leaves
+        ]
+
+    def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
+        """Reads parts of leaves: only the chunks that hold something of them.
+
+        Args:
+            leaves: Some of :attr:`leaves`, all of them arrays.
+            boxes: For each the boxes that are wanted, inside its shape.
+
+        Returns:
+            For each leaf an array for every box, as :meth:`read` gives it.
+
+        Raises:
+            DamagedCheckpointError: A chunk is missing or does not verify; names the leaf and the file.
+        """
+        names = [leaf.name for leaf in leaves]
+        axes = [len(metadata.shape) if metadata else 0 for metadata in self._database.metadata(names)]
+        stored = [
+            [_stored_box(box, count, leaf.saved) for box in wanted]
+            for leaf, wanted, count in zip(leaves, boxes, axes, strict=True)
+        ]
+        values, problems = self._database.read_boxes(names, stored)
+        self._refuse(problems)
+        found = iter(values)
+        return [
+            [_as_saved(next(found), leaf.saved, box.shape) for box in wanted]
+            for leaf, wanted in zip(leaves, boxes, strict=True)
+        ]
+
+    @property
+    def bytes_read(self) -> int:
+        """How many bytes of the item's files have been read so far."""
+        return self._database.bytes_read
+
+    def _refuse(self, problems: Sequence[Problem]) -> None:
         if problems:
             lines = [f"  {display(p.leaf)}: {self.location / p.file}: {p.what}" for p in problems]
             raise DamagedCheckpointError(
@@ -100,8 +140,6 @@ class TreeReader:
                     ]
                 )
             )
-        found = iter(values)
-        return [None if leaf.saved.dtype is None else _as_saved(next(found), leaf.saved) for leaf in leaves]
 
     def verify(self) -> list[Problem]:
         """Reads every file and chunk and checks it.
@@ -189,17 +227,24 @@ def _logical(metadata: ArrayMetadata, details: Mapping[str, Any]) -> tuple[np.dt
     return dtype, metadata.shape[:-1] if fits else None
 
 
-def _as_saved(array: NDArray[Any] | None, saved: Saved) -> NDArray[Any]:
+def _stored_box(box: Box, axes: int, saved: Saved) -> Box:
+    """Returns a box of elements as it is stored: these may be bytes, along one more axis."""
+    if len(box.start) == axes or saved.dtype is None:
+        return box
+    return Box((*box.start, 0), (*box.stop, saved.dtype.itemsize))
+
+
+def _as_saved(array: NDArray[Any] | None, saved: Saved, shape: tuple[int, ...] | None) -> NDArray[Any]:
     """Returns an array as it was saved: bytes become elements again, and big endian stays big endian."""
     assert array is not None
     if array.dtype is saved.dtype:
         return array
     assert saved.dtype is not None
-    assert saved.shape is not None
+    assert shape is not None
     if array.dtype == saved.dtype:
         return array
-    if array.shape == saved.shape:
+    if array.shape == shape:
         return array.astype(saved.dtype)
     if saved.dtype.itemsize == 0:
-        return np.zeros(saved.shape, saved.dtype)
-    return array.reshape(-1).view(saved.dtype).reshape(saved.shape)
+        return np.zeros(shape, saved.dtype)
+    return array.reshape(-1).view(saved.dtype).reshape(shape)

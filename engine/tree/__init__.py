@@ -13,7 +13,8 @@ from .garbage import collection_paused
 from .leaves import ArrayLeaf, Details, Part, Piece, Saved, ValueLeaf
 from .materialization import materialize
 from .names import display, escape_key, join, split, unescape_key
-from .requests import LeafRequest
+from .partition import Partition, partition
+from .requests import LeafRequest, requested
 from .structure import Key, Node, unflatten
 from .targets import Target, describe_template
 from .transform import Transform
@@ -37,6 +38,7 @@ __all__ = [
     "Origin",
     "OriginalTree",
     "Part",
+    "Partition",
     "Piece",
     "Saved",
     "Skeleton",
@@ -58,8 +60,10 @@ __all__ = [
     "has_values",
     "join",
     "materialize",
+    "partition",
     "parts",
     "plan_transformations",
+    "requested",
     "spell",
     "split",
     "to_document",

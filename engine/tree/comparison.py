@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import jax_leaves
+from . import jax_leaves, torch_placement
 from .leaves import ARRAY_KINDS, NUMBER_KINDS, Saved
 from .names import display
 from .numpy_leaves import number_kind
@@ -37,27 +37,44 @@ def compare(target: Target, saved: Saved, path: str | None = None) -> str | None
         actual = jax_leaves.narrowed(target.dtype)
         if actual is not None:
             reason = f"; jax would make it {actual}: set jax_enable_x64, or ask for a numpy array"
+    if target.kind == "torch" and target.dtype is not None and target.template is None and target.variant is None:
+        reason = "" if torch_placement.torch_name(target.dtype) else "; torch has no such dtype"
     if not reason and _fits(target, saved):
         return None
     where = display(target.name) if path is None else path
     expected = spell(target.kind, target.dtype, target.shape, target.variant)
-    found = spell(saved.kind, saved.dtype, saved.shape, _variant(saved))
-    return f"{where}: expected {expected} (template), found {found} (checkpoint){reason}"
+    found = spell(saved.kind, saved.dtype, saved.shape, variant_of(saved))
+    return f"{where}: expected {expected} ({target.origin}), found {found} (checkpoint){reason}"
 
 
 def _fits(target: Target, saved: Saved) -> bool:
     wanted, kind = target.kind, saved.kind
     if wanted in NUMBER_KINDS:
-        return saved_number(saved) == wanted
+        number = saved_number(saved)
+        return number == wanted or (target.cast and _castable(number, wanted))
     if target.dtype is None:
         return wanted == kind
     if kind in NUMBER_KINDS:
-        return target.variant is None and target.shape == () and number_kind(target.dtype) == kind
+        number = number_kind(target.dtype)
+        same = number == kind or (target.cast and _castable(kind, number))
+        return target.variant is None and target.shape == () and same
     if kind not in ARRAY_KINDS and kind != "numpy_scalar":
         return False
-    if saved.dtype is None or target.variant != _variant(saved) or (wanted == "key") != (kind == "key"):
+    if saved.dtype is None or target.variant != variant_of(saved) or (wanted == "key") != (kind == "key"):
         return False
-    return target.shape == saved.shape and same_dtype(target.dtype, saved.dtype)
+    if target.shape != saved.shape and not (target.resize and _same_axes(target.shape, saved.shape)):
+        return False
+    cast = target.cast and _castable(number_kind(saved.dtype), number_kind(target.dtype))
+    return cast or same_dtype(target.dtype, saved.dtype)
+
+
+def _castable(one: str | None, other: str | None) -> bool:
+    """Whether numbers of one kind can be cast to another on request; to drop imaginary parts is never what is meant."""
+    return one is not None and other is not None and (one != "complex" or other == "complex")
+
+
+def _same_axes(one: tuple[int, ...] | None, other: tuple[int, ...] | None) -> bool:
+    return one is not None and other is not None and len(one) == len(other)
 
 
 def same_dtype(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
@@ -70,12 +87,13 @@ def saved_number(saved: Saved) -> str | None:
     if saved.kind in NUMBER_KINDS:
         return saved.kind
     is_array = saved.kind in ARRAY_KINDS or saved.kind == "numpy_scalar"
-    if is_array and saved.kind != "key" and saved.shape == () and saved.dtype is not None and _variant(saved) is None:
+    if is_array and saved.kind != "key" and saved.shape == () and saved.dtype is not None and variant_of(saved) is None:
         return number_kind(saved.dtype)
     return None
 
 
-def _variant(saved: Saved) -> str | None:
+def variant_of(saved: Saved) -> str | None:
+    """Gives what the dtype cannot say of a saved leaf: a key's implementation, the torch dtype that numpy lacks."""
     found = saved.details.get("impl" if saved.kind == "key" else "torch_dtype")
     return None if found is None else str(found)
 

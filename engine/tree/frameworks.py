@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
+
+from ..errors import OptionError
 
 
 def loaded(name: str) -> Any | None:
@@ -15,6 +18,24 @@ def loaded(name: str) -> Any | None:
     module = sys.modules.get(name)
     # A module that another thread is importing at this moment has none of its names yet.
     return module if module is not None and hasattr(module, _LANDMARKS[name]) else None
+
+
+def required(name: str) -> Any:
+    """Gives the module that a caller has asked for by name, and imports it if need be.
+
+    Args:
+        name: "jax" or "torch".
+
+    Raises:
+        OptionError: It is not installed.
+    """
+    module = loaded(name)
+    if module is not None:
+        return module
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise OptionError(f"{name} arrays are asked for, and {name} cannot be imported: {error}") from error
 
 
 _LANDMARKS = {"jax": "ShapeDtypeStruct", "torch": "Tensor"}

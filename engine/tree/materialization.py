@@ -9,18 +9,23 @@ import numpy as np
 
 from ..errors import DamagedCheckpointError, TreeMismatchError
 from . import jax_placement, torch_placement
+from .boxes import whole
 from .comparison import spell
 from .garbage import collection_paused
 from .leaves import ARRAY_KINDS, NUMBER_KINDS, Saved
 from .names import display
 from .numpy_leaves import exact_cast, number_kind
+from .partition import partition
 from .python_leaves import decode_bytes, decode_value
 from .targets import Target, is_number
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
+
+    from .boxes import Box
+    from .partition import Partition
 
 _PYTHON: dict[str, Any] = {"bool": bool, "int": int, "float": float, "complex": complex}
 
@@ -34,6 +39,7 @@ def materialize(
     saved: Sequence[Saved],
     arrays: Sequence[NDArray[Any] | None],
     names: Sequence[str],
+    parts: Mapping[int, tuple[Partition, Sequence[NDArray[Any]]]] | None = None,
 ) -> list[Any]:
     """Makes leaves of stored values.
 
@@ -43,6 +49,7 @@ def materialize(
         arrays: The stored values of array leaves, with the dtype and shape that `saved` says; None for value leaves.
             Their memory is given away: it may become part of the result, so nobody else may write to it.
         names: The leaves' names, for errors.
+        parts: Of the targets that have a `partition` that and the boxes ``stored`` of it, by the target's position.
 
     Returns:
         The leaves. Without a template: numpy arrays, whatever library they came from (key data for typed keys), numpy
@@ -53,7 +60,7 @@ def materialize(
         DamagedCheckpointError: What is said of a leaf contradicts itself.
     """
     with collection_paused():
-        return _materialize(targets, saved, arrays, names)
+        return _materialize(targets, saved, arrays, names, parts or {})
 
 
 def _materialize(
@@ -61,9 +68,11 @@ def _materialize(
     saved: Sequence[Saved],
     arrays: Sequence[NDArray[Any] | None],
     names: Sequence[str],
+    parts: Mapping[int, tuple[Partition, Sequence[NDArray[Any]]]],
 ) -> list[Any]:
     results: list[Any] = [None] * len(targets)
-    for_jax: list[int] = []
+    for_jax: list[tuple[int, Target]] = []
+    spread: list[tuple[int, Target]] = []
     differences: list[str] = []
     for index, (target, leaf, array) in enumerate(zip(targets, saved, arrays, strict=True)):
         name = names[index]
@@ -75,26 +84,40 @@ def _materialize(
             elif target.dtype is None:
                 results[index] = _plain(leaf, array, name)
             else:
-                fitted = _fitted(target, leaf, array, name)
-                if target.kind in {"jax", "key"}:
-                    results[index] = fitted
-                    for_jax.append(index)
+                pieces = _pieces(target, leaf, array, name, parts.get(index))
+                if target.kind not in {"jax", "key"}:
+                    results[index] = _placed(target, pieces)
+                elif jax_placement.is_spread(target.sharding):
+                    results[index] = pieces
+                    spread.append((index, target))
                 else:
-                    results[index] = _placed(target, fitted)
+                    results[index] = pieces[0]
+                    for_jax.append((index, target))
         except _Inexact as error:
             differences.append(str(error))
     if differences:
-        raise TreeMismatchError("the checkpoint holds numbers that the template cannot hold exactly:", differences)
+        raise TreeMismatchError("the checkpoint holds numbers that cannot be loaded exactly as asked:", differences)
     if for_jax:
-        wanted = [target for index in for_jax if (target := targets[index]) is not None]
-        put = jax_placement.put(
-            [results[index] for index in for_jax],
-            [target.template for target in wanted],
-            [target.variant for target in wanted],
-        )
-        for index, value in zip(for_jax, put, strict=True):
+        values = [results[index] for index, _ in for_jax]
+        implementations = [_implementation(target) for _, target in for_jax]
+        made = jax_placement.put(values, [target.sharding for _, target in for_jax], implementations)
+        for (index, _), value in zip(for_jax, made, strict=True):
+            results[index] = value
+    if spread:
+        made = jax_placement.put_parts([_jax_parts(target, results[index]) for index, target in spread])
+        for (index, _), value in zip(spread, made, strict=True):
             results[index] = value
     return results
+
+
+def _jax_parts(target: Target, arrays: Sequence[NDArray[Any]]) -> jax_placement.Parts:
+    assert target.shape is not None
+    assert target.dtype is not None
+    return jax_placement.Parts(target.sharding, target.shape, target.dtype, arrays, _implementation(target))
+
+
+def _implementation(target: Target) -> str | None:
+    return target.variant if target.kind == "key" else None
 
 
 def _plain(leaf: Saved, array: NDArray[Any] | None, name: str) -> Any:
@@ -125,15 +148,55 @@ def _plain(leaf: Saved, array: NDArray[Any] | None, name: str) -> Any:
 def _number(target: Target, value: Any, array: NDArray[Any] | None, name: str) -> Any:
     """A Python number; the value is one already, or a 0-d array or numpy scalar."""
     kind = _PYTHON[target.kind]
-    plain = kind(value)
+    try:
+        plain = kind(value)
+        exact = not target.cast or plain == value or value != value
+    except (ValueError, OverflowError):  # int of something that is not finite
+        exact = False
+    if not exact:
+        raise _Inexact(
+            f"{display(name)}: expected a Python {target.kind} ({target.origin}), found {value} (checkpoint)"
+        )
     wide = array is not None and array.dtype.kind in "fc" and array.dtype.itemsize > 8  # perhaps longer than Python's
     if array is not None and wide and not _same(np.asarray(plain).astype(array.dtype), array):
-        raise _Inexact(f"{display(name)}: expected a Python {target.kind} (template), found {value} (checkpoint)")
+        raise _Inexact(
+            f"{display(name)}: expected a Python {target.kind} ({target.origin}), found {value} (checkpoint)"
+        )
     return type(target.template)(plain) if isinstance(target.template, Enum) else plain
+
+
+def _inexact(target: Target, value: Any, name: str) -> _Inexact:
+    expected = spell(target.kind, target.dtype, target.shape, target.variant)
+    if is_number(target):
+        expected = f"a Python {target.kind}"
+    return _Inexact(f"{display(name)}: expected {expected} ({target.origin}), found {value} (checkpoint)")
 
 
 def _same(one: NDArray[Any], other: NDArray[Any]) -> bool:
     return bool(one == other or (one != one and other != other))
+
+
+def _pieces(
+    target: Target,
+    leaf: Saved,
+    array: NDArray[Any] | None,
+    name: str,
+    parts: tuple[Partition, Sequence[NDArray[Any]]] | None,
+) -> list[NDArray[Any]]:
+    """The parts of an array that a target needs, of the target's dtype; of one that is not partitioned, all of it."""
+    cut = partition(target, leaf) if parts is None else parts[0]
+    if cut is None:
+        return [_fitted(target, leaf, array, name)]
+    boxes, stored = cut
+    arrays = parts[1] if parts is not None else _cut(array, stored)
+    fitted = [_fitted(target, leaf, each, name) for each in arrays]
+    return [_sized(*each) for each in zip(fitted, boxes, stored, strict=True)]
+
+
+def _cut(array: NDArray[Any] | None, boxes: Sequence[Box]) -> list[NDArray[Any]]:
+    if array is None:
+        return []
+    return [array[box.within(whole(array.shape))].copy() for box in boxes]
 
 
 def _fitted(target: Target, leaf: Saved, array: NDArray[Any] | None, name: str) -> NDArray[Any]:
@@ -141,17 +204,44 @@ def _fitted(target: Target, leaf: Saved, array: NDArray[Any] | None, name: str) 
     assert target.dtype is not None
     if leaf.kind in NUMBER_KINDS:
         value = _plain(leaf, array, name)
-        exact = exact_cast(value, target.dtype)
+        exact = _cast(np.asarray(value), target.dtype) if target.cast else exact_cast(value, target.dtype)
         if exact is None:
-            expected = spell(target.kind, target.dtype, target.shape, target.variant)
-            raise _Inexact(f"{display(name)}: expected {expected} (template), found {value!r} (checkpoint)")
+            raise _inexact(target, value, name)
         return exact
     if array is None:
         raise DamagedCheckpointError(f"leaf {display(name)} is of kind {leaf.kind!r:.80}, but no array is stored")
-    return array if array.dtype == target.dtype else array.astype(target.dtype)
+    return array if array.dtype == target.dtype else _cast(array, target.dtype)
 
 
-def _placed(target: Target, array: NDArray[Any]) -> Any:
+def _cast(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    with np.errstate(all="ignore"):
+        return array.astype(dtype)
+
+
+def _sized(array: NDArray[Any], box: Box, stored: Box) -> NDArray[Any]:
+    """The elements of a box, zeros in the place of those that were not saved."""
+    if box == stored:
+        return array
+    sized = np.zeros(box.shape, array.dtype)
+    if array.size:
+        sized[stored.within(box)] = array
+    return sized
+
+
+def _placed(target: Target, pieces: Sequence[NDArray[Any]]) -> Any:
     if target.kind == "torch":
-        return torch_placement.put(array, target.template)
-    return array[()] if target.kind == "numpy_scalar" else array
+        return _torch(target, pieces)
+    return pieces[0][()] if target.kind == "numpy_scalar" else pieces[0]
+
+
+def _torch(target: Target, pieces: Sequence[NDArray[Any]]) -> Any:
+    assert target.dtype is not None
+    assert target.shape is not None
+    name = None
+    if target.template is None:
+        name = target.variant or torch_placement.torch_name(target.dtype)
+    elif target.cast:
+        name = torch_placement.torch_name(target.dtype)
+    if target.template is not None and torch_placement.is_distributed(target.template):
+        return torch_placement.put_parts(pieces, target.shape, target.template, name)
+    return torch_placement.put(pieces[0], target.template, name)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import jax_leaves, torch_leaves
+from . import jax_leaves, jax_placement, torch_leaves
 from .containers import class_name
 from .frameworks import is_jax_abstract, is_jax_array, is_torch_tensor
 from .leaves import NUMBER_KINDS, LeafProblem, report_problems
@@ -28,8 +28,12 @@ class Target:
             "set", "frozenset", or "any" for whatever was saved.
         shape: Of the array as it is stored (for keys: of the key data); None where kind says all.
         dtype: Of the array as it is stored; None where kind says all.
-        template: The leaf itself.
+        template: The leaf itself; None where there is no template.
         variant: What dtype cannot say: a key's implementation, the torch dtype that numpy does not have.
+        sharding: Where the parts of a jax array shall lie; None leaves that to jax.
+        cast: Whether elements of another dtype are cast to this one.
+        resize: Whether another shape is padded with zeros or truncated to this one, at the end of each axis.
+        origin: Who asks, for messages: "template" or "request".
     """
 
     name: str
@@ -38,6 +42,10 @@ class Target:
     dtype: np.dtype[Any] | None
     template: Any
     variant: str | None = None
+    sharding: Any = None
+    cast: bool = False
+    resize: bool = False
+    origin: str = "template"
 
 
 def describe_template(names: Sequence[str], values: Sequence[Any]) -> list[Target]:
@@ -74,7 +82,7 @@ def _target(name: str, value: Any) -> Target:
         return Target(name, kind, value.shape, value.dtype, value)
     if is_jax_array(value) or is_jax_abstract(value):
         kind, dtype, shape, variant = jax_leaves.abstract_facts(value)
-        return Target(name, kind, shape, dtype, value, variant)
+        return Target(name, kind, shape, dtype, value, variant, jax_placement.sharding_of(value))
     if is_torch_tensor(value):
         kind, dtype, shape, variant = torch_leaves.abstract_facts(value)
         return Target(name, kind, shape, dtype, value, variant)
