@@ -1,0 +1,43 @@
+"""What the tests of object graphs share: a place without a disk, and a clock that is told what time it is."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from holdfast.engine.storage import as_location
+
+
+@pytest.fixture
+def place() -> Iterator[str]:
+    """A URL below which nothing is yet; in memory, so that syncing costs nothing."""
+    url = f"memory://tests/{uuid.uuid4().hex}"
+    yield url
+    as_location(url).remove_tree()
+
+
+class Hands:
+    """A clock whose hands are moved by the test.
+
+    Args:
+        time: What it shows.
+    """
+
+    def __init__(self, time: float) -> None:
+        self.time = time
+
+    def now(self) -> float:
+        """Returns the time it shows."""
+        return self.time
+
+    def monotonic(self) -> float:
+        """Returns the time it shows."""
+        return self.time
+
+
+@pytest.fixture
+def clock() -> Hands:
+    """A clock that shows 3 seconds."""
+    return Hands(3.0)

@@ -1,0 +1,296 @@
+"""Numbered saves and the manager: names, counters, what is kept, and what is gone on from."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast import graph
+from holdfast.engine.storage import as_location
+
+
+def names(directory: str) -> list[str]:
+    return sorted(entry.name for entry in as_location(directory).entries() if entry.is_directory and "-" in entry.name)
+
+
+def numbers(paths: list[str]) -> list[int]:
+    return [int(path.rpartition("-")[2]) for path in paths]
+
+
+def test_t01_numbered_saves(place: str) -> None:
+    checkpoint = graph.Checkpoint(w=1.5)
+    paths = [checkpoint.save(f"{place}/run") for _ in range(10)]
+    assert paths == [f"{place}/run-{number}" for number in range(1, 11)]
+    assert names(place) == sorted(f"run-{number}" for number in range(1, 11))
+    assert graph.latest_checkpoint(place) == f"{place}/run-10"
+    assert checkpoint.save_counter == 10
+    assert graph.load_checkpoint(place).get_tensor("save_counter") == 10
+    assert [found.step for found in hf.list_checkpoints(place)] == list(range(1, 11))
+
+
+def test_t02_bare_write(place: str) -> None:
+    saved, loaded = np.arange(3.0), np.zeros(3)
+    checkpoint = graph.Checkpoint(w=saved)
+    assert checkpoint.write(f"{place}/x") == f"{place}/x"
+    assert [entry.name for entry in as_location(place).entries()] == ["x"]
+    assert checkpoint.save_counter == 0
+    assert graph.latest_checkpoint(place) is None
+    graph.Checkpoint(w=loaded).read(f"{place}/x").assert_consumed()
+    assert loaded.tolist() == [0, 1, 2]
+    with pytest.raises(hf.CheckpointExistsError):
+        checkpoint.write(f"{place}/x")
+    checkpoint.write(f"{place}/x", overwrite=True)
+
+
+def test_t02_read_leaves_the_counter_alone(place: str) -> None:
+    path = graph.Checkpoint(w=1).save(f"{place}/run")
+    other = graph.Checkpoint(w=0)
+    other.read(path).assert_consumed()
+    assert other.save_counter == 0
+    other.restore(path).assert_consumed()
+    assert other.save_counter == 1
+
+
+def test_t04_keep_n(place: str) -> None:
+    checkpoint = graph.Checkpoint(step=0)
+    with graph.CheckpointManager(checkpoint, place, max_to_keep=3) as manager:
+        paths = [manager.save() for _ in range(4)]
+        assert manager.checkpoints == paths[1:]
+        assert manager.latest_checkpoint == paths[-1]
+    assert names(place) == ["ckpt-2", "ckpt-3", "ckpt-4"]
+
+
+def test_t04_a_lower_limit_deletes_nothing_before_the_next_save(place: str) -> None:
+    checkpoint = graph.Checkpoint(step=0)
+    with graph.CheckpointManager(checkpoint, place, max_to_keep=None) as manager:
+        for _ in range(4):
+            manager.save()
+    with graph.CheckpointManager(checkpoint, place, max_to_keep=3) as manager:
+        assert numbers(manager.checkpoints) == [1, 2, 3, 4]
+        manager.save()
+        assert numbers(manager.checkpoints) == [3, 4, 5]
+    assert names(place) == ["ckpt-3", "ckpt-4", "ckpt-5"]
+
+
+def test_t05_periodic_preservation(place: str, clock: Any) -> None:
+    checkpoint = graph.Checkpoint(step=0)
+
+    def opened(hours: float | None) -> graph.CheckpointManager:
+        return graph.CheckpointManager(checkpoint, place, 2, hours, clock=clock)
+
+    def save(manager: graph.CheckpointManager, time: float) -> None:
+        clock.time = time
+        manager.save()
+
+    with opened(None) as manager:
+        save(manager, 10000)
+        save(manager, 13610)
+        assert numbers(manager.checkpoints) == [1, 2]
+    with opened(1.5) as manager:
+        save(manager, 14330)
+        assert numbers(manager.checkpoints) == [2, 3]
+        save(manager, 16130)
+        assert numbers(manager.checkpoints) == [3, 4]
+        save(manager, 17930)
+        assert numbers(manager.checkpoints) == [4, 5]
+    with opened(1.5) as manager:
+        save(manager, 17940)
+        assert numbers(manager.checkpoints) == [5, 6]
+        assert names(place) == ["ckpt-1", "ckpt-4", "ckpt-5", "ckpt-6"]
+        for time in (18000, 18010, 18020):
+            save(manager, time)
+        assert names(place) == ["ckpt-1", "ckpt-4", "ckpt-8", "ckpt-9"]
+    times = {found.step: found.time for found in hf.list_checkpoints(place)}
+    assert times[4] == 16130
+
+
+def test_t06_clock_runs_backwards(place: str, clock: Any, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = graph.Checkpoint(step=0)
+    clock.time = 10000
+    with graph.CheckpointManager(checkpoint, place, 1, 1, clock=clock) as manager:
+        for clock.time in (10000, 13600, 17200):
+            manager.save()
+        assert numbers(manager.checkpoints) == [3]
+    assert names(place) == ["ckpt-2", "ckpt-3"]
+    clock.time = 5000
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        manager = graph.CheckpointManager(checkpoint, place, 1, 1, clock=clock)
+    assert "clock" in caplog.text
+    assert manager.latest_checkpoint == f"{place}/ckpt-3"
+    assert manager.checkpoints == []
+    with manager:
+        for clock.time in (5000, 5010, 5020):
+            manager.save()
+        assert numbers(manager.checkpoints) == [6]
+    clock.time = 30000
+    with graph.CheckpointManager(checkpoint, place, 1, 1, clock=clock) as manager:
+        manager.save()
+    assert {"ckpt-2", "ckpt-3", "ckpt-7"} <= set(names(place))
+
+
+def test_t07_foreign_files(place: str) -> None:
+    checkpoint = graph.Checkpoint(step=0)
+    odd = [checkpoint.save(f"{place}/odd") for _ in range(2)]
+    resumed = graph.Checkpoint(step=1)
+    resumed.restore(odd[-1]).assert_consumed()
+    with graph.CheckpointManager(resumed, place, max_to_keep=2) as manager:
+        assert numbers([manager.save() or "" for _ in range(3)]) == [3, 4, 5]
+    assert names(place) == ["ckpt-4", "ckpt-5", "odd-1", "odd-2"]
+
+
+def test_t07_saves_by_hand_are_never_deleted(place: str) -> None:
+    checkpoint = graph.Checkpoint(step=0)
+    checkpoint.save(f"{place}/ckpt")
+    with graph.CheckpointManager(checkpoint, place, max_to_keep=1) as manager:
+        for _ in range(3):
+            manager.save()
+        assert numbers(manager.checkpoints) == [4]
+    assert names(place) == ["ckpt-1", "ckpt-4"]
+
+
+def test_t07_a_fresh_counter_in_a_used_directory(place: str) -> None:
+    first, second = graph.Checkpoint(step=1), graph.Checkpoint(step=2)
+    with graph.CheckpointManager(first, place, max_to_keep=None) as one:
+        one.save()
+        with graph.CheckpointManager(second, place, max_to_keep=None) as two:
+            two.save()
+            with pytest.raises(hf.OwnershipError):
+                one.save()
+    assert first.save_counter == 1
+    steps = [hf.load(f"{place}/ckpt-{number}", select="step")["step"] for number in (1, 2)]
+    assert steps == [1, 2]
+    assert graph.Checkpoint(step=3).save(f"{place}/ckpt") == f"{place}/ckpt-3"
+
+
+def test_t08_custom_number(place: str) -> None:
+    step = graph.Value(0)
+    checkpoint = graph.Checkpoint(step=step)
+    with graph.CheckpointManager(checkpoint, place, max_to_keep=2) as manager:
+        paths = []
+        for _ in range(5):
+            paths.append(manager.save(checkpoint_number=step))
+            step.assign_add(2)
+        paths.append(manager.save(checkpoint_number=32))
+        assert numbers([path or "" for path in paths]) == [0, 2, 4, 6, 8, 32]
+        assert checkpoint.save_counter == 6
+        assert int(step) == 10
+        assert numbers(manager.checkpoints) == [8, 32]
+        with pytest.raises(hf.CheckpointExistsError, match="ckpt-32"):
+            manager.save(checkpoint_number=32)
+    assert checkpoint.save_counter == 6
+
+
+def test_t09_interval(place: str) -> None:
+    checkpoint = graph.Checkpoint(step=0)
+
+    def manager(**options: Any) -> graph.CheckpointManager:
+        return graph.CheckpointManager(
+            checkpoint, place, None, step_counter=lambda: checkpoint.step, checkpoint_interval=2, **options
+        )
+
+    def saved(keeper: graph.CheckpointManager, step: int, **options: Any) -> bool:
+        checkpoint.step = step
+        return keeper.save(**options) is not None
+
+    with manager() as keeper:
+        steps = [(0, True), (1, False), (2, True), (2, False), (3, False)]
+        assert [saved(keeper, step) for step, _ in steps] == [expected for _, expected in steps]
+        assert saved(keeper, 3, check_interval=False)
+        assert not saved(keeper, 3, check_interval=False)
+    with manager(last_checkpoint_step=1) as keeper:
+        assert [saved(keeper, step) for step in (1, 2, 3)] == [False, False, True]
+    with manager() as keeper:
+        checkpoint.step = 0
+        assert keeper.restore_or_initialize() is not None
+        assert checkpoint.step == 3
+        assert not saved(keeper, 3)
+        assert not saved(keeper, 4)
+        assert saved(keeper, 5)
+
+
+def test_t09_options_that_make_no_sense(place: str) -> None:
+    with pytest.raises(hf.OptionError, match="step_counter"):
+        graph.CheckpointManager(graph.Checkpoint(), place, 1, checkpoint_interval=2)
+    with pytest.raises(hf.OptionError, match="max_to_keep"):
+        graph.CheckpointManager(graph.Checkpoint(), place, 0)
+    with pytest.raises(hf.OptionError, match="hours"):
+        graph.CheckpointManager(graph.Checkpoint(), place, 1, 0)
+
+
+def test_t09_a_failed_save_leaves_interval_and_counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    step = graph.Value(0)
+    checkpoint = graph.Checkpoint(step=step)
+    with graph.CheckpointManager(checkpoint, tmp_path, 3, step_counter=step, checkpoint_interval=5) as manager:
+        manager.save()
+        step.assign(5)
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "no space")))
+            with pytest.raises(hf.StorageError):
+                manager.save()
+        assert checkpoint.save_counter == 1
+        assert manager.save() == str(tmp_path / "ckpt-2")
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+def test_t10_restore_or_initialize(place: str, background: bool) -> None:
+    started = []
+    checkpoint = graph.Checkpoint(w=np.ones(3))
+    with graph.CheckpointManager(
+        checkpoint, place, 3, init_fn=lambda: started.append(1), background=background
+    ) as manager:
+        assert manager.restore_or_initialize() is None
+        assert started == [1]
+        path = manager.save()
+        checkpoint.w[...] = 0  # perhaps while the save is still under way
+        assert manager.restore_or_initialize() == path
+        assert started == [1]
+        assert checkpoint.w.tolist() == [1, 1, 1]
+        assert manager.status is not None
+        manager.status.assert_consumed()
+
+
+def test_t11_moved_directory(tmp_path: Path) -> None:
+    checkpoint = graph.Checkpoint(step=0)
+    with graph.CheckpointManager(checkpoint, tmp_path / "a", 2) as manager:
+        for _ in range(3):
+            manager.save()
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    shutil.copytree(tmp_path / "b", tmp_path / "c")
+    for folder in ("b", "c"):
+        (tmp_path / folder / "options.json").write_text("")
+        with graph.CheckpointManager(checkpoint, tmp_path / folder, 2) as manager:
+            assert manager.checkpoints == [str(tmp_path / folder / f"ckpt-{number}") for number in (2, 3)]
+            assert manager.restore_or_initialize() == manager.latest_checkpoint
+        assert graph.latest_checkpoint(tmp_path / folder) == str(tmp_path / folder / "ckpt-3")
+
+
+def test_latest_of_several_names_is_what_was_committed_last(place: str) -> None:
+    checkpoint = graph.Checkpoint(step=0)
+    for name in ("a", "a", "b", "c_d"):
+        path = checkpoint.save(f"{place}/{name}")
+        assert graph.latest_checkpoint(place) == path
+    assert graph.latest_checkpoint(f"{place}/nothing") is None
+
+
+def test_checkpoints_iterator(place: str) -> None:
+    checkpoint = graph.Checkpoint(step=0)
+    calls = []
+
+    def save_twice_then_stop() -> bool:
+        calls.append(1)
+        if len(calls) > 2:
+            return True
+        checkpoint.save(f"{place}/run")
+        return False
+
+    found = graph.checkpoints_iterator(place, timeout=0, timeout_fn=save_twice_then_stop, poll_secs=0.001)
+    assert list(found) == [f"{place}/run-1", f"{place}/run-2"]
+    assert list(graph.checkpoints_iterator(place, timeout=0)) == [f"{place}/run-2"]
