@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import TreeMismatchError
+from ..storage import Location
 from ..tree import (
     ArrayLeaf,
     Call,
     Computed,
     Flattened,
     Kept,
+    LeafRequest,
     Origin,
     OriginalTree,
     Saved,
+    Skeleton,
     Taken,
-    Target,
     compare,
     describe,
     describe_template,
@@ -28,7 +30,6 @@ from ..tree import (
     flatten,
     has_values,
     join,
-    materialize,
     parts,
     plan_transformations,
     split,
@@ -36,13 +37,19 @@ from ..tree import (
     unfilled,
     unflatten,
 )
+from .database import Problem
 from .lazy import LeafCache, own, plain
 from .loading import load_tree
 from .reader import SavedLeaf, TreeReader
 
 
 def load_transformed_tree(
-    reader: TreeReader, transformations: Any, new_tree: Any, *, default_to_original: bool = True
+    reader: TreeReader,
+    transformations: Any,
+    new_tree: Any,
+    *,
+    default_to_original: bool = True,
+    requests: Mapping[str, LeafRequest] | None = None,
 ) -> Any:
     """Reads what `apply_transformations` would take from a saved tree, and nothing else of it.
 
@@ -55,6 +62,7 @@ def load_transformed_tree(
             shapes are checked, for what functions return as well; ``...`` takes what there is. A leaf that is kept has
             to have values.
         default_to_original: As in `apply_transformations`.
+        requests: What is asked for leaves on top of what the new tree says, by their names there; see `load_tree`.
 
     Returns:
         A tree of the new tree's containers.
@@ -72,7 +80,7 @@ def load_transformed_tree(
         str(reader.location),
     )
     origins = plan_transformations(known, transformations, new, default_to_original)
-    values = _Loader(reader, new, origins).load()
+    values = _Loader(reader, new, origins, requests or {}).load()
     return unflatten(new.structure, values)
 
 
@@ -83,8 +91,11 @@ class _Loader:
     `load_tree`, with the new tree's leaves as a template.
     """
 
-    def __init__(self, reader: TreeReader, new: Flattened, origins: Sequence[Origin]) -> None:
+    def __init__(
+        self, reader: TreeReader, new: Flattened, origins: Sequence[Origin], requests: Mapping[str, LeafRequest]
+    ) -> None:
         self._reader = reader
+        self._requests = requests
         self._new = new
         self._origins = origins
         self._cache = LeafCache(reader)
@@ -102,8 +113,8 @@ class _Loader:
         results = list(self._new.values)
         for number, value in self._loaded(direct):
             results[number] = value
-        made = [number for number in self._targets if number not in direct]
-        for number, value in zip(made, self._fitted(made, self._made(made, returned)), strict=True):
+        made = self._made([number for number in self._targets if number not in direct], returned)
+        for number, value in self._fitted(made):
             results[number] = value
         return results
 
@@ -114,7 +125,7 @@ class _Loader:
             name, value = self._new.names[number], self._new.values[number]
             if isinstance(origin, Kept) and not has_values(value):
                 differences.append(f"{display(name)}: expected a value, found only its shape and dtype in the new tree")
-            elif isinstance(origin, Taken) and origin.function is None and origin.container is None:
+            elif isinstance(origin, Taken) and not (origin.function or origin.container or self._asks(number)):
                 path, leaf = display(name), self._reader.leaves[origin.start]
                 where = path if path == origin.path else f"{path} (saved as {display(leaf.name)})"
                 difference = compare(self._targets[number], leaf.saved, where)
@@ -146,61 +157,72 @@ class _Loader:
                 found[numbers[0]] = leaf
         return found
 
-    def _loaded(self, direct: dict[int, SavedLeaf]) -> Iterator[tuple[int, Any]]:
-        if not direct:
+    def _loaded(self, direct: Mapping[int, SavedLeaf]) -> Iterator[tuple[int, Any]]:
+        """Generates leaves that are loaded as they are."""
+        source = _Part(self._reader, list(direct.values()))
+        return self._through(source, {number: leaf.name for number, leaf in direct.items()})
+
+    def _through(self, source: Any, names: Mapping[int, str]) -> Iterator[tuple[int, Any]]:
+        """Loads a tree whose leaves become some of the new tree's.
+
+        Args:
+            source: What `load_tree` takes.
+            names: The name there of each leaf of the new tree.
+        """
+        if not names:
             return
         template: Any = {}
-        for number, leaf in direct.items():
-            template = _put(template, split(leaf.name), self._new.values[number])
-        tree = load_tree(cast("TreeReader", _Part(self._reader, list(direct.values()))), like=template)
-        flat = flatten(tree)
+        for number, name in names.items():
+            template = _put(template, split(name), self._new.values[number])
+        asked = {name: self._requests[self._new.names[number]] for number, name in names.items() if self._asks(number)}
+        more: dict[str, Any] = {"requests": asked} if asked else {}
+        flat = flatten(load_tree(cast("TreeReader", source), like=template, **more))
         found = dict(zip(flat.names, flat.values, strict=True))
-        for number, leaf in direct.items():
-            yield number, found[leaf.name]
+        for number, name in names.items():
+            yield number, found[name]
 
-    def _made(self, numbers: Sequence[int], returned: dict[Call, dict[str, Any]]) -> list[Any]:
+    def _asks(self, number: int) -> bool:
+        return self._new.names[number] in self._requests
+
+    def _made(self, numbers: Sequence[int], returned: Mapping[Call, Mapping[str, Any]]) -> dict[int, Any]:
         """Returns values, as yet of any kind, for leaves that are not simply loaded."""
         taken = [origin for number in numbers if isinstance(origin := self._origins[number], Taken)]
         self._cache.arrays([leaf for origin in taken for leaf in range(origin.start, origin.stop)])
-        values: list[Any] = []
+        values: dict[int, Any] = {}
         for number in numbers:
             origin, old = self._origins[number], self._new.values[number]
             if isinstance(origin, Computed):
-                values.append(returned[origin.call][origin.name])
+                values[number] = returned[origin.call][origin.name]
             elif isinstance(origin, Taken):
                 value = unflatten(origin.container, self._cache.values(range(origin.start, origin.stop)))
-                values.append(plain(transformed(origin, value, self._new.names[number], old)))
+                values[number] = plain(transformed(origin, value, self._new.names[number], old))
         return values
 
-    def _fitted(self, numbers: Sequence[int], values: Sequence[Any]) -> list[Any]:
-        """Makes values what the template asks for."""
-        results: list[Any] = [None] * len(values)
+    def _fitted(self, made: Mapping[int, Any]) -> Iterator[tuple[int, Any]]:
+        """Generates values made into what the template asks for, as if they had been saved."""
         differences: list[str] = []
-        fitting: list[tuple[int, Target, Saved, NDArray[Any] | None]] = []
-        for place, (number, value) in enumerate(zip(numbers, values, strict=True)):
+        saved: dict[int, SavedLeaf] = {}
+        arrays: dict[str, NDArray[Any] | None] = {}
+        for number, value in made.items():
             target, origin = self._targets[number], self._origins[number]
-            if target.kind == "any":
-                results[place] = own(value)
+            if target.kind == "any" and not self._asks(number):
+                yield number, own(value)
                 continue
-            if isinstance(origin, Taken) and origin.function is None:
-                [array] = self._cache.arrays([origin.start])  # compared already
-                saved = self._reader.leaves[origin.start].saved
-                fitting.append((place, target, saved, None if array is None else array.copy()))
-                continue
-            described, array = _described(self._new.names[number], value)
-            difference = compare(target, described)
-            if difference is not None:
-                what = "multi_value_fn" if isinstance(origin, Computed) else "value_fn"
-                differences.append(difference.replace("(checkpoint)", f"(returned by {what})"))
+            if isinstance(origin, Taken) and origin.function is None:  # compared already
+                [array] = self._cache.arrays([origin.start])
+                described, array = self._reader.leaves[origin.start].saved, None if array is None else array.copy()
             else:
-                fitting.append((place, target, described, array))
+                described, array = _described(self._new.names[number], value)
+                difference = None if self._asks(number) else compare(target, described)
+                if difference is not None:
+                    what = "multi_value_fn" if isinstance(origin, Computed) else "value_fn"
+                    differences.append(difference.replace("(checkpoint)", f"(returned by {what})"))
+            name = join(split(self._new.names[number]))
+            name = name if name not in arrays else f"{name}~{number}"  # "1" beside 1
+            saved[number], arrays[name] = SavedLeaf(name, described), array
         self._raise(differences)
-        names = [self._new.names[numbers[place]] for place, *_ in fitting]
-        targets = [target for _, target, _, _ in fitting]
-        found = materialize(targets, [saved for _, _, saved, _ in fitting], [array for *_, array in fitting], names)
-        for (place, *_), value in zip(fitting, found, strict=True):
-            results[place] = value
-        return results
+        source = _InMemory(self._reader.location, list(saved.values()), arrays)
+        yield from self._through(source, {number: leaf.name for number, leaf in saved.items()})
 
     def _raise(self, differences: Sequence[str]) -> None:
         if differences:
@@ -221,6 +243,31 @@ class _Part:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
+
+
+class _InMemory:
+    """Values that look like those of a saved tree.
+
+    Args:
+        location: Where the tree lies that they were made of, for errors.
+        leaves: What is said of them.
+        arrays: Their arrays by name, None for plain values; they are given away.
+    """
+
+    skeleton = Skeleton(None)
+
+    def __init__(
+        self, location: Location, leaves: Sequence[SavedLeaf], arrays: Mapping[str, NDArray[Any] | None]
+    ) -> None:
+        self.location = location
+        self.leaves = leaves
+        self._arrays = arrays
+
+    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+        return [self._arrays[leaf.name] for leaf in leaves]
+
+    def verify(self) -> list[Problem]:
+        return []
 
 
 def _put(tree: Any, keys: Sequence[str], value: Any) -> Any:

@@ -298,6 +298,8 @@ def test_names_that_a_dictionary_of_their_own_would_not_give(place: str) -> None
         {str(number): W for number in range(4)},
     )
     assert [value[0, 0] for value in found.values()] == [1, 2, 3, 4]
+    doubled = hf.load_transformed(place, {".*": T(value_fn=lambda value: value * 2)}, {1: W, "1": W, "a": {"b.c": W}})
+    assert (doubled[1][0, 0], doubled["1"][0, 0], doubled["a"]["b.c"][0, 0]) == (2, 4, 6)
 
 
 def test_a_step_of_a_run_and_one_of_several_items(place: str) -> None:
