@@ -19,6 +19,9 @@ from .spread import Alike, Spread
 
 HostLeaf = ArrayLeaf | ValueLeaf
 
+Chunks = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Some chunks: the number of the array of each, and its number within the array."""
+
 _CHUNKS_LIMIT = 1 << 20
 _TINY = 1024  # bytes; a million chunks that are smaller than this are a mistake
 
@@ -105,10 +108,15 @@ class Catalog:
         np.cumsum([form.spec.chunks for form in self.forms], out=self.starts[1:])
         self._others = [name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, ValueLeaf)]
 
-    def everything(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns the number of the array, and the number within it, of every chunk."""
+    def everything(self) -> Chunks:
+        """Returns all chunks."""
         arrays = np.repeat(np.arange(len(self.names)), np.diff(self.starts))
         return arrays, np.arange(len(arrays)) - self.starts[arrays]
+
+    def ordered(self, arrays: NDArray[np.int64], numbers: NDArray[np.int64]) -> Chunks:
+        """Sorts chunks by where their leaf is in the tree, which is how they are to lie in the data files."""
+        order = np.lexsort((numbers, self.positions[arrays]))
+        return arrays[order], numbers[order]
 
     def spread(self, processes: int) -> Spread:
         """Decides which process writes which chunks.

@@ -16,7 +16,7 @@ from ..format import Cursor, crc32c, encode_varint, encode_varints
 
 _MAGIC = b"HfFragm\0"
 _VERSION = 1
-_DIGEST = 16
+DIGEST_BYTES = 16
 _TOKEN = 4  # bytes
 _DESCRIPTION_LIMIT = 1 << 30  # bytes
 
@@ -29,8 +29,8 @@ class Fragment:
         process: The process.
         processes: How many there are.
         token: Eight hexadecimal digits that the names of its data files begin with, the same on all processes.
-        digest: Of the description of the tree.
-        description: The description, compressed; empty on process 0, which compares with its own.
+        digest: Of the description of the tree; zeros on process 0, which compares the others' with its own.
+        description: The description, compressed; empty on process 0.
         sizes: The length of each of its data files, in bytes.
         chunks: The chunks that it wrote, in the order of their places, counted over all arrays.
         files: In which of its data files each lies; ascending.
@@ -99,7 +99,7 @@ class Fragment:
         version = cursor.byte()
         if version != _VERSION:
             cursor.fail(f"it has version {version}, this process reads version {_VERSION}: versions must not be mixed")
-        token, digest = cursor.take(_TOKEN).hex(), cursor.take(_DIGEST)
+        token, digest = cursor.take(_TOKEN).hex(), cursor.take(DIGEST_BYTES)
         process, processes, described, files, count = (cursor.varint() for _ in range(5))
         description = cursor.take(described)
         sizes = cursor.varints(files)
@@ -149,7 +149,7 @@ def describe_lines(lines: Sequence[str]) -> tuple[bytes, bytes]:
         Their digest, and the lines compressed.
     """
     text = "\n".join(lines).encode()
-    return hashlib.blake2b(text, digest_size=_DIGEST).digest(), zlib.compress(text, 1)
+    return hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest(), zlib.compress(text, 1)
 
 
 def described_lines(description: bytes, source: str) -> list[str]:

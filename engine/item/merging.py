@@ -8,12 +8,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..coordination import Member
 from ..errors import DamagedCheckpointError, TreeMismatchError
 from ..format import ArrayIndex
 from ..record import FileRecord
 from ..tree import display
 from .catalog import Catalog
-from .fragments import Fragment, describe_lines, described_lines
+from .fragments import DIGEST_BYTES, Fragment, describe_lines, described_lines
 from .plan import CHECKSUM_BYTES
 
 _LINES = 20  # of what differs that an error shows
@@ -29,6 +30,37 @@ class Merged(NamedTuple):
 
     places: ArrayIndex
     files: dict[str, FileRecord]
+
+
+def make_fragment(
+    catalog: Catalog, member: Member, token: str, places: NDArray[np.int64], sizes: Sequence[int]
+) -> bytes:
+    """Makes what a process tells of its share.
+
+    Args:
+        catalog: The arrays of the tree.
+        member: The process.
+        token: What the names of its files begin with.
+        places: A row for each chunk that it wrote, as `planned_places` lists them.
+        sizes: The lengths of its data files, in bytes.
+
+    Returns:
+        The fragment.
+    """
+    # Process 0 knows its own tree.
+    digest, description = describe_lines(catalog.lines()) if member.index else (bytes(DIGEST_BYTES), b"")
+    return Fragment(
+        process=member.index,
+        processes=member.count,
+        token=token,
+        digest=digest,
+        description=description,
+        sizes=sizes,
+        chunks=catalog.starts[places[:, 0]] + places[:, 1],
+        files=places[:, 2],
+        offsets=places[:, 3],
+        lengths=places[:, 4],
+    ).encode()
 
 
 def merge_fragments(catalog: Catalog, fragments: Sequence[bytes]) -> Merged:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import OptionError
 from ..format import LEVELS
@@ -190,3 +191,24 @@ def plan_files(
         end = offset + stored
     close_file()
     return files
+
+
+def planned_places(files: Sequence[PlannedFile], arrays: Sequence[ArraySpec]) -> NDArray[np.int64]:
+    """Lists where chunks were placed.
+
+    Args:
+        files: The data files.
+        arrays: The arrays that were planned.
+
+    Returns:
+        A row for each chunk, in the order of their places: array, number, file, offset, and length with its checksum.
+    """
+    rows = [
+        (*chunk[:2], number, chunk.offset)
+        for number, file in enumerate(files)
+        for segment in file.segments
+        for chunk in segment.chunks
+    ]
+    places = np.array(rows, np.int64).reshape(-1, 4)
+    lengths = np.array([array.chunk_nbytes + CHECKSUM_BYTES for array in arrays], np.int64)
+    return np.column_stack((places, lengths[places[:, 0]]))

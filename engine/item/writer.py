@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..coordination import Member
 from ..errors import OptionError, UnsupportedLeafError
@@ -22,11 +21,11 @@ from ..format import crc32c, encode_document
 from ..record import FileRecord
 from ..storage import Location, Segment
 from ..tree import ArrayLeaf, Node, Piece, display, to_document
-from .catalog import Catalog, HostLeaf
+from .catalog import Catalog, Chunks, HostLeaf
 from .compressing import ChunkToCompress, write_compressed
-from .fragments import Fragment, data_path, describe_lines, short_token
-from .merging import merge_fragments
-from .plan import CHECKSUM_BYTES, Layout, PlannedFile, PlannedSegment, check_level, check_size, plan_files
+from .fragments import data_path, short_token
+from .merging import make_fragment, merge_fragments
+from .plan import Layout, PlannedSegment, check_level, check_size, plan_files, planned_places
 from .sources import Bytes, Source, segment_parts
 
 MANIFEST = "manifest.ocdbt"
@@ -115,39 +114,25 @@ class TreeWriter:
         data.make_directory()
         token = short_token(member.token or secrets.token_hex(16))
         alone = member.count == 1
-        arrays, numbers = catalog.everything() if alone else catalog.spread(member.count).share(member.index)
-        order = np.lexsort((numbers, catalog.positions[arrays]))
-        plain, packed = self._divided(arrays[order], numbers[order])
-        sources = self._sources(arrays)
-        files = plan_files([form.spec for form in catalog.forms], self._layout, plain)
+        chunks = catalog.ordered(*(catalog.everything() if alone else catalog.spread(member.count).share(member.index)))
+        plain, packed = self._divided(chunks)
+        sources = self._sources(chunks)
+        specs = [form.spec for form in catalog.forms]
+
+        def write_file(number: int, size: int, segments: Sequence[Segment]) -> None:
+            (location / data_path(token, member.index, number)).write_data(size, segments)
+
+        files = plan_files(specs, self._layout, plain)
         for number, file in enumerate(files):
-            place = location / data_path(token, member.index, number)
-            place.write_data(file.size, [_segment(segment, sources) for segment in file.segments])
-        places = _places(files, catalog)
-        sizes = [file.size for file in files]
+            write_file(number, file.size, [_segment(segment, sources) for segment in file.segments])
+        places, sizes = planned_places(files, specs), [file.size for file in files]
         if packed:
-
-            def write_file(number: int, size: int, segments: Sequence[Segment]) -> None:
-                (location / data_path(token, member.index, number)).write_data(size, segments)
-
             compressed, more = write_compressed(packed, sources, self._layout, len(files), write_file)
             places = np.concatenate((places, np.array(compressed, np.int64)))
             sizes += more
         if not alone:  # otherwise merging is next and syncs this directory, too
             data.sync_directory()
-        digest, description = describe_lines(catalog.lines() if member.index else [])
-        return Fragment(
-            process=member.index,
-            processes=member.count,
-            token=token,
-            digest=digest,
-            description=description if member.index else b"",
-            sizes=sizes,
-            chunks=catalog.starts[places[:, 0]] + places[:, 1],
-            files=places[:, 2],
-            offsets=places[:, 3],
-            lengths=places[:, 4],
-        ).encode()
+        return make_fragment(catalog, member, token, places, sizes)
 
     def merge(self, location: Location, fragments: Sequence[bytes]) -> dict[str, FileRecord]:
         """Writes the index over all shares and the tree's structure, durably; on process 0 only.
@@ -186,22 +171,20 @@ class TreeWriter:
         tree = self._tree
         return Catalog(tree.names, tree.leaves, self._layout, self._compression, self._chunk_bytes)
 
-    def _divided(
-        self, arrays: NDArray[np.int64], numbers: NDArray[np.int64]
-    ) -> tuple[list[tuple[int, int]], list[ChunkToCompress]]:
+    def _divided(self, chunks: Chunks) -> tuple[list[tuple[int, int]], list[ChunkToCompress]]:
         """Divides a share into chunks that are stored as they are and chunks to compress."""
         levels = [form.compression for form in self._catalog.forms]
-        share = list(zip(arrays.tolist(), numbers.tolist(), strict=True))
+        share = list(zip(chunks[0].tolist(), chunks[1].tolist(), strict=True))
         if not any(levels):
             return share, []
         packed = [ChunkToCompress(*chunk, level) for chunk in share if (level := levels[chunk[0]]) is not None]
         return [chunk for chunk in share if levels[chunk[0]] is None], packed
 
-    def _sources(self, arrays: NDArray[np.int64]) -> list[Source]:
+    def _sources(self, chunks: Chunks) -> list[Source]:
         """Returns the sources of all arrays, by number; those that are not in the share have no pieces."""
         catalog = self._catalog
         mine = np.zeros(len(catalog.forms), bool)
-        mine[arrays] = True
+        mine[chunks[0]] = True
         sources = []
         for own, position, form in zip(mine.tolist(), catalog.positions.tolist(), catalog.forms, strict=True):
             pieces: Sequence[Piece] = ()
@@ -238,19 +221,6 @@ def _segment(segment: PlannedSegment, sources: Sequence[Source]) -> Segment:
         return segment_parts(segment, sources)
 
     return Segment(segment.offset, segment.size, parts)
-
-
-def _places(files: Sequence[PlannedFile], catalog: Catalog) -> NDArray[np.int64]:
-    """Returns a row for each planned chunk: array, number, file, offset, length."""
-    rows = [
-        (*chunk[:2], number, chunk.offset)
-        for number, file in enumerate(files)
-        for segment in file.segments
-        for chunk in segment.chunks
-    ]
-    places = np.array(rows, np.int64).reshape(-1, 4)
-    sizes = np.array([form.spec.chunk_nbytes + CHECKSUM_BYTES for form in catalog.forms], np.int64)
-    return np.column_stack((places, sizes[places[:, 0]]))
 
 
 def _raw(piece: Piece, extra: int) -> Piece:

@@ -1,0 +1,200 @@
+"""How planning and merging grow with the number of processes: ``python -m benchmarks.scale``.
+
+Nothing is saved and there are no arrays. A tree of many leaves, each of them divided among all processes, is planned
+as every process would; process 0 then merges the fragments of all and encodes the index. What is measured is what
+process 0 does and the memory that it takes, fragments included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import resource
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from holdfast.engine.coordination import Member
+from holdfast.engine.item.catalog import Catalog
+from holdfast.engine.item.fragments import short_token
+from holdfast.engine.item.merging import make_fragment, merge_fragments
+from holdfast.engine.item.plan import Layout, plan_files, planned_places
+from holdfast.engine.tree import ArrayLeaf, Part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+SHAPES = 40
+"""Different shapes of leaves, as a model has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What was measured for one number of processes.
+
+    Attributes:
+        processes: How many there are.
+        leaves: How many leaves the tree has.
+        chunks: How many chunks all of them have.
+        plan_seconds: For describing the tree and deciding who writes what.
+        fragment_seconds: For one process's share and fragment.
+        merge_seconds: For merging all fragments.
+        index_seconds: For encoding the index.
+        fragments_bytes: All fragments together.
+        index_bytes: The index.
+        peak_bytes: The most memory that the process had.
+    """
+
+    processes: int
+    leaves: int
+    chunks: int
+    plan_seconds: float
+    fragment_seconds: float
+    merge_seconds: float
+    index_seconds: float
+    fragments_bytes: int
+    index_bytes: int
+    peak_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """All that process 0 does."""
+        return self.plan_seconds + self.fragment_seconds + self.merge_seconds + self.index_seconds
+
+
+def make_tree(processes: int, leaves: int) -> tuple[list[str], list[ArrayLeaf]]:
+    """Describes a tree of which every process holds a shard of every leaf.
+
+    Args:
+        processes: How many processes there are.
+        leaves: How many leaves.
+
+    Returns:
+        Their names, and the leaves, which have no pieces.
+    """
+    divided = []
+    for width in range(1, SHAPES + 1):
+        rows, columns = 4, 64 * width
+        parts = tuple(Part((rows * p, 0), (rows, columns), (p,)) for p in range(processes))
+        divided.append(((rows * processes, columns), parts))
+    names, found = [], []
+    for number in range(leaves):
+        shape, parts = divided[number % SHAPES]
+        names.append(f"params.layers_{number // SHAPES}.block_{number % SHAPES}.kernel")
+        found.append(ArrayLeaf(np.dtype(np.float32), shape, [], False, {"kind": "jax"}, parts))
+    return names, found
+
+
+def measure(processes: int, leaves: int) -> Scale:
+    """Plans and merges for a number of processes.
+
+    Args:
+        processes: How many.
+        leaves: How many leaves the tree has.
+
+    Returns:
+        What it took.
+    """
+    names, described = make_tree(processes, leaves)
+    layout, token = Layout(), short_token(uuid.uuid4().hex)
+    began = time.perf_counter()
+    catalog = Catalog(names, described, layout)
+    spread = catalog.spread(processes)
+    planned = time.perf_counter()
+    specs = [form.spec for form in catalog.forms]
+
+    def fragment_of(process: int) -> bytes:
+        share = catalog.ordered(*spread.share(process))
+        files = plan_files(specs, layout, zip(share[0].tolist(), share[1].tolist(), strict=True))
+        places: NDArray[np.int64] = planned_places(files, specs)
+        sizes = [file.size for file in files]
+        return make_fragment(catalog, Member(process, processes, token), token, places, sizes)
+
+    fragments = [fragment_of(0)]
+    told = time.perf_counter()
+    fragments += [fragment_of(process) for process in range(1, processes)]
+    received = time.perf_counter()
+    merged = merge_fragments(catalog, fragments)
+    put_together = time.perf_counter()
+    _, index = merged.places.encode(node_file="d/index", database_id=bytes(16), created_ns=0)
+    encoded = time.perf_counter()
+    return Scale(
+        processes=processes,
+        leaves=leaves,
+        chunks=int(catalog.starts[-1]),
+        plan_seconds=planned - began,
+        fragment_seconds=told - planned,
+        merge_seconds=put_together - received,
+        index_seconds=encoded - put_together,
+        fragments_bytes=sum(map(len, fragments)),
+        index_bytes=len(index),
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+    )
+
+
+def measure_apart(processes: int, leaves: int) -> Scale:
+    """Measures in a new process, whose memory is its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(measure, (processes, leaves))
+
+
+def table(results: Sequence[Scale]) -> str:
+    """Shows what was measured, one line for each number of processes."""
+    head = (
+        "processes",
+        "chunks",
+        "plan",
+        "fragment",
+        "merge",
+        "index",
+        "all",
+        "fragments",
+        "index file",
+        "peak memory",
+    )
+    rows = [
+        (
+            f"{r.processes:,}",
+            f"{r.chunks:,}",
+            *(f"{s:.2f} s" for s in (r.plan_seconds, r.fragment_seconds, r.merge_seconds, r.index_seconds, r.seconds)),
+            f"{r.fragments_bytes / 1e6:.1f} MB",
+            f"{r.index_bytes / 1e6:.1f} MB",
+            f"{r.peak_bytes / 2**30:.2f} GiB",
+        )
+        for r in results
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in (head, *rows)]
+    return "\n".join("  ".join(line) for line in lines)
+
+
+def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] = print) -> None:
+    """Measures for each number of processes and shows the results.
+
+    Args:
+        arguments: Of the command line.
+        write: Where the text goes.
+    """
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--processes", type=int, action="append", help="how many processes; several times for several")
+    parser.add_argument("--leaves", type=int, default=10_000, help="how many leaves the tree has")
+    parser.add_argument("--json", action="store_true", help="print one JSON object for each number of processes")
+    options = parser.parse_args(arguments)
+    results = []
+    for processes in options.processes or [256, 1024]:
+        results.append(measure_apart(processes, options.leaves))
+        if options.json:
+            write(json.dumps(asdict(results[-1])))
+    if not options.json:
+        write(f"{options.leaves:,} leaves, each divided among all processes; what process 0 does")
+        write(table(results))
+
+
+if __name__ == "__main__":
+    main()
