@@ -100,3 +100,46 @@ def verify(directory: Directory, step: Step = None, as_json: AsJson = False) -> 
     from .inspect import verify_checkpoints
 
     return verify_checkpoints(directory, step, as_json=as_json)
+
+
+@app.command("import")
+def import_(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="What another library wrote: a file or a directory.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="Where the checkpoints go.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Makes checkpoints of another library into checkpoints of holdfast.
+
+    Reads Orbax (one checkpoint or a whole run), safetensors (a file, or a folder with an index), files of torch.save
+    and Lightning, folders of torch.distributed.checkpoint, and Flax's msgpack files. Nothing in them is ever run.
+    """
+    from .convert import import_checkpoints
+
+    return import_checkpoints(source, destination, overwrite=overwrite, as_json=as_json)
+
+
+@app.command()
+def export(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A run, a directory of checkpoints, or one checkpoint.")],
+    destination: Annotated[
+        str | None, typer.Argument(metavar="[DST]", help="The file, or the directory for orbax; none with --in-place.")
+    ] = None,
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="safetensors, torch or orbax.")] = "safetensors",
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="Only add the small files that make orbax read it where it is.")
+    ] = False,
+    step: Annotated[int | None, typer.Option("--step", help="Which step; by default the newest.", min=0)] = None,
+    item: Annotated[str | None, typer.Option("--item", help="Which item, if there are several.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Writes a checkpoint for other libraries to read.
+
+    For orbax, all steps are written unless one is given.
+    """
+    from .convert import export_checkpoints
+
+    return export_checkpoints(
+        source, destination, to, in_place=in_place, step=step, item=item, overwrite=overwrite, as_json=as_json
+    )

@@ -7,8 +7,8 @@ from collections import Counter
 from typing import Any
 
 from .. import CheckpointSummary, describe, list_checkpoints, verify
-from ..engine.api import find_checkpoint
-from ..engine.commit import read_record
+from ..engine.interop.native import NativeCheckpoint
+from ..engine.interop.places import find_checkpoint, open_at
 from ..engine.storage import Location
 from .log import configure_logging
 from .places import checkpoints_at, is_one_checkpoint
@@ -40,7 +40,7 @@ def list_steps(place: str, *, as_json: bool) -> int:
         [
             "-" if item["step"] is None else str(item["step"]),
             "-" if item["time"] is None else age(now - item["time"]),
-            "-" if item["time"] is None else size(item["bytes"]),
+            "-" if item["damage"] is not None and item["time"] is None else size(item["bytes"]),
             metrics_text(item["metrics"]),
             ", ".join(item["kept"]),
             "ok" if item["damage"] is None else f"damaged: {item['damage']}",
@@ -65,19 +65,19 @@ def _shown(item: CheckpointSummary) -> dict[str, Any]:
 
 
 def _one(location: Location) -> list[dict[str, Any]]:
-    """Describes one checkpoint: as its manager sees it, or by its record alone when it has no manager."""
+    """Describes one checkpoint: as its manager sees it, or by itself alone when it has no manager."""
     for item in list_checkpoints(location.parent):
         if item.path == str(location):
             return [_shown(item)]
-    record = read_record(location)
+    checkpoint = open_at(location)
     return [
         {
-            "step": record.step,
+            "step": checkpoint.step,
             "path": str(location),
-            "time": record.time,
-            "bytes": record.nbytes,
-            "metrics": record.metrics,
-            "reason": record.reason,
+            "time": checkpoint.time,
+            "bytes": checkpoint.nbytes,
+            "metrics": checkpoint.metrics,
+            "reason": checkpoint.record.reason if isinstance(checkpoint, NativeCheckpoint) else "",
             "kept": [],
             "damage": None,
         }
@@ -97,7 +97,7 @@ def show_leaves(place: str, step: int | None, *, as_json: bool) -> int:
     """
     configure_logging("warning")
     location = find_checkpoint(checkpoints_at(place), step)
-    record = read_record(location)
+    checkpoint = open_at(location)
     leaves = describe(location)
     if as_json:
         shown: list[dict[str, Any]] = [
@@ -113,7 +113,7 @@ def show_leaves(place: str, step: int | None, *, as_json: bool) -> int:
             }
             for leaf in leaves
         ]
-        print_json({"path": str(location), "step": record.step, "time": record.time, "leaves": shown})
+        print_json({"path": str(location), "step": checkpoint.step, "time": checkpoint.time, "leaves": shown})
         return DONE
     columns = ["ITEM", "LEAF", "SHAPE", "TYPE", "SHARDING", "SIZE", "VALUE"]
     rows = [
@@ -134,7 +134,9 @@ def show_leaves(place: str, step: int | None, *, as_json: bool) -> int:
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     print_table(columns, rows, right=["SIZE"])
     total = size(sum(leaf.bytes for leaf in leaves))
-    print(f"\n{location}: {count(len(leaves), 'leaf', 'leaves')}, {total}, saved {age(time.time() - record.time)} ago")
+    saved = "" if checkpoint.time is None else f", saved {age(time.time() - checkpoint.time)} ago"
+    wrote = "" if isinstance(checkpoint, NativeCheckpoint) else f", written by {checkpoint.format}"
+    print(f"\n{location}: {count(len(leaves), 'leaf', 'leaves')}, {total}{saved}{wrote}")
     return DONE
 
 

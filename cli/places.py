@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..engine.errors import CheckpointNotFoundError
+from ..engine.interop.places import is_foreign
 from ..engine.record import RECORD
 from ..engine.storage import Location, as_location
 
@@ -14,25 +15,26 @@ def checkpoints_at(place: str) -> Location:
 
     Args:
         place: A path or URL: a manager's directory, the directory of one checkpoint, or a run directory with
-            ``checkpoints`` inside.
+            ``checkpoints`` inside; or what another library wrote, a file perhaps.
 
     Returns:
-        The manager's directory, or the directory of the one checkpoint.
+        The manager's directory, or the one checkpoint.
 
     Raises:
-        CheckpointNotFoundError: There is no such directory.
+        CheckpointNotFoundError: There is no such directory, and no file that is a checkpoint.
     """
     location = as_location(place)
     if (location / RECORD).exists():
         return location
     inside = location / INSIDE_A_RUN
-    if inside.is_directory():
+    if inside.is_directory() and not is_foreign(location):
         return inside
-    if not location.is_directory():
-        raise CheckpointNotFoundError(f"{place}: no such directory; give a run, a directory of checkpoints or one step")
+    if not location.is_directory() and not is_foreign(location):
+        what = "this file is no checkpoint that is known" if location.exists() else "no such directory"
+        raise CheckpointNotFoundError(f"{place}: {what}; give a run, a directory of checkpoints or one step")
     return location
 
 
 def is_one_checkpoint(location: Location) -> bool:
-    """Returns whether a directory is one checkpoint, not a directory of many."""
-    return (location / RECORD).exists()
+    """Returns whether there is one checkpoint here, not a directory of many."""
+    return (location / RECORD).exists() or is_foreign(location)

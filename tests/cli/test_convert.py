@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp  # type: ignore[import-untyped]  # it comes without type information
+import pytest
+import safetensors.numpy
+import torch
+
+import holdfast as hf
+from holdfast.cli.main import main
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    checkpoint = {
+        "state_dict": {"w": torch.ones(2, 3)},
+        "pytorch-lightning_version": "2",
+        "global_step": 5,
+        "hyper_parameters": {"f": print},
+    }
+    torch.save(checkpoint, tmp_path / "model.ckpt")
+    return tmp_path / "model.ckpt"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    with hf.CheckpointManager(tmp_path / "run" / "checkpoints") as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": np.full(3, step)}, metrics={"loss": step}, force=True)
+    return tmp_path / "run"
+
+
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
+    found = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    assert (found, captured.err) == (status, "")
+    return captured.out
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: object, status: int) -> str:
+    found = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    assert (found, captured.out) == (status, "")
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+def test_import(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    target = model.parent / "ckpt"
+
+    lines = output_of(capsys, "import", model, target).splitlines()
+
+    assert lines == [
+        f"{model} -> {target}: 3 leaves, 32 B (Lightning)",
+        "  left out: hyper_parameters/f (the class or function builtins.print)",
+    ]
+    assert hf.load(target)["state_dict"]["w"].shape == (2, 3)
+
+
+def test_import_for_programs(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    (found,) = json.loads(output_of(capsys, "import", model, model.parent / "ckpt", "--json"))["checkpoints"]
+
+    assert found == {
+        "source": str(model),
+        "path": str(model.parent / "ckpt"),
+        "format": "Lightning",
+        "step": None,
+        "leaves": 3,
+        "bytes": 32,
+        "left_out": ["hyper_parameters/f (the class or function builtins.print)"],
+    }
+
+
+def test_import_refuses(capsys: pytest.CaptureFixture[str], model: Path, run: Path) -> None:
+    assert "exists already" in error_of(capsys, "import", model, run, status=2)
+    assert "nothing at this path" in error_of(capsys, "import", "/nonexistent", run / "x", status=2)
+    model.write_bytes(model.read_bytes()[:-10])
+    assert "cannot be read as a file of torch.save" in error_of(capsys, "import", model, run / "x", status=1)
+
+
+def test_import_overwrites_when_asked(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    output_of(capsys, "import", model, model.parent / "ckpt")
+
+    output_of(capsys, "import", model, model.parent / "ckpt", "--overwrite")
+
+
+def test_foreign_files_are_shown_listed_and_verified(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    shown = output_of(capsys, "show", model)
+
+    assert "state_dict/w" in shown
+    assert shown.endswith("32 B, written by Lightning\n")
+    assert output_of(capsys, "verify", model).splitlines()[-1] == "1 whole"
+    (listed,) = json.loads(output_of(capsys, "ls", model, "--json"))["checkpoints"]
+    assert (listed["step"], listed["damage"]) == (5, None)
+
+
+def test_export_of_the_newest(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    target = run.parent / "x.safetensors"
+
+    line = output_of(capsys, "export", run, target)
+
+    assert line == f"{run}/checkpoints/2 -> {target}: 1 leaf, 24 B (safetensors)\n"
+    assert safetensors.numpy.load_file(target)["w"].tolist() == [2, 2, 2]
+
+
+def test_export_of_a_step(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    output_of(capsys, "export", run, run.parent / "x.pt", "--to", "torch", "--step", 1)
+
+    assert torch.load(run.parent / "x.pt", weights_only=True)["w"].tolist() == [1, 1, 1]
+
+
+def test_export_of_all_steps(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    lines = output_of(capsys, "export", run, run.parent / "orbax", "--to", "orbax").splitlines()
+
+    assert len(lines) == 2
+    with ocp.CheckpointManager(run.parent / "orbax") as manager:
+        assert sorted(manager.all_steps()) == [1, 2]
+
+
+def test_export_in_place(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    lines = output_of(capsys, "export", run, "--to", "orbax", "--in-place").splitlines()
+
+    assert lines == [f"{run}/checkpoints/{step}: orbax reads it now, too" for step in (1, 2)]
+    with ocp.StandardCheckpointer() as checkpointer:
+        template = {"w": np.zeros(3, np.int64)}
+        assert checkpointer.restore(run / "checkpoints" / "2" / "state", template)["w"].tolist() == [2, 2, 2]
+    assert output_of(capsys, "verify", run).splitlines()[-1] == "2 whole"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["x", "--to", "onnx"], "expected one of safetensors, orbax, torch"),
+        ([], "DST is missing: say where to write to"),
+        (["--in-place"], "--in-place takes --to orbax"),
+        (["x", "--to", "orbax", "--in-place"], "--in-place takes --to orbax"),
+        (["x", "--step", "9"], "no checkpoint of step 9"),
+        (["x", "--item", "y"], "no tree 'y'; it has state"),
+    ],
+    ids=["format", "no destination", "in place", "in place and elsewhere", "step", "item"],
+)
+def test_export_refuses(capsys: pytest.CaptureFixture[str], run: Path, arguments: list[str], message: str) -> None:
+    assert message in error_of(capsys, "export", run, *arguments, status=2)
