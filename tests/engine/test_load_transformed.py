@@ -12,6 +12,10 @@ import pytest
 import holdfast as hf
 from holdfast import Transform
 from holdfast.engine.handlers import DEFAULT_REGISTRY
+from holdfast.engine.item import TreeReader
+from holdfast.engine.item.transformed import load_transformed_tree
+from holdfast.engine.storage import as_location
+from holdfast.engine.tree import LeafRequest
 
 jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
@@ -350,3 +354,28 @@ def test_leaves_that_a_handler_of_ones_own_keeps(place: str) -> None:
     assert hf.load_transformed(place, {}, {"w": W})["w"].shape == W.shape
     with pytest.raises(hf.OptionError, match="need handlers that are not at hand"):
         hf.load_transformed(place, {}, {"words": ...})
+
+
+def test_requests_go_before_the_new_tree(place: str, sharding: Any) -> None:
+    """As the handler's ``restore_args`` do, by the names of the new tree."""
+    hf.save(place, {"old": W + 1, "half": W + 2})
+    reader = TreeReader(as_location(place) / "state")
+    transformations = {
+        "renamed": T(original_key="old"),
+        "value": T(original_key="half", value_fn=lambda value: value * 2),
+        "tree": T(multi_value_fn=lambda tree: tree["half"]),
+    }
+    requests = {
+        "renamed": LeafRequest(kind="jax", dtype=np.dtype(np.float16), sharding=sharding),
+        "value": LeafRequest(shape=(64, 66), resize=True),
+        "tree": LeafRequest(dtype=np.dtype(np.int32)),
+    }
+    for like in (W, ...):
+        new = dict.fromkeys(transformations, like)
+        found = load_transformed_tree(reader, transformations, new, requests=requests)
+        assert found["renamed"].sharding == sharding
+        assert found["renamed"].dtype == np.float16
+        assert found["value"].shape == (64, 66)
+        assert (found["value"][0, 0], found["value"][0, 65]) == (4, 0)
+        assert found["tree"].dtype == np.int32
+        assert float(found["tree"][0, 0]) == 2
