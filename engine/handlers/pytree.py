@@ -23,7 +23,7 @@ from ..item import (
 )
 from ..record import FileRecord
 from ..storage import Location
-from ..tree import EXTERNAL, Flattened, LeafRequest, collection_paused, describe, flatten, unflatten
+from ..tree import EXTERNAL, Flattened, collection_paused, describe, flatten
 from .args import RestoreArgs, SaveArgs, spread
 from .base import PreparedCheckpointHandler, no_arguments
 from .casting import Leaf, aggregate, cast
@@ -142,37 +142,35 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         no_arguments(self, kwargs)
         with collection_paused():
             reader = TreeReader(directory, files, aggregate=self._aggregate)
-            names, structure = [leaf.name for leaf in reader.leaves], reader.skeleton.structure
-            item = None if item is ... else item
-            if item is not None:
-                template = flatten(item, self._registry.leaf_types)
-                names, structure = template.names, template.structure
-                item = self._without_placeholders(item, template)
+            saved = [leaf.name for leaf in reader.leaves]
+            template = None if item is None or item is ... else self._template(item)
             args: dict[str, RestoreArgs] = {}
             if restore_args is not None:
+                names, structure = saved, reader.skeleton.structure
+                if template is not None:
+                    names, structure = template.names, template.structure
                 asked = spread(restore_args, structure, RestoreArgs, "restore_args")
                 args = {name: one for name, one in zip(names, asked, strict=True) if one is not None}
             kept = {leaf.name: number for number, leaf in enumerate(reader.leaves) if leaf.saved.kind == EXTERNAL}
-            more: dict[str, Any] = {}
-            requests = _requests(args, kept)
-            if requests:
-                more["requests"] = requests
-            tree = load_tree(reader, like=item, select=select, **more)
+            ordinary = set(saved) - kept.keys() if args else set()
+            requests = {name: one.request() for name, one in args.items() if name in ordinary}
+            tree = load_tree(reader, like=template, select=select, requests=requests)
             return resolve(tree, directory, files, kept, self._registry, args) if kept else tree
 
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
         """Returns the tree with a description of every leaf in its place; no data is read."""
         return tree_metadata(TreeReader(directory, files, aggregate=self._aggregate))
 
-    def _without_placeholders(self, item: Any, flat: Flattened) -> Any:
-        """Returns a template with ``...`` in the place of leaves that say nothing, and of those that have a handler."""
+    def _template(self, item: Any) -> Flattened:
+        """Takes a template apart; ``...`` stands for leaves that say nothing, and for those that have a handler."""
         registry = self._registry
+        flat = flatten(item, registry.leaf_types)
         ours = bool(registry.leaf_types)
-        says = [type(value) is not object and not (ours and registry.find(value)) for value in flat.values]
-        if all(says):
-            return item
-        values = [value if stays else ... for value, stays in zip(flat.values, says, strict=True)]
-        return unflatten(flat.structure, values)
+        values = [
+            ... if type(value) is object or (ours and registry.find(value) is not None) else value
+            for value in flat.values
+        ]
+        return Flattened(flat.names, values, flat.structure)
 
 
 def _described(flat: Flattened, external: ExternalLeaves) -> list[Leaf]:
@@ -183,13 +181,6 @@ def _described(flat: Flattened, external: ExternalLeaves) -> list[Leaf]:
     mine = [number for number in range(len(flat.names)) if number not in notes]
     described = iter(describe([flat.names[number] for number in mine], [flat.values[number] for number in mine]))
     return [notes[number] if number in notes else next(described) for number in range(len(flat.names))]
-
-
-def _requests(args: Mapping[str, RestoreArgs], kept: Mapping[str, int]) -> dict[str, LeafRequest]:
-    """Returns what is asked for of the leaves that are arrays and values, where anything is."""
-    nothing = LeafRequest()
-    requests = {name: asked.request() for name, asked in args.items() if name not in kept}
-    return {name: request for name, request in requests.items() if request != nothing}
 
 
 class _PreparedTree:

@@ -8,11 +8,18 @@ from typing import Any, Literal, get_args
 
 from ..checkpointer import Place
 from ..clock import SystemClock
-from ..errors import CheckpointExistsError, CheckpointNotFoundError, DamagedCheckpointError, OptionError
+from ..errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    OptionError,
+    UnsupportedLeafError,
+)
 from ..handlers import JsonCheckpointHandler
 from ..record import CheckpointRecord
 from ..saving import ItemToSave, Save
 from ..storage import Location, as_location
+from ..tree import EXTERNAL, display
 from .native import NativeCheckpoint
 from .places import find_checkpoint, is_foreign, open_at, open_checkpoint, step_locations
 from .rewriting import TreeSourceHandler
@@ -117,6 +124,12 @@ def export_checkpoint(
         return _export_orbax(as_location(source), target, step, item)
     checkpoint = open_at(find_checkpoint(as_location(source), step))
     tree = _only_tree(checkpoint, item)
+    external = [display(leaf.name) for leaf in tree.leaves if leaf.saved.kind == EXTERNAL]
+    if external:
+        raise UnsupportedLeafError(
+            f"{tree.location}: {', '.join(external[:8])} cannot be exported: only their handlers know these leaves; "
+            "leave them out of the tree. Nothing was written"
+        )
     if to == "torch":
         from .torch_export import export_torch as write
     else:

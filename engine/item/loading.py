@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..errors import OptionError, TreeMismatchError
 from ..tree import (
+    Flattened,
     LeafRequest,
     Partition,
     Target,
@@ -64,7 +65,7 @@ def load_tree(
 
     Args:
         reader: The saved tree.
-        like: The template, or None for the saved containers with numpy arrays.
+        like: The template, or what `flatten` made of one; None for the saved containers with numpy arrays.
         select: Patterns of paths; leaves that match none are left out, and a template has none of them. None takes all.
         requests: What is asked for single leaves, by their storage names, before what the template says.
 
@@ -83,7 +84,7 @@ def load_tree(
         leaves = [leaf for leaf, wanted in zip(reader.leaves, chosen, strict=True) if wanted]
         skeleton = reader.skeleton if select is None else reader.skeleton.select(chosen)
         return skeleton.build(_values(reader, leaves, _requested(reader, leaves, requests)))
-    template = flatten(like)
+    template = like if isinstance(like, Flattened) else flatten(like)
     targets = describe_template(template.names, template.values)
     leaves, targets = _matching(reader, targets, select, requests)
     return unflatten(template.structure, _values(reader, leaves, targets))

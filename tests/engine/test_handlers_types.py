@@ -231,3 +231,11 @@ def test_facts_are_json(place: str) -> None:
         hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)).save(place, TREE)
     with pytest.raises(hf.CheckpointNotFoundError):
         hf.load(place)
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "orbax"])
+def test_other_formats_have_no_place_for_it(tmp_path: Path, checkpointer: hf.Checkpointer, to: Any) -> None:
+    checkpointer.save(tmp_path / "one", TREE)
+    with pytest.raises(hf.UnsupportedLeafError, match="text/vocabulary"):
+        hf.export_checkpoint(tmp_path / "one", tmp_path / "two", to=to)
+    assert not (tmp_path / "two").exists()
