@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -238,9 +237,9 @@ class Checkpoint(Node):
         try:
             restoration = Restoration(stored, self, rename=rename, select=select, exclude=exclude, ignore=ignore)
             restoration.advance()
-            restoration.partial = partial
+            restoration.outcome.partial = partial
             status = RestoreStatus(restoration, self)
-            if not partial and not restoration.found_anything and restoration.unrestored():
+            if not partial and not restoration.found_anything and restoration.outcome.unrestored():
                 report = status.report
                 if report.missing:
                     raise TreeMismatchError(f"{nothing_matched(report)}\nIf that is as intended, pass partial=True")
@@ -248,7 +247,6 @@ class Checkpoint(Node):
             object.__setattr__(self, "_holdfast_counter", before)
             raise
         self._holdfast_restorations.append(restoration)
-        weakref.finalize(self, _warn, restoration).atexit = False
         return status
 
     def _capture(self) -> CapturedGraph:
@@ -256,10 +254,12 @@ class Checkpoint(Node):
         pending: list[str] = []
         for place, restoration in enumerate(self._holdfast_restorations):
             restoration.advance()
-            if not restoration.partial:
+            if not restoration.outcome.partial:
                 later = [other.wanted() for other in self._holdfast_restorations[place + 1 :]]
-                left = [path for path in restoration.unrestored() if not any(path in wanted for wanted in later)]
-                pending += [f"{shown(path)} ({restoration.where})" for path in left]
+                left = [
+                    path for path in restoration.outcome.unrestored() if not any(path in wanted for wanted in later)
+                ]
+                pending += [f"{shown(path)} ({restoration.outcome.where})" for path in left]
         if pending:
             raise StateError(
                 "\n".join(
@@ -299,15 +299,3 @@ class Checkpoint(Node):
         kwargs = {} if layout is None else {"layout": layout}
         saver.put(location, self._capture(), number, overwrite=overwrite, background=background, kwargs=kwargs)
         return str(location)
-
-
-def _warn(restoration: Restoration) -> None:
-    """Tells what was never restored once nothing can ask for it any more."""
-    left = [] if restoration.partial else restoration.unrestored()
-    if left:
-        _logger.warning(
-            "a checkpoint object is gone, and values of %s were never restored; say expect_partial() if that is as "
-            "intended:\n%s",
-            restoration.where,
-            "\n".join(lines("not restored", [shown(path) for path in left])),
-        )

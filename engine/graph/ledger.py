@@ -4,12 +4,35 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from typing import Any
 
 from .cells import Cell
 from .paths import Path
 
 _numbers = itertools.count(1)
 _entries: dict[int, tuple[weakref.ref[object], dict[Path, int]]] = {}
+_proxies: weakref.WeakValueDictionary[int, Proxy] = weakref.WeakValueDictionary()
+
+
+class Proxy:
+    """Stands for an object that cannot be referred to weakly, and keeps it alive; whoever wants that keeps the proxy.
+
+    Attributes:
+        thing: The object.
+    """
+
+    __slots__ = ("__weakref__", "thing")
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+
+def proxy(thing: Any) -> Proxy:
+    """Returns the one proxy of an object that there is as long as somebody keeps it."""
+    found = _proxies.get(id(thing))
+    if found is None or found.thing is not thing:
+        found = _proxies[id(thing)] = Proxy(thing)
+    return found
 
 
 def next_number() -> int:

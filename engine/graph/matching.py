@@ -82,9 +82,9 @@ class Matching:
         """Generates the values for what has turned up below a holder that is known already."""
         for number, binding in self._bound_to(holder):
             target = None if binding.reference is None else binding.reference()
-            if target is not None:
-                view = look(target, Position(target, (), None))
-                yield from self._match(deque([(number, target, view, binding.path)]), anew=False)
+            target = holder if target is None else target  # the checkpoint that it was the root of may be gone
+            view = look(target, Position(target, (), None))
+            yield from self._match(deque([(number, target, view, binding.path)]), anew=False)
 
     def node_at(self, holder: Any, segment: str) -> int | None:
         """Returns the node that an edge of a holder leads to in the checkpoint, or None."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,16 +18,59 @@ from ..tree.frameworks import is_torch_tensor
 from ..tree.python_leaves import is_python_value
 from ..tree.structure import KeyProblem, key_segments
 from .cells import Cell, StateCell, write
-from .ledger import last_restore, next_number, note_restore
+from .ledger import Proxy, last_restore, next_number, note_restore
 from .matching import Assignment, Matching
 from .paths import Path, PathFilter, Patterns, shown
-from .report import RestoreReport
+from .report import RestoreReport, lines
 from .saved import Rename
 from .slots import is_simple
 from .stored import StoredGraph
 from .torch_objects import TensorCell, like_state_of
 from .tracked import Node, expect, forget
+from .views import COUNTER
 from .walk import walk
+
+_logger = logging.getLogger("holdfast")
+_waiting: weakref.WeakSet[Restoration] = weakref.WeakSet()
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Which values of a checkpoint were restored; outlives the restore, so that what never was can be told.
+
+    Attributes:
+        paths: The paths of all values, by their nodes.
+        wanted: The nodes of those that shall be restored.
+        where: Where they come from.
+        restored: The nodes of those that were.
+        partial: Whether it is as intended if some never are.
+    """
+
+    paths: dict[int, Path]
+    wanted: set[int]
+    where: str
+    restored: set[int] = field(default_factory=set)
+    partial: bool = False
+
+    def unrestored(self) -> list[Path]:
+        """Returns the values that were not restored."""
+        return [path for number, path in self.paths.items() if number in self.wanted and number not in self.restored]
+
+    def warn(self) -> None:
+        """Tells what was never restored, once nothing can ask for it any more."""
+        left = [] if self.partial else self.unrestored()
+        if left:
+            _logger.warning(
+                "a checkpoint object is gone, and values of %s were never restored; say expect_partial() if that is "
+                "as intended:\n%s",
+                self.where,
+                "\n".join(lines("not restored", [shown(path) for path in left])),
+            )
+
+
+def others_wait(restoration: Restoration) -> bool:
+    """Whether other restores still wait for objects."""
+    return any(other is not restoration for other in _waiting)
 
 
 class Restoration:
@@ -40,7 +85,7 @@ class Restoration:
         ignore: Paths that are neither restored nor missed, whether they are there or not.
 
     Attributes:
-        partial: Whether it is as intended that values stay unrestored.
+        outcome: Which values were restored.
     """
 
     def __init__(
@@ -53,7 +98,6 @@ class Restoration:
         exclude: Patterns | None = None,
         ignore: Iterable[Path] = (),
     ) -> None:
-        self.partial = False
         self._stored = stored
         self._root = weakref.ref(root)
         self._number = next_number()
@@ -64,8 +108,10 @@ class Restoration:
         self._paths = {number: graph.path(number) for number, _ in graph.values()}
         self._filter.check(self._paths.values())
         self._wanted = {number for number, path in self._paths.items() if self._chooses(path)}
+        self.outcome = Outcome(self._paths, self._wanted, str(stored.checkpoint))
+        weakref.finalize(self, self.outcome.warn).atexit = False
+        self._proxies: list[Proxy] = []
         self._kept_for = {value: one for node in graph.nodes for one, _, value in node.slots}
-        self._restored: set[int] = set()
         self._settled: set[Path] = set()
         self._holders: list[weakref.ref[Any]] = []
 
@@ -98,22 +144,14 @@ class Restoration:
         """Whether anything but the root was found in the checkpoint."""
         graph = self._matching.graph
         return any(
-            number != 0 and (number not in self._paths or self._chooses(graph.path(number)))
+            number != 0 and path != (COUNTER,) and (number not in self._paths or self._chooses(path))
             for number in self._matching.bindings
+            if (path := graph.path(number)) is not None
         )
-
-    def unrestored(self) -> list[Path]:
-        """Returns the values of the checkpoint that were not restored."""
-        return [self._paths[number] for number in self._paths if number in self._wanted - self._restored]
 
     def wanted(self) -> set[Path]:
         """Returns the values of the checkpoint that it restores."""
         return {self._paths[number] for number in self._wanted}
-
-    @property
-    def where(self) -> str:
-        """Where the values come from."""
-        return str(self._stored.checkpoint)
 
     def report(self, root: Node) -> RestoreReport:
         """Says what is restored and what is not, as the program is now."""
@@ -126,10 +164,10 @@ class Restoration:
             elif self._chooses(node.path):
                 missing.append(shown(node.path))
         unused = self._matching.unused
-        left = [number for number in self._paths if number in self._wanted - self._restored]
+        left = [number for number in self._paths if number in self._wanted - self.outcome.restored]
         conflicts = self._matching.conflicts.items()
         return RestoreReport(
-            checkpoint=self.where,
+            checkpoint=self.outcome.where,
             restored=tuple(restored),
             missing=tuple(missing),
             pending=tuple(shown(self._paths[number]) for number in left if number not in unused),
@@ -166,23 +204,25 @@ class Restoration:
         self._wait()
 
     def _note(self, one: Assignment) -> None:
-        self._restored.add(one.saved)
+        self.outcome.restored.add(one.saved)
         self._settled.add(one.path)
         self._matching.unused.pop(one.saved, None)
 
     def _wait(self) -> None:
         """Has holders tell of what is attached to them, as long as values wait for that."""
-        left = bool(self._wanted - self._restored)
+        left = bool(self._wanted - self.outcome.restored)
         for holder in self._matching.waiting:
             for target in (holder, holder.__holdfast_root__() if isinstance(holder, Node) else None):
                 if left and isinstance(target, Node | list | dict) and type(target).__weakrefoffset__:
                     expect(target, self)
                     self._holders.append(weakref.ref(target))
         self._matching.waiting.clear()
+        (_waiting.add if left else _waiting.discard)(self)
         if not left:
             for reference in self._holders:
                 forget(reference(), self)
             self._holders.clear()
+            self._proxies = self._proxies if others_wait(self) else []
 
     def _write(self, due: list[Assignment]) -> None:
         """Validates everything, reads everything, and only then changes anything."""
@@ -193,6 +233,8 @@ class Restoration:
         write(changes)
         for one in due:
             note_restore(one.cell, self._number)
+            if isinstance(one.cell.anchor, Proxy):
+                self._proxies.append(one.cell.anchor)  # what was noted of it is known as long as it lives
 
     def _value(self, one: Assignment) -> str:
         value = self._matching.graph.nodes[one.saved].value
@@ -230,7 +272,7 @@ class Restoration:
         differences += [what for one, leaf in zip(due, saved, strict=True) if (what := self._slot_problem(one, leaf))]
         if differences:
             raise TreeMismatchError(
-                f"{self.where}: {len(differences)} objects do not fit their values in the checkpoint; "
+                f"{self.outcome.where}: {len(differences)} objects do not fit their values in the checkpoint; "
                 "nothing was changed. Leave them out with exclude=, or change them:",
                 [line.replace("(template)", "(program)") for line in differences],
             )

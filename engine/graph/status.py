@@ -90,7 +90,7 @@ class RestoreStatus:
         They are not warned about, and a save leaves them behind. Objects that turn up are restored nevertheless.
         """
         if self._restoration is not None:
-            self._restoration.partial = True
+            self._restoration.outcome.partial = True
         return self
 
     def _checked(self) -> RestoreReport:

@@ -19,6 +19,7 @@ from ..tree.python_leaves import is_python_value
 from ..tree.structure import KeyProblem, key_segments
 from .cells import ArrayCell, BoxCell, Cell, PartCell, StateCell
 from .flax_objects import is_nnx_object, is_nnx_variable, nnx_children, variable_value
+from .ledger import proxy
 from .paths import Path
 from .slots import OptimizerView
 from .torch_objects import TensorCell, is_module, is_optimizer, is_uninitialized, module_children
@@ -234,7 +235,7 @@ def _container(value: Any, position: Position) -> View:
 def _variable(value: Any, position: Position) -> View:
     """Returns what a flax variable is: a leaf, or a container of parts if that is what it holds."""
     get, change = variable_value(value)
-    cell = BoxCell(position.anchor, (*position.trail, "%"), get, change)  # variables cannot be referred to weakly
+    cell = BoxCell(value if _can_be_anchor(value) else proxy(value), (), get, change)
     inner = get()
     kind = look(inner, Position(cell.anchor, cell.trail, change))
     if isinstance(kind, Leaf):

@@ -1,0 +1,412 @@
+"""What is matched by name: stand-ins for parts, objects that turn up later, aliases, cycles, and how that is told."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+import holdfast as hf
+from holdfast import graph
+
+
+class Library(NamedTuple):
+    """A kind of arrays.
+
+    Attributes:
+        make: Makes one that can be changed in place.
+        read: Gives its elements.
+    """
+
+    make: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+
+
+LIBRARIES = {
+    "torch": Library(lambda value: torch.tensor(value, dtype=torch.float32), lambda x: x.tolist()),
+    "nnx": Library(lambda value: nnx.Param(jnp.asarray(value, jnp.float32)), lambda x: np.asarray(x[...]).tolist()),
+    "numpy": Library(lambda value: np.array(value, np.float32), lambda x: x.tolist()),
+}
+
+
+@pytest.fixture(params=list(LIBRARIES))
+def library(request: pytest.FixtureRequest) -> Library:
+    return LIBRARIES[request.param]
+
+
+@pytest.fixture
+def path(place: str, library: Library) -> str:
+    """A checkpoint of a net with one layer, beside a step."""
+    layer = graph.Node(kernel=library.make([[1.0, 2.0]]), bias=library.make([3.0, 4.0]))
+    return graph.Checkpoint(net=graph.Node(l1=layer), step=5).save(f"{place}/ckpt")
+
+
+def test_t12_fake_parents(path: str, library: Library) -> None:
+    to_restore = library.make([0.0, 0.0])
+    fake_net = graph.Node(l1=graph.Node(bias=to_restore))
+    status = graph.Checkpoint(net=fake_net).restore(path)
+    assert library.read(to_restore) == [3, 4]
+    status.assert_existing_objects_matched().assert_nontrivial_match()
+    with pytest.raises(AssertionError, match="net/l1/kernel"):
+        status.assert_consumed()
+    assert status.report.pending == ("step", "net/l1/kernel") or set(status.report.pending) == {"step", "net/l1/kernel"}
+    status.expect_partial()
+
+
+def test_t13_attach_later(path: str, library: Library) -> None:
+    layer = graph.Node(bias=library.make([0.0, 0.0]))
+    checkpoint = graph.Checkpoint(net=graph.Node(l1=layer))
+    status = checkpoint.restore(path)
+    layer.kernel = library.make([[0.0, 0.0]])
+    assert library.read(layer.kernel) == [[1, 2]]
+    checkpoint.step = 0
+    assert checkpoint.step == 5
+    status.assert_consumed()
+    layer.kernel = library.make([[9.0, 9.0]])  # only what is attached first is restored
+    assert library.read(layer.kernel) == [[9, 9]]
+
+
+def test_t13_a_whole_subtree(path: str, library: Library) -> None:
+    checkpoint = graph.Checkpoint()
+    status = checkpoint.restore(path)
+    checkpoint.net = graph.Node(l1=graph.Node(kernel=library.make([[0.0, 0.0]]), bias=library.make([0.0, 0.0])))
+    assert library.read(checkpoint.net.l1.kernel) == [[1, 2]]
+    assert library.read(checkpoint.net.l1.bias) == [3, 4]
+    checkpoint.step = 0
+    status.assert_consumed()
+
+
+def test_t13_lists_and_dicts(place: str, library: Library) -> None:
+    saved = graph.Checkpoint(
+        listed=[library.make(1.0), library.make(2.0)],
+        mapped={"one": library.make(3.0), "more": {"two": library.make(4.0)}},
+    )
+    path = saved.save(f"{place}/ckpt")
+    checkpoint = graph.Checkpoint()
+    status = checkpoint.restore(path)
+    checkpoint.listed = []
+    checkpoint.listed.append(library.make(0.0))
+    assert library.read(checkpoint.listed[0]) == 1
+    checkpoint.listed += [library.make(0.0)]
+    assert library.read(checkpoint.listed[1]) == 2
+    checkpoint.mapped = {}
+    checkpoint.mapped["one"] = library.make(0.0)
+    assert library.read(checkpoint.mapped["one"]) == 3
+    checkpoint.mapped.update(more={})
+    checkpoint.mapped["more"]["two"] = library.make(0.0)
+    assert library.read(checkpoint.mapped["more"]["two"]) == 4
+    status.assert_consumed()
+    assert isinstance(checkpoint.listed, list)
+    assert isinstance(checkpoint.mapped, dict)
+    checkpoint.save(f"{place}/again")
+    assert hf.load(f"{place}/again-2")["mapped"]["more"] == {"two": 4}
+
+
+def test_t14_alias(place: str, library: Library) -> None:
+    save = graph.Checkpoint()
+    save.listed = [library.make(1.0)]
+    save.listed.append(library.make(2.0))
+    save.mapped = {"one": save.listed[0]}
+    save.mapped["two"] = save.listed[1]
+    path = save.save(f"{place}/tf_list_example")
+    assert [leaf.path for leaf in hf.describe(path)] == ["listed/0", "listed/1", "save_counter"]
+
+    restore = graph.Checkpoint()
+    v2 = library.make(0.0)
+    restore.mapped = {"two": v2}
+    restore.restore(path)
+    assert library.read(v2) == 2
+    restore.listed = []
+    v1 = library.make(0.0)
+    restore.listed.append(v1)
+    assert library.read(v1) == 1
+    restore.listed.append(v2)
+    assert library.read(v2) == 2
+
+
+def test_t14_an_alias_is_not_restored_twice(place: str) -> None:
+    shared = np.array([1.0])
+    path = graph.Checkpoint(one=shared, other=shared).save(f"{place}/ckpt")
+    checkpoint = graph.Checkpoint(one=np.zeros(1))
+    checkpoint.restore(path).assert_consumed()
+    checkpoint.one[...] = 7
+    checkpoint.other = checkpoint.one
+    assert checkpoint.one.tolist() == [7]
+
+
+def test_t14_immutable_values_are_restored_at_each_place(place: str) -> None:
+    shared = jnp.ones(2)
+    path = graph.Checkpoint(one={"w": shared}, other=shared).save(f"{place}/ckpt")
+    assert [leaf.path for leaf in hf.describe(path)] == ["other", "save_counter"]
+    checkpoint = graph.Checkpoint(one={"w": jnp.zeros(2)}, other=jnp.zeros(2))
+    checkpoint.restore(path).assert_consumed()
+    assert checkpoint.one["w"].tolist() == checkpoint.other.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_t15_latest_call_wins(place: str, library: Library, first: int) -> None:
+    paths = {number: graph.Checkpoint(v=library.make(11.0 + number)).save(f"{place}/run") for number in (1, 2)}
+    roots = {1: graph.Checkpoint(), 2: graph.Checkpoint()}
+    for number in (first, 3 - first):
+        roots[number].restore(paths[number])
+    leaf = library.make(0.0)
+    roots[1].v = leaf
+    assert library.read(leaf) == 12
+    roots[2].v = leaf
+    assert library.read(leaf) == (13 if first == 1 else 12)
+
+
+def cycle(library: Library, values: tuple[float, float]) -> tuple[graph.Node, graph.Node]:
+    first, second = (graph.Node(v=library.make(value)) for value in values)
+    first.second, second.first = second, first
+    return first, second
+
+
+def test_t16_cycles(place: str, library: Library) -> None:
+    path = graph.Checkpoint(cycle(library, (3.0, 4.0))[0]).save(f"{place}/ckpt")
+    first, _ = cycle(library, (0.0, 0.0))
+    graph.Checkpoint(first).restore(path).assert_consumed()
+    assert [library.read(first.v), library.read(first.second.v)] == [3, 4]
+
+    late = graph.Node()
+    status = graph.Checkpoint(late).restore(path)
+    late.v = library.make(0.0)
+    with pytest.raises(AssertionError, match="second/v"):
+        status.assert_consumed()
+    late.second = graph.Node(first=late)
+    late.second.v = library.make(0.0)
+    assert [library.read(late.v), library.read(late.second.v)] == [3, 4]
+    status.assert_consumed()
+
+
+def test_t16_a_list_that_holds_itself(place: str) -> None:
+    loop: list[Any] = [np.ones(1)]
+    loop.append(loop)
+    path = graph.Checkpoint(loop=loop).save(f"{place}/ckpt")
+    other: list[Any] = [np.zeros(1)]
+    other.append(other)
+    graph.Checkpoint(loop=other).restore(path).assert_consumed()
+    assert other[0].tolist() == [1]
+
+
+def test_t17_ambiguity(place: str, library: Library) -> None:
+    shared = graph.Node(v=library.make(1.0))
+    path = graph.Checkpoint(a=shared, b=shared).save(f"{place}/ckpt")
+    status = graph.Checkpoint(a=graph.Node(v=library.make(0.0)), b=graph.Node(v=library.make(0.0))).restore(path)
+    assert status.report.conflicts == (("a", "a", "b"),)
+    for check in (status.assert_consumed, status.assert_existing_objects_matched):
+        with pytest.raises(AssertionError, match="a and b"):
+            check()
+
+
+def test_t17_two_saved_objects_in_one(place: str, library: Library) -> None:
+    path = graph.Checkpoint(a=library.make(1.0), b=library.make(2.0)).save(f"{place}/ckpt")
+    leaf = library.make(0.0)
+    graph.Checkpoint(a=leaf, b=leaf).restore(path).assert_consumed()
+    assert library.read(leaf) == 1
+
+
+def test_t18_no_checkpoint() -> None:
+    status = graph.Checkpoint(v=np.zeros(1)).restore(None)
+    for check in (status.assert_consumed, status.assert_existing_objects_matched, status.assert_nontrivial_match):
+        with pytest.raises(AssertionError, match="no checkpoint"):
+            check()
+    status.expect_partial()
+    assert status.report.checkpoint == ""
+
+
+def test_t18_nothing_but_the_root(place: str) -> None:
+    path = graph.Checkpoint(v1=np.ones(1)).save(f"{place}/ckpt")
+    other = graph.Checkpoint(net=graph.Node(v1=np.zeros(1)))
+    with pytest.raises(hf.TreeMismatchError, match="net/v1"):
+        other.restore(path)
+    assert other.save_counter == 0
+    status = other.restore(path, partial=True)
+    with pytest.raises(AssertionError, match="two different things"):
+        status.assert_nontrivial_match()
+    with pytest.raises(AssertionError, match="nothing has been attached"):
+        graph.Checkpoint().restore(path, partial=True).assert_nontrivial_match()
+
+
+def test_t18_unused_values(place: str, library: Library) -> None:
+    path = graph.Checkpoint(v1=library.make(1.0), v2=library.make(2.0)).save(f"{place}/ckpt")
+    checkpoint = graph.Checkpoint(v1=graph.Node(x=1), v2=library.make(0.0))
+    status = checkpoint.restore(path)
+    assert library.read(checkpoint.v2) == 2
+    with pytest.raises(AssertionError, match="something else is in its place.*v1"):
+        status.assert_consumed()
+    assert status.report.unused == ("v1",)
+
+
+def test_t18_empty_containers(place: str) -> None:
+    path = graph.Checkpoint(v=np.ones(1), empty={}).save(f"{place}/ckpt")
+    status = graph.Checkpoint(v=np.zeros(1), a=[], b={}, c=()).restore(path)
+    status.assert_consumed().assert_existing_objects_matched()
+
+
+def test_t18_asserts_outlive_the_checkpoint(place: str) -> None:
+    path = graph.Checkpoint(v=np.ones(1)).save(f"{place}/ckpt")
+    checkpoint = graph.Checkpoint(v=np.zeros(1))
+    status = checkpoint.restore(path)
+    del checkpoint
+    gc.collect()
+    status.assert_consumed()
+
+
+def test_t18_the_report_is_data(place: str) -> None:
+    path = graph.Checkpoint(a=np.ones(1), b=np.ones(1), c=np.ones(1)).write(f"{place}/ckpt")
+    status = graph.Checkpoint(a=np.zeros(1), c=graph.Node(x=1), d=np.zeros(2)).restore(path)
+    report = status.report
+    assert (report.restored, report.missing, report.pending, report.unused) == (("a",), ("d", "c/x"), ("b",), ("c",))
+    assert report.checkpoint == path
+    assert not report.complete
+    assert "(1): b" in str(report)
+
+
+def test_t19_partial_silence(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = graph.Checkpoint(v1=np.ones(1), v2=np.ones(1)).save(f"{place}/ckpt")
+    for partial in (False, True):
+        caplog.clear()
+        checkpoint = graph.Checkpoint(v2=np.zeros(1))
+        status = checkpoint.restore(path)
+        if partial:
+            status.expect_partial()
+        del checkpoint, status
+        gc.collect()
+        warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert ["v1" in warning and "v2" not in warning for warning in warnings] == ([] if partial else [True])
+
+
+def test_t22_root_or_named(place: str) -> None:
+    m = graph.Node(w=np.ones(1))
+    with pytest.raises(hf.OptionError, match="w="):
+        graph.Checkpoint(root=m, w=np.zeros(1))
+    assert graph.Checkpoint(root=m, w=m.w).w is m.w
+
+    named = graph.Checkpoint(m.__class__(), w=m.w).save(f"{place}/named")
+    owner = graph.Node(w=np.zeros(1))
+    graph.Checkpoint(owner).restore(named).assert_consumed()
+    assert owner.w.tolist() == [1]
+
+    owned = graph.Checkpoint(m).save(f"{place}/owned")
+    checkpoint = graph.Checkpoint(w=np.zeros(1))
+    checkpoint.restore(owned).assert_consumed()
+    assert checkpoint.w.tolist() == [1]
+
+
+def test_t22_a_torch_module_as_root(place: str) -> None:
+    path = graph.Checkpoint(torch.nn.Linear(2, 3), step=7).save(f"{place}/ckpt")
+    assert [leaf.path for leaf in hf.describe(path)] == ["weight", "bias", "step", "save_counter"]
+    module = torch.nn.Linear(2, 3)
+    checkpoint = graph.Checkpoint(module, step=0)
+    checkpoint.restore(path).assert_consumed()
+    assert checkpoint.step == 7
+
+
+def test_t22_attaching_to_a_root_later(place: str) -> None:
+    path = graph.Checkpoint(graph.Node(w=np.ones(1), v=np.ones(2))).save(f"{place}/ckpt")
+    root = graph.Node(w=np.zeros(1))
+    graph.Checkpoint(root).restore(path)
+    root.v = np.zeros(2)
+    assert root.v.tolist() == [1, 1]
+
+
+def test_t22_a_weak_root(place: str) -> None:
+    root = graph.Node(w=np.ones(1))
+    checkpoint = graph.Checkpoint(weakref.ref(root))
+    path = checkpoint.save(f"{place}/ckpt")
+    assert graph.load_checkpoint(path).has_tensor("w")
+    watch = weakref.ref(root)
+    del root
+    gc.collect()
+    assert watch() is None
+
+
+@pytest.mark.parametrize(
+    "root", [np.ones(3), torch.optim.SGD([torch.ones(1)], 0.1), (1, 2)], ids=["array", "optimizer", "tuple"]
+)
+def test_t22_what_cannot_be_a_root(root: Any) -> None:
+    with pytest.raises(hf.OptionError, match="name"):
+        graph.Checkpoint(root)
+
+
+def test_names_of_methods_are_taken() -> None:
+    with pytest.raises(hf.OptionError, match="'save'"):
+        graph.Checkpoint(save=1)
+    assert graph.Node(save=1).save == 1
+
+
+def test_a_save_does_not_lose_values_that_wait(place: str) -> None:
+    path = graph.Checkpoint(a=np.ones(1), b=np.ones(1)).save(f"{place}/ckpt")
+    checkpoint = graph.Checkpoint(a=np.zeros(1))
+    status = checkpoint.restore(path)
+    with pytest.raises(hf.StateError, match="waiting.*b"):
+        checkpoint.save(f"{place}/ckpt")
+    assert checkpoint.save_counter == 1
+    status.expect_partial()
+    assert checkpoint.save(f"{place}/ckpt") == f"{place}/ckpt-2"
+
+
+def test_a_later_restore_takes_over_what_waits(place: str) -> None:
+    first = graph.Checkpoint(a=np.ones(1), b=np.ones(1)).save(f"{place}/ckpt")
+    checkpoint = graph.Checkpoint(a=np.zeros(1))
+    checkpoint.restore(first)
+    checkpoint.b = np.zeros(1)
+    checkpoint.restore(first).assert_consumed()
+    checkpoint.save(f"{place}/ckpt")
+
+
+def test_copies_share_nothing(place: str) -> None:
+    checkpoint = graph.Checkpoint(graph.Node(w=np.ones(1)), listed=[np.ones(1)])
+    checkpoint.save(f"{place}/ckpt")
+    copied = copy.deepcopy(checkpoint)
+    assert copied.save_counter == 1
+    copied.listed[0][...] = 5
+    assert checkpoint.listed[0].tolist() == [1]
+    assert copied.save(f"{place}/copy") == f"{place}/copy-2"
+
+
+def test_a_list_that_is_changed_behind_the_checkpoint(place: str) -> None:
+    path = graph.Checkpoint(listed=[np.ones(1)]).save(f"{place}/ckpt")
+    checkpoint = graph.Checkpoint()
+    checkpoint.restore(path, partial=True)
+    mine: list[Any] = []
+    checkpoint.listed = mine
+    mine.append(np.zeros(1))
+    with pytest.raises(hf.UnsupportedLeafError, match="listed"):
+        checkpoint.save(f"{place}/ckpt")
+
+
+def test_what_cannot_be_saved_is_named(place: str) -> None:
+    with pytest.raises(hf.UnsupportedLeafError, match=r"net/it: .*list_iterator"):
+        graph.Checkpoint(net=graph.Node(it=iter([1]))).save(f"{place}/ckpt")
+    checkpoint = graph.Checkpoint(w=1, it=graph.Untracked(iter([1])))
+    checkpoint.save(f"{place}/ckpt")
+    assert next(checkpoint.it) == 1
+    with pytest.raises(hf.UnsupportedLeafError, match="w"):
+        graph.Checkpoint(w=np.array([object()])).save(f"{place}/ckpt")
+
+
+def test_select_exclude_and_rename(place: str) -> None:
+    saved = graph.Checkpoint(net=graph.Node(a=np.ones(2), b=np.ones(3)), step=1).save(f"{place}/ckpt")
+    checkpoint = graph.Checkpoint(net=graph.Node(a=np.zeros(2), b=np.zeros(3)), step=0)
+    checkpoint.restore(saved, select="net/*", exclude=["**/b"]).assert_consumed()
+    assert (checkpoint.net.a.tolist(), checkpoint.net.b.tolist(), checkpoint.step) == ([1, 1], [0, 0, 0], 0)
+    renamed = graph.Checkpoint(model=graph.Node(x=np.zeros(2), b=np.zeros(3)), epoch=0)
+    renamed.restore(saved, rename={"net": "model", "net/a": "model/x", "step": "epoch"}).assert_consumed()
+    assert (renamed.model.x.tolist(), renamed.epoch) == ([1, 1], 1)
+    with pytest.raises(hf.TreeMismatchError, match="no net/c"):
+        renamed.restore(saved, rename={"net.c": "model.c"})
+    with pytest.raises(hf.TreeMismatchError, match="already"):
+        renamed.restore(saved, rename={"net.a": "net.b"})
+    with pytest.raises(hf.TreeMismatchError, match="matches no path"):
+        renamed.restore(saved, select="nat/**")
