@@ -98,7 +98,7 @@ class OrbaxCheckpoint:
         self._metadata = read_optional(location / CHECKPOINT_FILE) if CHECKPOINT_FILE in names else {}
         handlers = self._metadata.get("item_handlers")
         self._items: dict[str, _Item] = {}
-        if _is_tree(location, names):
+        if isinstance(handlers, str) or _is_tree(location, names):
             bare = (AGGREGATE_FILE,) if isinstance(handlers, str) and handlers.endswith(_ARRAY_HANDLER) else None
             self._items[ITEM] = _Item(TREE, location, bare)
         else:

@@ -152,6 +152,8 @@ class _Planner:
                 f"it is stored as {leaf.name!r} and Orbax would look for {name!r}; export a copy instead, or save it "
                 "under keys that are free of '.', '/', '%' and control characters"
             )
+        if self._in_place and "aggregate" in saved.details:
+            return "it lies in one file with other leaves, which Orbax does not read; export a copy instead"
         if saved.kind == "key":
             self.plan.keys[name] = str(saved.details.get("impl"))
         self._entry(path, SCALAR if saved.kind in _SCALARS else _ARRAY)

@@ -7,18 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
-import orbax.checkpoint as ocp
 import pytest
-from flax.training.train_state import TrainState
-from orbax.checkpoint import v1
 
 import holdfast as hf
 from holdfast.engine.interop.orbax_export import add_orbax_metadata, export_orbax
+
+jax: Any = pytest.importorskip("jax")
+jnp: Any = pytest.importorskip("jax.numpy")
+optax: Any = pytest.importorskip("optax")
+ocp: Any = pytest.importorskip("orbax.checkpoint")
+v1: Any = pytest.importorskip("orbax.checkpoint.experimental.v1")
+TrainState: Any = pytest.importorskip("flax.training.train_state").TrainState
 
 Export = Callable[[Path, Path], Path]
 

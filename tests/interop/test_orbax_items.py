@@ -8,14 +8,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
-from orbax.checkpoint import v1
 
 import holdfast as hf
+
+jax: Any = pytest.importorskip("jax")
+jnp: Any = pytest.importorskip("jax.numpy")
+ocp: Any = pytest.importorskip("orbax.checkpoint")
+v1: Any = pytest.importorskip("orbax.checkpoint.experimental.v1")
 
 
 def options(**kwargs: Any) -> ocp.CheckpointManagerOptions:
@@ -112,7 +113,7 @@ def test_every_kind_of_item(several_items: Path) -> None:
     assert found["extra"] == {"q": [1, 2], "text": "x"}
     assert found["array"].tolist() == list(range(7))
     np.testing.assert_array_equal(found["key"], jax.random.key_data(jax.random.key(9)))
-    expected = np.random.RandomState(1).get_state(legacy=True)
+    expected: Any = np.random.RandomState(1).get_state(legacy=True)
     assert found["numpy_state"][0] == expected[0]
     np.testing.assert_array_equal(found["numpy_state"][1], expected[1])
 

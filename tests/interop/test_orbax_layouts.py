@@ -8,15 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
-from orbax.checkpoint import v1
 
 import holdfast as hf
+
+jax: Any = pytest.importorskip("jax")
+jnp: Any = pytest.importorskip("jax.numpy")
+ocp: Any = pytest.importorskip("orbax.checkpoint")
+v1: Any = pytest.importorskip("orbax.checkpoint.experimental.v1")
 
 Moments = collections.namedtuple("Moments", "mu nu")  # noqa: PYI024 - what optax uses
 
@@ -24,7 +25,7 @@ Moments = collections.namedtuple("Moments", "mu nu")  # noqa: PYI024 - what opta
 Nothing = collections.namedtuple("Nothing", "")  # noqa: PYI024
 
 
-def mesh(*shape: int) -> jax.sharding.Mesh:
+def mesh(*shape: int) -> Any:
     return jax.sharding.Mesh(np.array(jax.devices()).reshape(shape), ("x", "y"))
 
 

@@ -1,0 +1,143 @@
+"""Checkpoints of early versions of Orbax and of Flax: trees in msgpack, with and without arrays beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+
+jax: Any = pytest.importorskip("jax")
+jnp: Any = pytest.importorskip("jax.numpy")
+optax: Any = pytest.importorskip("optax")
+ocp: Any = pytest.importorskip("orbax.checkpoint")
+msgpack_utils: Any = pytest.importorskip("orbax.checkpoint.msgpack_utils")
+serialization: Any = pytest.importorskip("flax.serialization")
+msgpack: Any = pytest.importorskip("msgpack")
+
+
+def aggregate(path: Path, tree: Any) -> None:
+    path.mkdir(exist_ok=True)
+    (path / "checkpoint").write_bytes(msgpack_utils.msgpack_serialize(tree))
+
+
+def test_leaves_in_one_file(tmp_path: Path) -> None:
+    tree = {
+        "params": {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "half": jnp.ones(2, jnp.bfloat16)},
+        "step": 7,
+        "rate": 1.5,
+        "flag": True,
+        "text": "hello",
+        "complex": 1 + 2j,
+        "scalar": np.float32(2.5),
+        "none": None,
+        "nothing": {},
+        "pair": (1, np.ones(1)),
+        "list": [np.zeros(2, np.int8), []],
+    }
+    aggregate(tmp_path / "one", tree)
+    found = hf.load(tmp_path / "one")
+    assert found["params"]["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert found["params"]["half"].tolist() == [1, 1]
+    for name in ("step", "rate", "flag", "text", "complex", "scalar", "none", "nothing"):
+        assert (type(found[name]), found[name]) == (type(tree[name]), tree[name])
+    assert found["list"][0].dtype == np.int8
+    assert found["pair"][0] == 1
+    assert hf.load(tmp_path / "one", select="params/w")["params"]["w"].flags.writeable
+    assert hf.verify(tmp_path / "one").ok
+
+
+@pytest.mark.parametrize("with_metadata", [False, True], ids=["msgpack alone", "beside _METADATA"])
+@pytest.mark.parametrize("use_ocdbt", [False, True], ids=["directories", "ocdbt"])
+def test_arrays_beside_the_file(tmp_path: Path, with_metadata: bool, use_ocdbt: bool) -> None:
+    path = tmp_path / "one"
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt)) as checkpointer:
+        tree = {"params": {"w": jnp.arange(6.0)}, "small": {"v": np.zeros(2)}, "step": 0}
+        checkpointer.save(path, args=ocp.args.PyTreeSave(tree))
+    # As SaveArgs(aggregate=True) did it: values in the place of small leaves, names in that of the others.
+    aggregate(path, {"params": {"w": "PLACEHOLDER://params.w"}, "small": {"v": np.ones(2)}, "step": 7})
+    if not with_metadata:
+        (path / "_METADATA").unlink()
+    found = hf.load(path)
+    assert found["params"]["w"].tolist() == list(range(6))
+    assert found["small"]["v"].tolist() == [1, 1]
+    assert found["step"] == 7
+    like = {"params": {"w": jnp.zeros(6)}, "small": {"v": np.zeros(2)}, "step": 0}
+    assert isinstance(hf.load(path, like=like)["params"]["w"], jax.Array)
+    assert hf.verify(path).ok
+
+
+def test_arrays_without_any_word_on_their_tree(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "12" / "default"
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave({"a": {"b": jnp.ones(2)}, "c": jnp.zeros(1)}))
+    (path / "_METADATA").unlink()
+    found = hf.load(path)
+    assert found["a"]["b"].tolist() == [1, 1]
+    assert found["c"].tolist() == [0]
+
+
+def test_what_orbax_reads_is_what_we_read(tmp_path: Path) -> None:
+    tree = {"params": {"w": np.arange(4.0)}, "step": 3}
+    aggregate(tmp_path / "one", tree)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        theirs = checkpointer.restore(tmp_path / "one")
+    ours = hf.load(tmp_path / "one")
+    assert ours["step"] == theirs["step"] == 3
+    np.testing.assert_array_equal(ours["params"]["w"], theirs["params"]["w"])
+
+
+def test_flax_s_own_files(tmp_path: Path) -> None:
+    params = {"dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3, jnp.bfloat16)}}
+    state = {"params": params, "optimizer": optax.adamw(0.1).init(params), "step": 5}
+    for name in ("model.msgpack", "checkpoint_5"):
+        (tmp_path / name).write_bytes(serialization.to_bytes(state))
+    like = jax.tree.map(jnp.zeros_like, state) | {"step": 0}
+    found = hf.load(tmp_path / "model.msgpack", like=like)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    assert found["params"]["dense"]["kernel"].tolist() == [[1, 1, 1]] * 2
+    assert hf.load(tmp_path / "checkpoint_5")["step"] == 5
+    assert hf.describe(tmp_path / "checkpoint_5")[-1].kind == "int"
+
+
+def test_large_arrays_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(msgpack_utils, "MAX_CHUNK_SIZE", 64)
+    tree = {"w": np.arange(60.0).reshape(5, 12), "v": np.arange(3)}
+    aggregate(tmp_path / "one", tree)
+    found = hf.load(tmp_path / "one")
+    assert found["w"].tolist() == tree["w"].tolist()
+    assert found["v"].tolist() == [0, 1, 2]
+
+
+def _array(shape: Any, dtype: Any, content: bytes) -> bytes:
+    return bytes(msgpack.packb({"x": msgpack.ExtType(1, msgpack.packb((shape, dtype, content)))}))
+
+
+HOSTILE = {
+    "truncated": msgpack.packb({"a": "long enough"})[:-3],
+    "more behind it": msgpack.packb({"a": 1}) + b"more",
+    "unknown extension": msgpack.packb({"a": msgpack.ExtType(9, b"")}),
+    "timestamp": msgpack.packb({"a": msgpack.Timestamp(1)}),
+    "array of too few bytes": _array((1 << 50,), "float32", b"1234"),
+    "negative shape": _array((-1, -4), "float32", b"1234"),
+    "unknown dtype": _array((1,), "object", b"12345678"),
+    "no array": _array("shape", 3, b""),
+    "damaged complex": msgpack.packb({"a": msgpack.ExtType(2, msgpack.packb([1.0]))}),
+    "bytes as key": msgpack.packb({b"a": 1}),
+    "text that is none": b"\x81\xa1a\xa1\xff",
+    "deep": b"\x81\xa1a" * 5000 + b"\xc0",
+    "deep tuples": b"\x81\xa1a" + bytes(msgpack.packb(msgpack.ExtType(4, msgpack.packb(msgpack.ExtType(4, b""))))),
+    "parts that are none": msgpack.packb({"a": {"__msgpack_chunked_array__": True, "shape": 3}}),
+    "another place": msgpack.packb({"a": "PLACEHOLDER://../../outside"}),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files(tmp_path: Path, name: str) -> None:
+    (tmp_path / "checkpoint").write_bytes(HOSTILE[name])
+    with pytest.raises(hf.DamagedCheckpointError, match="checkpoint"):
+        hf.load(tmp_path)
+    assert not hf.verify(tmp_path).ok
