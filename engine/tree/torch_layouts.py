@@ -84,21 +84,25 @@ class Layout(NamedTuple):
                 held[axis] = _divide(held[axis], rounds, count, index)
         return [_joined(each) for each in held]
 
+    def share(self, process: int) -> Share | None:
+        """Says what a process holds, in boxes. None if it is not in the mesh."""
+        return _share(self, process)
+
     def describe(self) -> Details:
-        """Gives JSON facts about the layout, in the form that a jax sharding has."""
-        spec = [
-            [name for name, division in zip(self.mesh.names, self.divisions, strict=True) if division.axis == axis]
-            for axis in range(len(self.shape))
-        ]
-        axes = [list(pair) for pair in zip(self.mesh.names, self.mesh.shape, strict=True)]
-        facts: Details = {
-            "type": "DTensor",
-            "mesh": {"axes": axes},
-            "spec": [(names if len(names) > 1 else names[0]) if names else None for names in spec],
-        }
-        if any(division.rounds > 1 for division in self.divisions):
-            facts["rounds"] = [division.rounds for division in self.divisions]
-        return facts
+        """Gives JSON facts about the layout, in the form that a jax sharding has; they are not to be changed."""
+        return _describe(self)
+
+
+class Share(NamedTuple):
+    """What one process holds of an array.
+
+    Attributes:
+        shape: Of its own tensor.
+        boxes: For each box of elements, where it begins in the whole array, and where it is in its own tensor.
+    """
+
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[tuple[int, ...], tuple[slice, ...]], ...]
 
 
 def layout_of(tensor: Any) -> Layout:
@@ -146,6 +150,32 @@ def _parts(layout: Layout) -> tuple[Part, ...]:
         for start, shape, _ in boxes(layout.intervals(process) or []):
             holders.setdefault((start, shape), []).append(process)
     return tuple(Part(start, shape, tuple(sorted(some))) for (start, shape), some in sorted(holders.items()))
+
+
+@lru_cache(maxsize=4096)
+def _share(layout: Layout, process: int) -> Share | None:
+    held = layout.intervals(process)
+    if held is None:
+        return None
+    shape = tuple([sum(high - low for low, high in each) for each in held])
+    return Share(shape, tuple([(start, place) for start, _, place in boxes(held)]))
+
+
+@lru_cache(maxsize=4096)
+def _describe(layout: Layout) -> Details:
+    mesh = layout.mesh
+    spec = [
+        [name for name, division in zip(mesh.names, layout.divisions, strict=True) if division.axis == axis]
+        for axis in range(len(layout.shape))
+    ]
+    facts: Details = {
+        "type": "DTensor",
+        "mesh": {"axes": [list(pair) for pair in zip(mesh.names, mesh.shape, strict=True)]},
+        "spec": [(names if len(names) > 1 else names[0]) if names else None for names in spec],
+    }
+    if any(division.rounds > 1 for division in layout.divisions):
+        facts["rounds"] = [division.rounds for division in layout.divisions]
+    return facts
 
 
 def _divide(held: list[Interval], rounds: int, count: int, index: int) -> list[Interval]:

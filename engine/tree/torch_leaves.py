@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -11,7 +11,7 @@ import numpy as np
 
 from .frameworks import loaded
 from .leaves import ArrayLeaf, Details, LeafProblem, Part, Piece
-from .torch_layouts import boxes, layout_of
+from .torch_layouts import layout_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -63,14 +63,15 @@ class TorchDescriber:
         layout = layout_of(value)
         array, volatile, form = self._array(value, self._own(value))
         shape, parts = layout.shape, layout.parts()
-        held = layout.intervals(self._torch.distributed.get_rank())
+        share = layout.share(self._rank)
         pieces = []
-        if held is not None:
-            expected = tuple([sum(high - low for low, high in each) for each in held])
+        if share is not None:
             found = array.shape[: len(shape)]
-            if found != expected:
-                raise LeafProblem(f"is a DTensor whose own part has shape {found}, where its placements say {expected}")
-            pieces = [Piece(start, array[place]) for start, _, place in boxes(held)]
+            if found != share.shape:
+                raise LeafProblem(
+                    f"is a DTensor whose own part has shape {found}, where its placements say {share.shape}"
+                )
+            pieces = [Piece(start, array[place]) for start, place in share.boxes]
         if form.paired:
             shape = (*shape, 2)
             parts = tuple([Part((*part.start, 0), (*part.shape, 2), part.holders) for part in parts])
@@ -78,8 +79,15 @@ class TorchDescriber:
         details: Details = {**form.details, "sharding": layout.describe()}
         if value.requires_grad:
             details["requires_grad"] = True
-        everywhere = self._torch.distributed.get_world_size() == 1
-        return ArrayLeaf(array.dtype, shape, pieces, volatile, details, None if everywhere else parts)
+        return ArrayLeaf(array.dtype, shape, pieces, volatile, details, parts if self._count > 1 else None)
+
+    @cached_property
+    def _rank(self) -> int:
+        return int(self._torch.distributed.get_rank())
+
+    @cached_property
+    def _count(self) -> int:
+        return int(self._torch.distributed.get_world_size())
 
     def _array(self, value: Any, own: Any) -> tuple[NDArray[Any], bool, TensorForm]:
         """Gives the numbers of a tensor, or of this process's own part of it, and whether they can still change."""
