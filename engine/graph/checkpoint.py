@@ -236,8 +236,8 @@ class Checkpoint(Node):
             object.__setattr__(self, "_holdfast_counter", 0)
         try:
             restoration = Restoration(stored, self, rename=rename, select=select, exclude=exclude, ignore=ignore)
+            restoration.outcome.partial = True  # until it has begun well
             restoration.advance()
-            restoration.outcome.partial = partial
             status = RestoreStatus(restoration, self)
             if not partial and not restoration.found_anything and restoration.outcome.unrestored():
                 report = status.report
@@ -246,6 +246,7 @@ class Checkpoint(Node):
         except BaseException:
             object.__setattr__(self, "_holdfast_counter", before)
             raise
+        restoration.outcome.partial = partial
         self._holdfast_restorations.append(restoration)
         return status
 

@@ -8,6 +8,7 @@ from ..errors import UnmatchedObjectsError
 from .report import RestoreReport, lines
 from .restoration import Restoration
 from .tracked import Node
+from .views import COUNTER
 
 
 class RestoreStatus:
@@ -102,7 +103,7 @@ class RestoreStatus:
 
 def nothing_matched(report: RestoreReport) -> str:
     """Says that a restore found nothing, and what there was to find."""
-    if not report.missing and not report.restored:
+    if not report.missing and not set(report.restored) - {COUNTER}:
         what = f"{report.checkpoint}: nothing was restored, as nothing has been attached yet"
     else:
         what = (

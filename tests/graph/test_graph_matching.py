@@ -242,7 +242,7 @@ def test_t18_unused_values(place: str, library: Library) -> None:
     checkpoint = graph.Checkpoint(v1=graph.Node(x=1), v2=library.make(0.0))
     status = checkpoint.restore(path)
     assert library.read(checkpoint.v2) == 2
-    with pytest.raises(AssertionError, match="something else is in its place.*v1"):
+    with pytest.raises(AssertionError, match=r"something else is in its place.*v1"):
         status.assert_consumed()
     assert status.report.unused == ("v1",)
 
@@ -349,7 +349,7 @@ def test_a_save_does_not_lose_values_that_wait(place: str) -> None:
     path = graph.Checkpoint(a=np.ones(1), b=np.ones(1)).save(f"{place}/ckpt")
     checkpoint = graph.Checkpoint(a=np.zeros(1))
     status = checkpoint.restore(path)
-    with pytest.raises(hf.StateError, match="waiting.*b"):
+    with pytest.raises(hf.StateError, match=r"waiting.*b"):
         checkpoint.save(f"{place}/ckpt")
     assert checkpoint.save_counter == 1
     status.expect_partial()

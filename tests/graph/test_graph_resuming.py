@@ -1,0 +1,232 @@
+"""The training example: train, save every ten steps, build everything anew, go on; bit for bit as without the break."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from flax import nnx
+from flax.training.train_state import TrainState
+
+from holdfast import graph
+
+torch.set_num_threads(1)
+
+
+class Batches:
+    """An endless iterator over shuffled examples, which can be put back to where it was."""
+
+    def __init__(self) -> None:
+        self._position = 0
+        self._generator = np.random.default_rng(0)
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        self._position += 1
+        x = self._generator.permutation(10)[:2, None].astype(np.float32)
+        return x, x * 5 + np.arange(5, dtype=np.float32)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"position": self._position, "generator": self._generator.bit_generator.state}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._position = state["position"]
+        self._generator.bit_generator.state = state["generator"]
+
+
+class TorchNet(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l1 = torch.nn.LazyLinear(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.l1(x)
+        return found
+
+
+class TorchRun:
+    """A net, its optimizer and its data, made anew."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.net = TorchNet()
+        self.net(torch.ones(1, 1))
+        self.optimizer = torch.optim.Adam(self.net.parameters(), 0.1)
+        self.batches = Batches()
+        self.checkpoint = graph.Checkpoint(
+            step=graph.Value(0), optimizer=self.optimizer, net=self.net, iterator=self.batches
+        )
+
+    def train(self) -> float:
+        x, y = map(torch.from_numpy, next(self.batches))
+        self.optimizer.zero_grad()
+        loss = (self.net(x) - y).abs().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def state(self) -> list[Any]:
+        slots = [self.optimizer.state[p][name] for p in self.net.parameters() for name in ("exp_avg", "exp_avg_sq")]
+        return [value.detach().numpy().tobytes() for value in [*self.net.parameters(), *slots]]
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.l1 = nnx.Linear(1, 5, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.dropout(self.l1(x))
+
+
+@nnx.jit
+def nnx_step(net: NnxNet, optimizer: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    loss, gradients = nnx.value_and_grad(lambda net: jnp.abs(net(x) - y).mean())(net)
+    optimizer.update(net, gradients)
+    return loss
+
+
+class NnxRun:
+    """The same for nnx, with dropout: its random stream is a part of the state."""
+
+    def __init__(self, seed: int) -> None:
+        self.net = NnxNet(nnx.Rngs(seed))
+        self.optimizer = nnx.Optimizer(self.net, optax.adam(0.1), wrt=nnx.Param)
+        self.batches = Batches()
+        self.checkpoint = graph.Checkpoint(
+            step=graph.Value(0), optimizer=self.optimizer, net=self.net, iterator=self.batches
+        )
+
+    def train(self) -> float:
+        return float(nnx_step(self.net, self.optimizer, *next(self.batches)))
+
+    def state(self) -> list[Any]:
+        leaves = jax.tree.leaves((nnx.state(self.net), nnx.state(self.optimizer)))
+        return [
+            np.asarray(jax.random.key_data(x) if x.dtype == jax.random.key(0).dtype else x).tobytes() for x in leaves
+        ]
+
+
+@jax.jit
+def state_step(state: TrainState, x: jax.Array, y: jax.Array) -> tuple[TrainState, jax.Array]:
+    loss, gradients = jax.value_and_grad(lambda params: jnp.abs(state.apply_fn(params, x) - y).mean())(state.params)
+    return state.apply_gradients(grads=gradients), loss
+
+
+def apply_linear(params: Any, x: jax.Array) -> jax.Array:
+    found: jax.Array = x @ params["l1"]["kernel"] + params["l1"]["bias"]
+    return found
+
+
+ADAM = optax.adam(0.1)
+
+
+class StateRun:
+    """The same for a TrainState, which is replaced by a new one at every step."""
+
+    def __init__(self, seed: int) -> None:
+        kernel = jax.random.normal(jax.random.key(seed), (1, 5))
+        params = {"l1": {"kernel": kernel, "bias": jnp.zeros(5)}}
+        self.batches = Batches()
+        self.checkpoint = graph.Checkpoint(
+            step=graph.Value(0),
+            state=TrainState.create(apply_fn=apply_linear, params=params, tx=ADAM),
+            iterator=self.batches,
+        )
+
+    def train(self) -> float:
+        self.checkpoint.state, loss = state_step(self.checkpoint.state, *next(self.batches))
+        return float(loss)
+
+    def state(self) -> list[Any]:
+        return [
+            np.asarray(leaf, np.asarray(jnp.asarray(leaf)).dtype).tobytes()
+            for leaf in jax.tree.leaves(self.checkpoint.state)
+        ]
+
+
+class NumpyRun:
+    """The same by hand, with plain numpy and plain Python."""
+
+    def __init__(self, seed: int) -> None:
+        self.w = np.random.default_rng(seed).normal(size=(1, 5)).astype(np.float32)
+        self.momentum = {"w": np.zeros_like(self.w)}
+        self.batches = Batches()
+        self.checkpoint = graph.Checkpoint(
+            step=graph.Value(0), net=graph.Node(w=self.w), optimizer=self.momentum, iterator=self.batches
+        )
+
+    def train(self) -> float:
+        x, y = next(self.batches)
+        error = x @ self.w - y
+        self.momentum["w"] *= 0.9
+        self.momentum["w"] += x.T @ np.sign(error) / error.size
+        self.w -= 0.1 * self.momentum["w"]
+        return float(np.abs(error).mean())
+
+    def state(self) -> list[Any]:
+        return [self.w.tobytes(), self.momentum["w"].tobytes()]
+
+
+RUNS = {"torch": TorchRun, "nnx": NnxRun, "train_state": StateRun, "numpy": NumpyRun}
+
+
+@pytest.fixture(params=list(RUNS))
+def make(request: pytest.FixtureRequest) -> Callable[[int], Any]:
+    return RUNS[request.param]
+
+
+def train_and_checkpoint(run: Any, manager: graph.CheckpointManager) -> list[str]:
+    """The loop of the example, 50 steps long; gives what it would print."""
+    said = []
+    run.checkpoint.restore(manager.latest_checkpoint)
+    said.append(f"Restored from {manager.latest_checkpoint}" if manager.latest_checkpoint else "Initializing")
+    step = run.checkpoint.step
+    for _ in range(50):
+        run.train()
+        step.assign_add(1)
+        if int(step) % 10 == 0:
+            said.append(f"Saved checkpoint for step {int(step)}: {manager.save()}")
+    return said
+
+
+def test_t03_resume_picks_up(make: Callable[[int], Any], place: str) -> None:
+    run = make(1)
+    with graph.CheckpointManager(run.checkpoint, place, max_to_keep=3) as manager:
+        said = train_and_checkpoint(run, manager)
+    assert said[0] == "Initializing"
+    assert said[-1] == f"Saved checkpoint for step 50: {place}/ckpt-5"
+
+    resumed = make(2)
+    with graph.CheckpointManager(resumed.checkpoint, place, max_to_keep=3) as manager:
+        status = resumed.checkpoint.restore(manager.latest_checkpoint)
+        status.assert_consumed()
+        assert int(resumed.checkpoint.step) == 50
+        assert resumed.state() == run.state()
+        said = train_and_checkpoint(resumed, manager)
+        assert said[0] == f"Restored from {place}/ckpt-5"
+        assert [int(re.findall(r"\d+", line)[-1]) for line in said[1:]] == [6, 7, 8, 9, 10]
+        assert manager.checkpoints == [f"{place}/ckpt-{number}" for number in (8, 9, 10)]
+    for _ in range(50):
+        run.train()  # the first run goes on, without a break
+    assert resumed.state() == run.state()
+    np.testing.assert_array_equal(next(resumed.batches)[0], next(run.batches)[0])
+
+
+def test_t03_in_the_background(make: Callable[[int], Any], place: str) -> None:
+    run, resumed = make(1), make(2)
+    with graph.CheckpointManager(run.checkpoint, place, max_to_keep=3, background=True) as manager:
+        train_and_checkpoint(run, manager)
+    at_fifty = run.state()
+    run.train()
+    resumed.checkpoint.restore(place).assert_consumed()
+    assert resumed.state() == at_fifty
