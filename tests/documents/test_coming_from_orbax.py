@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,25 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "coming_from_orbax.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 PROGRAMS = [text for language, text in BLOCKS if language == "python"]
+COMMANDS = [
+    shlex.split(line.removeprefix("$ holdfast"))
+    for language, text in BLOCKS
+    if language == "console"
+    for line in text.splitlines()
+    if line.startswith("$ ")
+]
+
+
+def as_program(language: str, text: str) -> str:
+    """Makes a block part of one program, in which commands are calls."""
+    if language == "python":
+        return text
+    commands = [shlex.split(line.removeprefix("$ holdfast")) for line in text.splitlines()]
+    return "from holdfast.cli.main import main\n" + "".join(f"assert main({command}) == 0\n" for command in commands)
 
 
 def test_the_examples_run_one_after_the_other(tmp_path: Path) -> None:
-    (tmp_path / "examples.py").write_text("\n".join(PROGRAMS))
+    (tmp_path / "examples.py").write_text("\n".join(as_program(*block) for block in BLOCKS))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "examples.py"],
         cwd=tmp_path,
@@ -28,6 +44,7 @@ def test_the_examples_run_one_after_the_other(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[0] == "[6, 8, 10]"
     assert len(PROGRAMS) >= 6
+    assert [command[0] for command in COMMANDS] == ["import", "ls", "verify", "export", "export"]
 
 
 def test_the_names_of_the_page_are_there() -> None:
