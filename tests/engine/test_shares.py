@@ -235,7 +235,7 @@ def test_chunks_that_are_missing_or_written_twice(place: str, shares: Any) -> No
     short = altered(one, **{name: getattr(fragment, name)[:-1] for name in columns})
     message = merge_error(place, writer, [zero, short, two])
     assert re.search(r"chunk \d+ of the leaf narrow was not written, by process 1 or any other; 1 of \d+", message)
-    with pytest.raises(hf.DamagedCheckpointError, match=r"chunk \d+ of the leaf narrow was written twice by process 1"):
+    with pytest.raises(hf.DamagedCheckpointError, match=r"chunk \d+ of the leaf words was written twice by process 1"):
         writer.merge(as_location(place), [zero, twice_at_new_places(one), two])
     stolen = np.concatenate((Fragment.decode(two, "").chunks[:1], fragment.chunks[1:]))
     message = merge_error(place, writer, [zero, altered(one, chunks=stolen), two])
