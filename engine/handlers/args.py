@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from ..errors import OptionError
+from ..item.plan import check_level, check_size
 from ..tree import LeafRequest, Node, display
 from ..tree.containers import class_name, expand
 from ..tree.frameworks import loaded
@@ -40,9 +41,10 @@ class SaveArgs:
     chunk_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        level = self.compression
-        if level is not None and (isinstance(level, bool) or not isinstance(level, int) or not 0 <= level <= 22):
-            raise OptionError(f"compression={level!r} must be a level of zstd from 1 to 22, or 0 for none")
+        if self.compression != 0:
+            check_level("compression", self.compression)
+        if self.chunk_bytes is not None:
+            check_size("chunk_bytes", self.chunk_bytes)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", number_dtype(self.dtype))
 

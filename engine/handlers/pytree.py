@@ -36,7 +36,8 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
     """Saves trees: containers of arrays of any library, scalars, text, bytes, and leaves that type handlers know.
 
     Args:
-        layout: Sizes of chunks, segments and data files.
+        layout: Sizes of chunks, segments and data files, and how chunks are compressed.
+        compression: Level of zstd that chunks are compressed with, instead of the layout's.
         chunk_bytes: Largest chunk of an array, instead of the layout's.
         data_file_bytes: Largest data file, instead of the layout's.
         type_handler_registry: Which handlers there are for leaves of the user's own types; None is the default
@@ -53,6 +54,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         self,
         *,
         layout: Layout | None = None,
+        compression: int | None = None,
         chunk_bytes: int | None = None,
         data_file_bytes: int | None = None,
         type_handler_registry: TypeHandlerRegistry | None = None,
@@ -61,7 +63,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
     ) -> None:
         if not use_ocdbt:
             raise OptionError("use_ocdbt=False: holdfast always keeps arrays in an OCDBT database; leave it out")
-        given = {"chunk_bytes": chunk_bytes, "data_file_bytes": data_file_bytes}
+        given = {"compression": compression, "chunk_bytes": chunk_bytes, "data_file_bytes": data_file_bytes}
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         self._layout = dataclasses.replace(layout or Layout(), **changes)
         self._registry = DEFAULT_REGISTRY if type_handler_registry is None else type_handler_registry
@@ -104,7 +106,13 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             leaves, files = aggregate(flat.names, leaves, args, self._aggregate)
         if snapshot:
             leaves = self._staging.snapshot(leaves)
-        writer = TreeWriter(HostTree(flat.names, leaves, flat.structure), layout or self._layout)
+        given = [(name, one) for name, one in zip(flat.names, args, strict=True) if one is not None]
+        writer = TreeWriter(
+            HostTree(flat.names, leaves, flat.structure),
+            layout or self._layout,
+            compression={name: one.compression or None for name, one in given if one.compression is not None},
+            chunk_bytes={name: one.chunk_bytes for name, one in given if one.chunk_bytes is not None},
+        )
         return _PreparedTree(writer, external, files) if files or external.notes else writer
 
     def restore(
