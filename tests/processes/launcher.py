@@ -19,12 +19,23 @@ from typing import Any
 
 from tests.processes.harness import Process
 
-IMPORTS = {"jax": ["jax", "jax.numpy"], "torch": ["torch", "torch.distributed", "torch.distributed.tensor"], "none": []}
+IMPORTS = {
+    "none": ["numpy", "pytest", "holdfast.engine.manager", "tensorstore"],
+    "jax": ["jax", "jax.numpy"],
+    # The last is what optimizers and FSDP import when they are first used, in a second and a half.
+    "torch": [
+        "torch",
+        "torch.distributed",
+        "torch.distributed.tensor.parallel",
+        "torch.distributed.fsdp",
+        "torch._dynamo",
+    ],
+}
 
 
 def main() -> None:
     backend = sys.argv[1]
-    for name in ["numpy", "pytest", "holdfast", *IMPORTS[backend]]:
+    for name in [*IMPORTS["none"], *(IMPORTS[backend] if backend != "none" else [])]:
         importlib.import_module(name)
     for line in sys.stdin:
         print(json.dumps(launch(backend, json.loads(line))), flush=True)

@@ -29,7 +29,7 @@ def spread(array: Any, mesh: Any, placements: Any) -> Any:
 def placed(process: Process) -> dict[str, Facts]:
     """Every placement on meshes of four processes, of arrays whose sizes the mesh divides, and of others."""
     import torch
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -56,6 +56,8 @@ def placed(process: Process) -> dict[str, Facts]:
     assert facts_of_half is not None
     first = 0 if process.index < 2 else 2
     assert [part.holders for part in facts_of_half] == [(first,), (first + 1,)]
+    three = DeviceMesh("cpu", [0, 1, 2], mesh_dim_names=("pp",))
+    facts["on three"] = checked(spread(array, three, [Shard(0)]), process.index, array)
     small = array.astype(np.float16)
     facts["half precision"] = checked(spread(small, line, [Shard(0)]), process.index, small)
     complex_numbers = torch.complex(torch.arange(6.0), torch.arange(6.0)).to(torch.complex64)
@@ -82,6 +84,7 @@ def test_parts_are_what_the_placements_say() -> None:
         "crossed": [(0,), (2,), (1,), (3,)],
         "last axis": each,
         "scalar": everybody,
+        "on three": each[:3],
         "complex32": each[:3],
     }
     assert {name: holders(facts[name]) for name in expected} == expected
