@@ -208,7 +208,7 @@ class _Loader:
             if target.kind == "any" and not self._asks(number):
                 yield number, own(value)
                 continue
-            if isinstance(origin, Taken) and origin.function is None:  # compared already
+            if isinstance(origin, Taken) and not (origin.function or origin.container):  # compared already
                 [array] = self._cache.arrays([origin.start])
                 described, array = self._reader.leaves[origin.start].saved, None if array is None else array.copy()
             else:
