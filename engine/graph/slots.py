@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..stateful import encode_state
+from ..stateful import decode_state, encode_state
 from ..tree.frameworks import is_torch_tensor
 from ..tree.python_leaves import is_python_value
 from .paths import Path
@@ -75,7 +75,7 @@ class SlotCell:
 
     def set(self, value: Any) -> None:
         """Changes the value; what was not kept before is kept from now on."""
-        self.optimizer.state[self.anchor][self.name] = value
+        self.optimizer.state[self.anchor][self.name] = decode_state(value)
 
 
 class OptionCell:
@@ -98,7 +98,7 @@ class OptionCell:
         if is_torch_tensor(old) and is_torch_tensor(value):
             old.detach().copy_(value)
         else:
-            self._options[self._name] = value
+            self._options[self._name] = decode_state(value)
 
 
 def is_simple(value: object) -> bool:

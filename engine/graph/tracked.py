@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsIndex
 
 from ..errors import OptionError, UnsupportedLeafError
 
@@ -126,6 +126,10 @@ class Node:
         self._holdfast_untracked.discard(name)
         object.__setattr__(self, name, _tracked(self, name, value))
         resume(self)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...  # whatever was attached
 
     def __delattr__(self, name: str) -> None:
         object.__delattr__(self, name)

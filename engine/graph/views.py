@@ -162,7 +162,7 @@ def _look_inside(value: Any, position: Position) -> View:
     if is_optimizer(value):
         return Branch(class_name(value), [], optimizer=OptimizerView(value))
     if is_nnx_variable(value):
-        return _variable(value, position)
+        return _variable(value)
     if is_nnx_object(value):
         return Branch(class_name(value), _attributes(value, nnx_children(value), position), lenient=True)
     if isinstance(value, _CODE):
@@ -232,7 +232,7 @@ def _container(value: Any, position: Position) -> View:
     return Branch(class_name(value), edges, sequence=contents.keys is None, functional=not mutable)
 
 
-def _variable(value: Any, position: Position) -> View:
+def _variable(value: Any) -> View:
     """Returns what a flax variable is: a leaf, or a container of parts if that is what it holds."""
     get, change = variable_value(value)
     cell = BoxCell(value if _can_be_anchor(value) else proxy(value), (), get, change)

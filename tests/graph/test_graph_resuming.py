@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+import optax  # type: ignore[import-untyped]  # it has no types
 import pytest
 import torch
 from flax import nnx
@@ -72,7 +72,7 @@ class TorchRun:
         loss = (self.net(x) - y).abs().mean()
         loss.backward()
         self.optimizer.step()
-        return loss.item()
+        return float(loss.item())
 
     def state(self) -> list[Any]:
         slots = [self.optimizer.state[p][name] for p in self.net.parameters() for name in ("exp_avg", "exp_avg_sq")]
@@ -92,7 +92,7 @@ class NnxNet(nnx.Module):
 def nnx_step(net: NnxNet, optimizer: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     loss, gradients = nnx.value_and_grad(lambda net: jnp.abs(net(x) - y).mean())(net)
     optimizer.update(net, gradients)
-    return loss
+    return jnp.asarray(loss)
 
 
 class NnxRun:
@@ -107,7 +107,7 @@ class NnxRun:
         )
 
     def train(self) -> float:
-        return float(nnx_step(self.net, self.optimizer, *next(self.batches)))
+        return float(nnx_step(self.net, self.optimizer, *map(jnp.asarray, next(self.batches))))
 
     def state(self) -> list[Any]:
         leaves = jax.tree.leaves((nnx.state(self.net), nnx.state(self.optimizer)))
@@ -117,7 +117,7 @@ class NnxRun:
 
 
 @jax.jit
-def state_step(state: TrainState, x: jax.Array, y: jax.Array) -> tuple[TrainState, jax.Array]:
+def state_step(state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
     loss, gradients = jax.value_and_grad(lambda params: jnp.abs(state.apply_fn(params, x) - y).mean())(state.params)
     return state.apply_gradients(grads=gradients), loss
 
@@ -128,6 +128,7 @@ def apply_linear(params: Any, x: jax.Array) -> jax.Array:
 
 
 ADAM = optax.adam(0.1)
+create_state: Any = TrainState.create  # which has no types
 
 
 class StateRun:
@@ -139,12 +140,12 @@ class StateRun:
         self.batches = Batches()
         self.checkpoint = graph.Checkpoint(
             step=graph.Value(0),
-            state=TrainState.create(apply_fn=apply_linear, params=params, tx=ADAM),
+            state=create_state(apply_fn=apply_linear, params=params, tx=ADAM),
             iterator=self.batches,
         )
 
     def train(self) -> float:
-        self.checkpoint.state, loss = state_step(self.checkpoint.state, *next(self.batches))
+        self.checkpoint.state, loss = state_step(self.checkpoint.state, *map(jnp.asarray, next(self.batches)))
         return float(loss)
 
     def state(self) -> list[Any]:

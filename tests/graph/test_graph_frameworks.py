@@ -1,0 +1,376 @@
+"""Torch and flax: optimizer slots by the parameter's path, lazy modules, modules that are built later."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax  # type: ignore[import-untyped]  # it ships no types
+import pytest
+import torch
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import holdfast as hf
+from holdfast import graph
+
+torch.set_num_threads(1)
+create_state: Any = TrainState.create  # which has no types
+
+
+class Net(torch.nn.Module):
+    """Layers of the same shape, made in the order of their names as given."""
+
+    a: torch.nn.Linear
+    b: torch.nn.Linear
+    l1: torch.nn.Linear
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            setattr(self, name, torch.nn.Linear(2, 2))
+
+
+def trained(net: torch.nn.Module, groups: Any = None, kind: Any = torch.optim.Adam) -> torch.optim.Optimizer:
+    """An optimizer that has made a step in which every parameter had another gradient."""
+    optimizer: torch.optim.Optimizer = kind(net.parameters() if groups is None else groups, lr=0.1)
+    for number, (_, parameter) in enumerate(sorted(net.named_parameters())):
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+    optimizer.step()
+    return optimizer
+
+
+def moments(net: torch.nn.Module, optimizer: torch.optim.Optimizer, slot: str = "exp_avg") -> dict[str, Any]:
+    return {name: optimizer.state[parameter][slot].tolist() for name, parameter in net.named_parameters()}
+
+
+def test_t20_slots_are_keyed_by_paths(place: str) -> None:
+    net = Net("l1")
+    path = graph.Checkpoint(net=net, optimizer=trained(net)).save(f"{place}/ckpt")
+    slots = [leaf.path for leaf in hf.describe(path) if "/slots/" in leaf.path]
+    assert slots == [
+        f"optimizer/slots/net/l1/{parameter}/{slot}"
+        for parameter in ("weight", "bias")
+        for slot in ("step", "exp_avg", "exp_avg_sq")
+    ]
+    loaded = hf.load(path, select="optimizer/slots/net/l1/bias/exp_avg")
+    assert loaded["optimizer"]["slots"]["net"]["l1"]["bias"]["exp_avg"].tolist() == pytest.approx([0.1, 0.1])
+
+
+@pytest.mark.parametrize("order", ["parameter", "optimizer"])
+def test_t20_before_the_first_step_in_either_order(place: str, order: str) -> None:
+    net = Net("l1")
+    optimizer = trained(net)
+    path = graph.Checkpoint(net=net, optimizer=optimizer).save(f"{place}/ckpt")
+    other = Net("l1")
+    fresh = torch.optim.Adam(other.parameters(), lr=0.5)
+    checkpoint = graph.Checkpoint()
+    status = checkpoint.restore(path)
+    if order == "parameter":
+        checkpoint.net = other
+        assert not fresh.state
+        checkpoint.optimizer = fresh
+    else:
+        checkpoint.optimizer = fresh
+        checkpoint.net = other
+    status.assert_consumed()
+    assert moments(other, fresh) == moments(net, optimizer)
+    assert fresh.param_groups[0]["lr"] == 0.1
+    for one in (net, other):
+        for parameter in one.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    fresh.step()
+    assert all(torch.equal(*pair) for pair in zip(net.parameters(), other.parameters(), strict=True))
+
+
+def test_t20_reordered_modules(place: str) -> None:
+    net = Net("a", "b")
+    optimizer = trained(net)
+    path = graph.Checkpoint(net=net, optimizer=optimizer).save(f"{place}/ckpt")
+    swapped = Net("b", "a")
+    fresh = trained(swapped)
+    graph.Checkpoint(net=swapped, optimizer=fresh).restore(path).assert_consumed()
+    assert moments(swapped, fresh) == moments(net, optimizer)
+
+
+def test_t20_reordered_groups(place: str) -> None:
+    def groups(net: torch.nn.Module, names: str) -> list[dict[str, Any]]:
+        return [{"params": list(net.get_submodule(name).parameters()), "lr": 0.1 * ord(name)} for name in names]
+
+    net, other = Net("a", "b"), Net("a", "b")
+    optimizer = trained(net, groups(net, "ab"))
+    path = graph.Checkpoint(net=net, optimizer=optimizer).save(f"{place}/ckpt")
+    fresh = torch.optim.Adam(groups(other, "ba"), lr=9.0)
+    for group in fresh.param_groups:
+        group["lr"] = 9.0
+    graph.Checkpoint(net=other, optimizer=fresh).restore(path).assert_consumed()
+    assert moments(other, fresh) == moments(net, optimizer)
+    assert [group["lr"] for group in fresh.param_groups] == [0.1 * ord("b"), 0.1 * ord("a")]
+
+
+def test_t20_a_group_made_of_several_keeps_its_options(place: str) -> None:
+    net, other = Net("a", "b"), Net("a", "b")
+    optimizer = trained(net, [{"params": list(net.get_submodule(name).parameters())} for name in "ab"])
+    path = graph.Checkpoint(net=net, optimizer=optimizer).save(f"{place}/ckpt")
+    fresh = torch.optim.Adam(other.parameters(), lr=9.0)
+    status = graph.Checkpoint(net=other, optimizer=fresh).restore(path)
+    assert moments(other, fresh) == moments(net, optimizer)
+    assert fresh.param_groups[0]["lr"] == 9.0
+    assert "optimizer/groups/0/lr" in status.report.missing
+    status.expect_partial()
+
+
+def test_t20_both_are_needed(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    net = Net("a", "b")
+    checkpoint = graph.Checkpoint(part=net.a, optimizer=trained(net))
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        path = checkpoint.save(f"{place}/ckpt")
+    paths = {leaf.path for leaf in hf.describe(path)}
+    assert "optimizer/slots/part/weight/exp_avg" in paths
+    assert sum(path.endswith("exp_avg") for path in paths) == 2
+    assert checkpoint.unsaved() == {"optimizer/slots": "2 parameters of its group 0 are not part of the checkpoint"}
+    assert "optimizer/slots" in caplog.text
+    alone = graph.Checkpoint(net=net).save(f"{place}/alone")
+    assert not any("slots" in leaf.path for leaf in hf.describe(alone))
+
+
+def test_t20_an_optimizer_that_has_only_some_of_the_parameters(place: str) -> None:
+    net, other = Net("a", "b"), Net("a", "b")
+    path = graph.Checkpoint(net=net, optimizer=trained(net)).save(f"{place}/ckpt")
+    fresh = torch.optim.Adam(other.a.parameters())
+    status = graph.Checkpoint(net=other, optimizer=fresh).restore(path)
+    assert all("/b/" in path for path in status.report.unused)
+    assert len(status.report.unused) == 6
+    status.assert_existing_objects_matched().expect_partial()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.LBFGS])
+def test_t20_other_optimizers(place: str, kind: Any) -> None:
+    net, other = Net("a"), Net("a")
+
+    def optimizer_of(net: torch.nn.Module) -> Any:
+        return kind(net.parameters(), lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+
+    def step(net: torch.nn.Module, optimizer: Any) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = sum((parameter**2).sum() for parameter in net.parameters())
+            assert isinstance(loss, torch.Tensor)
+            torch.autograd.backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+    optimizer, fresh = optimizer_of(net), optimizer_of(other)
+    step(net, optimizer)
+    path = graph.Checkpoint(net=net, optimizer=optimizer).save(f"{place}/ckpt")
+    graph.Checkpoint(net=other, optimizer=fresh).restore(path).assert_consumed()
+    step(net, optimizer)
+    step(other, fresh)
+    assert all(torch.equal(*pair) for pair in zip(net.parameters(), other.parameters(), strict=True))
+
+
+def test_t20_schedulers_have_a_state(place: str) -> None:
+    net = Net("a")
+    optimizer = trained(net)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()
+    scheduler.step()
+    path = graph.Checkpoint(net=net, optimizer=optimizer, scheduler=scheduler).save(f"{place}/ckpt")
+    other = Net("a")
+    fresh = torch.optim.Adam(other.parameters(), lr=3.0)
+    late = torch.optim.lr_scheduler.StepLR(fresh, 1)
+    graph.Checkpoint(net=other, optimizer=fresh, scheduler=late).restore(path).assert_consumed()
+    assert late.last_epoch == 1
+    assert fresh.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+class Flax(nnx.Module):
+    a: nnx.Linear
+    b: nnx.Linear
+    head: nnx.Linear
+    l1: nnx.Linear
+
+    def __init__(self, seed: int, names: tuple[str, ...] = ("a", "b")) -> None:
+        for name in names:
+            setattr(self, name, nnx.Linear(2, 2, rngs=nnx.Rngs(seed)))
+
+
+def nnx_trained(net: nnx.Module) -> Any:
+    optimizer = nnx.Optimizer(net, optax.adam(0.1), wrt=nnx.Param)
+    leaves, structure = jax.tree.flatten(nnx.state(net, nnx.Param))  # in the order of their names
+    gradients = [jnp.full_like(leaf, number + 1) for number, leaf in enumerate(leaves)]
+    optimizer.update(net, jax.tree.unflatten(structure, gradients))
+    return optimizer
+
+
+def test_t20_moments_of_nnx(place: str) -> None:
+    net = Flax(0)
+    optimizer = nnx_trained(net)
+    path = graph.Checkpoint(net=net, optimizer=optimizer).save(f"{place}/ckpt")
+    assert "optimizer/opt_state/0/mu/a/kernel" in {leaf.path for leaf in hf.describe(path)}
+    other = Flax(1, ("b", "a"))
+    fresh = nnx.Optimizer(other, optax.adam(0.1), wrt=nnx.Param)
+    graph.Checkpoint(net=other, optimizer=fresh).restore(path).assert_consumed()
+    for name in "ab":
+        np.testing.assert_array_equal(
+            fresh.opt_state[0].mu[name]["kernel"][...], optimizer.opt_state[0].mu[name]["kernel"][...]
+        )
+        np.testing.assert_array_equal(getattr(other, name).kernel[...], getattr(net, name).kernel[...])
+    assert int(fresh.step[...]) == 1
+
+
+def test_t20_moments_of_nnx_without_their_parameters(place: str) -> None:
+    checkpoint = graph.Checkpoint(optimizer=nnx_trained(Flax(0)))
+    path = checkpoint.save(f"{place}/ckpt")
+    assert not any("/mu/" in leaf.path for leaf in hf.describe(path))
+    assert list(checkpoint.unsaved()) == ["optimizer/opt_state/0/mu", "optimizer/opt_state/0/nu"]
+
+
+def test_t20_moments_of_optax(place: str) -> None:
+    params = {"w": jnp.ones(3), "b": jnp.ones(2)}
+    opt_state = optax.adam(0.1).init(params)
+    alone = graph.Checkpoint(opt_state=opt_state)
+    assert set(alone.unsaved()) == {"opt_state/0/mu", "opt_state/0/nu"}
+    both = graph.Checkpoint(params=params, opt_state=opt_state)
+    assert both.unsaved() == {}
+    path = both.save(f"{place}/ckpt")
+    zeros = {"b": jnp.zeros(2), "w": jnp.zeros(3)}
+    other = graph.Checkpoint(params=zeros, opt_state=optax.adam(0.1).init(zeros))
+    other.restore(path).assert_consumed()
+    assert zeros["w"].tolist() == [1, 1, 1]
+    assert isinstance(other.opt_state, tuple)
+    assert isinstance(other.opt_state[0], optax.ScaleByAdamState)
+
+
+def test_a_train_state_is_replaced_where_it_hangs(place: str) -> None:
+    def make(value: float) -> Any:
+        params = {"kernel": jnp.full((2, 2), value)}
+        return create_state(apply_fn=lambda x: x, params=params, tx=optax.sgd(0.1, momentum=0.9))
+
+    path = graph.Checkpoint(states=[make(1.0)], key=jax.random.key(3)).save(f"{place}/ckpt")
+    first = make(0.0)
+    checkpoint = graph.Checkpoint(states=[first], key=jax.random.key(0))
+    checkpoint.restore(path).assert_consumed()
+    assert first.params["kernel"].tolist() == [[0, 0], [0, 0]]
+    assert checkpoint.states[0].params["kernel"].tolist() == [[1, 1], [1, 1]]
+    assert checkpoint.states[0].tx is first.tx
+    assert jax.random.key_data(checkpoint.key).tolist() == jax.random.key_data(jax.random.key(3)).tolist()
+
+
+def test_lazy_modules_of_torch(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    net: Any = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.LazyBatchNorm1d())
+    net(torch.randn(4, 2))
+    path = graph.Checkpoint(net=net, optimizer=trained(net)).save(f"{place}/ckpt")
+    lazy: Any = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.LazyBatchNorm1d())
+    weight = lazy[0].weight
+    unborn = graph.Checkpoint(net=lazy)
+    assert unborn.unsaved()["net/0/weight"] == "has no shape yet; run the module once"
+    optimizer = torch.optim.Adam(lazy.parameters())
+    graph.Checkpoint(net=lazy, optimizer=optimizer).restore(path).assert_consumed()
+    assert lazy[0].weight is weight
+    assert torch.equal(lazy[0].weight, net[0].weight)
+    x = torch.randn(4, 2)
+    assert torch.equal(lazy(x), net(x))
+    assert moments(lazy, optimizer).keys() == moments(net, trained(net)).keys()
+
+
+def test_modules_of_nnx_that_are_built_later(place: str) -> None:
+    path = graph.Checkpoint(net=Flax(0, ("a", "head"))).save(f"{place}/ckpt")
+    net = Flax(1, ("a",))
+    status = graph.Checkpoint(net=net).restore(path)
+    with pytest.raises(AssertionError, match="net/head/kernel"):
+        status.assert_consumed()
+    net.head = nnx.Linear(2, 2, rngs=nnx.Rngs(5))
+    trained_since = net.a.kernel[...] + 1
+    net.a.kernel.set_value(trained_since)
+    status.try_complete().assert_consumed()
+    assert (net.head.kernel[...] == nnx.Linear(2, 2, rngs=nnx.Rngs(0)).kernel[...]).all()
+    assert (net.a.kernel[...] == trained_since).all()
+
+
+def test_a_save_restores_what_was_built_since(place: str) -> None:
+    path = graph.Checkpoint(net=Flax(0)).save(f"{place}/ckpt")
+    net = Flax(1, ("a",))
+    checkpoint = graph.Checkpoint(net=net)
+    checkpoint.restore(path)
+    net.b = nnx.Linear(2, 2, rngs=nnx.Rngs(5))
+    again = checkpoint.save(f"{place}/ckpt")
+    assert np.array_equal(
+        graph.load_checkpoint(again).get_tensor("net/b/kernel"), graph.load_checkpoint(path).get_tensor("net/b/kernel")
+    )
+
+
+def test_modules_that_torch_does_not_see(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    class Holder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [torch.nn.Linear(1, 1)]
+            self.count = 3
+            self.register_buffer("kept", torch.ones(1))
+            self.register_buffer("passing", torch.ones(1), persistent=False)
+
+    with caplog.at_level(logging.INFO, "holdfast"):
+        path = graph.Checkpoint(net=Holder()).write(f"{place}/ckpt")
+    assert [leaf.path for leaf in hf.describe(path)] == ["net/kept", "net/layers/0/weight", "net/layers/0/bias"]
+    assert "state_dict() does not see" in caplog.text
+
+
+def test_extra_state_of_torch_modules(place: str) -> None:
+    class Counting(torch.nn.Module):
+        def __init__(self, count: int) -> None:
+            super().__init__()
+            self.count = count
+
+        def get_extra_state(self) -> Any:
+            return {"count": self.count, "t": torch.ones(2, dtype=torch.bfloat16)}
+
+        def set_extra_state(self, state: Any) -> None:
+            assert state["t"].dtype == torch.bfloat16
+            self.count = state["count"]
+
+    path = graph.Checkpoint(net=Counting(4)).save(f"{place}/ckpt")
+    net = Counting(0)
+    graph.Checkpoint(net=net).restore(path).assert_consumed()
+    assert net.count == 4
+
+
+def test_shared_weights_are_saved_once(place: str) -> None:
+    net = Net("a", "b")
+    net.b.weight = net.a.weight
+    path = graph.Checkpoint(net=net).write(f"{place}/ckpt")
+    assert [leaf.path for leaf in hf.describe(path)] == ["net/a/weight", "net/a/bias", "net/b/bias"]
+    other = Net("a", "b")
+    other.b.weight = other.a.weight
+    graph.Checkpoint(net=other).restore(path).assert_consumed()
+    assert torch.equal(other.b.weight, net.a.weight)
+
+
+def test_from_torch_to_nnx(place: str) -> None:
+    torch_net = Net("l1")
+    path = graph.Checkpoint(net=torch_net, step=3).save(f"{place}/ckpt")
+    nnx_net = Flax(0, ("l1",))
+    checkpoint = graph.Checkpoint(net=nnx_net, step=0)
+    checkpoint.restore(path, rename={"net.l1.weight": ("net.l1.kernel", np.transpose)}).assert_consumed()
+    x = np.arange(4.0, dtype=np.float32).reshape(2, 2)
+    np.testing.assert_allclose(nnx_net.l1(x), torch_net.l1(torch.from_numpy(x)).detach().numpy(), rtol=1e-5, atol=1e-6)
+    with pytest.raises(hf.OptionError, match="no array"):
+        checkpoint.restore(path, rename={"net.l1": ("net.l2", np.transpose)})
+
+
+def test_objects_go_when_nobody_needs_them(place: str) -> None:
+    import weakref
+
+    path = graph.Checkpoint(net=Net("a")).save(f"{place}/ckpt")
+    net = Net("a")
+    watch = weakref.ref(net.a.weight)
+    checkpoint = graph.Checkpoint(net=net)
+    checkpoint.restore(path)
+    del net, checkpoint
+    gc.collect()
+    assert watch() is None
