@@ -16,6 +16,7 @@ from .chunks import Chunks
 from .sources import Bytes
 
 _THREADS = 4
+_SHARE = 12  # one byte in so many of what is read may be memory that threads copy out of
 _EXTENT = 16 << 20  # bytes read at a time; more only where a single range is larger
 _COPIED_EXTENT = 4 << 20  # the same where all of it is copied out: the memory is used again and again
 _SMALL = 16 << 10  # bytes; smaller ranges take longer to handle than to read
@@ -75,7 +76,8 @@ def read_chunks(
         StorageError: The storage refuses, or does not answer: nothing is known of the bytes.
         BaseException: Whatever ``use`` or ``failed`` raises; the first of it, after all threads have stopped.
     """
-    pending = iter(plan_extents(chunks, gap))
+    extents = list(plan_extents(chunks, gap))
+    pending = iter(extents)
     lock = threading.Lock()
     stop: list[BaseException] = []
     counts: list[int] = []
@@ -92,9 +94,12 @@ def read_chunks(
             except BaseException as error:  # handed to the thread that waits below
                 stop.append(error)
 
-    threads = [threading.Thread(target=work, name=f"holdfast-read-{i}", daemon=True) for i in range(_THREADS - 1)]
-    if chunks.lengths.sum() <= max(_EXTENT // 4, _SMALL * len(chunks)):
-        threads = []  # little to read, or more work for the interpreter, which threads only get in the way of
+    total = int(chunks.lengths.sum())
+    buffer = max((extent.length for extent in extents if not extent.kept), default=1)
+    count = min(_THREADS, max(1, total // (buffer * _SHARE)))
+    if total <= max(_EXTENT // 4, _SMALL * len(chunks)):
+        count = 1  # little to read, or more work for the interpreter, which threads only get in the way of
+    threads = [threading.Thread(target=work, name=f"holdfast-read-{i}", daemon=True) for i in range(count - 1)]
     for thread in threads:
         thread.start()
     work()
