@@ -13,7 +13,7 @@ from .digests import check_file
 from .directory import stored_options
 from .errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, HoldfastError
 from .interop.native import NativeCheckpoint
-from .interop.places import find_checkpoint, is_foreign, open_at, open_checkpoint, step_index, step_locations
+from .interop.places import find_checkpoint, is_run, open_at, open_checkpoint, step_index, step_locations
 from .interop.source import JSON, METRICS, TREE, recognise_steps
 from .item import Problem, SavedLeaf, TreeReader, naming
 from .policy import reasons
@@ -217,7 +217,7 @@ def verify(path: Place, step: int | None = None) -> VerifyReport:
         CheckpointNotFoundError: There is no such checkpoint.
     """
     location = as_location(path)
-    if step is None and not (location / RECORD).exists() and not is_foreign(location):
+    if step is None and is_run(location):
         places = step_locations(location)
         if places:
             return VerifyReport(checkpoints=tuple(_verify(place, one) for one, place in places.items()))

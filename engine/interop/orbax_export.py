@@ -19,7 +19,7 @@ from ..storage.statuses import map_status
 from .native import NativeCheckpoint
 from .orbax import UNFINISHED
 from .orbax_documents import JSON_HANDLER, TREE_HANDLER, OrbaxPlan, checkpoint_document, json_file, plan_orbax
-from .places import find_checkpoint, open_at, open_checkpoint, step_locations
+from .places import find_checkpoint, is_run, open_at, open_checkpoint, step_locations
 from .source import JSON, METRICS, TREE, CheckpointSource, TreeSource
 from .tensorstore_arrays import directory_spec, new_context
 
@@ -58,12 +58,12 @@ def export_orbax(
         DamagedCheckpointError: The source does not verify.
     """
     origin, target = as_location(source), as_location(destination)
-    if not _is_run(origin, step):
+    if step is None and not is_run(origin):
         _export(open_checkpoint(origin), target, item, managed=False)
         return [target]
-    places = step_locations(origin)
-    if step is not None:
-        places = {step: find_checkpoint(origin, step)}
+    places = {step: find_checkpoint(origin, step)} if step is not None else step_locations(origin)
+    if not places:
+        find_checkpoint(origin)  # says what is missing
     taken = [target / str(number) for number in places if (target / str(number)).exists()]
     if taken:
         raise CheckpointExistsError(f"{taken[0]}: something is there already; choose another destination")
@@ -103,13 +103,6 @@ def add_orbax_metadata(source: Place, *, step: int | None = None) -> list[Locati
     for place, contents in files.items():
         _write_files(place, contents)
     return places
-
-
-def _is_run(location: Location, step: int | None) -> bool:
-    """Whether a path is a directory of steps."""
-    if step is not None:
-        return True
-    return find_checkpoint(location) != location
 
 
 def _metadata_files(checkpoint: CheckpointSource) -> dict[str, bytes]:

@@ -30,8 +30,8 @@ def open_checkpoint(location: Location, step: int | None = None) -> CheckpointSo
         DamagedCheckpointError: There is one, and what says what it holds cannot be read.
         FormatVersionError: A newer version of holdfast wrote it.
     """
-    if step is None:
-        found = None if (location / RECORD).exists() else recognise(location)
+    if step is None and not _is_ours(location):
+        found = recognise(location)
         if found is not None:
             return found
     return open_at(find_checkpoint(location, step))
@@ -54,7 +54,7 @@ def find_checkpoint(location: Location, step: int | None = None) -> Location:
     Raises:
         CheckpointNotFoundError: There is none.
     """
-    if step is None and ((location / RECORD).exists() or is_foreign(location)):
+    if step is None and not is_run(location):
         return location
     places = step_locations(location)
     if places and step is None:
@@ -101,9 +101,28 @@ def step_index(location: Location) -> StepIndex:
     return StepIndex(location)
 
 
+def is_run(location: Location) -> bool:
+    """Whether a path is to be searched for steps: no checkpoint lies right here, or steps of ours do."""
+    return not (location / RECORD).exists() and not is_foreign(location)
+
+
 def is_foreign(location: Location) -> bool:
-    """Whether a checkpoint of another library lies here, damaged or not."""
+    """Whether a checkpoint of another library lies here, damaged or not; never where we wrote steps."""
+    if _is_ours(location):
+        return False
     try:
         return recognise(location) is not None
     except DamagedCheckpointError:
         return True
+
+
+def _is_ours(location: Location) -> bool:
+    """Whether holdfast wrote a checkpoint or a step here; whatever lies beside them does not count."""
+    if (location / RECORD).exists():
+        return True
+    if not location.is_directory():
+        return False
+    return any(
+        entry.is_directory and entry.name[-1:].isdigit() and (location / entry.name / RECORD).exists()
+        for entry in location.entries()
+    )

@@ -233,3 +233,15 @@ def test_directories_that_are_no_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(hf.CheckpointNotFoundError, match="no checkpoint here"):
         hf.load(tmp_path)
     assert hf.list_checkpoints(tmp_path) == []
+
+
+def test_our_own_steps_count_before_what_lies_beside_them(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, {"n": 1})
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "run" / "exported", {"n": 2})
+        checkpointer.save(tmp_path / "run" / "9", {"n": 9})
+    assert hf.load(tmp_path / "run") == {"n": 1}
+    assert [one.step for one in hf.list_checkpoints(tmp_path / "run")] == [1]
+    assert [one.step for one in hf.verify(tmp_path / "run").checkpoints] == [1]
+    assert hf.load(tmp_path / "run" / "exported") == {"n": 2}
