@@ -13,6 +13,7 @@ import multiprocessing
 import resource
 import time
 import uuid
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -140,8 +141,8 @@ def measure(processes: int, leaves: int) -> Scale:
 
 def measure_apart(processes: int, leaves: int) -> Scale:
     """Measures in a new process, whose memory is its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(measure, (processes, leaves))
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(measure, processes, leaves).result()
 
 
 def table(results: Sequence[Scale]) -> str:

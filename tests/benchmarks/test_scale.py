@@ -1,0 +1,38 @@
+"""The simulation of many processes plans and merges what real ones would, and its work grows with their number."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def scale(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.scale")
+
+
+def test_a_small_simulation(scale: Any) -> None:
+    few, more = scale.measure(4, 200), scale.measure(16, 200)
+    assert (few.chunks, more.chunks) == (800, 3200)
+    assert few.index_bytes < more.index_bytes < 4 * few.index_bytes
+    assert few.fragments_bytes < more.fragments_bytes < 8 * few.fragments_bytes
+    text = scale.table([few, more])
+    assert [line.split()[:2] for line in text.splitlines()[1:]] == [["4", "800"], ["16", "3,200"]]
+
+
+def test_the_command(scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "measure_apart", scale.measure)
+    lines: list[str] = []
+    scale.main(["--processes", "3", "--processes", "5", "--leaves", "50"], lines.append)
+    assert "50 leaves" in lines[0]
+    assert len(lines[1].splitlines()) == 3
+    lines.clear()
+    scale.main(["--processes", "3", "--leaves", "50", "--json"], lines.append)
+    assert json.loads(lines[0])["chunks"] == 150
