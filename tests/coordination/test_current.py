@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from tests.processes.harness import Process, run_processes
+from tests.processes.harness import Process, free_port, run_processes
 
 from holdfast.engine.coordination import Alone, current_coordinator, next_group
 
@@ -18,7 +18,7 @@ def test_a_program_of_its_own_is_alone() -> None:
     assert current_coordinator() is current_coordinator()
 
 
-@pytest.mark.parametrize("imports", ["sys", "jax", "torch"])
+@pytest.mark.parametrize("imports", ["sys", "jax"])
 def test_looking_imports_and_starts_nothing(imports: str) -> None:
     if imports != "sys":
         pytest.importorskip(imports)
@@ -76,14 +76,19 @@ def test_torch_programs_are_alone_when_their_group_is_gone() -> None:
     assert run_processes(of_torch, 2, backend="torch") == [["TorchCoordinator", "Alone", "Alone"]] * 2
 
 
-def of_both(process: Process, path: str) -> str:
-    import torch.distributed as distributed
+def of_both(process: Process) -> list[str]:
+    import jax
 
-    distributed.init_process_group("gloo", f"file://{path}", rank=process.index, world_size=2)
-    return type(current_coordinator()).__name__
+    found = [current_coordinator()]
+    group = next_group(found[0], "address")
+    address = group.broadcast("port", b"127.0.0.1:%d" % free_port(), 30).decode()
+    initialize: Any = jax.distributed.initialize
+    initialize(address, 2, process.index, coordinator_bind_address=address)
+    found.append(current_coordinator())
+    return [type(each).__name__ for each in found]
 
 
-def test_jax_goes_before_torch(tmp_path: object) -> None:
+def test_jax_goes_before_torch() -> None:
     pytest.importorskip("jax")
     pytest.importorskip("torch")
-    assert run_processes(of_both, 2, f"{tmp_path}/store") == ["JaxCoordinator"] * 2
+    assert run_processes(of_both, 2, backend="torch") == [["TorchCoordinator", "JaxCoordinator"]] * 2

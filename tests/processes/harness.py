@@ -170,7 +170,7 @@ def run_outcomes(
         (folder / "work").write_bytes(pickle.dumps((function, arguments)))
         request = {
             "folder": str(folder), "count": count, "devices": devices_per_process, "timeout": timeout, "kill": kill,
-            "port": _free_port(), "recoverable": recoverable, "heartbeat": heartbeat, "store": store,
+            "port": free_port(), "recoverable": recoverable, "heartbeat": heartbeat, "store": store,
         }  # fmt: skip
         statuses = _launcher(backend).run(request)
         outcomes = [_outcome(folder, index, status) for index, status in enumerate(statuses)]
@@ -198,7 +198,8 @@ def _outcome(folder: Path, index: int, status: int) -> Outcome:
     return Outcome(status, output, value, error)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Gives a port of this machine that nobody uses."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port: int = server.getsockname()[1]
