@@ -41,9 +41,7 @@ class ItemSet:
         if not isinstance(values, Mapping) or not needed <= values.keys() <= self._checkpointers.keys():
             given = ", ".join(map(str, values)) if isinstance(values, Mapping) else type(values).__name__
             raise OptionError(f"this manager saves the items {', '.join(self._checkpointers)}; given: {given}")
-        unknown = arguments.keys() - self._checkpointers.keys()
-        if unknown:
-            raise OptionError(f"save_kwargs for unknown items: {', '.join(sorted(unknown))}")
+        self._check_arguments("save_kwargs", arguments)
         return {
             name: ItemToSave(checkpointer.handler, values[name], checkpointer.background, arguments.get(name, {}))
             for name, checkpointer in self._checkpointers.items()
@@ -61,9 +59,18 @@ class ItemSet:
 
         Returns:
             The item, or a dictionary of items if there are several.
+
+        Raises:
+            OptionError: There are several items, and the templates or arguments are not given by item.
         """
         templates = items if self._several else {ITEM: items}
         arguments = kwargs if self._several else {ITEM: kwargs}
+        if templates is not None and not isinstance(templates, Mapping):
+            raise OptionError(
+                f"this manager restores the items {', '.join(self._checkpointers)}: give templates by item, as "
+                f"{{{next(iter(self._checkpointers))!r}: ...}}; found {type(templates).__name__}"
+            )
+        self._check_arguments("restore_kwargs", arguments)
         found = {
             name: restore_item(
                 self._checkpointers[name].handler,
@@ -87,6 +94,14 @@ class ItemSet:
             if has_structure(self._checkpointers[name].handler)
         }
         return found if self._several else found.get(ITEM)
+
+    def _check_arguments(self, what: str, arguments: Mapping[str, Any]) -> None:
+        unknown = arguments.keys() - self._checkpointers.keys()
+        if unknown:
+            raise OptionError(
+                f"{what} for unknown items: {', '.join(sorted(unknown))}; this manager has the items "
+                f"{', '.join(self._checkpointers)}"
+            )
 
     def _saved(
         self, location: Location, record: CheckpointRecord, wanted: Mapping[str, Any] | None

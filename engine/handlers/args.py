@@ -29,6 +29,7 @@ class SaveArgs:
 
     Attributes:
         aggregate: Put it into the one file that all such leaves share, instead of among the arrays; for small leaves.
+            Text, bytes, None and long integers stand in ``tree.json`` in any case.
         dtype: Cast its elements to this before they are saved. Python numbers are cast, too; what holds no numbers
             (text, bytes, None, PRNG keys) stays as it is.
         compression: Level of zstd, 1 to 22; 0 stores the bytes as they are; None leaves it to the handler.

@@ -14,7 +14,7 @@ from ..storage import Location
 from ..tree import EXTERNAL, ExternalLeaf, ValueLeaf, display, flatten, unflatten
 from ..tree.containers import class_name
 from .args import RestoreArgs, SaveArgs
-from .saves import Files
+from .saves import Files, completed, finish
 from .type_handlers import ParamInfo, TypeHandler, TypeHandlerRegistry
 
 FOLDER = "leaves"
@@ -90,7 +90,7 @@ class ExternalLeaves:
             for place in places:
                 place.make_directory(sync=False)
             full = [dataclasses.replace(info, folder=place) for info, place in zip(infos, places, strict=True)]
-            handler.serialize(values, full, args)
+            finish(completed(handler.serialize(values, full, args)))
         files = seal(folder / FOLDER, f"{FOLDER}/")
         folder.sync_directory()
         return files
@@ -147,7 +147,7 @@ def resolve(
     for handler, positions in groups.values():
         leaves: list[ExternalLeaf] = [values[position] for position in positions]
         infos = [_info(leaf, folder, numbers[leaf.name], files) for leaf in leaves]
-        found = handler.deserialize(infos, [args.get(leaf.name) or RestoreArgs() for leaf in leaves])
+        found = completed(handler.deserialize(infos, [args.get(leaf.name) or RestoreArgs() for leaf in leaves]))
         if len(found) != len(leaves):
             raise OptionError(f"the handler {handler.name!r} gave {len(found)} values for {len(leaves)} leaves")
         for position, value in zip(positions, found, strict=True):

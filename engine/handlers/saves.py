@@ -62,6 +62,11 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     return results[0]
 
 
+def completed(result: Any) -> Any:
+    """Returns what a method of the user's own returns, which may be a coroutine."""
+    return run_coroutine(result) if isinstance(result, Coroutine) else result
+
+
 def finish(futures: Sequence[SaveFuture] | None) -> Files | None:
     """Completes a save; returns its files if every future knows its own."""
     found: dict[str, FileRecord] = {}

@@ -60,19 +60,24 @@ class TypeHandler(abc.ABC):
         return copy.deepcopy(value)
 
     @abc.abstractmethod
-    def serialize(self, values: Sequence[Any], infos: Sequence[ParamInfo], args: Sequence[SaveArgs]) -> None:
+    def serialize(self, values: Sequence[Any], infos: Sequence[ParamInfo], args: Sequence[SaveArgs]) -> Any:
         """Writes leaves to where they are stored; perhaps on another thread, and on process 0 only.
+
+        It may be a coroutine.
 
         Args:
             values: The leaves, or snapshots of them.
             infos: What :meth:`param_infos` returned for them, with their folders. Files in these are made durable, and
                 digested, by the caller.
             args: What the caller of ``save`` asks for.
+
+        Returns:
+            None, or futures whose ``result()`` completes the writing.
         """
 
     @abc.abstractmethod
-    def deserialize(self, infos: Sequence[ParamInfo], args: Sequence[RestoreArgs]) -> Sequence[Any]:
-        """Reads leaves back.
+    def deserialize(self, infos: Sequence[ParamInfo], args: Sequence[RestoreArgs]) -> Any:
+        """Reads leaves back. It may be a coroutine.
 
         Args:
             infos: One for each leaf, with its folder and facts. The files in it have been compared with their digests.

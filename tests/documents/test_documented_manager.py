@@ -190,3 +190,16 @@ def test_checkpoint_manager_options(tmp_path: Path, options: dict[str, Any], kep
             mngr.save(step, {"a": step}, metrics=metrics)
             clock.seconds += 1
         assert mngr.all_steps() == kept
+
+
+def test_checkpoint_manager_wants_arguments_by_item(tmp_path: Path) -> None:
+    """With several items, templates and arguments are dictionaries by item; anything else is an error."""
+    items = {"state": Checkpointer(PyTreeCheckpointHandler()), "facts": Checkpointer(JsonCheckpointHandler())}
+    with CheckpointManager(tmp_path, items) as mngr:
+        mngr.save(0, {"state": {"w": INPUTS}, "facts": {}})
+        with pytest.raises(hf.OptionError, match="restore_kwargs for unknown items: restore_args; this manager has"):
+            mngr.restore(0, restore_kwargs={"restore_args": RestoreArgs()})
+        with pytest.raises(hf.OptionError, match="save_kwargs for unknown items: save_args"):
+            mngr.save(1, {"state": {"w": INPUTS}, "facts": {}}, save_kwargs={"save_args": SaveArgs()})
+        with pytest.raises(hf.OptionError, match=r"give templates by item, as \{'state': ...\}; found ndarray"):
+            mngr.restore(0, INPUTS)

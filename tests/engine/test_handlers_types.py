@@ -39,13 +39,13 @@ class VocabularyHandler(hf.TypeHandler):
         facts = [{"count": len(value.words), "class": type(value).__name__} for value in values]
         return [hf.ParamInfo(name=name, facts=fact) for name, fact in zip(names, facts, strict=True)]
 
-    def serialize(self, values: Sequence[Any], infos: Sequence[hf.ParamInfo], args: Sequence[hf.SaveArgs]) -> None:
+    def serialize(self, values: Sequence[Any], infos: Sequence[hf.ParamInfo], args: Sequence[hf.SaveArgs]) -> Any:
         for value, info in zip(values, infos, strict=True):
             assert info.folder is not None
             for number, word in enumerate(value.words):
                 (info.folder / f"{number}.txt").write_bytes(word.encode())
 
-    def deserialize(self, infos: Sequence[hf.ParamInfo], args: Sequence[hf.RestoreArgs]) -> list[Any]:
+    def deserialize(self, infos: Sequence[hf.ParamInfo], args: Sequence[hf.RestoreArgs]) -> Any:
         found = []
         for info, asked in zip(infos, args, strict=True):
             assert info.folder is not None
@@ -65,11 +65,11 @@ class Elsewhere(hf.TypeHandler):
     def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[hf.ParamInfo]:
         return [hf.ParamInfo(name=name, facts={"file": f"{name}.npy"}) for name in names]
 
-    def serialize(self, values: Sequence[Any], infos: Sequence[hf.ParamInfo], args: Sequence[hf.SaveArgs]) -> None:
+    def serialize(self, values: Sequence[Any], infos: Sequence[hf.ParamInfo], args: Sequence[hf.SaveArgs]) -> Any:
         for value, info, asked in zip(values, infos, args, strict=True):
             np.save(self.directory / info.facts["file"], value if asked.dtype is None else value.astype(asked.dtype))
 
-    def deserialize(self, infos: Sequence[hf.ParamInfo], args: Sequence[hf.RestoreArgs]) -> list[Any]:
+    def deserialize(self, infos: Sequence[hf.ParamInfo], args: Sequence[hf.RestoreArgs]) -> Any:
         return [np.load(self.directory / info.facts["file"]) for info in infos]
 
 
@@ -211,7 +211,7 @@ def test_registering_twice(registry: hf.TypeHandlerRegistry) -> None:
 
 def test_handlers_that_lose_leaves(place: str, registry: hf.TypeHandlerRegistry) -> None:
     class Forgetful(VocabularyHandler):
-        def deserialize(self, infos: Sequence[hf.ParamInfo], args: Sequence[hf.RestoreArgs]) -> list[Any]:
+        def deserialize(self, infos: Sequence[hf.ParamInfo], args: Sequence[hf.RestoreArgs]) -> Any:
             return []
 
     hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)).save(place, TREE)
@@ -239,3 +239,30 @@ def test_other_formats_have_no_place_for_it(tmp_path: Path, checkpointer: hf.Che
     with pytest.raises(hf.UnsupportedLeafError, match="text/vocabulary"):
         hf.export_checkpoint(tmp_path / "one", tmp_path / "two", to=to)
     assert not (tmp_path / "two").exists()
+
+
+def test_coroutines_and_futures(place: str) -> None:
+    class Later:
+        def __init__(self, place: hf.Location, text: str) -> None:
+            self.place, self.text = place, text
+
+        def result(self, timeout: float | None = None) -> None:
+            self.place.write_bytes(self.text.encode())
+
+    class Asynchronous(VocabularyHandler):
+        async def serialize(self, values: Any, infos: Any, args: Any) -> list[Later]:
+            return [
+                Later(info.folder / f"{number}.txt", word)
+                for value, info in zip(values, infos, strict=True)
+                for number, word in enumerate(value.words)
+            ]
+
+        async def deserialize(self, infos: Any, args: Any) -> list[Any]:
+            found: list[Any] = super().deserialize(infos, args)
+            return found
+
+    registry = hf.TypeHandlerRegistry({Vocabulary: Asynchronous()})
+    with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
+        checkpointer.save(place, TREE)
+        assert checkpointer.restore(place)["text"] == TREE["text"]
+    assert hf.verify(place).ok
