@@ -20,7 +20,7 @@ from .zarr import (
     encode_array_metadata,
     metadata_key,
 )
-from .zstd import decompress
+from .zstd import content_limit, decompress
 
 __all__ = [
     "DOCUMENT_LIMIT",
@@ -35,6 +35,7 @@ __all__ = [
     "checksums_of",
     "chunk_keys",
     "compress_chunks",
+    "content_limit",
     "crc32c",
     "decode_array_metadata",
     "decode_database",

@@ -23,6 +23,23 @@ _WINDOW_LIMIT = 128 << 20  # bytes; what zstd's own decoder accepts unless told 
 _RATIO = 512  # TensorStore refuses archive members that promise more than 1024 times their compressed size
 
 
+def content_limit(data: bytes) -> int:
+    """Says how much one zstd frame can hold at most, without decompressing it.
+
+    Args:
+        data: The frame, and nothing after it.
+
+    Returns:
+        A number of bytes that its content does not exceed, at most some thirty thousand times its own size.
+
+    Raises:
+        DamagedCheckpointError: The bytes are no such frame.
+    """
+    start, _, promised = _parse_header(data)
+    _, _, bound = _walk_blocks(data, start)
+    return bound if promised is None else min(promised, bound)
+
+
 def decompress(data: bytes, limit: int) -> bytes:
     """Decompresses one zstd frame.
 

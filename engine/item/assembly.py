@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..format import ArrayMetadata
-from ..storage import aligned_empty
 from ..tree import Box, whole
 from .chunks import Chunks
-from .forms import COPY, Form
+from .forms import COPY, Form, fresh_memory
 from .small import small_arrays
 from .sources import Bytes
 
@@ -208,13 +206,7 @@ class Assembly:
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], fill: bytes | None) -> NDArray[Any]:
-    nbytes = math.prod(shape) * dtype.itemsize
-    try:
-        array = aligned_empty(nbytes).view(dtype).reshape(shape)
-    except OSError as error:
-        if error.errno != errno.ENOMEM:
-            raise
-        raise MemoryError(f"an array of {nbytes} bytes does not fit the memory that is left") from error
+    array = fresh_memory(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
     if fill is not None:
         array.reshape(-1).view(np.uint8).reshape(-1, len(fill))[...] = np.frombuffer(fill, np.uint8)
     return array

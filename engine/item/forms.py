@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from itertools import product
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DamagedCheckpointError
-from ..format import ArrayMetadata, crc32c, decompress_chunk
+from ..format import ArrayMetadata, content_limit, crc32c, decompress_chunk
 from ..storage import aligned_empty
 from ..tree import Box
 from .plan import CHECKSUM_BYTES
@@ -20,6 +21,20 @@ COPY = 256 << 10
 
 _SMALL = 8 << 10  # bytes of the largest array that shares its memory with others
 _INCOMPRESSIBLE = 1 << 10  # bytes that zstd adds at most to a chunk, besides 1 in 128
+
+
+def fresh_memory(nbytes: int) -> Bytes:
+    """Returns memory for an array, with arbitrary content.
+
+    Raises:
+        MemoryError: There is not so much of it.
+    """
+    try:
+        return aligned_empty(nbytes)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise MemoryError(f"an array of {nbytes} bytes does not fit the memory that is left") from error
 
 
 class Form:
@@ -99,8 +114,11 @@ class Form:
                 return data, f"has crc32c {found:08x} where {expected:08x} was written"
         if not self.compressed:
             return values, ""
-        content = aligned_empty(self.data_bytes)
         try:
+            limit = content_limit(values.tobytes())
+            if limit < self.data_bytes:  # before memory is taken for what the metadata claims
+                return data, f"should hold {self.data_bytes} bytes, and can hold {limit} at most"
+            content = fresh_memory(self.data_bytes)
             decompress_chunk(values, content)
         except DamagedCheckpointError as error:
             return data, f"cannot be decompressed: {error}"
