@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+from holdfast.engine.format import encode_document
 from holdfast.engine.handlers import DEFAULT_REGISTRY
 
 
@@ -266,3 +267,30 @@ def test_coroutines_and_futures(place: str) -> None:
         checkpointer.save(place, TREE)
         assert checkpointer.restore(place)["text"] == TREE["text"]
     assert hf.verify(place).ok
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        {},
+        {"handler": ["vocabulary"], "facts": {"count": 1}},
+        {"handler": "vocabulary\n" * 1000, "type": "x" * 10_000},
+        {"handler": "other", "facts": [1]},
+        {"handler": "vocabulary", "aggregate": "x"},
+        {"handler": "vocabulary", "facts": {"count": 3}},
+    ],
+    ids=["nothing", "a list", "long", "another", "aggregate", "no files"],
+)
+def test_forged_descriptions(
+    place: str, leaf: dict[str, Any], checkpointer: hf.Checkpointer, stored: Any, look: Callable[..., Any]
+) -> None:
+    checkpointer.save(place, [Vocabulary(WORDS)])
+    tree = {"tree": {"type": "list", "children": [None]}, "leaves": [{"kind": "external", **leaf}]}
+    files = stored(place)
+    files.reseal("tree.json", encode_document("tree", {"tree": tree}))
+    assert len(look(place)) == 1
+    files.edit(lambda body: body["items"]["state"]["files"].pop("leaves/0/2.txt"))
+    files.remove("state/leaves/0/2.txt")
+    with pytest.raises((hf.OptionError, hf.StorageError)) as caught:
+        checkpointer.restore(place)
+    assert len(str(caught.value)) < 1000
