@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..engine.errors import OptionError
 from ..engine.options import CheckpointManagerOptions
+from ..engine.storage import as_location
 
 if TYPE_CHECKING:
+    from ..engine.checkpointer import Place
     from ..engine.durations import Duration
 
 BestMode = Literal["max", "min"]
@@ -41,6 +43,7 @@ class CallbackOptions:
         keep_steps: Keep these steps.
         resume: ``"auto"`` resumes if there is something to resume from, ``"must"`` raises if there is not, and
             ``"never"`` raises if there is.
+        init_from: The checkpoint that a fresh start takes its weights from, or None.
     """
 
     save_interval_steps: int | None = None
@@ -55,8 +58,11 @@ class CallbackOptions:
     keep_time_interval: Duration | None = None
     keep_steps: Collection[int] = ()
     resume: Resume = "auto"
+    init_from: Place | None = None
 
     def __post_init__(self) -> None:
+        if self.init_from is not None:
+            as_location(self.init_from)  # whether it is a place at all
         if self.resume not in get_args(Resume):
             close = difflib.get_close_matches(str(self.resume), get_args(Resume), n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""

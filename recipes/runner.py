@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.errors import CheckpointExistsError, CheckpointNotFoundError, DamagedCheckpointError, OptionError
+from ..engine.interop.places import open_checkpoint
 from ..engine.manager import CheckpointManager
 from ..engine.options import CheckpointManagerOptions
+from ..engine.record import RECORD
+from ..engine.storage import Location, as_location
 from ..integrations.options import CallbackOptions
 from ..integrations.preemption import PreemptionSignal
 from .configuration import Configuration, to_yaml
@@ -57,7 +60,7 @@ def run(configuration: Configuration) -> Outcome:
     context = RunContext(
         run_dir=run_dir,
         checkpoints=checkpoints,
-        callback_arguments=config.checkpoint.callback_arguments(),
+        callback_arguments=_callback_arguments(configuration),
         log_interval=config.logging.interval_steps,
     )
     began = time.monotonic()
@@ -84,6 +87,8 @@ def _check_checkpoints(configuration: Configuration, checkpoints: str) -> int:
                 f"checkpoint.resume=must, but there is no checkpoint in {checkpoints}; check the path, or set "
                 "checkpoint.resume=auto to start when there is none"
             )
+        if section.init_from is not None:
+            open_checkpoint(_weights_at(section.init_from))  # before anything is written
         return 0
     if section.resume == "never":
         raise CheckpointExistsError(
@@ -93,6 +98,19 @@ def _check_checkpoints(configuration: Configuration, checkpoints: str) -> int:
     if isinstance(stored, Mapping):
         _check_identity(configuration, dict(stored), checkpoints)
     return newest
+
+
+def _callback_arguments(configuration: Configuration) -> dict[str, Any]:
+    section = configuration.config.checkpoint
+    arguments = section.callback_arguments()
+    return arguments if section.init_from is None else {**arguments, "init_from": _weights_at(section.init_from)}
+
+
+def _weights_at(place: str) -> Location:
+    """Returns the checkpoints that weights are taken from: a run is known by its directory as well."""
+    location = as_location(place)
+    inside = location / "checkpoints"
+    return inside if inside.is_directory() and not (location / RECORD).exists() else location
 
 
 def _check_identity(configuration: Configuration, stored: dict[str, Any], checkpoints: str) -> None:

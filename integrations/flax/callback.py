@@ -15,6 +15,7 @@ from ...engine.manager import CheckpointManager
 from ..options import BestFn, BestMode, CallbackOptions, Resume
 from ..preemption import PreemptionSignal
 from .checks import check_metrics, check_step, missing_extras, warn_of_counter
+from .initialization import with_weights
 from .laststep import LastStep
 from .metrics import host_metrics
 from .outcome import StepOutcome
@@ -82,6 +83,9 @@ class CheckpointCallback:
         keep_steps: Keep these steps.
         resume: ``"auto"`` resumes if there is something to resume from, ``"must"`` raises if there is not, and
             ``"never"`` raises if there is.
+        init_from: Where a fresh start takes its parameters from: any checkpoint that ``hf.load`` reads, of holdfast or
+            of another library, or a directory of steps. Names, shapes and dtypes must be those of the state's
+            parameters; all else, such as the optimizer and the step, starts fresh. A run that resumes ignores it.
         clock: Where the time comes from, for tests.
         metadata: JSON about the run, such as its configuration, stored with the checkpoints.
 
@@ -108,6 +112,7 @@ class CheckpointCallback:
         keep_time_interval: Duration | None = None,
         keep_steps: Collection[int] = (),
         resume: Resume = "auto",
+        init_from: Place | None = None,
         clock: Clock | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
@@ -124,6 +129,7 @@ class CheckpointCallback:
             keep_time_interval=keep_time_interval,
             keep_steps=keep_steps,
             resume=resume,
+            init_from=init_from,
         )
         self._manager = CheckpointManager(
             directory,
@@ -173,10 +179,12 @@ class CheckpointCallback:
         Raises:
             CheckpointNotFoundError: ``resume="must"``, and there is no checkpoint.
             CheckpointExistsError: ``resume="never"``, and there are checkpoints.
-            TreeMismatchError: The state or the extras differ in structure, shapes or dtypes from the checkpoint.
+            TreeMismatchError: The state or the extras differ in structure, shapes or dtypes from the checkpoint, or
+                the parameters from those of ``init_from``.
             NoWholeCheckpointError: There are checkpoints, but all of them are damaged.
             OwnershipError: Another live run writes to the directory.
         """
+        place = self._options.init_from
         check_resume(self._manager, self._options.resume)
         self._begin()
         self._manager.acquire()
@@ -185,7 +193,9 @@ class CheckpointCallback:
         if restored is None:
             logger.info("started fresh: no checkpoint in %s", self._manager.directory)
             self.extras = dict(extras)
-            return state, 0
+            return (state if place is None else with_weights(state, place)), 0
+        if place is not None:
+            logger.info("init_from=%s is ignored, as the run resumes", place)
         self.extras = restored.extras
         return restored.state, restored.step
 
@@ -301,6 +311,8 @@ class CheckpointCallback:
         self._begun = True
 
     def _begin_without_restore(self) -> None:
+        if self._options.init_from is not None and not self._closed:
+            raise StateError("init_from= takes effect in restore_or_initialize: call it before the loop")
         self._begin()
         newest = self._manager.latest_step()
         if newest is not None:

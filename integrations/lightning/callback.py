@@ -12,6 +12,7 @@ from ...engine.errors import CheckpointExistsError, CheckpointNotFoundError, Hol
 from ..options import BestFn, BestMode, CallbackOptions, Resume
 from ..preemption import PreemptionSignal
 from .attributes import ModelCheckpointAttributes
+from .initialization import take_weights
 from .io import ResumePath, install, redirect_resume
 from .packages import ResumingCallback, silence_misleading_warnings
 from .saver import FitSaver
@@ -67,6 +68,9 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
         keep_steps: Keep these steps.
         resume: ``"auto"`` resumes if there is something to resume from, ``"must"`` raises if there is not, and
             ``"never"`` raises if there is.
+        init_from: Where a fresh start takes its weights from: any checkpoint that ``hf.load`` reads, such as a file of
+            ``torch.save``, Lightning or safetensors. Names, shapes and dtypes must be those of the module's state dict;
+            all else, such as the optimizers and the step, starts fresh. A run that resumes ignores it.
 
     Raises:
         OptionError: An option has a value that makes no sense.
@@ -88,6 +92,7 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
         keep_time_interval: Duration | None = None,
         keep_steps: Collection[int] = (),
         resume: Resume = "auto",
+        init_from: Place | None = None,
     ) -> None:
         # The base class is not initialized: all it does is to note the one file that it would save on an exception.
         self._options = CallbackOptions(
@@ -103,12 +108,14 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
             keep_time_interval=keep_time_interval,
             keep_steps=keep_steps,
             resume=resume,
+            init_from=init_from,
         )
         self._store = RunStore(dirpath, self._options)
         self.dirpath = str(self._store.directory)
         self._preemption = PreemptionSignal()
         self._saver: FitSaver | None = None
         self._has_saved = False
+        self._has_weights = False
         silence_misleading_warnings()
 
     @property
@@ -150,10 +157,12 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
         if stage != "fit":
             return
         if trainer.fast_dev_run:
-            redirect_resume(trainer, lambda path: None if isinstance(path, ResumePath) else path)
+            redirect_resume(
+                trainer, lambda path: self._begin_from(trainer, None if isinstance(path, ResumePath) else path)
+            )
             return
         # Trainers look for a checkpoint before they ask the module for its callbacks, this one perhaps among them.
-        redirect_resume(trainer, lambda path: path or self.ckpt_path)
+        redirect_resume(trainer, lambda path: self._begin_from(trainer, path or self.ckpt_path))
         steps = self._store.steps()
         if self._options.resume == "never" and steps and not self._has_saved:
             raise CheckpointExistsError(
@@ -211,6 +220,21 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
             SaveFailedError: It failed.
         """
         self._end(trainer)
+
+    def _begin_from(self, trainer: Any, path: Any) -> Any:
+        """Takes the weights of a fresh start, once; returns the path to resume from."""
+        place = self._options.init_from
+        if place is None or self._has_weights:
+            return path
+        if path:
+            logger.info("init_from=%s is ignored, as the run resumes", place)
+        else:
+            logger.info(
+                "took the weights from %s; all else starts fresh",
+                take_weights(trainer, trainer.lightning_module, place),
+            )
+        self._has_weights = True
+        return path
 
     def _end(self, trainer: Any) -> None:
         saver, self._saver = self._saver, None

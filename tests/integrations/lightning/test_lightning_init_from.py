@@ -1,0 +1,132 @@
+"""init_from= of the Lightning callback: fresh runs that begin with the weights of another."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as lightning
+import pytest
+import safetensors.torch
+import torch
+
+import holdfast as hf
+from holdfast.integrations.lightning import CheckpointCallback
+
+pytestmark = [
+    # Lightning's advice on any data loader without worker processes
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+    # Lightning 2.6 with torch 2.13
+    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
+]
+
+NewDirectory = Callable[[], str]
+
+
+class Beginning(lightning.Callback):
+    """Notes what a run begins with."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+        self.step = -1
+        self.moments = -1
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.weights = {key: value.clone() for key, value in pl_module.state_dict().items()}
+        self.step = trainer.global_step
+        self.moments = len(trainer.optimizers[0].state)
+
+
+def fit(program: Any, directory: str, steps: int, seed: int, **options: Any) -> tuple[Beginning, Any]:
+    lightning.seed_everything(seed, verbose=False)
+    beginning = Beginning()
+    trainer = lightning.Trainer(
+        max_steps=steps,
+        callbacks=[beginning, CheckpointCallback(directory, save_interval_steps=100, **options)],
+        num_sanity_val_steps=0,
+        **program.QUIET,
+    )
+    trainer.fit(program.Model(), program.training_loader("plain"), program.validation_loader())
+    return beginning, trainer
+
+
+@pytest.fixture(scope="module")
+def other(program: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run of three steps, and what else may be written of it."""
+    path = tmp_path_factory.mktemp("other")
+    _, trainer = fit(program, str(path / "run"), 3, seed=5)
+    weights = {name: value.clone() for name, value in trainer.lightning_module.state_dict().items()}
+    trainer.save_checkpoint(path / "lightning.ckpt")
+    torch.save(weights, path / "weights.pt")
+    safetensors.torch.save_file(weights, path / "weights.safetensors")
+    return path, weights
+
+
+@pytest.mark.parametrize("name", ["run", "lightning.ckpt", "weights.pt", "weights.safetensors"])
+def test_weights_come_from_any_checkpoint(
+    program: Any, other: Any, new_directory: NewDirectory, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, weights = other
+
+    with caplog.at_level(logging.INFO, "holdfast"):
+        beginning, _ = fit(program, new_directory(), 1, seed=6, init_from=path / name)
+
+    assert beginning.weights.keys() == weights.keys()
+    assert all(torch.equal(beginning.weights[key], value) for key, value in weights.items())
+    assert (beginning.step, beginning.moments) == (0, 0)
+    assert len([line for line in caplog.messages if line.startswith("took the weights from ")]) == 1
+
+
+def test_a_run_that_resumes_ignores_it(
+    program: Any, other: Any, new_directory: NewDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, weights = other
+    directory = new_directory()
+    fit(program, directory, 2, seed=6, init_from=path / "weights.pt")
+
+    with caplog.at_level(logging.INFO, "holdfast"):
+        beginning, _ = fit(program, directory, 3, seed=7, init_from="/nowhere")
+
+    assert beginning.step == 2
+    assert not torch.equal(beginning.weights["output.weight"], weights["output.weight"])
+    assert "init_from=/nowhere is ignored, as the run resumes" in caplog.messages
+
+
+def test_every_difference_is_named(program: Any, other: Any, new_directory: NewDirectory, tmp_path: Path) -> None:
+    _, weights = other
+    changed = {**weights, "output.bias": torch.ones(2), "output.weight": weights["output.weight"].double()}
+    del changed["average"]
+    torch.save({**changed, "new": torch.ones(1)}, tmp_path / "x.pt")
+
+    with pytest.raises(hf.TreeMismatchError, match="are not those of the model") as caught:
+        fit(program, new_directory(), 1, seed=6, init_from=tmp_path / "x.pt")
+
+    assert sorted(line.partition(":")[0] for line in caught.value.differences) == [
+        "average",
+        "new",
+        "output.bias",
+        "output.weight",
+    ]
+
+
+def test_nothing_is_begun_without_it(program: Any, new_directory: NewDirectory) -> None:
+    with pytest.raises(hf.CheckpointNotFoundError, match="nothing at this path"):
+        fit(program, new_directory(), 1, seed=6, init_from="/nowhere")
+
+
+def test_one_fit_after_another_takes_it_once(program: Any, other: Any, new_directory: NewDirectory) -> None:
+    path, weights = other
+    beginning = Beginning()
+    checkpoint = CheckpointCallback(
+        new_directory(), save_interval_steps=100, save_at_end=False, init_from=path / "weights.pt"
+    )
+    model = program.Model()
+    for _ in range(2):
+        trainer = lightning.Trainer(
+            max_steps=2, callbacks=[beginning, checkpoint], num_sanity_val_steps=0, **program.QUIET
+        )
+        trainer.fit(model, program.training_loader("plain"), program.validation_loader())
+
+    assert not torch.equal(beginning.weights["output.weight"], weights["output.weight"])

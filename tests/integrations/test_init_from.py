@@ -1,0 +1,194 @@
+"""init_from= of the Flax callback: fresh runs that begin with the weights of another."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax  # type: ignore[import-untyped]  # it comes without type information
+import orbax.checkpoint as ocp  # type: ignore[import-untyped]  # it comes without type information
+import pytest
+import safetensors.numpy
+import torch
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import holdfast as hf
+from holdfast.integrations.flax import CheckpointCallback
+
+
+def train_state(seed: int) -> Any:
+    kernel, bias = jax.random.normal(jax.random.key(seed), (2, 4, 3))
+    params = {"Dense_0": {"kernel": kernel, "bias": bias[0]}, "layers": [{"scale": kernel[0]}]}
+    create: Any = TrainState.create
+    state = create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+    return state.apply_gradients(grads=params) if seed else state
+
+
+def flat(params: Any) -> dict[str, Any]:
+    return {
+        "Dense_0.kernel": params["Dense_0"]["kernel"],
+        "Dense_0.bias": params["Dense_0"]["bias"],
+        "layers.0.scale": params["layers"][0]["scale"],
+    }
+
+
+def orbax_state(path: Path, state: Any) -> Path:
+    with ocp.CheckpointManager(path / "orbax") as manager:
+        manager.save(7, args=ocp.args.StandardSave(state))
+    return path / "orbax"
+
+
+def orbax_params(path: Path, state: Any) -> Path:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / "orbax", state.params)
+    return path / "orbax"
+
+
+def our_run(path: Path, state: Any) -> Path:
+    with CheckpointCallback(path / "other") as callback:
+        callback.restore_or_initialize(state, extra={"a": 1})
+        callback.on_step(1, state, extra={"a": 1})
+    return path / "other"
+
+
+def safetensors_file(path: Path, state: Any) -> Path:
+    arrays = {name: np.asarray(value) for name, value in flat(state.params).items()}
+    safetensors.numpy.save_file(arrays, path / "x.safetensors")
+    return path / "x.safetensors"
+
+
+def torch_file(path: Path, state: Any) -> Path:
+    tensors = {name: torch.from_numpy(np.array(value)) for name, value in flat(state.params).items()}
+    torch.save({"epoch": 3, "model": tensors}, path / "x.pt")
+    return path / "x.pt"
+
+
+@pytest.mark.parametrize("write", [orbax_state, orbax_params, our_run, safetensors_file, torch_file])
+def test_parameters_come_from_any_checkpoint(tmp_path: Path, write: Any, caplog: pytest.LogCaptureFixture) -> None:
+    there, here = train_state(1), train_state(0)
+    place = write(tmp_path, there)
+
+    with caplog.at_level(logging.INFO, "holdfast"), CheckpointCallback(tmp_path / "run", init_from=place) as callback:
+        state, start = callback.restore_or_initialize(here)
+
+    assert (start, int(state.step)) == (0, 0)
+    assert isinstance(state, TrainState)
+    assert all(np.array_equal(value, flat(there.params)[name]) for name, value in flat(state.params).items())
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state.params))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), state.opt_state, here.opt_state))
+    said = [line for line in caplog.messages if "took the weights from" in line]
+    assert len(said) == 1
+    assert str(place) in said[0]
+    assert "3 arrays" in said[0]
+
+
+def test_a_run_that_resumes_ignores_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    place = safetensors_file(tmp_path, train_state(1))
+    with CheckpointCallback(tmp_path / "run", init_from=place) as callback:
+        state, _ = callback.restore_or_initialize(train_state(0))
+        callback.on_step(1, state.replace(step=1))
+    place.unlink()
+
+    with caplog.at_level(logging.INFO, "holdfast"), CheckpointCallback(tmp_path / "run", init_from=place) as callback:
+        _, start = callback.restore_or_initialize(train_state(0))
+
+    assert start == 1
+    assert any(line == f"init_from={place} is ignored, as the run resumes" for line in caplog.messages)
+
+
+def test_every_difference_is_named(tmp_path: Path) -> None:
+    there = train_state(1)
+    params = {
+        "Dense_0": {"kernel": jnp.ones((4, 5)), "bias": there.params["Dense_0"]["bias"].astype(jnp.bfloat16)},
+        "Dense_1": {"kernel": jnp.ones(2)},
+    }
+    place = orbax_state(tmp_path, there.replace(params=params))
+
+    with (
+        pytest.raises(hf.TreeMismatchError, match="the weights in params are not those of the model") as caught,
+        CheckpointCallback(tmp_path / "run", init_from=place) as callback,
+    ):
+        callback.restore_or_initialize(train_state(0))
+
+    assert sorted(line.partition(":")[0] for line in caught.value.differences) == [
+        "Dense_0/bias",
+        "Dense_0/kernel",
+        "layers/0/scale",
+        "params/Dense_1/kernel",
+    ]
+
+
+class Model(nnx.Module):
+    def __init__(self, seed: int) -> None:
+        rngs = nnx.Rngs(seed)
+        self.linear = nnx.Linear(3, 2, rngs=rngs)
+        self.norm = nnx.BatchNorm(2, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
+@pytest.mark.parametrize("container", ["alone", "network"])
+def test_modules_of_nnx(tmp_path: Path, container: str) -> None:
+    there, here = Model(1), Model(0)
+    there.norm.mean[...] = jnp.full(2, 5.0)
+
+    def wrapped(model: Model) -> Any:
+        return model if container == "alone" else {container: model}
+
+    with CheckpointCallback(tmp_path / "other") as callback:
+        callback.restore_or_initialize(wrapped(there))
+        callback.on_step(1, wrapped(there))
+
+    with CheckpointCallback(tmp_path / "run", init_from=tmp_path / "other") as callback:
+        callback.restore_or_initialize(wrapped(here))
+
+    assert np.array_equal(here.linear.kernel[...], there.linear.kernel[...])
+    assert np.array_equal(here.norm.mean[...], np.zeros(2))
+
+
+def test_states_of_other_kinds(tmp_path: Path) -> None:
+    hf.save(tmp_path / "ckpt", {"w": jnp.ones(2)})
+
+    with CheckpointCallback(tmp_path / "a", init_from=tmp_path / "ckpt") as callback:
+        state, _ = callback.restore_or_initialize({"params": {"w": jnp.zeros(2)}, "other": 3})
+    assert (state["params"]["w"].tolist(), state["other"]) == ([1, 1], 3)
+    with (
+        pytest.raises(hf.OptionError, match="a list without params"),
+        CheckpointCallback(tmp_path / "b", init_from=tmp_path / "ckpt") as callback,
+    ):
+        callback.restore_or_initialize([jnp.zeros(2)])
+
+
+def test_it_is_never_passed_over(tmp_path: Path) -> None:
+    with (
+        pytest.raises(hf.StateError, match="takes effect in restore_or_initialize"),
+        CheckpointCallback(tmp_path / "run", init_from=tmp_path / "x") as callback,
+    ):
+        callback.on_step(1, {"params": jnp.ones(1)})
+    with (
+        pytest.raises(hf.CheckpointNotFoundError, match="nothing at this path"),
+        CheckpointCallback(tmp_path / "run", init_from=tmp_path / "x") as callback,
+    ):
+        callback.restore_or_initialize({"params": jnp.ones(1)})
+
+
+def test_places_that_are_none() -> None:
+    with pytest.raises(hf.InvalidLocationError):
+        CheckpointCallback("memory://init-from", init_from="ftp://x")
+
+
+def test_weights_lie_where_the_template_does(tmp_path: Path) -> None:
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    spec: Any = jax.sharding.PartitionSpec
+    sharding = jax.sharding.NamedSharding(mesh, spec("x"))
+    hf.save(tmp_path / "ckpt", {"params": {"w": np.arange(4.0, dtype=np.float32)}})
+
+    with CheckpointCallback(tmp_path / "run", init_from=tmp_path / "ckpt") as callback:
+        state, _ = callback.restore_or_initialize({"params": {"w": jax.device_put(jnp.zeros(4), sharding)}})
+
+    assert state["params"]["w"].sharding == sharding
+    assert state["params"]["w"].tolist() == [0, 1, 2, 3]
