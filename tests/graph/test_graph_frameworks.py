@@ -358,7 +358,9 @@ def test_from_torch_to_nnx(place: str) -> None:
     checkpoint = graph.Checkpoint(net=nnx_net, step=0)
     checkpoint.restore(path, rename={"net.l1.weight": ("net.l1.kernel", np.transpose)}).assert_consumed()
     x = np.arange(4.0, dtype=np.float32).reshape(2, 2)
-    np.testing.assert_allclose(nnx_net.l1(x), torch_net.l1(torch.from_numpy(x)).detach().numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        nnx_net.l1(jnp.asarray(x)), torch_net.l1(torch.from_numpy(x)).detach().numpy(), rtol=1e-5, atol=1e-6
+    )
     with pytest.raises(hf.OptionError, match="no array"):
         checkpoint.restore(path, rename={"net.l1": ("net.l2", np.transpose)})
 

@@ -1,0 +1,420 @@
+"""Values that do not fit, reading without the program, saves in the background, crashes, damage, and the file sizes."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+import holdfast as hf
+from holdfast import graph
+from holdfast.engine.graph import Restoration, RestoreStatus, StoredGraph
+from holdfast.engine.interop.places import open_checkpoint
+from holdfast.engine.storage import as_location
+
+# ---- T21
+
+
+@pytest.mark.parametrize(
+    ("make", "read"),
+    [
+        (lambda n: np.zeros(n, np.float32), lambda x: x),
+        (lambda n: torch.zeros(n), lambda x: x.numpy()),
+        (lambda n: nnx.Param(jnp.zeros(n)), lambda x: np.asarray(x[...])),
+    ],
+    ids=["numpy", "torch", "nnx"],
+)
+def test_t21_shape(place: str, make: Callable[[int], Any], read: Callable[[Any], Any]) -> None:
+    path = graph.Checkpoint(a=np.ones(3, np.float32), net=graph.Node(w=np.ones(2, np.float32)), z=1).save(
+        f"{place}/ckpt"
+    )
+    checkpoint = graph.Checkpoint(a=make(3), net=graph.Node(w=make(1)), z=0)
+    with pytest.raises(hf.TreeMismatchError, match=r"net/w: expected float32\[1\] \(program\), found float32\[2\]"):
+        checkpoint.restore(path)
+    assert read(checkpoint.a).tolist() == [0, 0, 0]
+    assert checkpoint.z == 0
+    assert checkpoint.save_counter == 0
+    checkpoint.restore(path, exclude="net/w").assert_existing_objects_matched()
+    assert read(checkpoint.a).tolist() == [1, 1, 1]
+
+
+def test_t21_a_slot_that_does_not_fit(place: str) -> None:
+    net, other = torch.nn.Linear(2, 3), torch.nn.Linear(5, 3)
+    optimizer = torch.optim.Adam(net.parameters())
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    path = graph.Checkpoint(net=net, optimizer=optimizer).save(f"{place}/ckpt")
+    checkpoint = graph.Checkpoint(net=other, optimizer=torch.optim.Adam(other.parameters()))
+    with pytest.raises(hf.TreeMismatchError, match="optimizer/slots/net/weight/exp_avg"):
+        checkpoint.restore(path, exclude="net/weight")
+    assert not checkpoint.optimizer.state
+
+
+def test_t21_dtype_and_kind(place: str) -> None:
+    path = graph.Checkpoint(w=np.ones(3, np.float32), n=1, late=0.5).save(f"{place}/ckpt")
+    for wrong in ({"w": np.zeros(3)}, {"n": 1.5}, {"n": "one"}):
+        with pytest.raises(hf.TreeMismatchError, match=next(iter(wrong))):
+            graph.Checkpoint(**wrong).restore(path)
+    checkpoint = graph.Checkpoint(late=None)
+    checkpoint.restore(path, partial=True)
+    assert checkpoint.late == 0.5
+
+
+def test_t21_an_object_that_does_not_fit_when_it_is_attached(place: str) -> None:
+    path = graph.Checkpoint(w=np.ones(3)).save(f"{place}/ckpt")
+    checkpoint = graph.Checkpoint()
+    checkpoint.restore(path, partial=True)
+    with pytest.raises(hf.TreeMismatchError, match="w: expected"):
+        checkpoint.w = np.zeros(2)
+
+
+# ---- T23
+
+
+@pytest.fixture
+def saved(place: str) -> str:
+    """A directory with one checkpoint of a net, an alias, an iterator and names that mean something."""
+    bias = np.arange(3, dtype=np.float32)
+    odd = graph.Node(**{"a/b/c": np.ones(1), "c/": np.ones(2), ".S": np.ones(3), "slots": np.ones(4), "": np.ones(5)})
+    checkpoint = graph.Checkpoint(
+        net=graph.Node(bias=bias), alias=graph.Node(b=bias), odd=odd, iterator=np.random.default_rng(3), name="text"
+    )
+    checkpoint.save(f"{place}/ckpt")
+    return place
+
+
+def test_t23_inspect(saved: str) -> None:
+    for path in (saved, f"{saved}/ckpt-1"):
+        reader = graph.load_checkpoint(path)
+        shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
+        assert reader.path == f"{saved}/ckpt-1"
+        assert shapes.keys() == dtypes.keys()
+        assert shapes["net/bias"] == [3]
+        assert dtypes["net/bias"] == np.float32
+        assert shapes["save_counter"] == []
+        assert dtypes["name"] is None
+        assert reader.get_tensor("alias/b").tolist() == [0, 1, 2]
+        assert reader.get_tensor("net.bias").tolist() == [0, 1, 2]
+        assert reader.get_tensor("name") == "text"
+        assert reader.get_tensor("iterator") == np.random.default_rng(3).bit_generator.state
+        assert reader.get_tensor("iterator/bit_generator") == "PCG64"
+        assert all(reader.has_tensor(path) for path in shapes)
+        assert "alias/b" not in shapes
+        assert reader.has_tensor("alias/b")
+        assert not reader.has_tensor("net")
+        with pytest.raises(hf.ObjectNotFoundError, match="nat/bias"):
+            reader.get_tensor("nat/bias")
+    with pytest.raises(hf.CheckpointNotFoundError):
+        graph.load_checkpoint(f"{saved}/nothing")
+
+
+def test_t23_names_round_trip(saved: str) -> None:
+    reader = graph.load_checkpoint(saved)
+    odd = {path: shape for path, shape in reader.get_variable_to_shape_map().items() if path.startswith("odd/")}
+    assert sorted(shape[0] for shape in odd.values()) == [1, 2, 3, 4, 5]
+    assert all(reader.get_tensor(path).shape == tuple(shape) for path, shape in odd.items())
+    loaded = hf.load(f"{saved}/ckpt-1", select="odd/*")["odd"]
+    assert {key: len(value) for key, value in loaded.items()} == {"a/b/c": 1, "c/": 2, ".S": 3, "slots": 4, "": 5}
+
+
+def test_t23_the_graph(saved: str) -> None:
+    view = graph.load_checkpoint(saved).graph
+    assert set(view.children()) == {"net", "alias", "odd", "iterator", "name", "save_counter"}
+    assert view.children("alias") == {"b": "net/bias"}
+    assert view.same("net/bias", "alias/b")
+    assert view.type_of("net").endswith("Node")
+    with pytest.raises(hf.ObjectNotFoundError, match="nat"):
+        view.children("nat")
+
+
+def test_t23_the_ordinary_tools_read_it(saved: str) -> None:
+    assert hf.verify(saved).ok
+    loaded = hf.load(saved)
+    assert loaded["net"]["bias"].tolist() == [0, 1, 2]
+    assert loaded["name"] == "text"
+    assert [found.step for found in hf.list_checkpoints(saved)] == [1]
+    part = hf.load(f"{saved}/ckpt-1", like={"net": {"bias": torch.zeros(3)}}, select="net/**")
+    assert part["net"]["bias"].tolist() == [0, 1, 2]
+
+
+def test_t23_a_plain_tree_is_a_graph_of_containers(place: str) -> None:
+    hf.save(f"{place}/tree", {"net": {"layers": [np.ones(2), np.ones(3)]}, "step": 4})
+    checkpoint = graph.Checkpoint(net=graph.Node(layers=[np.zeros(2), np.zeros(3)]), step=0)
+    checkpoint.read(f"{place}/tree").assert_consumed()
+    assert checkpoint.step == 4
+    assert graph.load_checkpoint(f"{place}/tree").get_tensor("net/layers/1").tolist() == [1, 1, 1]
+
+
+# ---- T24
+
+
+@pytest.mark.parametrize(
+    ("leaf", "change"),
+    [
+        (np.zeros(1000), lambda x: x.fill(1)),
+        (torch.zeros(1000), lambda x: x.fill_(1)),
+        (nnx.Param(jnp.zeros(1000)), lambda x: x.set_value(jnp.ones(1000))),
+        (graph.Value(0), lambda x: x.assign(1)),
+        (random.Random(5), lambda x: x.random()),
+    ],
+    ids=["numpy", "torch", "nnx", "value", "generator"],
+)
+def test_t24_async_snapshot(place: str, leaf: Any, change: Callable[[Any], Any]) -> None:
+    checkpoint = graph.Checkpoint(leaf=leaf)
+    before = graph.load_checkpoint(checkpoint.write(f"{place}/before")).get_tensor("leaf")
+    path = checkpoint.write(f"{place}/x", background=True)
+    change(leaf)
+    second = checkpoint.write(f"{place}/y", background=True)  # waits for the first
+    status = checkpoint.read(path)  # waits for the second
+    np.testing.assert_equal(graph.load_checkpoint(path).get_tensor("leaf"), before)
+    status.assert_consumed()
+    assert hf.verify(second).ok
+    after = graph.load_checkpoint(second).get_tensor("leaf")
+    with pytest.raises(AssertionError):
+        np.testing.assert_equal(after, before)
+
+
+def test_t24_errors_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = graph.Checkpoint(w=np.zeros(3))
+    good = checkpoint.save(tmp_path / "run")
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "no space")))
+        lost = checkpoint.save(tmp_path / "run", background=True)
+        with pytest.raises(hf.SaveFailedError, match="run-2"):
+            checkpoint.wait_until_finished()
+    checkpoint.close()
+    assert not os.path.exists(lost)
+    assert graph.latest_checkpoint(tmp_path) == good
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "no space")))
+        checkpoint.save(tmp_path / "run", background=True)
+        checkpoint._saving().join()
+    with pytest.raises(hf.SaveFailedError):
+        checkpoint.save(tmp_path / "run")
+    newest = graph.latest_checkpoint(tmp_path)
+    assert newest is not None
+    assert graph.load_checkpoint(newest).get_tensor("save_counter") == checkpoint.save_counter
+
+
+def test_t24_the_newest_is_the_newest_committed(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    from holdfast.engine import commit
+
+    gate = threading.Event()
+    write_record = commit.write_record
+
+    def waiting(location: Any, record: Any) -> None:
+        gate.wait(10)
+        write_record(location, record)
+
+    with graph.CheckpointManager(graph.Checkpoint(w=1), place, 3, background=True) as manager:
+        first = manager.save()
+        manager.wait_until_finished()
+        monkeypatch.setattr(commit, "write_record", waiting)
+        second = manager.save()
+        assert manager.latest_checkpoint == first == graph.latest_checkpoint(place)
+        gate.set()
+        manager.wait_until_finished()
+        assert manager.latest_checkpoint == second == graph.latest_checkpoint(place)
+
+
+# ---- T25
+
+KILLED = """
+import os, sys
+import numpy as np
+from holdfast import graph
+directory, instant = sys.argv[1], int(sys.argv[2])
+checkpoint = graph.Checkpoint(w=np.zeros(1000))
+manager = graph.CheckpointManager(checkpoint, directory, 3)
+manager.restore_or_initialize()
+manager.save()
+calls = 0
+def deadly(real):
+    def call(*arguments, **keywords):
+        global calls
+        calls += 1
+        if calls > instant:
+            os._exit(9)
+        return real(*arguments, **keywords)
+    return call
+for name in ("fsync", "replace", "mkdir", "unlink"):
+    setattr(os, name, deadly(getattr(os, name)))
+checkpoint.w[...] = 1
+manager.save()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("instant", [0, 3, 6, 9])
+def test_t25_crash(tmp_path: Path, instant: int) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path), str(instant)]
+    code = subprocess.run(command, check=False).returncode
+    assert code in (0, 9)
+    checkpoint = graph.Checkpoint(w=np.full(1000, 7.0))
+    with graph.CheckpointManager(checkpoint, tmp_path, 3) as manager:
+        latest = manager.restore_or_initialize()
+        assert latest in [str(tmp_path / f"ckpt-{number}") for number in ((1, 2) if code else (2,))]
+        assert set(checkpoint.w) == {float(checkpoint.save_counter - 1)}
+        assert hf.verify(latest or "").ok
+        manager.save()
+        assert hf.verify(tmp_path).ok
+
+
+def test_t25_every_flipped_byte_is_found(tmp_path: Path) -> None:
+    checkpoint = graph.Checkpoint(net=graph.Node(w=np.arange(5.0), n=3), name="x")
+    path = Path(checkpoint.write(tmp_path / "x"))
+    random_numbers = random.Random(1)
+    for file in sorted(path.rglob("*")):
+        if not file.is_file():
+            continue
+        content = file.read_bytes()
+        places = range(len(content)) if file.name == "graph.json" else random_numbers.sample(range(len(content)), 12)
+        for place in places:
+            file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+            other = graph.Checkpoint(net=graph.Node(w=np.zeros(5), n=0), name="")
+            try:
+                other.read(path).assert_consumed()
+            except hf.HoldfastError:
+                assert not other.net.w.any()
+            else:
+                assert (other.net.w.tolist(), other.net.n, other.name) == ([0, 1, 2, 3, 4], 3, "x")
+                assert file.name != "graph.json"
+        file.write_bytes(content)
+    assert hf.verify(path).ok
+
+
+def test_t25_the_manager_falls_back(tmp_path: Path) -> None:
+    checkpoint = graph.Checkpoint(w=np.zeros(100))
+    with graph.CheckpointManager(checkpoint, tmp_path, 3) as manager:
+        for value in (1.0, 2.0):
+            checkpoint.w[...] = value
+            manager.save()
+    (data,) = [file for file in (tmp_path / "ckpt-2" / "state" / "d").iterdir() if file.name != "index"]
+    content = data.read_bytes()
+    data.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
+    assert not hf.verify(tmp_path / "ckpt-2").ok
+    with graph.CheckpointManager(checkpoint, tmp_path, 3) as manager:
+        assert manager.restore_or_initialize() == str(tmp_path / "ckpt-1")
+        assert set(checkpoint.w) == {1.0}
+        assert manager.save() == str(tmp_path / "ckpt-3")
+
+
+# ---- T26
+
+
+def test_t26_shards(tmp_path: Path) -> None:
+    limit = 8192
+    arrays = {"a": np.arange(5000.0), "b": np.arange(300.0), "c": np.arange(900.0)}
+    layout = hf.Layout(chunk_bytes=4096, segment_bytes=4096, data_file_bytes=limit)
+    path = graph.Checkpoint(**arrays).write(tmp_path / "x", layout=layout)
+    sizes = [file.stat().st_size for file in (Path(path) / "state" / "d").iterdir() if file.name != "index"]
+    assert len(sizes) > 5
+    assert max(sizes) <= limit
+    zeros = {name: np.zeros_like(array) for name, array in arrays.items()}
+    graph.Checkpoint(**zeros).read(path).assert_consumed()
+    assert all(np.array_equal(zeros[name], arrays[name]) for name in arrays)
+
+
+# ---- T27: the seam that checkpoints of TensorFlow come in by
+
+
+class Foreign:
+    """A tree of another library that says itself which objects there were."""
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+        self.location = tree.location
+        self.skeleton = tree.skeleton
+        self.leaves = tree.leaves
+
+    def read(self, leaves: Sequence[Any]) -> Any:
+        return self._tree.read(leaves)
+
+    def verify(self) -> Any:
+        return self._tree.verify()
+
+    def graph_document(self) -> Any:
+        nodes: list[dict[str, Any]] = [
+            {"edges": {"net": 1, "alias": 2}},
+            {"edges": {"kernel": 2, "me": 1}},
+            {"value": "net%2Fkernel%2F%2EATTRIBUTES%2FVARIABLE_VALUE"},
+        ]
+        return {"nodes": nodes}
+
+
+def test_t27_foreign_graphs(place: str) -> None:
+    hf.save(place, {"net/kernel/.ATTRIBUTES/VARIABLE_VALUE": np.arange(3.0)})
+    source: Any = Foreign(open_checkpoint(as_location(place)).tree("state"))
+    stored = StoredGraph(source, as_location(place))
+    checkpoint = graph.Checkpoint(net=graph.Node(kernel=np.zeros(3)))
+    restoration = Restoration(stored, checkpoint)
+    restoration.advance()
+    RestoreStatus(restoration, checkpoint).assert_consumed()
+    assert checkpoint.net.kernel.tolist() == [0, 1, 2]
+    reader = graph.CheckpointReader(stored)
+    assert reader.get_variable_to_shape_map() == {"alias": [3]}
+    assert reader.graph.same("net/me/me/kernel", "alias")
+
+
+# ---- objects of every kind
+
+
+class Trainer:
+    """An ordinary object."""
+
+    __untracked__ = ("log",)
+
+    def __init__(self, seed: int) -> None:
+        self.weights = np.random.default_rng(seed).normal(size=3)
+        self.history = {"loss": [0.5 * seed], 7: "seven", 1: True}
+        self.generator = np.random.default_rng(seed)
+        self.random = random.Random(seed)
+        self.best = (seed, np.full(2, float(seed)))
+        self.log = open(os.devnull)  # noqa: SIM115 - cannot be saved, and is not
+        self.on_step = print
+        self.big = 1 << 200 + seed
+        self.parent = self
+
+
+def test_plain_objects(place: str) -> None:
+    one, other = Trainer(1), Trainer(2)
+    try:
+        one.generator.normal(), one.random.random()
+        path = graph.Checkpoint(trainer=one).save(f"{place}/ckpt")
+        graph.Checkpoint(trainer=other).restore(path).assert_consumed()
+        assert other.weights.tolist() == one.weights.tolist()
+        assert other.history == one.history
+        assert other.generator.normal() == one.generator.normal()
+        assert other.random.random() == one.random.random()
+        assert other.best[0] == 1
+        assert other.best[1].tolist() == [1, 1]
+        assert other.big == one.big
+        assert set(hf.load(path)["trainer"]["history"]) == {"loss", 7, 1}
+    finally:
+        one.log.close()
+        other.log.close()
+
+
+def test_what_plain_objects_have_that_cannot_be_saved_is_told(place: str) -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.it = iter([1])
+            self.w = np.ones(1)
+
+    checkpoint = graph.Checkpoint(holder=Holder())
+    assert "get_state" in checkpoint.unsaved()["holder/it"]
+    checkpoint.save(f"{place}/ckpt")
