@@ -7,18 +7,15 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 from urllib.parse import quote
 
 from .commit import PendingCheckpoint
-from .coordination import Member
+from .coordination import Group, Member
 from .errors import BarrierTimeoutError, DamagedCheckpointError, HoldfastError, PeerFailedError
 from .handlers import CheckpointHandler
 from .record import CheckpointRecord
 from .storage import Location
-
-if TYPE_CHECKING:
-    from .coordination.group import Group
 
 _logger = logging.getLogger("holdfast")
 
@@ -180,12 +177,14 @@ class Leader:
                 "%s: not all processes have said that they stopped; what they wrote is removed by the next run",
                 self._pending.location,
             )
+        self._group.close()
 
     def _all_stopped(self) -> bool:
         end = time.monotonic() + min(_LAST_WORD, self._timeout)
         try:
             for process in range(1, self._group.count):
                 self._group.coordinator.get(_stopped(self._group, process), max(0.01, end - time.monotonic()))
+                self._group.coordinator.delete(_stopped(self._group, process))
         except Exception:  # whatever the store says: nobody can be sure that they have stopped
             return False
         return True
@@ -242,6 +241,7 @@ class Follower:
             self._group.fail(error)
         with contextlib.suppress(Exception):  # the store may be what has failed
             self._group.coordinator.put(_stopped(self._group, self._group.index), b"1")
+        self._group.close()
 
 
 def _fragment(process: int) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .coordination import Member
+from .coordination import Group, Member
 from .digests import seal
 from .handlers import (
     AsyncCheckpointHandler,
@@ -22,9 +22,6 @@ from .participation import participation
 from .record import CheckpointRecord, ItemRecord
 from .report import SaveReport
 from .storage import Location
-
-if TYPE_CHECKING:
-    from .coordination.group import Group
 
 
 @dataclass(frozen=True, slots=True)

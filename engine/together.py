@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
 
-from .coordination.coordinator import Coordinator
-from .coordination.current import current_coordinator
-from .coordination.group import Group, next_group
+from .coordination import Coordinator, Group, current_coordinator, next_group
 
 
 class Together:
@@ -71,17 +70,16 @@ class Together:
         group = self.group(what)
         if group is None:
             return work()
-        if not self.leads:
-            found = json.loads(group.broadcast("answer", None, self.timeout))
-        else:
+        with contextlib.closing(group):
+            if not self.leads:
+                return json.loads(group.broadcast("answer", None, self.timeout))
             try:
                 found = work()
                 group.broadcast("answer", json.dumps(found).encode(), self.timeout)
             except BaseException as error:
                 group.fail(error)
                 raise
-        group.close()
-        return found
+            return found
 
     def share(self, what: str, value: Any) -> list[Any]:
         """Returns what every process has to say, in their order.
@@ -93,6 +91,5 @@ class Together:
         group = self.group(what)
         if group is None:
             return [value]
-        found = [json.loads(one) for one in group.all_gather("said", json.dumps(value).encode(), self.timeout)]
-        group.close()
-        return found
+        with contextlib.closing(group):
+            return [json.loads(one) for one in group.all_gather("said", json.dumps(value).encode(), self.timeout)]

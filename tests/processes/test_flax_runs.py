@@ -16,6 +16,7 @@ import holdfast as hf
 from holdfast.integrations.flax import CheckpointCallback
 
 STEPS = 40
+WIDTH = 8
 NOTICE = 0.1  # seconds a step after the signal: jax tells its processes within a second or two
 COUNT = 2
 
@@ -37,13 +38,14 @@ def train(process: Process, directory: str, terminate: int | None) -> tuple[int,
         return {"w": state["w"] - 0.01 * momentum, "momentum": momentum, "step": state["step"] + 1}
 
     rng = np.random.default_rng(100 + process.index)  # every process draws its own data
-    first = np.full(4, 1.0 + process.index, np.float32)
+    size = WIDTH // process.count
+    first = np.full(size, 1.0 + process.index, np.float32)
     state: Any = {"w": spread(first), "momentum": spread(0 * first), "step": 0}
     step = 0
     with CheckpointCallback(directory, save_interval_steps=4, max_to_keep=2) as checkpoint:
         state, start = checkpoint.restore_or_initialize(state, rng=rng)
         for step in range(start, STEPS):
-            state = update(state, spread(rng.normal(size=4).astype(np.float32)))
+            state = update(state, spread(rng.normal(size=size).astype(np.float32)))
             if terminate == step + 1 and process.index == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             if terminate is not None and terminate <= step + 1:
