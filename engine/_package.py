@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from .engine.checkpointer import PyTreeCheckpointer as PyTreeCheckpointer
     from .engine.clock import Clock as Clock
     from .engine.clock import SystemClock as SystemClock
+    from .engine.coordination import Alone as Alone
     from .engine.coordination import Coordinator as Coordinator
     from .engine.coordination import Member as Member
+    from .engine.coordination import current_coordinator as current_coordinator
     from .engine.errors import BarrierTimeoutError as BarrierTimeoutError
     from .engine.errors import CheckpointExistsError as CheckpointExistsError
     from .engine.errors import CheckpointNotFoundError as CheckpointNotFoundError
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from .engine.handlers import CheckpointHandler as CheckpointHandler
     from .engine.handlers import JsonCheckpointHandler as JsonCheckpointHandler
     from .engine.handlers import ParamInfo as ParamInfo
+    from .engine.handlers import PerProcessCheckpointHandler as PerProcessCheckpointHandler
     from .engine.handlers import PreparedCheckpointHandler as PreparedCheckpointHandler
     from .engine.handlers import PreparedItem as PreparedItem
     from .engine.handlers import PyTreeCheckpointHandler as PyTreeCheckpointHandler
@@ -93,7 +96,7 @@ _HOMES = {
     "api": ("load", "save"),
     "checkpointer": ("AsyncCheckpointer", "Checkpointer", "PyTreeCheckpointer"),
     "clock": ("Clock", "SystemClock"),
-    "coordination": ("Coordinator", "Member"),
+    "coordination": ("Alone", "Coordinator", "Member", "current_coordinator"),
     "errors": (
         "BarrierTimeoutError",
         "CheckpointExistsError",
@@ -125,6 +128,7 @@ _HOMES = {
         "CheckpointHandler",
         "JsonCheckpointHandler",
         "ParamInfo",
+        "PerProcessCheckpointHandler",
         "PreparedCheckpointHandler",
         "PreparedItem",
         "PyTreeCheckpointHandler",
