@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import holdfast as hf
 from holdfast.engine.coordination import Member
@@ -369,3 +373,49 @@ def test_options_that_make_no_sense(options: Any, message: str) -> None:
 def test_levels_that_make_no_sense(level: Any) -> None:
     with pytest.raises(hf.OptionError, match=r"compression=.* must be a level of zstd, 1 to 22, or None"):
         hf.Layout(compression=level)
+
+
+# ---- anything
+
+
+@st.composite
+def divided_trees(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, tuple[Part, ...]], int]:
+    """A tree of arrays, how some of them are divided along one axis, and among how many processes."""
+    count = draw(st.integers(1, 4))
+    tree: dict[str, Any] = {}
+    parts: dict[str, tuple[Part, ...]] = {}
+    groups = st.lists(st.integers(0, count - 1), min_size=1, unique=True).map(lambda group: tuple(sorted(group)))
+    for number in range(draw(st.integers(1, 5))):
+        shape = tuple(draw(st.lists(st.integers(1, 50), max_size=3)))
+        dtype = draw(st.sampled_from(["<f4", ">f8", "?", "<U3", "<M8[ns]"]))
+        values = np.arange(int(np.prod(shape))).reshape(shape)
+        tree[f"leaf{number}"] = values.astype("<i8").astype(dtype)
+        if not shape or not draw(st.booleans()):
+            continue
+        axis = draw(st.integers(0, len(shape) - 1))
+        cuts = sorted(draw(st.sets(st.integers(1, max(1, shape[axis] - 1)), max_size=3)) - {shape[axis]})
+        parts[f"leaf{number}"] = tuple(
+            Part(
+                tuple(low if i == axis else 0 for i in range(len(shape))),
+                tuple(high - low if i == axis else n for i, n in enumerate(shape)),
+                draw(groups),
+            )
+            for low, high in pairwise([0, *cuts, shape[axis]])
+        )
+    return tree, parts, count
+
+
+@settings(deadline=None, max_examples=40)
+@given(divided_trees(), st.none() | st.integers(1, 5))
+def test_any_division(drawn: tuple[dict[str, Any], dict[str, tuple[Part, ...]], int], level: int | None) -> None:
+    tree, parts, count = drawn
+    here = as_location(f"memory://tests/{uuid.uuid4().hex}")
+    layout = replace(LAYOUT, compression=level)
+    writer, fragments = write_shares(here.url, tree, count, lambda name, shape: parts.get(name), layout)
+    files = writer.merge(here, fragments)
+    found = load_tree(TreeReader(here, files))
+    for name, values in tree.items():
+        assert found[name].dtype == values.dtype
+        np.testing.assert_array_equal(found[name], values)
+    assert TreeReader(here, files).verify() == []
+    here.remove_tree()
