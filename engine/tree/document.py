@@ -75,14 +75,20 @@ def to_document(structure: Node | None, leaf_documents: Sequence[dict[str, Any]]
     tree = None if structure is None else _node_document(structure)
     facts: list[dict[str, Any]] = []
     numbers: dict[int, int] = {}  # by the identity of the documents: leaves share them
+    leaves: list[dict[str, Any] | int] = []
     for document in leaf_documents:
-        if id(document) not in numbers:
+        number = numbers.get(id(document))
+        if number is None:
+            if _has_value(document):
+                leaves.append(document)
+                continue
             if not facts or document != facts[-1]:
                 facts.append(document)
-            numbers[id(document)] = len(facts) - 1
+            number = numbers[id(document)] = len(facts) - 1
+        leaves.append(number)
     if len(facts) * 2 > len(leaf_documents):
         return {"tree": tree, "leaves": list(leaf_documents)}
-    return {"tree": tree, "leaves": [numbers[id(document)] for document in leaf_documents], "facts": facts}
+    return {"tree": tree, "leaves": leaves, "facts": facts} if facts else {"tree": tree, "leaves": leaves}
 
 
 def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]], Skeleton]:
@@ -100,6 +106,8 @@ def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, A
     leaves, facts = document.get("leaves"), document.get("facts", [])
     if not isinstance(leaves, list) or not isinstance(facts, list) or "tree" not in document:
         raise DamagedCheckpointError("the tree's document lacks its 'tree' or its list of 'leaves'")
+    if any(isinstance(fact, dict) and _has_value(fact) for fact in facts):
+        raise DamagedCheckpointError("the tree's document says of several leaves that they have the same value")
     if facts:
         leaves = [facts[leaf] if type(leaf) is int and 0 <= leaf < len(facts) else leaf for leaf in leaves]
     for index, leaf in enumerate(leaves):
@@ -110,6 +118,12 @@ def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, A
     if len(names) != len(leaves):
         raise DamagedCheckpointError(f"the tree's document has {len(leaves)} leaves, its containers hold {len(names)}")
     return names, leaves, Skeleton(structure)
+
+
+def _has_value(document: dict[str, Any]) -> bool:
+    """Whether a leaf's value stands in its document. Such a document never stands for several leaves: a few bytes could
+    ask for any number of large values."""
+    return "value" in document or "base64" in document
 
 
 def _node_document(node: Node) -> dict[str, Any]:

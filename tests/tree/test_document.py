@@ -105,6 +105,20 @@ def test_selecting_makes_a_dict_of_a_list_that_loses_leaves() -> None:
     assert skeleton.select([False] * 6).build([]) == {}
 
 
+def test_what_is_said_of_many_leaves_is_written_once() -> None:
+    jax: dict[str, Any] = {"kind": "jax", "sharding": {"type": "SingleDeviceSharding"}}
+    keys: dict[str, Any] = {"kind": "numpy"}
+    value: dict[str, Any] = {"kind": "int", "value": "12345678901234567890"}
+    said = [jax, dict(jax), keys, value, value, jax, keys, jax]
+    flat = flatten(list(range(len(said))))
+    document = json.loads(json.dumps(to_document(flat.structure, said)))
+    assert document["leaves"] == [0, 0, 1, value, value, 0, 1, 0]
+    assert document["facts"] == [jax, keys]
+    assert from_document(document)[1] == said
+    different = [{"kind": "jax", "number": number} for number in range(8)]
+    assert to_document(flat.structure, different)["leaves"] == different
+
+
 LEAF = {"kind": "none"}
 
 
@@ -127,6 +141,15 @@ def nested(levels: int) -> Any:
         {"tree": None, "leaves": [None]},
         {"tree": None, "leaves": [{}]},
         {"tree": None, "leaves": [{"kind": 1}]},
+        {"tree": None, "leaves": [0]},
+        {"tree": None, "leaves": [0], "facts": {}},
+        {"tree": None, "leaves": [1], "facts": [LEAF]},
+        {"tree": None, "leaves": [-1], "facts": [LEAF]},
+        {"tree": None, "leaves": [True], "facts": [LEAF, LEAF]},
+        {"tree": None, "leaves": [0], "facts": [None]},
+        {"tree": None, "leaves": [0], "facts": [{}]},
+        {"tree": None, "leaves": [0], "facts": [{"kind": "set", "value": []}]},
+        {"tree": None, "leaves": [0], "facts": [{"kind": "bytes", "base64": ""}]},
         {"tree": 5, "leaves": [LEAF]},
         {"tree": "dict", "leaves": [LEAF]},
         {"tree": [], "leaves": []},
