@@ -17,7 +17,7 @@ from .dcp_metadata import Chunk, DcpEntry, DcpTensor, Place, read_metadata
 from .source import SingleTree, StepDirectories
 from .stored import StoredTree
 from .stored_array import StoredArray, StoredPart
-from .torch_archive import ZIP_MAGIC, TorchArchive
+from .torch_archive import TorchArchive
 from .torch_files import read_object, without_objects
 
 FORMAT = "torch.distributed.checkpoint"
@@ -104,8 +104,6 @@ class _Folder:
             raise DamagedCheckpointError(
                 f"{place.file} is cut off: expected {place.length} bytes at offset {place.offset}, found {reader.size}"
             )
-        if not reader.read(place.offset, min(len(ZIP_MAGIC), place.length)).tobytes() == ZIP_MAGIC:
-            raise DamagedCheckpointError(f"{place.file} does not hold what torch.save writes at offset {place.offset}")
         archive = TorchArchive(reader, place.offset, place.length)
         return read_object(archive, place.file), len(archive.pickle)
 

@@ -58,6 +58,8 @@ class TorchArchive:
 
     def __init__(self, reader: DataReader, offset: int = 0, length: int | None = None) -> None:
         window = _Window(reader, offset, reader.size - offset if length is None else length)
+        if window.at(0, len(ZIP_MAGIC)) != ZIP_MAGIC:
+            raise DamagedCheckpointError("it does not begin as an archive of torch.save does")
         try:
             with zipfile.ZipFile(window) as archive:
                 found = archive.infolist()
@@ -148,8 +150,10 @@ class _Window(io.RawIOBase):
         if not 0 <= start <= start + count <= len(self._block):
             if count >= _BLOCK:
                 return self._reader.read(self.offset + position, count).tobytes()
-            self._block = self._reader.read(self.offset + position, min(_BLOCK, self.size - position)).tobytes()
-            self._block_start, start = position, 0
+            self._block_start = position if self.size > _BLOCK else 0
+            length = min(_BLOCK, self.size - self._block_start)
+            self._block = self._reader.read(self.offset + self._block_start, length).tobytes()
+            start = position - self._block_start
         return self._block[start : start + count]
 
     def readable(self) -> bool:
