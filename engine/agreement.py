@@ -20,6 +20,7 @@ class AgreementSchedule:
 
     Attributes:
         certain: Those that depend on the step alone.
+        ranks: Whether any depends on metrics.
         agreements: How many there have been.
     """
 
@@ -29,7 +30,7 @@ class AgreementSchedule:
             (trigger.seconds for trigger in triggers if isinstance(trigger, EverySeconds)), default=None
         )
         self.agreements = 0
-        self._ranks = any(isinstance(trigger, OnBest) for trigger in triggers)
+        self.ranks = any(isinstance(trigger, OnBest) for trigger in triggers)
         self._next: int | None = None
         self._answer: tuple[int, Decision] | None = None
         self._last: tuple[int, float] | None = None  # of the last agreement: its step, and the monotonic clock
@@ -41,7 +42,7 @@ class AgreementSchedule:
             step: The step in question.
             metrics: Its metrics; whether there are any has to be the same everywhere, their values need not.
         """
-        if self._ranks and metrics is not None:
+        if self.ranks and metrics is not None:
             return True
         return self._interval is not None and (self._next is None or step >= self._next)
 

@@ -82,7 +82,6 @@ class CheckpointHistory:
             writes=self._together.leads,
         )
         self._steps = self._run.steps
-        self._previous: int | None = self.latest_step()  # the step that the run is at, as far as saves are concerned
 
     @property
     def alone(self) -> bool:
@@ -178,7 +177,7 @@ class CheckpointHistory:
                 raise CheckpointNotFoundError(f"{self.directory}: there is no checkpoint to restore")
             return restored.items
         found = self._restore(valid_step(step), items, restore_kwargs or {})
-        self._previous = step
+        self._reached(step)
         return found
 
     def restore_latest(self, items: Any = None, *, restore_kwargs: Mapping[str, Any] | None = None) -> Restored | None:
@@ -210,7 +209,7 @@ class CheckpointHistory:
                 _logger.warning("%s: going back to step %d, the newest whole checkpoint", self.directory, step)
             for damaged, what in skipped:
                 self._steps.condemn(damaged, what)
-            self._previous = step
+            self._reached(step)
             return Restored(step, found, tuple(skipped))
         if skipped:
             raise NoWholeCheckpointError(
@@ -223,6 +222,9 @@ class CheckpointHistory:
                 )
             )
         return None
+
+    def _reached(self, step: int) -> None:
+        """Notes the step that the run is at now; it matters to those who save."""
 
     def _attempt(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> tuple[Any, str | None]:
         """Restores a step; returns it, or what is wrong with it, for this process or for any other."""

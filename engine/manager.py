@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from .agreement import AgreementSchedule
 from .checkpointer import Checkpointer, Place
 from .clock import Clock
 from .coordination import Coordinator
+from .decisions import SaveDecisions
 from .errors import (
     SaveFailedError,
     StateError,
@@ -19,7 +19,7 @@ from .errors import (
 from .history import CheckpointHistory, valid_step
 from .metrics import LateMetrics, plain_metrics
 from .options import CheckpointManagerOptions
-from .policy import Decision, Moment, StepInfo, Trigger, decide
+from .policy import Decision, StepInfo
 from .record import CheckpointRecord, ItemRecord
 from .report import SaveReport
 from .saving import Save
@@ -65,13 +65,14 @@ class CheckpointManager(CheckpointHistory):
         coordinator: Coordinator | None = None,
     ) -> None:
         super().__init__(directory, checkpointers, options, metadata=metadata, clock=clock, coordinator=coordinator)
-        self._triggers = self.options.triggers()
         self._listeners: list[Callable[[SaveReport], None]] = []
         self._closed = False
         self._in_flight: int | None = None
         self._late = LateMetrics()
-        self._last_save = self._clock.monotonic()
-        self._schedule = AgreementSchedule(self.options.triggers())
+        self._decisions = SaveDecisions(
+            self.options.triggers(), self._clock, self._together, saved=self._is_saved, earlier=self._earlier
+        )
+        self._decisions.previous = self.latest_step()
         self._acquired = False
 
     # ---- saving
@@ -85,49 +86,7 @@ class CheckpointManager(CheckpointHistory):
             step: The number of optimizer updates done.
             metrics: The metrics of this step, for ``save_on_best``.
         """
-        if self._together.alone:
-            decision = self._decide(step, metrics, self._triggers)
-        elif self._schedule.asks(step, metrics):
-            decision = self._agree(step, metrics)
-        else:
-            decision = self._decide(step, None, self._schedule.certain)
-            answer = self._schedule.answer(step)  # where this step was asked about before
-            if answer is not None and answer.save and not self._is_saved(step):
-                decision = answer
-        if self._previous is None and not decision.save:
-            self._previous = step
-        return decision
-
-    def _decide(self, step: int, metrics: Mapping[str, Any] | None, triggers: Sequence[Trigger]) -> Decision:
-        return decide(
-            triggers,
-            Moment(
-                step=step,
-                previous=self._previous,
-                now=self._clock.monotonic(),
-                last=self._last_save,
-                metrics=metrics,
-                earlier=self._earlier() if self.options.save_on_best else (),
-                saved=self._is_saved(step),
-            ),
-        )
-
-    def _is_saved(self, step: int) -> bool:
-        return step in self._steps or step == self._in_flight
-
-    def _agree(self, step: int, metrics: Mapping[str, Any] | None) -> Decision:
-        """Decides as process 0 does: clocks and metrics may differ from process to process."""
-
-        def ask() -> list[Any]:
-            decision = self._decide(step, metrics, self._triggers)
-            now = self._clock.monotonic()
-            since = 0.0 if decision.save else now - self._last_save
-            return [decision.save, decision.reason, self._schedule.next_step(step, now, since)]
-
-        save, reason, following = self._together.decide(f"decision at step {step}", ask)
-        decision = Decision(save, reason)
-        self._schedule.agreed(step, decision, following)
-        return decision
+        return self._decisions.decide(step, metrics)
 
     def should_save(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
         """Tells whether a save is due at a step."""
@@ -187,7 +146,7 @@ class CheckpointManager(CheckpointHistory):
             timeout=self._together.timeout,
         )
         self._late.open(step, numbers)
-        self._previous, self._last_save = step, self._clock.monotonic()
+        self._decisions.note_save(step)
         if not save.in_background:
             self._complete(step, save)
         earlier = self._background.take_error()
@@ -350,6 +309,12 @@ class CheckpointManager(CheckpointHistory):
                 f"step {step} of {self.directory} is saved, but a listener or best_fn failed then: {error!r}",
                 step,
             ) from error
+
+    def _is_saved(self, step: int) -> bool:
+        return step in self._steps or step == self._in_flight
+
+    def _reached(self, step: int) -> None:
+        self._decisions.previous = step
 
     def _earlier(self) -> Sequence[StepInfo]:
         """Returns the steps that a new best has to beat, the one that is being saved among them."""

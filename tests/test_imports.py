@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("handlers",),
     ("checkpoint_utils", "type_handlers", "commit", "background", "ownership", "options"),
     ("participation", "together", "agreement"),
+    ("decisions",),
     ("saving", "checkpointer"),
     ("steps", "items", "directory", "history", "manager"),
     ("interop",),

@@ -187,7 +187,7 @@ def test_time_is_that_of_process_0(tmp_path: Path) -> None:
             if several.save(step, {"x": np.zeros(3)}):
                 saved.append(step)
         several.close()
-        return saved, several._schedule.agreements
+        return saved, several._decisions.agreements
 
     results = unwrap(together(2, run))
     saved = results[0][0]
