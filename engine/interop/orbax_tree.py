@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..errors import DamagedCheckpointError
 from ..item import MANIFEST, Problem, SavedLeaf, naming
 from ..storage import Location
-from ..tree import Details, Saved, Skeleton, display
+from ..tree import Box, Details, Saved, Skeleton, display, whole
 from ..tree.numpy_leaves import number_kind
 from .containers import Path, nested_skeleton, storage_name
 from .files import total_bytes
@@ -33,8 +33,9 @@ from .orbax_metadata import (
     read_strings,
     read_tree,
 )
+from .regions import cut, gather
 from .templates import OPTIONAL
-from .tensorstore_arrays import OpenedArrays, damaged, directory_spec
+from .tensorstore_arrays import OpenedArrays, Wanted, damaged, directory_spec
 
 AGGREGATE_FILE = "checkpoint"
 """The msgpack file of early versions: small leaves, and names in the place of the others."""
@@ -85,40 +86,67 @@ class OrbaxTree:
 
     def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
         """Reads leaves; see :class:`~holdfast.engine.interop.source.TreeSource`."""
-        results, problems = self._read(leaves, keep=True)
-        if problems:
-            raise damaged(self.location, [(p.leaf, f"{p.file}: {p.what}" if p.file else p.what) for p in problems])
+        results: list[NDArray[Any] | None] = [None] * len(leaves)
+        self._refuse(self._read([(leaf, None) for leaf in leaves], results.__setitem__))
+        return results
+
+    def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
+        """Reads parts of leaves, as far as possible only the chunks that hold something of them.
+
+        Args:
+            leaves: Some of :attr:`leaves`, all of them arrays.
+            boxes: For each the boxes that are wanted, inside its shape.
+
+        Returns:
+            For each leaf an array for every box.
+
+        Raises:
+            DamagedCheckpointError: Something is missing or does not verify; names the leaf and the file.
+        """
+        regions = [gather(wanted) for wanted in boxes]
+        flat = [(leaf, region) for leaf, found in zip(leaves, regions, strict=True) for region in found]
+        arrays: dict[int, NDArray[Any]] = {}
+        self._refuse(self._read(flat, arrays.__setitem__))
+        results = []
+        start = 0
+        for leaf, wanted, found in zip(leaves, boxes, regions, strict=True):
+            assert leaf.saved.dtype is not None
+            read = [arrays[start + index] for index in range(len(found))]
+            results.append([cut(box, found, read, leaf.saved.dtype) for box in wanted])
+            start += len(found)
         return results
 
     def verify(self) -> list[Problem]:
-        """Reads all leaves, one group after the other, and keeps nothing."""
-        return self._read(self.leaves, keep=False)[1]
+        """Reads all leaves and keeps nothing."""
+        return self._read([(leaf, None) for leaf in self.leaves], lambda _index, _array: None)
 
-    def _read(self, leaves: Sequence[SavedLeaf], *, keep: bool) -> tuple[list[NDArray[Any] | None], list[Problem]]:
-        results: list[NDArray[Any] | None] = [None] * len(leaves)
-        wanted: list[int] = []
+    def _refuse(self, problems: Sequence[Problem]) -> None:
+        if problems:
+            raise damaged(self.location, [(p.leaf, f"{p.file}: {p.what}" if p.file else p.what) for p in problems])
+
+    def _read(
+        self, parts: Sequence[tuple[SavedLeaf, Box | None]], use: Callable[[int, NDArray[Any]], None]
+    ) -> list[Problem]:
+        wanted: dict[int, Wanted] = {}
         problems: list[Problem] = []
-        for index, leaf in enumerate(leaves):
+        for index, (leaf, box) in enumerate(parts):
             if leaf.saved.dtype is None:
                 continue
             if leaf.name in self._values:
-                results[index] = np.array(self._values[leaf.name], leaf.saved.dtype)
+                array: NDArray[Any] = np.array(self._values[leaf.name], leaf.saved.dtype)
+                use(index, array if box is None else array[box.within(whole(array.shape))])
             elif self._names[leaf.name] in self._shared:
                 problems.append(Problem("", display(leaf.name), self._collision(self._names[leaf.name])))
             else:
-                wanted.append(index)
-        names = [self._names[leaves[index].name] for index in wanted]
-        self._arrays.check_sizes(names, total_bytes(self.location), filled=not self._metadata.complete)
-
-        def use(position: int, array: NDArray[Any]) -> None:
-            if keep:
-                results[wanted[position]] = array
-
-        shown = {name: display(leaves[index].name) for name, index in zip(names, wanted, strict=True)}
-        for name, what in self._arrays.read(names, use):
+                wanted[index] = Wanted(self._names[leaf.name], box)
+        places = list(wanted)
+        self._arrays.check_sizes(wanted.values(), total_bytes(self.location), filled=not self._metadata.complete)
+        failed = self._arrays.read(list(wanted.values()), lambda position, array: use(places[position], array))
+        shown = {name: display(parts[index][0].name) for index, (name, _) in wanted.items()}
+        for name, what in dict(failed).items():
             files = explain(self.location, name) if self._ocdbt else []
             problems += [Problem(file, shown[name], why) for file, why in files] or [Problem("", shown[name], what)]
-        return results, problems
+        return problems
 
     def _collision(self, name: str) -> str:
         paths = [display(leaf) for leaf, stored in self._names.items() if stored == name]

@@ -45,6 +45,9 @@ class _Without:
         self.location: Location = source.location
         self.leaves: Sequence[SavedLeaf] = [leaf for leaf, stays in zip(source.leaves, chosen, strict=True) if stays]
         self.skeleton: Skeleton = source.skeleton.select(chosen)
+        read_boxes = getattr(source, "read_boxes", None)
+        if read_boxes is not None:
+            self.read_boxes = read_boxes
 
     def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
         return self._source.read(leaves)

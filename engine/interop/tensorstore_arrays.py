@@ -9,7 +9,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
 
 import numpy as np
@@ -26,6 +26,7 @@ from ..errors import (
 from ..storage import Location, aligned_empty
 from ..storage.kvstore import shared_context, store_spec
 from ..storage.statuses import map_status
+from ..tree import Box
 
 if TYPE_CHECKING:
     import tensorstore
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _CACHE = 64 << 20  # bytes of decoded B+tree nodes, which many arrays share
 _UNDER_WAY = 1 << 30  # bytes of arrays that are being read at one time
 _RATIO = 1 << 16  # no compressor in use makes less than one byte of so many
+_SMALL_CHUNK = 64 << 20  # bytes of chunks that are fine whatever the array
 _UNSTORED = 4 << 30  # bytes of arrays whose chunks need not be stored, as they hold the fill value
 _SPEC = re.compile(r" \[tensorstore_spec=.*", re.DOTALL)
 _ELSEWHERE = (StorageConflictError, StorageFullError, StoragePermissionError, StorageUnavailableError)
@@ -53,6 +55,18 @@ def new_context() -> tensorstore.Context:
     import tensorstore
 
     return tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE}}, parent=shared_context())
+
+
+class Wanted(NamedTuple):
+    """What is to be read of an array.
+
+    Attributes:
+        name: Its name.
+        box: Which elements; None are all of them.
+    """
+
+    name: str
+    box: Box | None = None
 
 
 class OpenedArrays:
@@ -94,30 +108,39 @@ class OpenedArrays:
         if problems:
             raise damaged(location, problems)
 
-    def check_sizes(self, names: Iterable[str], stored: int, *, filled: bool) -> None:
+    def check_sizes(self, wanted: Iterable[Wanted], stored: int, *, filled: bool) -> None:
         """Makes sure that arrays are not larger than their files can possibly hold, before memory is taken.
 
         Args:
-            names: The arrays that will be read.
+            wanted: What will be read.
             stored: Bytes of all files; 0 where that is not known.
             filled: Whether chunks may be missing because they hold the fill value.
 
         Raises:
-            DamagedCheckpointError: They are.
+            DamagedCheckpointError: They are, or the chunks of one are far larger than itself.
         """
-        total = sum(math.prod(self.shapes[name]) * self.dtypes[name].itemsize for name in names)
+        total = 0
+        for name, box in wanted:
+            size = math.prod(self.shapes[name]) * self.dtypes[name].itemsize
+            grid = self._stores[name].chunk_layout.write_chunk.shape or ()
+            chunk = math.prod(length or 1 for length in grid) * self.dtypes[name].itemsize
+            if chunk > max(_SMALL_CHUNK, 4 * size):  # TensorStore makes room for all of a chunk
+                raise DamagedCheckpointError(
+                    f"{self._location}: the chunks of the array {name!r} are said to have {chunk} bytes, itself {size}"
+                )
+            total += size if box is None else box.size * self.dtypes[name].itemsize
         limit = stored * _RATIO + (_UNSTORED if filled else 1 << 20)
         if stored and total > limit:
             raise DamagedCheckpointError(
                 f"{self._location}: the arrays are said to have {total} bytes, but all files together have {stored}"
             )
 
-    def read(self, names: Sequence[str], use: Callable[[int, NDArray[Any]], None]) -> list[tuple[str, str]]:
-        """Reads arrays, many at a time.
+    def read(self, wanted: Sequence[Wanted], use: Callable[[int, NDArray[Any]], None]) -> list[tuple[str, str]]:
+        """Reads arrays or parts of them, many at a time.
 
         Args:
-            names: Which.
-            use: Takes the index of a name and its array, which is writable and nobody else's.
+            wanted: Which.
+            use: Takes the position of what is wanted and its elements, which are writable and nobody else's.
 
         Returns:
             The arrays that cannot be read, each with the reason.
@@ -131,27 +154,31 @@ class OpenedArrays:
             try:
                 future.result()
             except (ValueError, NotImplementedError, OSError) as error:
-                problems.append((names[index], reason(error, self._location)))
+                problems.append((wanted[index].name, reason(error, self._location)))
             else:
                 use(index, array)
             return array.nbytes
 
-        for index, name in enumerate(names):
-            shape, dtype = self.shapes[name], self.dtypes[name]
+        for index, (name, box) in enumerate(wanted):
+            shape, dtype = self.shapes[name] if box is None else box.shape, self.dtypes[name]
             size = math.prod(shape) * dtype.itemsize
             while pending and under_way + size > _UNDER_WAY:
                 under_way -= finish()
             array = aligned_empty(size).view(dtype).reshape(shape)
-            pending.append((index, array, self._start(name, array)))
+            pending.append((index, array, self._start(name, box, array)))
             under_way += size
         while pending:
             finish()
         return problems
 
-    def _start(self, name: str, array: NDArray[Any]) -> Any:
+    def _start(self, name: str, box: Box | None, array: NDArray[Any]) -> Any:
         import tensorstore
 
-        return tensorstore.array(array).write(self._stores[name])
+        store = self._stores[name]
+        if box is not None and box.shape:
+            parts = tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
+            store = store[parts][tensorstore.d[:].translate_to[0]]
+        return tensorstore.array(array).write(store)
 
 
 def reason(error: Exception, location: Location) -> str:

@@ -172,3 +172,12 @@ def test_values_of_unknown_types_are_read_if_they_are_arrays(saved: Saved) -> No
 
     edit(path, change)
     assert hf.load(path)["w"].shape == (64, 8)
+
+
+def test_chunks_that_are_far_larger_than_their_array(saved: Saved) -> None:
+    path = saved("directories zarr2")
+    document = json.loads((path / "w" / ".zarray").read_text())
+    (path / "w" / ".zarray").write_text(json.dumps(document | {"chunks": [1 << 34, 8]}))
+    with pytest.raises(hf.DamagedCheckpointError, match=r"chunks of the array 'w' are said to have 109951162\d* bytes"):
+        hf.load(path)
+    assert not hf.verify(path).ok
