@@ -104,15 +104,19 @@ def tree_metadata(reader: TreeReader) -> Any:
 
 def _values(reader: TreeReader, leaves: Sequence[SavedLeaf], targets: Sequence[Target | None]) -> list[Any]:
     """Reads leaves, of those that are spread over devices only what is needed, and makes what is asked for."""
-    parts: dict[int, tuple[Partition, Sequence[NDArray[Any]]]] = {}
     cuts = _partitions(reader, leaves, targets)
-    if cuts and hasattr(reader, "read_boxes"):  # checkpoints of other libraries are read leaf by leaf
+    cutting = hasattr(reader, "read_boxes")  # checkpoints of other libraries are read leaf by leaf, and cut then
+    if not cutting:
+        cuts.clear()
+    parts: dict[int, tuple[Partition, Sequence[NDArray[Any]]]] = {}
+    if cuts:
         found = reader.read_boxes([leaves[index] for index in cuts], [cut.stored for cut in cuts.values()])
         parts = {index: (cut, pieces) for (index, cut), pieces in zip(cuts.items(), found, strict=True)}
     whole = iter(reader.read([leaf for index, leaf in enumerate(leaves) if index not in parts]))
     arrays = [None if index in parts else next(whole) for index in range(len(leaves))] if parts else list(whole)
+    saved, names = [leaf.saved for leaf in leaves], [leaf.name for leaf in leaves]
     with naming(reader.location):
-        return materialize(targets, [leaf.saved for leaf in leaves], arrays, [leaf.name for leaf in leaves], parts)
+        return materialize(targets, saved, arrays, names, parts if cutting else None)
 
 
 def _partitions(

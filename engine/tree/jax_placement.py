@@ -90,7 +90,8 @@ def put(arrays: Sequence[NDArray[Any]], shardings: Sequence[Any], implementation
         One array for each.
     """
     jax: Any = required("jax")
-    results = list(jax.device_put([native(array) for array in arrays], list(shardings)))
+    same = len(set(map(id, shardings))) == 1
+    results = list(jax.device_put([native(array) for array in arrays], shardings[0] if same else list(shardings)))
     return [_typed(*each) for each in zip(results, implementations, strict=True)]
 
 

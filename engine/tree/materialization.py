@@ -31,7 +31,7 @@ _PYTHON: dict[str, Any] = {"bool": bool, "int": int, "float": float, "complex": 
 
 
 class _Inexact(ValueError):  # noqa: N818 - becomes one line of a TreeMismatchError
-    """A number that what the template asks for cannot hold."""
+    """A number that what is asked for cannot hold, or an array that cannot be spread as asked."""
 
 
 def materialize(
@@ -49,7 +49,8 @@ def materialize(
         arrays: The stored values of array leaves, with the dtype and shape that `saved` says; None for value leaves.
             Their memory is given away: it may become part of the result, so nobody else may write to it.
         names: The leaves' names, for errors.
-        parts: Of the targets that have a `partition` that and the boxes ``stored`` of it, by the target's position.
+        parts: By the target's position, for every target that has a `partition`: that, and the boxes ``stored`` of it
+            in the place of an array. Without this the parts are cut out of the arrays.
 
     Returns:
         The leaves. Without a template: numpy arrays, whatever library they came from (key data for typed keys), numpy
@@ -60,7 +61,7 @@ def materialize(
         DamagedCheckpointError: What is said of a leaf contradicts itself.
     """
     with collection_paused():
-        return _materialize(targets, saved, arrays, names, parts or {})
+        return _materialize(targets, saved, arrays, names, parts)
 
 
 def _materialize(
@@ -68,7 +69,7 @@ def _materialize(
     saved: Sequence[Saved],
     arrays: Sequence[NDArray[Any] | None],
     names: Sequence[str],
-    parts: Mapping[int, tuple[Partition, Sequence[NDArray[Any]]]],
+    parts: Mapping[int, tuple[Partition, Sequence[NDArray[Any]]]] | None,
 ) -> list[Any]:
     results: list[Any] = [None] * len(targets)
     for_jax: list[tuple[int, Target]] = []
@@ -84,10 +85,15 @@ def _materialize(
             elif target.dtype is None:
                 results[index] = _plain(leaf, array, name)
             else:
-                pieces = _pieces(target, leaf, array, name, parts.get(index))
+                part = _part(target, leaf, array) if parts is None else parts.get(index)
+                if part is None:
+                    pieces = [_fitted(target, leaf, array, name)]
+                else:
+                    fitted = [_fitted(target, leaf, piece, name) for piece in part[1]]
+                    pieces = [_sized(*piece) for piece in zip(fitted, *part[0], strict=True)]
                 if target.kind not in {"jax", "key"}:
                     results[index] = _placed(target, pieces)
-                elif jax_placement.is_spread(target.sharding):
+                elif part is not None and jax_placement.is_spread(target.sharding):
                     results[index] = pieces
                     spread.append((index, target))
                 else:
@@ -96,7 +102,7 @@ def _materialize(
         except _Inexact as error:
             differences.append(str(error))
     if differences:
-        raise TreeMismatchError("the checkpoint holds numbers that cannot be loaded exactly as asked:", differences)
+        raise TreeMismatchError("these leaves cannot be loaded exactly as asked:", differences)
     if for_jax:
         values = [results[index] for index, _ in for_jax]
         implementations = [_implementation(target) for _, target in for_jax]
@@ -176,27 +182,16 @@ def _same(one: NDArray[Any], other: NDArray[Any]) -> bool:
     return bool(one == other or (one != one and other != other))
 
 
-def _pieces(
-    target: Target,
-    leaf: Saved,
-    array: NDArray[Any] | None,
-    name: str,
-    parts: tuple[Partition, Sequence[NDArray[Any]]] | None,
-) -> list[NDArray[Any]]:
-    """The parts of an array that a target needs, of the target's dtype; of one that is not partitioned, all of it."""
-    cut = partition(target, leaf) if parts is None else parts[0]
-    if cut is None:
-        return [_fitted(target, leaf, array, name)]
-    boxes, stored = cut
-    arrays = parts[1] if parts is not None else _cut(array, stored)
-    fitted = [_fitted(target, leaf, each, name) for each in arrays]
-    return [_sized(*each) for each in zip(fitted, boxes, stored, strict=True)]
-
-
-def _cut(array: NDArray[Any] | None, boxes: Sequence[Box]) -> list[NDArray[Any]]:
-    if array is None:
-        return []
-    return [array[box.within(whole(array.shape))].copy() for box in boxes]
+def _part(target: Target, leaf: Saved, array: NDArray[Any] | None) -> tuple[Partition, Sequence[NDArray[Any]]] | None:
+    """The partition of a target, where it has one, and its parts of a whole array."""
+    try:
+        cut = partition(target, leaf)
+    except ValueError as error:
+        expected = spell(target.kind, target.dtype, target.shape, target.variant)
+        raise _Inexact(f"{display(target.name)}: {expected} cannot be spread as asked: {error}") from error
+    if cut is None or array is None:
+        return None
+    return cut, [array[box.within(whole(array.shape))].copy() for box in cut.stored]
 
 
 def _fitted(target: Target, leaf: Saved, array: NDArray[Any] | None, name: str) -> NDArray[Any]:

@@ -206,6 +206,28 @@ def test_compressed_chunks(compression: int | None, place: str, assert_same: Sam
         assert stored_bytes(place) < tree["noise"].nbytes + tree["zeros"].nbytes // 4
 
 
+class WholeLeaves:
+    """A tree that can only be read leaf by leaf, as those of other libraries."""
+
+    def __init__(self, reader: TreeReader) -> None:
+        self.location, self.skeleton, self.leaves, self.read = (
+            reader.location, reader.skeleton, reader.leaves, reader.read,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_leaves_that_cannot_be_read_in_parts(layout: str, place: str) -> None:
+    save(place, {"w": values()})
+    source: Any = WholeLeaves(reader_of(place))
+    wanted = sharding(layout)
+    like = None if wanted is None else {"w": jax.ShapeDtypeStruct((ROWS, COLUMNS), np.float32, sharding=wanted)}
+    found = load_tree(source, like=like)["w"]
+    np.testing.assert_array_equal(np.asarray(found), values())
+    assert wanted is None or found.sharding == wanted
+    small = load_tree(source, requests={"w": LeafRequest(shape=(2, 3), resize=True)})["w"]
+    np.testing.assert_array_equal(small, values()[:2, :3])
+
+
 @pytest.mark.parametrize("layout", ["rows over 4", "columns over 4"])
 def test_damage_is_found_where_it_is_read(layout: str, place: str, stored: Callable[[str], Any]) -> None:
     """A chunk of the last row is damaged: boxes that do not need it are there."""
