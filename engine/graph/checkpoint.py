@@ -10,6 +10,7 @@ from ..checkpointer import Place
 from ..errors import CheckpointNotFoundError, OptionError, SaveFailedError, StateError, TreeMismatchError
 from ..item import Layout
 from ..storage import Location, as_location
+from ..tree import collection_paused
 from .capture import CapturedGraph, capture
 from .latest import latest_checkpoint, numbers_of
 from .paths import Path, Patterns, shown
@@ -271,7 +272,8 @@ class Checkpoint(Node):
                     ]
                 )
             )
-        found = capture(walk(self))
+        with collection_paused():
+            found = capture(walk(self))
         told = {**found.skipped, **found.notes}
         for path, reason in told.items():
             if self._holdfast_told.get(path) != reason:

@@ -19,7 +19,7 @@ from .views import Branch, Leaf, Position, View, look
 from .walk import GROUPS, SLOTS, root_view
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Assignment:
     """A value of the checkpoint and the cell that it belongs into.
 
@@ -36,7 +36,7 @@ class Assignment:
     likeness: tuple[Any, str, dict[str, Any]] | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Binding:
     """An object that stands for a node.
 
@@ -140,7 +140,7 @@ class Matching:
                     yield from self._options(node, view.optimizer, binding.path)
 
     def _slots(self, node: SavedNode, optimizer: OptimizerView, path: Path) -> Iterator[Assignment]:
-        within = {id(parameter) for group in optimizer.groups() for parameter in group}
+        within = optimizer.group_by_parameter()
         for number, segment, value in node.slots:
             parameter, parameter_path = self._parameter(number)
             if parameter is None:
@@ -150,7 +150,7 @@ class Matching:
                 self.unused[value] = where
                 continue
             name = unescape_key(segment)
-            likeness = (parameter, name, optimizer.group_of(parameter))
+            likeness = (parameter, name, within[id(parameter)])
             yield Assignment(value, optimizer.slot_cell(parameter, name), where, likeness)
 
     def _options(self, node: SavedNode, optimizer: OptimizerView, path: Path) -> Iterator[Assignment]:
@@ -169,7 +169,7 @@ class Matching:
             for segment, value in options.items():
                 name = unescape_key(segment)
                 where = (*path, GROUPS, str(place), segment)
-                likeness = (parameters[0], name, optimizer.group_of(parameters[0]))
+                likeness = (parameters[0], name, optimizer.optimizer.param_groups[place])
                 yield Assignment(value, optimizer.option_cell(place, name), where, likeness)
 
     def _parameter(self, number: int) -> tuple[Any, Path]:

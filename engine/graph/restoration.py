@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..errors import TreeMismatchError
 from ..item import SavedLeaf, naming
-from ..tree import Saved, compare, describe_template, display, materialize
+from ..tree import Saved, collection_paused, compare, describe_template, display, materialize
 from ..tree.frameworks import is_torch_tensor
 from ..tree.python_leaves import is_python_value
 from ..tree.structure import KeyProblem, key_segments
@@ -124,7 +124,8 @@ class Restoration:
         """
         root = self._root()
         if root is not None:
-            self._apply(list(self._matching.from_root(root)))
+            with collection_paused():
+                self._apply(list(self._matching.from_root(root)))
 
     def resume(self, holder: object) -> None:
         """Restores what has turned up below a holder since."""
@@ -226,8 +227,11 @@ class Restoration:
 
     def _write(self, due: list[Assignment]) -> None:
         """Validates everything, reads everything, and only then changes anything."""
-        trees = [one for one in due if self._value(one) not in self._stored.leaves or isinstance(one.cell, StateCell)]
-        leaves = [one for one in due if one not in trees]
+        trees: list[Assignment] = []
+        leaves: list[Assignment] = []
+        for one in due:
+            is_tree = self._value(one) not in self._stored.leaves or isinstance(one.cell, StateCell)
+            (trees if is_tree else leaves).append(one)
         changes: list[tuple[Cell, Any]] = [(one.cell, self._tree(one)) for one in trees]
         changes += zip([one.cell for one in leaves], self._materialized(leaves), strict=True)
         write(changes)

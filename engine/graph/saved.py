@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,16 +127,22 @@ class SavedGraph:
 
     def has_values_below(self, number: int) -> bool:
         """Whether a node or something below it has a value."""
-        seen = {number}
-        queue = [number]
-        for current in queue:
-            if self.nodes[current].value is not None or self.nodes[current].slots:
-                return True
-            for child in self.nodes[current].edges.values():
-                if child not in seen:
-                    seen.add(child)
-                    queue.append(child)
-        return False
+        return number in self._valued
+
+    @functools.cached_property
+    def _valued(self) -> set[int]:
+        above: dict[int, list[int]] = {}
+        for number, node in enumerate(self.nodes):
+            for child in node.edges.values():
+                above.setdefault(child, []).append(number)
+        queue = [number for number, node in enumerate(self.nodes) if node.value is not None or node.slots]
+        found = set(queue)
+        for number in queue:
+            for holder in above.get(number, ()):
+                if holder not in found:
+                    found.add(holder)
+                    queue.append(holder)
+        return found
 
     @classmethod
     def of_names(cls, names: Iterable[str]) -> SavedGraph:

@@ -37,12 +37,9 @@ class OptimizerView:
         """Returns the place of an option, whether it is there yet or not."""
         return OptionCell(self.optimizer, group, name)
 
-    def group_of(self, parameter: Any) -> dict[str, Any]:
-        """Returns the group that a parameter is in; an empty one if it is in none."""
-        for group in self.optimizer.param_groups:
-            if any(other is parameter for other in group["params"]):
-                return dict(group)
-        return {}
+    def group_by_parameter(self) -> dict[int, dict[str, Any]]:
+        """Returns the group that every parameter is in, by the parameter's id."""
+        return {id(parameter): group for group in self.optimizer.param_groups for parameter in group["params"]}
 
     def slots(self, parameter: Any) -> dict[str, Any]:
         """Returns what is kept for a parameter by name; nothing before the first step."""
