@@ -99,9 +99,11 @@ class PartCell:
     Args:
         owner: The cell of the outermost immutable thing.
         below: The way from there to the part.
+        value: What is there now.
     """
 
-    def __init__(self, owner: Cell, below: Path) -> None:
+    def __init__(self, owner: Cell, below: Path, value: Any) -> None:
+        self._value = value
         self.owner = owner
         self.below = below
         self.anchor = owner.anchor
@@ -109,10 +111,7 @@ class PartCell:
 
     def get(self) -> Any:
         """Returns the value."""
-        value = self.owner.get()
-        for segment in self.below:
-            value = _child(value, segment)
-        return value
+        return self._value
 
     def set(self, value: Any) -> None:
         """Builds the owner's value anew; see :func:`write` for many parts at once."""
@@ -134,13 +133,6 @@ def write(changes: list[tuple[Cell, Any]]) -> None:
             cell.set(value)
     for owner_cell, updates in parts.values():
         owner_cell.set(_replaced(owner_cell.get(), updates))
-
-
-def _child(value: Any, segment: str) -> Any:
-    contents = expand(value)
-    assert contents is not None
-    segments = map(str, range(len(contents.values))) if contents.keys is None else key_segments(contents.keys)
-    return dict(zip(segments, contents.values, strict=True))[segment]
 
 
 def _replaced(value: Any, updates: dict[Path, Any]) -> Any:

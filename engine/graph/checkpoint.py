@@ -12,7 +12,7 @@ from ..item import Layout
 from ..storage import Location, as_location
 from ..tree import collection_paused
 from .capture import CapturedGraph, capture
-from .latest import latest_checkpoint, numbers_of
+from .latest import locate, numbers_of
 from .paths import Path, Patterns, shown
 from .report import lines
 from .restoration import Restoration
@@ -206,19 +206,13 @@ class Checkpoint(Node):
 
     def _open(self, path: Place) -> StoredGraph:
         self._saving().join()
-        location = as_location(path)
         try:
-            return open_graph(location)
+            return open_graph(locate(path))
         except CheckpointNotFoundError as error:
-            newest = latest_checkpoint(location)
-            if newest is None:
-                hint = (
-                    f"; a name like {location.name}-1 may be meant"
-                    if numbers_of(location.parent, location.name)
-                    else ""
-                )
-                raise CheckpointNotFoundError(f"{error}{hint}") from error
-            return open_graph(as_location(newest))
+            location = as_location(path)
+            if not numbers_of(location.parent, location.name):
+                raise
+            raise CheckpointNotFoundError(f"{error}; a name like {location.name}-1 may be meant") from error
 
     def _restore(
         self,
@@ -248,7 +242,8 @@ class Checkpoint(Node):
             object.__setattr__(self, "_holdfast_counter", before)
             raise
         restoration.outcome.partial = partial
-        self._holdfast_restorations.append(restoration)
+        waiting = [other for other in self._holdfast_restorations if not other.done]
+        object.__setattr__(self, "_holdfast_restorations", [*waiting, restoration])
         return status
 
     def _capture(self) -> CapturedGraph:

@@ -57,6 +57,19 @@ def latest_checkpoint(directory: Place) -> str | None:
     return max(newest)[1] if newest else None
 
 
+def locate(path: Place) -> Location:
+    """Returns where the checkpoint is that a path stands for, as far as that is one of numbered ones.
+
+    Args:
+        path: A checkpoint of any kind, or a directory of numbered ones, of which the newest is meant.
+    """
+    location = as_location(path)
+    if (location / RECORD).exists():
+        return location
+    newest = latest_checkpoint(location)
+    return location if newest is None else as_location(newest)
+
+
 def checkpoints_iterator(
     directory: Place,
     *,

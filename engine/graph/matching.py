@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..tree import unescape_key
 from ..tree.frameworks import is_torch_tensor
@@ -51,6 +51,25 @@ class Binding:
     reference: Callable[[], Any] | None
 
 
+class _Visit(NamedTuple):
+    """An object that is about to be looked at.
+
+    Attributes:
+        number: The node that it may stand for.
+        value: The object.
+        view: What it is to the graph.
+        path: Its path.
+        within: What it is a part of, up to where things are no objects of their own. Such things are visited wherever
+            they are, as each place is built anew; in themselves they are not visited again.
+    """
+
+    number: int
+    value: Any
+    view: View
+    path: Path
+    within: frozenset[int] = frozenset()
+
+
 @dataclass(slots=True)
 class Matching:
     """What is known of which object is which node.
@@ -76,7 +95,7 @@ class Matching:
 
     def from_root(self, root: Node) -> Iterator[Assignment]:
         """Generates the values for everything that can be reached from a root."""
-        yield from self._match(deque([(0, root, root_view(root), ())]), anew=True)
+        yield from self._match(deque([_Visit(0, root, root_view(root), ())]), anew=True)
 
     def from_holder(self, holder: Any) -> Iterator[Assignment]:
         """Generates the values for what has turned up below a holder that is known already."""
@@ -84,7 +103,7 @@ class Matching:
             target = None if binding.reference is None else binding.reference()
             target = holder if target is None else target  # the checkpoint that it was the root of may be gone
             view = look(target, Position(target, (), None))
-            yield from self._match(deque([(number, target, view, binding.path)]), anew=False)
+            yield from self._match(deque([_Visit(number, target, view, binding.path)]), anew=False)
 
     def node_at(self, holder: Any, segment: str) -> int | None:
         """Returns the node that an edge of a holder leads to in the checkpoint, or None."""
@@ -96,20 +115,26 @@ class Matching:
     def _bound_to(self, holder: Any) -> list[tuple[int, Binding]]:
         return list(self._by_identity.get(_identity(holder), ()))
 
-    def _match(self, queue: deque[tuple[int, Any, View, Path]], *, anew: bool) -> Iterator[Assignment]:
+    def _match(self, queue: deque[_Visit], *, anew: bool) -> Iterator[Assignment]:
         seen: set[tuple[int, int]] = set()
         kept = []  # so that ids stay those of what has been seen
         first = True
         while queue:
-            number, value, view, path = queue.popleft()
+            number, value, view, path, within = queue.popleft()
             node = self.graph.nodes[number]
             known = self._is_bound(number, value)
             if isinstance(view, Leaf):
                 if self._bind(number, value, view, path) and node.value is not None:
                     yield Assignment(number, view.cell, path)
                 continue
-            if not isinstance(view, Branch) or (known and not anew and not first) or (number, id(value)) in seen:
+            if not isinstance(view, Branch) or (known and not anew and not first) or id(value) in within:
                 continue
+            if view.functional:
+                within = within | {id(value)}
+            elif (number, id(value)) in seen:
+                continue
+            else:
+                within = frozenset()
             first = False
             if not self._bind(number, value, view, path):
                 continue
@@ -123,7 +148,7 @@ class Matching:
             for segment, child in node.edges.items():
                 if segment in edges:
                     edge = edges[segment]
-                    queue.append((child, edge.value, look(edge.value, edge.position), (*path, segment)))
+                    queue.append(_Visit(child, edge.value, look(edge.value, edge.position), (*path, segment), within))
                 elif segment not in special and self.graph.has_values_below(child):
                     self.waiting.append(value)
         yield from self._optimizers()

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..checkpointer import Place
-from ..errors import CheckpointNotFoundError, ObjectNotFoundError
-from ..storage import as_location
-from .latest import latest_checkpoint
+from ..errors import ObjectNotFoundError
+from .latest import locate
 from .paths import Path, parse_path, shown
 from .saved import SavedGraph
 from .stored import StoredGraph, open_graph
@@ -138,11 +137,4 @@ def load_checkpoint(path: Place) -> CheckpointReader:
         CheckpointNotFoundError: There is none.
         DamagedCheckpointError: It does not verify.
     """
-    location = as_location(path)
-    try:
-        return CheckpointReader(open_graph(location))
-    except CheckpointNotFoundError:
-        newest = latest_checkpoint(location)
-        if newest is None:
-            raise
-        return CheckpointReader(open_graph(as_location(newest)))
+    return CheckpointReader(open_graph(locate(path)))

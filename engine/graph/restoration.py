@@ -115,6 +115,11 @@ class Restoration:
         self._settled: set[Path] = set()
         self._holders: list[weakref.ref[Any]] = []
 
+    @property
+    def done(self) -> bool:
+        """Whether everything was restored, and nobody needs to know of that any more."""
+        return not (self.outcome.unrestored() or self._proxies)
+
     def advance(self) -> None:
         """Restores everything that can be reached from the root and was not restored yet.
 

@@ -227,7 +227,7 @@ def _container(value: Any, position: Position) -> View:
         owner = position.part.owner if position.part is not None else position.cell(value)
         below = position.part.below if position.part is not None else ()
         for key, segment, child in zip(keys, segments, contents.values, strict=True):
-            part = PartCell(owner, (*below, segment))
+            part = PartCell(owner, (*below, segment), child)
             edges.append(Edge(segment, key, child, Position(part.anchor, part.trail, None, part)))
     return Branch(class_name(value), edges, sequence=contents.keys is None, functional=not mutable)
 

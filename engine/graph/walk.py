@@ -178,16 +178,15 @@ class _Walk:
             if not isinstance(node.view, Branch) or node.view.optimizer is None:
                 continue
             optimizer = node.view.optimizer
-            for number, parameters in enumerate(optimizer.groups()):
+            missing = 0
+            for parameters in optimizer.groups():
                 within = [by_object[id(parameter)] for parameter in parameters if id(parameter) in by_object]
                 node.groups.append(within)
-                missing = sum(bool(optimizer.slots(p)) for p in parameters if id(p) not in by_object)
-                if missing:
-                    self.skipped[*node.path, SLOTS] = (
-                        f"{missing} parameters of its group {number} are not part of the checkpoint"
-                    )
+                missing += sum(bool(optimizer.slots(p)) for p in parameters if id(p) not in by_object)
                 for parameter in within:
                     self._slots_of(node, parameter, nodes)
+            if missing:
+                self.skipped[*node.path, SLOTS] = f"{missing} of its parameters are not part of the checkpoint"
 
     def _slots_of(self, node: LiveNode, parameter: LiveNode, nodes: list[LiveNode]) -> None:
         assert isinstance(node.view, Branch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ def test_the_page_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # thirty saves would wait for the disk
     names: dict[str, Any] = {"__name__": "page"}
     assert len(BLOCKS) >= 15
     with caplog.at_level(logging.WARNING, "holdfast"):
