@@ -190,7 +190,7 @@ def describe(path: Place, step: int | None = None) -> list[LeafSummary]:
             with naming(reader.location):
                 found.extend(_leaf_summary(name, leaf) for leaf in reader.leaves)
         elif isinstance(checkpoint, NativeCheckpoint):
-            files = checkpoint.record.items[name].files
+            files = checkpoint.parts[name].files
             found.extend(_item_summary(name, kind, path=file, size=known.size) for file, known in files.items())
         else:
             value = _shortened(repr(checkpoint.value(name))) if kind in (JSON, METRICS) else None
@@ -231,13 +231,14 @@ def _verify(location: Location, step: int | None) -> CheckpointVerification:
         record = read_record(location)
         if step is not None and record.step != step:
             raise DamagedCheckpointError(f"it was written for step {record.step}")
+        parts = record.parts()
     except (DamagedCheckpointError, FormatVersionError) as error:
         problems = [Problem(RECORD, "", str(error))]
         return CheckpointVerification(step=step, path=str(location), bytes=0, problems=tuple(problems))
     problems = []
-    for name, item in record.items.items():
+    for name, item in parts.items():
         for problem in _verify_item(location / item.folder, item):
-            leaf = problem.leaf if len(record.items) == 1 or not problem.leaf else f"{name}: {problem.leaf}"
+            leaf = problem.leaf if len(parts) == 1 or not problem.leaf else f"{name}: {problem.leaf}"
             problems.append(Problem(f"{item.folder}/{problem.file}", leaf, problem.what))
     return CheckpointVerification(step=record.step, path=str(location), bytes=record.nbytes, problems=tuple(problems))
 

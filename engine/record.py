@@ -22,6 +22,11 @@ PARTIAL = "checkpoint.partial"
 DELETED = "checkpoint.deleted"
 """Marks a directory whose checkpoint is being deleted; the last file to go."""
 
+TREES = "pytree"
+"""Kind of an item that is a tree."""
+PROCESSES = "processes"
+"""Kind of an item of which every process has a tree of its own."""
+
 _KIND = "checkpoint"
 
 
@@ -44,7 +49,7 @@ class ItemRecord:
 
     Attributes:
         folder: The folder's name inside the checkpoint's directory.
-        kind: What wrote it: ``"pytree"``, ``"json"``, or ``"files"`` for a handler of the user's own.
+        kind: What wrote it: ``"pytree"``, ``"json"``, ``"processes"``, or ``"files"`` for a handler of the user's own.
         files: The files by their path inside the folder.
     """
 
@@ -56,6 +61,22 @@ class ItemRecord:
     def nbytes(self) -> int:
         """Returns the bytes of all files."""
         return sum(file.size for file in self.files.values())
+
+    def shares(self) -> list[ItemRecord]:
+        """Returns what every process has of an item of kind ``"processes"``, each a tree in a folder of its own.
+
+        Raises:
+            DamagedCheckpointError: The folders are not those of processes 0, 1, 2 and so on.
+        """
+        found: dict[str, dict[str, FileRecord]] = {}
+        for path, record in self.files.items():
+            process, _, rest = path.partition("/")
+            found.setdefault(process, {})[rest] = record
+        if not found or set(found) != {str(index) for index in range(len(found))}:
+            raise DamagedCheckpointError(
+                f"{self.folder}: expected folders 0, 1, 2, ... of processes, found {sorted(found)}"
+            )
+        return [ItemRecord(f"{self.folder}/{index}", TREES, found[str(index)]) for index in range(len(found))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +105,20 @@ class CheckpointRecord:
     def nbytes(self) -> int:
         """Returns the bytes of all items."""
         return sum(item.nbytes for item in self.items.values())
+
+    def parts(self) -> dict[str, ItemRecord]:
+        """Returns the items by name; those of which every process has its own as ``name/0``, ``name/1`` and so on.
+
+        Raises:
+            DamagedCheckpointError: The folders of one are not those of processes 0, 1, 2 and so on.
+        """
+        found: dict[str, ItemRecord] = {}
+        for name, item in self.items.items():
+            if item.kind == PROCESSES:
+                found |= {f"{name}/{index}": share for index, share in enumerate(item.shares())}
+            else:
+                found[name] = item
+        return found
 
     def with_metrics(self, metrics: Mapping[str, Any]) -> CheckpointRecord:
         """Returns this record with more metrics; new values win."""

@@ -70,6 +70,6 @@ def load_transformed(
         tree = load_transformed_tree(reader, transformations, new_tree, default_to_original=default_to_original)
     kept = {leaf.name: number for number, leaf in enumerate(reader.leaves) if leaf.saved.kind == EXTERNAL}
     if kept and isinstance(checkpoint, NativeCheckpoint):
-        files = checkpoint.record.items[name].files
+        files = checkpoint.parts[name].files
         return resolve(tree, reader.location, files, kept, DEFAULT_REGISTRY, {})
     return tree

@@ -13,7 +13,7 @@ from .base import (
     restore_item,
 )
 from .json import JsonCheckpointHandler
-from .per_process import PerProcessCheckpointHandler, shares_of
+from .per_process import PerProcessCheckpointHandler
 from .pytree import PyTreeCheckpointHandler
 from .saves import Files, PreparedItem, SaveFuture, finish, run_coroutine, write_alone
 from .type_handlers import DEFAULT_REGISTRY, ParamInfo, TypeHandler, TypeHandlerRegistry, register_type_handler
@@ -42,6 +42,5 @@ __all__ = [
     "register_type_handler",
     "restore_item",
     "run_coroutine",
-    "shares_of",
     "write_alone",
 ]

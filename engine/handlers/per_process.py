@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..coordination import Coordinator, Member, current_coordinator
-from ..errors import DamagedCheckpointError
-from ..record import FileRecord
+from ..record import PROCESSES, FileRecord, ItemRecord
 from ..storage import Location
 from .base import PreparedCheckpointHandler
 from .pytree import PyTreeCheckpointHandler
@@ -29,7 +28,7 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
         coordinator: How the processes find each other; None finds out by itself.
     """
 
-    kind = "processes"
+    kind = PROCESSES
     collective = True
     verifies = True
     optional = True
@@ -53,7 +52,7 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
             files: What the commit record says about the folder.
             **kwargs: As for trees.
         """
-        shares = shares_of(directory, files)
+        shares = ItemRecord(directory.name, self.kind, files or {}).shares()
         coordinator = current_coordinator() if self._coordinator is None else self._coordinator
         index, count = coordinator.process_index, coordinator.process_count
         if len(shares) != count:
@@ -66,33 +65,12 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
                 index % len(shares),
             )
         chosen = index % len(shares)
-        return self._handler.restore(directory / str(chosen), item, files=shares[chosen], **kwargs)
+        return self._handler.restore(directory / str(chosen), item, files=shares[chosen].files, **kwargs)
 
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
         """Returns what every process's tree looks like, in their order."""
-        shares = shares_of(directory, files)
-        return [self._handler.structure(directory / str(i), files=each) for i, each in enumerate(shares)]
-
-
-def shares_of(directory: Location, files: Files | None) -> list[dict[str, FileRecord]]:
-    """Returns the files of each process's folder, by their path in it.
-
-    Args:
-        directory: The item's folder.
-        files: What the commit record says about it.
-
-    Raises:
-        DamagedCheckpointError: They do not belong to processes 0, 1, 2 and so on.
-    """
-    found: dict[str, dict[str, FileRecord]] = {}
-    for path, record in (files or {}).items():
-        process, _, rest = path.partition("/")
-        found.setdefault(process, {})[rest] = record
-    if not found or set(found) != {str(index) for index in range(len(found))}:
-        raise DamagedCheckpointError(
-            f"{directory}: expected a folder for each process from 0 on, found {sorted(found)}"
-        )
-    return [found[str(index)] for index in range(len(found))]
+        shares = ItemRecord(directory.name, self.kind, files or {}).shares()
+        return [self._handler.structure(directory / str(i), files=each.files) for i, each in enumerate(shares)]
 
 
 class _Share:

@@ -30,6 +30,7 @@ class NativeCheckpoint:
     Attributes:
         location: Its directory.
         record: Its commit record.
+        parts: Its items; those of which every process has its own are taken apart.
     """
 
     format = "holdfast"
@@ -37,6 +38,7 @@ class NativeCheckpoint:
     def __init__(self, location: Location) -> None:
         self.location = location
         self.record: CheckpointRecord = read_record(location)
+        self.parts = self.record.parts()
 
     @property
     def step(self) -> int | None:
@@ -61,16 +63,16 @@ class NativeCheckpoint:
     @property
     def items(self) -> Mapping[str, str]:
         """The kind of every item."""
-        return {name: item.kind for name, item in self.record.items.items()}
+        return {name: item.kind for name, item in self.parts.items()}
 
     def tree(self, item: str) -> TreeSource:
         """Opens an item that is a tree."""
-        saved = self.record.items[item]
+        saved = self.parts[item]
         return TreeReader(self.location / saved.folder, saved.files)
 
     def value(self, item: str) -> Any:
         """Reads an item that is no tree."""
-        saved = self.record.items[item]
+        saved = self.parts[item]
         handler = _VALUES.get(saved.kind)
         if handler is None:
             raise OptionError(

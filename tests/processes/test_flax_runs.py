@@ -76,3 +76,20 @@ def test_fewer_processes_go_on(tmp_path: Path) -> None:
     run_processes(train, COUNT, str(tmp_path), 5)
     resumed = run_processes(train, 1, str(tmp_path), None)
     assert resumed[0][1] == STEPS
+
+
+def test_what_each_process_has_is_seen_from_outside(tmp_path: Path) -> None:
+    pytest.importorskip("jax")
+    ended = run_processes(train, COUNT, str(tmp_path), None)
+    found = hf.load(tmp_path)
+    assert sorted(found) == ["extras", "process/0", "process/1", "state"]
+    for index, (_, _, part, position) in enumerate(ended):
+        rng = np.random.default_rng()
+        rng.bit_generator.state = found[f"process/{index}"]["rng"]
+        assert int(rng.integers(1 << 40)) == position
+        assert found["state"]["w"].reshape(COUNT, -1)[index].tolist() == part
+    assert {leaf.item for leaf in hf.describe(tmp_path)} >= {"state", "process/0", "process/1"}
+    [tree] = (tmp_path / str(STEPS) / "process" / "1").glob("tree.json")
+    tree.write_bytes(tree.read_bytes()[:-2])
+    report = hf.verify(tmp_path, STEPS)
+    assert [problem.file for problem in report.checkpoints[0].problems] == ["process/1/tree.json"]
