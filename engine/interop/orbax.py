@@ -99,8 +99,8 @@ class OrbaxCheckpoint:
         handlers = self._metadata.get("item_handlers")
         self._items: dict[str, _Item] = {}
         if isinstance(handlers, str) or _is_tree(location, names):
-            bare = (AGGREGATE_FILE,) if isinstance(handlers, str) and handlers.endswith(_ARRAY_HANDLER) else None
-            self._items[ITEM] = _Item(TREE, location, bare)
+            only = _item(location, handlers if isinstance(handlers, str) else "", listed=True)
+            self._items = {} if only is None else {ITEM: only}
         else:
             known: Mapping[str, Any] = handlers if isinstance(handlers, dict) else {}
             folders = [entry.name for entry in location.entries() if entry.is_directory and _may_be_item(entry.name)]

@@ -245,3 +245,50 @@ def test_our_own_steps_count_before_what_lies_beside_them(tmp_path: Path) -> Non
     assert [one.step for one in hf.list_checkpoints(tmp_path / "run")] == [1]
     assert [one.step for one in hf.verify(tmp_path / "run").checkpoints] == [1]
     assert hf.load(tmp_path / "run" / "exported") == {"n": 2}
+
+
+def test_json_of_version_one(tmp_path: Path) -> None:
+    registry = v1.handlers.local_registry()
+    registry.add(v1.handlers.JsonHandler, checkpointable_name="facts")
+    with v1.Context(checkpointables_options=v1.options.CheckpointablesOptions(registry=registry)):
+        v1.save_checkpointables(tmp_path / "one", {"facts": {"a": [1, "x"]}, "model": {"w": jnp.ones(2)}})
+    assert (tmp_path / "one" / "facts" / "data.json").exists()
+    assert hf.load(tmp_path / "one", item="facts") == {"a": [1, "x"]}
+    assert hf.load(tmp_path / "one", item="model")["w"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("handler", "arguments", "expected"),
+    [
+        ("ArrayCheckpointHandler", lambda: ocp.args.ArraySave(jnp.arange(3)), [0, 1, 2]),
+        ("JsonCheckpointHandler", lambda: ocp.args.JsonSave({"a": 1}), {"a": 1}),
+        ("JaxRandomKeyCheckpointHandler", lambda: ocp.args.JaxRandomKeySave(jax.random.key(5)), [0, 5]),
+    ],
+)
+def test_one_object_that_is_no_tree(tmp_path: Path, handler: str, arguments: Any, expected: Any) -> None:
+    with ocp.Checkpointer(getattr(ocp, handler)()) as checkpointer:
+        checkpointer.save(tmp_path / "one", args=arguments())
+    found = hf.load(tmp_path / "one")
+    assert (found.tolist() if isinstance(found, np.ndarray) else found) == expected
+    assert hf.verify(tmp_path / "one").ok
+
+
+def test_items_without_a_manager(tmp_path: Path) -> None:
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        items = ocp.args.Composite(model=ocp.args.StandardSave({"w": jnp.ones(1)}), facts=ocp.args.JsonSave({"x": 1}))
+        checkpointer.save(tmp_path / "one", args=items)
+    assert hf.load(tmp_path / "one", item="facts") == {"x": 1}
+    assert hf.load(tmp_path / "one", item="model", like={"w": np.zeros(1, np.float32)})["w"].tolist() == [1]
+
+
+@pytest.mark.parametrize("through_orbax", [True, False], ids=["with Orbax", "without"])
+def test_what_flax_s_own_functions_save(tmp_path: Path, through_orbax: bool) -> None:
+    checkpoints = pytest.importorskip("flax.training.checkpoints")
+    checkpointer = ocp.PyTreeCheckpointer() if through_orbax else None
+    for step in (4, 10):
+        checkpoints.save_checkpoint(tmp_path, state(step), step=step, keep=2, orbax_checkpointer=checkpointer)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_10", "checkpoint_4"]
+    assert hf.load(tmp_path / "checkpoint_4")["step"] == 4
+    if through_orbax:
+        assert [one.step for one in hf.list_checkpoints(tmp_path)] == [4, 10]
+        assert hf.load(tmp_path)["step"] == 10
