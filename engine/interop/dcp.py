@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import DamagedCheckpointError, ObjectNotFoundError
-from ..storage import DataReader, Location
+from ..storage import DataReader, Entry, Location
 from ..tree.structure import MAX_DEPTH
 from .dcp_metadata import Chunk, DcpEntry, DcpTensor, Place, read_metadata
 from .source import SingleTree, StepDirectories
@@ -37,7 +37,7 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
         entries = read_metadata(content)
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(f"{location / METADATA} cannot be read: {error}") from error
-    nbytes = sum(entry.size or 0 for entry in location.entries())
+    nbytes = sum(_size(location, entry) for entry in location.entries())
     tree = _Folder(location).tree(entries)
     return SingleTree(format=FORMAT, location=location, source=StoredTree.of(location, tree, nbytes), nbytes=nbytes)
 
@@ -45,6 +45,13 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
 def recognise_steps(_location: Location, _names: frozenset[str]) -> StepDirectories | None:
     """There are no directories of steps in this format."""
     return None
+
+
+def _size(location: Location, entry: Entry) -> int:
+    if entry.is_directory or entry.size is not None:
+        return entry.size or 0
+    with (location / entry.name).open_data() as reader:  # object stores do not always tell
+        return reader.size
 
 
 class _Folder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from ..item.extents import Range, read_ranges
 from ..storage import Location
 from ..tree import Saved, Skeleton, ValueLeaf, describe, display, flatten, split
 from .stored_array import Bytes, StoredArray, StoredPart, Unreadable
+
+logger = logging.getLogger("holdfast")
 
 _AMPLIFICATION = 16  # times the bytes of the files: what views of shared memory may come to all together
 _SMALL = 64 << 20  # bytes of arrays that are fine whatever the files' size
@@ -78,6 +81,8 @@ class StoredTree:
     def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
         """Reads some of :attr:`leaves`; see `TreeSource.read`."""
         self._refuse(leaves)
+        if self.left_out and len(leaves) == len(self.leaves):
+            logger.warning("%s: left out, as they are no data: %s", self.location, ", ".join(self.left_out))
         arrays: list[NDArray[Any] | None] = [self._in_memory(leaf) for leaf in leaves]
         wanted = {index: value for index, leaf in enumerate(leaves) if (value := self._stored(leaf)) is not None}
         parts: dict[int, Sequence[StoredPart]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import io
 import pickle
 import subprocess
@@ -440,3 +441,18 @@ def test_floats_of_eight_bits_have_their_names(tmp_path: Path) -> None:
     found = loaded(saved(tmp_path, {"x": torch.ones(2, dtype=torch.float8_e4m3fn)}))
 
     assert found["x"].dtype == ml_dtypes.float8_e4m3fn
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_altered_pickles_raise_nothing_else(tmp_path: Path, protocol: int) -> None:
+    value = {"x": torch.arange(30).reshape(5, 6).t(), "n": np.arange(3), "l": [1, 2.5, "a", {1}, 1 << 80]}
+    with zipfile.ZipFile(saved(tmp_path, value, pickle_protocol=protocol)) as file:
+        whole = file.read("x/data.pkl")
+    random = np.random.default_rng(protocol)
+
+    for _ in range(150):
+        altered = bytearray(whole)
+        for position in random.integers(0, len(whole), 2):
+            altered[position] = random.integers(0, 256)
+        with contextlib.suppress(hf.HoldfastError):
+            loaded(archive(tmp_path, bytes(altered)))
