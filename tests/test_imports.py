@@ -164,5 +164,5 @@ def test_importing_the_package_loads_next_to_nothing() -> None:
 
 def test_imports_are_found() -> None:
     found = set(imports(ROOT / "engine" / "manager.py"))
-    assert {"holdfast.engine.history.CheckpointHistory", "holdfast.engine.policy.decide", "logging"} <= found
+    assert {"holdfast.engine.history.CheckpointHistory", "holdfast.engine.policy.Decision", "logging"} <= found
     assert "holdfast.engine.manager.CheckpointManager" in set(imports(ROOT / "engine" / "_package.py"))

@@ -18,6 +18,7 @@ from ..item import (
     StagingBuffer,
     TreeReader,
     TreeWriter,
+    load_transformed_tree,
     load_tree,
     tree_metadata,
 )
@@ -123,6 +124,8 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         files: Files | None = None,
         restore_args: Any = None,
         select: Select | None = None,
+        transforms: Any = None,
+        transforms_default_to_original: bool = True,
         **kwargs: Any,
     ) -> Any:
         """Reads a tree.
@@ -137,6 +140,10 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 all; or a tree of them like the template, or like what was saved if there is none, which may end early
                 with one for all leaves below, and may leave out keys.
             select: Patterns of paths; only matching leaves are read.
+            transforms: Transformations that make the template's tree of the saved one, as for
+                :func:`~holdfast.load_transformed`; they need a template.
+            transforms_default_to_original: Whether keys of both trees that no transformation names come from the saved
+                tree; otherwise from the template.
             **kwargs: None are known.
 
         Returns:
@@ -145,9 +152,12 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         Raises:
             TreeMismatchError: Template and checkpoint differ; lists every leaf that does.
             DamagedCheckpointError: What is stored does not verify.
-            OptionError: ``restore_args`` do not fit the tree, or a leaf's own handler is not at hand.
+            OptionError: ``transforms`` come without a template or with ``select``, ``restore_args`` do not fit the tree,
+                or a leaf's own handler is not at hand.
         """
         no_arguments(self, kwargs)
+        if transforms is not None and (item is None or item is ... or select is not None):
+            raise OptionError("transforms= needs a template (item=) that says what comes out, and no select=")
         with collection_paused():
             reader = TreeReader(directory, files, aggregate=self._aggregate)
             saved = [leaf.name for leaf in reader.leaves]
@@ -160,9 +170,15 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 asked = spread(restore_args, structure, RestoreArgs, "restore_args")
                 args = {name: one for name, one in zip(names, asked, strict=True) if one is not None}
             kept = {leaf.name: number for number, leaf in enumerate(reader.leaves) if leaf.saved.kind == EXTERNAL}
-            ordinary = set(saved) - kept.keys() if args else set()
+            ordinary = (args.keys() if transforms is not None else set(saved)) - kept.keys() if args else set()
             requests = {name: one.request() for name, one in args.items() if name in ordinary}
-            tree = load_tree(reader, like=template, select=select, requests=requests)
+            if transforms is not None:
+                to_original = transforms_default_to_original
+                tree = load_transformed_tree(
+                    reader, transforms, item, default_to_original=to_original, requests=requests
+                )
+            else:
+                tree = load_tree(reader, like=template, select=select, requests=requests)
             return resolve(tree, directory, files, kept, self._registry, args) if kept else tree
 
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ from .loading import LeafMetadata, Select, load_tree, tree_metadata
 from .plan import Layout
 from .reader import SavedLeaf, TreeReader
 from .staging import StagingBuffer
+from .transformed import load_transformed_tree
 from .writer import HostTree, TreeWriter, write_tree
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "TreeReader",
     "TreeWriter",
     "aggregate_details",
+    "load_transformed_tree",
     "load_tree",
     "naming",
     "tree_metadata",

@@ -185,6 +185,27 @@ def test_examples_of_a_checkpoint(abstract: bool, old_state: TrainState, tmp_pat
     assert all(isinstance(leaf, jax.Array | int) for leaf in jax.tree.leaves(found))
 
 
+def test_examples_with_a_manager(old_state: TrainState, tmp_path: Path) -> None:
+    """The handler takes transformations as a restore argument, with a template and other arguments beside them."""
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.save(3, old_state)
+    new: Any = created(4)
+    with hf.CheckpointManager(tmp_path) as manager:
+        found = manager.restore(3, new, restore_kwargs={"transforms": INSERTED})
+        check_inserted(found, old_state, new)
+        half = hf.RestoreArgs(dtype=np.float16)
+        args = {"params": {"params": {"Dense_2": half}}}
+        template = jax.tree.map(lambda leaf: leaf, new)
+        cast = manager.restore(
+            3, {"params": template.params}, restore_kwargs={"transforms": INSERTED, "restore_args": args}
+        )
+        kernel = cast["params"]["params"]["Dense_2"]["kernel"]
+        assert kernel.dtype == np.float16
+        np.testing.assert_array_equal(kernel, old_state.params["params"]["Dense_1"]["kernel"].astype(np.float16))
+        with pytest.raises(hf.OptionError, match="template"):
+            manager.restore(3, restore_kwargs={"transforms": INSERTED})
+
+
 def parts(state: Any) -> list[Any]:
     """What a state has of every parameter."""
     return [state.params, state.opt_state[0].mu, state.opt_state[0].nu]
