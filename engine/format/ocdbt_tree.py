@@ -5,6 +5,7 @@ https://google.github.io/tensorstore/kvstore/ocdbt/index.html#b-tree-node-format
 
 from __future__ import annotations
 
+from bisect import bisect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _ENTRY_BYTES = 100
 """Roughly what one entry takes in memory besides its key and value."""
+_GROWTH = 32
+"""Bytes a database may take for each byte of its nodes, besides the limit; in a large one, entries have some 15."""
 _NODE_BYTES = 4096
 """What reading a node counts besides its size; it bounds how many tiny nodes, and so how much time, a tree can take."""
 
@@ -48,11 +51,12 @@ class TreeReader:
     """Collects the entries of a tree.
 
     A hostile tree can refer to one node many times, so that a small file describes a huge database: everything that
-    is read is counted against one limit.
+    is read is counted against one limit, which only nodes that lie apart from all others raise.
 
     Args:
         read_node: Reads bytes: (file, offset, length) -> exactly `length` bytes.
-        memory_limit: Bytes that nodes and entries may take together; a node counts for 4 KiB more than its size.
+        memory_limit: Bytes that nodes and entries may take together, besides what grows with the size of the file; a
+            node counts for 4 KiB more than its size.
     """
 
     def __init__(self, read_node: Callable[[str, int, int], bytes], memory_limit: int) -> None:
@@ -63,6 +67,7 @@ class TreeReader:
         self._inline: list[bytes | None] = []
         self._known: dict[bytes, bytes] = {}  # inline values: most arrays of a tree have the same metadata
         self._files: dict[str, int] = {}
+        self._read_parts: dict[str, list[tuple[int, int]]] = {}
         self._columns: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = []
 
     def read(self, root: Root) -> Entries:
@@ -88,6 +93,7 @@ class TreeReader:
             self._spend(node.length + _NODE_BYTES, node.file)
             data = self._read_node(node.file, node.offset, node.length)
             cursor = decode_frame(NODE_MAGIC, data, f"the node at offset {node.offset} of {node.file}")
+            self._grow(node)
             pending.extend(reversed(self._decode_node(cursor, node)))
         if not is_increasing(self._keys) or len(self._keys) != root.key_count:
             raise DamagedCheckpointError(
@@ -100,6 +106,17 @@ class TreeReader:
         self._left -= size
         if self._left < 0:
             raise DamagedCheckpointError(f"{source} describes a database of more than {self._memory_limit} bytes")
+
+    def _grow(self, node: _Reference) -> None:
+        """Raises the limit by what a node may take that shares no bytes with those before."""
+        parts = self._read_parts.setdefault(node.file, [])
+        start, end = node.offset, node.offset + node.length
+        position = bisect(parts, (start, end))
+        if (position and parts[position - 1][1] > start) or (position < len(parts) and parts[position][0] < end):
+            return
+        parts.insert(position, (start, end))
+        self._left += _GROWTH * node.length
+        self._memory_limit += _GROWTH * node.length
 
     def _decode_node(self, cursor: Cursor, node: _Reference) -> list[_Reference]:
         self._spend(cursor.remaining, cursor.source)

@@ -310,3 +310,12 @@ def test_bytes_with_valid_checksums_never_break_the_decoder(magic: int, frame: b
     changed = encode_frame(magic, bytes(body[: len(body) - data.draw(st.integers(0, 6))]))
     with contextlib.suppress(HoldfastError):
         (Database(changed, NODES) if magic == MANIFEST_MAGIC else with_nodes(changed, keys=3)).decode()
+
+
+def test_a_large_file_may_describe_a_large_database() -> None:
+    keys = [b"layers.%05d.kernel/c/%d" % (number // 10, number % 10) for number in range(20_000)]
+    columns = (np.zeros(20_000, np.int64), np.arange(20_000) * 4096, np.full(20_000, 4096))
+    entries = Entries(keys, [None] * 20_000, ["d/0"], *columns)
+    manifest, nodes = encode_database(entries, node_file="d/index", database_id=bytes(16), created_ns=1)
+    found = decode_database(manifest, lambda _, at, length: nodes[at : at + length], memory_limit=1 << 20)
+    assert found == entries
