@@ -152,7 +152,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         Raises:
             TreeMismatchError: Template and checkpoint differ; lists every leaf that does.
             DamagedCheckpointError: What is stored does not verify.
-            OptionError: ``transforms`` come without a template or with ``select``, ``restore_args`` do not fit the tree,
+            OptionError: ``transforms`` come without a template or with ``select``; ``restore_args`` do not fit a tree,
                 or a leaf's own handler is not at hand.
         """
         no_arguments(self, kwargs)
