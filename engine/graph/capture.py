@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..tree import flatten, unescape_key
-from .paths import Path
+from .paths import Path, PathFilter
 from .views import Branch, Leaf
 from .walk import SLOTS, LiveGraph, LiveNode
 
@@ -38,18 +38,19 @@ class _Place:
         self.number = number
 
 
-def capture(graph: LiveGraph) -> CapturedGraph:
+def capture(graph: LiveGraph, chosen: PathFilter | None = None) -> CapturedGraph:
     """Makes a graph ready to be saved.
 
     Args:
         graph: What a walk has found.
+        chosen: Which values to save, by their shortest paths; None is all.
 
     Returns:
         Its values and its document. Arrays are not copied; states of objects are.
     """
     numbers = {id(node): number for number, node in enumerate(graph.nodes)}
     places: dict[int, _Place] = {}
-    shape = _nested(graph, places, numbers)
+    shape = _nested(graph, places, numbers, chosen or PathFilter())
     flat = flatten(shape)
     names = {place.number: name for place, name in zip(flat.values, flat.names, strict=True)}
     values = {number: _value(graph.nodes[number]) for number in places}
@@ -62,11 +63,11 @@ def _value(node: LiveNode) -> Any:
     return node.view.cell.get()
 
 
-def _nested(graph: LiveGraph, places: dict[int, _Place], numbers: dict[int, int]) -> Any:
+def _nested(graph: LiveGraph, places: dict[int, _Place], numbers: dict[int, int], chosen: PathFilter) -> Any:
     """Returns containers that hold the number of every value, and none without values."""
     inside: dict[Path, dict[Any, Any]] = {(): {}}
     sequences: set[Path] = set()
-    for number, node in enumerate(graph.nodes):
+    for node in graph.nodes:
         for segment, child in node.edges.items():
             if child.path != (*node.path, segment):
                 continue  # stored under another path
@@ -75,16 +76,17 @@ def _nested(graph: LiveGraph, places: dict[int, _Place], numbers: dict[int, int]
                 inside[node.path][node.keys[segment]] = branch
                 if child.view.sequence:
                     sequences.add(child.path)
-            elif child.has_value:
+            elif child.has_value and chosen.chooses(child.path):
                 place = places[numbers[id(child)]] = _Place(numbers[id(child)])
                 inside[node.path][node.keys[segment]] = place
         for _, _, child in node.slots:
+            if not chosen.chooses(child.path):
+                continue
             branch = inside[node.path]
             for segment in child.path[len(node.path) : -1]:
                 branch = branch.setdefault(unescape_key(segment), {})
             place = places[numbers[id(child)]] = _Place(numbers[id(child)])
             branch[unescape_key(child.path[-1])] = place
-        assert number == numbers[id(node)]
     lists = {id(inside[path]) for path in sequences}
     return _pruned(inside[()], lists) or {}
 

@@ -97,6 +97,31 @@ class SavedGraph:
             number = next((value for value in self._slots if self.path(value) == path), None)
         return number
 
+    def at(self, path: Path) -> SavedGraph:
+        """Returns the graph as it is seen from another node, which becomes the root.
+
+        Args:
+            path: Any path to the node.
+
+        Raises:
+            TreeMismatchError: There is no such node, or it is a value.
+        """
+        start = self.find(path)
+        if start is None or self.nodes[start].value is not None:
+            what = "has nothing" if start is None else "has a value, and no objects,"
+            raise TreeMismatchError(f"the checkpoint {what} at {shown(path)}")
+
+        def moved(number: int) -> int:
+            return {0: start, start: 0}.get(number, number)
+
+        nodes = [_copy(node) for node in self.nodes]
+        nodes[0], nodes[start] = nodes[start], nodes[0]
+        for node in nodes:
+            node.edges = {segment: moved(child) for segment, child in node.edges.items()}
+            node.slots = [(moved(parameter), slot, moved(value)) for parameter, slot, value in node.slots]
+            node.groups = [[moved(parameter) for parameter in group] for group in node.groups]
+        return SavedGraph(nodes)
+
     def renamed(self, table: Rename) -> SavedGraph:
         """Returns the graph with other paths.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from ..storage import Location
 from ..tree import Node, materialize, unflatten
 from ..tree.structure import key_segments
 from .capture import CapturedGraph
+from .paths import Path
 from .saved import SavedGraph
 
 GRAPH = "graph.json"
@@ -104,6 +106,19 @@ class StoredGraph:
             names = [*self.leaves, *_containers(source.skeleton.structure, "")]
             self.graph = SavedGraph.of_document(document, names, str(self.location / GRAPH))
 
+    def at(self, path: Path) -> StoredGraph:
+        """Returns the same as it is seen from another node, which becomes the root.
+
+        Args:
+            path: Any path to the node.
+
+        Raises:
+            TreeMismatchError: There is no such node, or it is a value.
+        """
+        found = copy.copy(self)
+        found.graph = self.graph.at(path)
+        return found
+
     def read(self, names: Sequence[str]) -> list[NDArray[Any] | None]:
         """Reads leaves.
 
@@ -137,9 +152,6 @@ class StoredGraph:
     def load_all(self) -> Any:
         """Reads the whole tree of values."""
         return load_tree(as_reader(self._source))
-
-
-Opener = Callable[[], StoredGraph]
 
 
 def open_graph(location: Location) -> StoredGraph:

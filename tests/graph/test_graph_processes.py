@@ -1,0 +1,44 @@
+"""Graphs that several processes save together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.processes.harness import Process, run_processes
+
+import holdfast as hf
+from holdfast import graph
+
+
+def train(process: Process, directory: str) -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    net = torch.nn.Linear(200, 30)
+    optimizer = torch.optim.Adam(net.parameters(), 0.1)
+    checkpoint = graph.Checkpoint(step=graph.Value(0), net=net, optimizer=optimizer)
+    with graph.CheckpointManager(checkpoint, f"{directory}/run", max_to_keep=2, background=True) as manager:
+        started = manager.restore_or_initialize()
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(torch.ones(4, 200)).square().mean().backward()
+            optimizer.step()
+            checkpoint.step.assign_add(1)
+            manager.save()
+    by_hand = checkpoint.save(f"{directory}/hand")
+    return started, by_hand, manager.checkpoints, net.weight.detach().numpy().tobytes()
+
+
+@pytest.mark.parametrize("count", [2])
+def test_processes_save_together_and_go_on(tmp_path: Path, count: int) -> None:
+    first = run_processes(train, count, str(tmp_path), backend="torch")
+    assert {found[:2] for found in first} == {(None, str(tmp_path / "hand-4"))}
+    assert all(found[2] == [str(tmp_path / "run" / f"ckpt-{number}") for number in (2, 3)] for found in first)
+    assert hf.verify(tmp_path / "run").ok
+    again = run_processes(train, count, str(tmp_path), backend="torch")
+    assert {found[0] for found in again} == {str(tmp_path / "run" / "ckpt-3")}
+    reader = graph.load_checkpoint(tmp_path / "run")
+    assert reader.get_tensor("step") == 6
+    assert reader.get_tensor("net/weight").tobytes() == again[0][3] == again[1][3]
