@@ -65,12 +65,13 @@ def decode_frame(magic: int, frame: bytes, source: str) -> Cursor:
     if length != len(frame):
         raise DamagedCheckpointError(f"{source} is damaged: expected {length} bytes, found {len(frame)}")
     (stored,) = _CHECKSUM.unpack_from(frame, length - _CHECKSUM.size)
-    computed = crc32c(frame[: -_CHECKSUM.size])
+    content = frame[: -_CHECKSUM.size]
+    computed = crc32c(content)
     if stored != computed:
         raise DamagedCheckpointError(
             f"{source} is damaged: expected the checksum {stored:08x}, computed {computed:08x} from its bytes"
         )
-    cursor = Cursor(frame[: -_CHECKSUM.size], source)
+    cursor = Cursor(content, source)
     cursor.position = _HEAD.size + _LENGTH.size
     version, compression = cursor.varint(), cursor.varint()
     if version:
