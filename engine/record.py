@@ -48,7 +48,7 @@ class ItemRecord:
     """One item of a checkpoint.
 
     Attributes:
-        folder: The folder's name inside the checkpoint's directory.
+        folder: The folder's path inside the checkpoint's directory: one name, or several with slashes between them.
         kind: What wrote it: ``"pytree"``, ``"json"``, ``"processes"``, or ``"files"`` for a handler of the user's own.
         files: The files by their path inside the folder.
     """
@@ -165,7 +165,7 @@ class CheckpointRecord:
         try:
             items = {
                 str(name): ItemRecord(
-                    _folder_name(item["folder"]),
+                    _relative_path(item["folder"]),
                     str(item["kind"]),
                     {
                         _relative_path(path): FileRecord(
@@ -187,7 +187,7 @@ class CheckpointRecord:
                 reason=str(body.get("reason", "")),
                 metrics=None if metrics is None else _decode_metrics(metrics),
                 pinned=bool(body.get("pinned", False)),
-                replaced=tuple(_folder_name(name) for name in body.get("replaced", ())),
+                replaced=tuple(_relative_path(name) for name in body.get("replaced", ())),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise DamagedCheckpointError(f"{source}: the commit record has an unexpected content: {error!r}") from error
