@@ -1,0 +1,73 @@
+"""The page on several processes: its programs run as printed, with as many processes as it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.processes.harness import Process, run_processes
+
+import holdfast as hf
+
+PAGE = (Path(__file__).parents[2] / "docs" / "several_processes.md").read_text(encoding="utf-8")
+TORCH, JAX = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def train(process: Process, directory: str) -> None:
+    """Runs the program in one of several processes that are connected already, as imports take long."""
+    import torch.distributed
+
+    os.chdir(directory)
+    sys.stdout = open("output", "a", buffering=1)  # noqa: SIM115 - the process ends with the program
+    torch.distributed.init_process_group = lambda backend: None
+    torch.distributed.destroy_process_group = lambda: None
+    exec(compile(TORCH, "train.py", "exec"), {"__name__": "__main__"})
+
+
+def test_torch(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    for count in (2, 3):
+        assert f"$ torchrun --nproc-per-node {count} train.py" in PAGE
+        run_processes(train, count, str(tmp_path), backend="torch")
+    lines = (tmp_path / "output").read_text().splitlines()
+    assert lines == ["steps 0 to 20, of 2 processes", "steps 20 to 40, of 3 processes"]
+    found = hf.load(tmp_path / "runs" / "fsdp")
+    assert found["step"] == 40
+    assert found["model"]["0.weight"].shape == (32, 8)
+
+
+def test_jax(tmp_path: Path) -> None:
+    pytest.importorskip("jax")
+    environment = {**ONE_THREAD, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    for start in (0, 20):
+        (tmp_path / "train_jax.py").write_text(JAX.replace("29517", str(port())))
+        programs = [
+            subprocess.Popen(
+                [sys.executable, "train_jax.py", str(index), "2"],
+                cwd=tmp_path,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for index in range(2)
+        ]
+        for index, program in enumerate(programs):
+            output, errors = program.communicate(timeout=120)
+            assert program.returncode == 0, output + errors
+            assert output.splitlines()[-1] == f"process {index}: steps {start} to {start + 20}"
+    found = hf.load(tmp_path / "runs" / "jax")
+    assert found["state"]["w"].shape == (12,)
+    assert found["process/0"]["batches"] != found["process/1"]["batches"]
