@@ -148,6 +148,7 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
 def _foreign_summary(step: int, place: Location, format_name: str) -> CheckpointSummary:
     try:
         checkpoint = open_at(place)
+        metrics = checkpoint.metrics
     except HoldfastError as error:
         return _damaged_summary(step, place, str(error))
     return CheckpointSummary(
@@ -155,7 +156,7 @@ def _foreign_summary(step: int, place: Location, format_name: str) -> Checkpoint
         path=str(place),
         time=checkpoint.time,
         bytes=checkpoint.nbytes,
-        metrics=checkpoint.metrics,
+        metrics=metrics,
         reason=f"written by {format_name}",
         kept=(),
         damage=None,

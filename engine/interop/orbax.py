@@ -51,7 +51,7 @@ def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | N
         return _recognise_file(location)
     if CHECKPOINT_FILE not in names and not _is_tree(location, names) and not _holds_items(location):
         return None
-    if not _is_finished(location, names):
+    if not is_finished(location, names):
         raise CheckpointNotFoundError(
             f"{location}: Orbax never finished saving this checkpoint; load another step, or rename the directory "
             "if you know better"
@@ -172,7 +172,13 @@ def _recognise_file(location: Location) -> CheckpointSource | None:
     )
 
 
-def _is_finished(location: Location, names: frozenset[str]) -> bool:
+def is_finished(location: Location, names: frozenset[str]) -> bool:
+    """Whether Orbax has finished saving what lies in a directory.
+
+    Args:
+        location: The directory.
+        names: What lies directly inside.
+    """
     if any(UNFINISHED in part for part in location.url.split("/")):
         return False
     if not location.url.startswith("gs://"):
@@ -206,7 +212,7 @@ def _holds_items(location: Location) -> bool:
 def _is_step(location: Location) -> bool:
     names = frozenset(entry.name for entry in location.entries())
     is_one = CHECKPOINT_FILE in names or (names and (_is_tree(location, names) or _holds_items(location)))
-    return bool(is_one) and _is_finished(location, names)
+    return bool(is_one) and is_finished(location, names)
 
 
 def _may_be_item(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -181,3 +182,23 @@ def test_chunks_that_are_far_larger_than_their_array(saved: Saved) -> None:
     with pytest.raises(hf.DamagedCheckpointError, match=r"chunks of the array 'w' are said to have 109951162\d* bytes"):
         hf.load(path)
     assert not hf.verify(path).ok
+
+
+@pytest.mark.parametrize("layout", ["ocdbt zarr3", "directories zarr2"])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_damage_is_harmless_or_an_error_of_ours(saved: Saved, layout: str, seed: int) -> None:
+    path = saved(layout)
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    whole = {file: file.read_bytes() for file in files}
+    numbers = np.random.default_rng(seed)
+    for _ in range(12):
+        file = files[numbers.integers(len(files))]
+        content = bytearray(whole[file])
+        for place in numbers.integers(0, len(content), 3) if content else ():
+            content[place] = numbers.integers(256)
+        file.write_bytes(content[: numbers.integers(len(content) + 1)] if numbers.random() < 0.3 else content)
+        for look in (hf.load, hf.describe, hf.verify, hf.list_checkpoints):
+            with contextlib.suppress(hf.HoldfastError):
+                look(path)
+        file.write_bytes(whole[file])
+    assert hf.verify(path).ok

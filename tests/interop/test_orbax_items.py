@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+from holdfast.engine.interop.orbax import is_finished
 
 jax: Any = pytest.importorskip("jax")
 jnp: Any = pytest.importorskip("jax.numpy")
@@ -292,3 +293,22 @@ def test_what_flax_s_own_functions_save(tmp_path: Path, through_orbax: bool) -> 
     if through_orbax:
         assert [one.step for one in hf.list_checkpoints(tmp_path)] == [4, 10]
         assert hf.load(tmp_path)["step"] == 10
+
+
+def test_metrics_that_are_no_json(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "ckpt_00000012" / "metrics" / "metrics").write_bytes(b"\xff")
+    assert "metrics is damaged" in str(hf.list_checkpoints(copy)[1].damage)
+    assert hf.load(copy)["step"] == 12
+    assert not hf.verify(copy, 12).ok
+
+
+def test_on_google_cloud_storage_only_what_is_marked_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = hf.as_location("gs://bucket/run/12")
+    marked: set[str] = set()
+    monkeypatch.setattr(hf.Location, "exists", lambda self: self.url in marked)
+    assert not is_finished(place, frozenset({"_CHECKPOINT_METADATA"}))
+    assert is_finished(place, frozenset({"_CHECKPOINT_METADATA", "commit_success.txt"}))
+    marked.add("gs://bucket/run/12/commit_success.txt")
+    assert is_finished(place / "state", frozenset({"_METADATA"}))
