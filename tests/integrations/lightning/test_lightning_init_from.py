@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as lightning
@@ -14,6 +15,7 @@ import torch
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback
+from holdfast.integrations.lightning.initialization import take_weights
 
 pytestmark = [
     # Lightning's advice on any data loader without worker processes
@@ -130,3 +132,11 @@ def test_one_fit_after_another_takes_it_once(program: Any, other: Any, new_direc
         trainer.fit(model, program.training_loader("plain"), program.validation_loader())
 
     assert not torch.equal(beginning.weights["output.weight"], weights["output.weight"])
+
+
+def test_strategies_that_shard_first_are_refused(other: Any, program: Any) -> None:
+    path, _ = other
+    trainer = SimpleNamespace(strategy=SimpleNamespace(restore_checkpoint_after_setup=True))
+
+    with pytest.raises(hf.OptionError, match="does not work with SimpleNamespace"):
+        take_weights(trainer, program.Model(), path / "weights.pt")
