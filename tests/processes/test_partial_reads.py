@@ -66,8 +66,8 @@ def load_jax(process: Process, path: str) -> dict[str, int]:
 
 def load_torch(process: Process, path: str) -> dict[str, int]:
     import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (process.count,))
     read = {}
@@ -84,6 +84,13 @@ def load_torch(process: Process, path: str) -> dict[str, int]:
         assert found.placements == (placement,)
         assert tuple(found.shape) == shape
         assert torch.equal(found.to_local(), expected.to_local())
+    some = DeviceMesh("cpu", [0, 2])
+    own = torch.zeros(48 if process.index != 1 else 0, 1020)
+    template = DTensor.from_local(own, some, [Shard(0)], run_check=False, shape=torch.Size(SHAPE), stride=(1020, 1))
+    found, read["w of two"] = read_as(path, "w", template)
+    if process.index != 1:
+        part = slice(48) if process.index == 0 else slice(48, 96)
+        assert torch.equal(found.to_local(), torch.tensor(values()[part]))
     return read
 
 
@@ -103,5 +110,49 @@ def test_torch(saved: str) -> None:
     for index, read in enumerate(run_processes(load_torch, 3, saved, backend="torch")):
         own = (1 if index == 2 else 3) / UNEVEN[0] * values(UNEVEN).nbytes
         assert own <= read["uneven Shard"] <= 1.1 * own
+        half = 0.0 if index == 1 else values().nbytes / 2
+        assert half <= read["w of two"] <= 1.1 * half
         assert values().nbytes <= read["w Shard"] <= 1.1 * values().nbytes
         assert values().nbytes <= read["w Replicate"] <= 1.1 * values().nbytes
+
+
+def network() -> Any:
+    """Layers whose sizes four processes cannot share evenly, the same on all of them."""
+    import torch
+
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.ReLU(), torch.nn.Linear(10, 3))
+
+
+def load_fsdp(process: Process, path: str) -> int:
+    """FSDP2, alone and within a tensor-parallel mesh; parameters on the meta device and on the CPU."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    expected = network().state_dict()
+    count = 0
+    for meta in (False, True):
+        for tensor_parallel in (False, True):
+            with torch.device("meta" if meta else "cpu"):
+                model = network()
+            if tensor_parallel:
+                model = parallelize_module(model, square["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            fully_shard(model, mesh=square["dp"] if tensor_parallel else None)
+            template = model.state_dict()
+            found = hf.load(path, like=template)
+            model.load_state_dict(found, assign=meta)
+            for name, value in model.state_dict().items():
+                assert value.placements == template[name].placements
+                assert torch.equal(value.full_tensor(), expected[name]), name
+                count += 1
+    return count
+
+
+def test_models_of_fsdp2(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    path = str(tmp_path / "ckpt")
+    hf.save(path, dict(network().state_dict()))
+    assert run_processes(load_fsdp, 4, path, backend="torch") == [16, 16, 16, 16]
