@@ -94,6 +94,38 @@ def load_torch(process: Process, path: str) -> dict[str, int]:
     return read
 
 
+def load_keys(process: Process, path: str) -> int:
+    """Typed keys over processes, and an array that is on one device of the last process only."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+    expected = jax.random.split(jax.random.key(5), 12)
+    partition: Any = PartitionSpec
+    abstract: Any = jax.ShapeDtypeStruct
+    spread = NamedSharding(jax.make_mesh((process.count * 2,), ("x",)), partition("x"))
+    last = SingleDeviceSharding(jax.devices()[-1])
+    like = {
+        "keys": abstract((12,), expected.dtype, sharding=spread),
+        "w": abstract((3,), np.float32, sharding=last),
+    }
+    found: Any = hf.load(path, like=like)
+    assert found["keys"].sharding == spread
+    assert found["w"].sharding == last
+    for shard in found["keys"].addressable_shards:
+        data = jax.random.key_data(shard.data)
+        np.testing.assert_array_equal(data, jax.random.key_data(expected)[shard.index])
+    for shard in found["w"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, [1, 2, 3])
+    return len(found["w"].addressable_shards)
+
+
+def test_keys_of_jax(tmp_path: Path) -> None:
+    jax: Any = pytest.importorskip("jax")
+    path = str(tmp_path / "ckpt")
+    hf.save(path, {"keys": jax.random.split(jax.random.key(5), 12), "w": np.array([1, 2, 3], np.float32)})
+    assert run_processes(load_keys, 2, path, backend="jax", devices_per_process=2) == [0, 1]
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_jax(count: int, saved: str) -> None:
     pytest.importorskip("jax")
