@@ -285,3 +285,31 @@ def test_in_an_object_store(tmp_path: Path) -> None:
     assert found["w"].tolist() == [0, 1, 2, 3]
     assert hf.verify("memory://orbax/theirs").ok
     hf.as_location("memory://orbax").remove_tree()
+
+
+@both
+def test_every_dtype_that_both_have(tmp_path: Path, export: Export) -> None:
+    names = ["int2", "int8", "uint64", "float16", "complex128", "float8_e3m4", "float8_e8m0fnu", "float4_e2m1fn"]
+    saved = {name: np.array([0, 1, 1]).astype(getattr(ml_dtypes, name, name)) for name in names}
+    hf.save(tmp_path / "ours", saved)
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(export(tmp_path / "ours", tmp_path / "theirs"))
+    for name, array in saved.items():
+        assert found[name].dtype == array.dtype, name
+        assert found[name].tobytes() == array.tobytes(), name
+
+
+def test_compressed_and_aggregated_leaves(tmp_path: Path) -> None:
+    handler = hf.PyTreeCheckpointHandler(layout=hf.Layout(compression=3))
+    hf.Checkpointer(handler).save(tmp_path / "ours", {"w": np.zeros(1000)})
+    with ocp.StandardCheckpointer() as checkpointer:
+        assert checkpointer.restore(in_place(tmp_path / "ours", tmp_path))["w"].tolist() == [0] * 1000
+    aggregated = {"w": np.ones(3), "v": np.ones(2)}
+    hf.Checkpointer(hf.PyTreeCheckpointHandler()).save(
+        tmp_path / "aggregated", aggregated, save_args={"w": hf.SaveArgs(aggregate=True), "v": hf.SaveArgs()}
+    )
+    with pytest.raises(hf.UnsupportedLeafError, match="w: it lies in one file with other leaves"):
+        add_orbax_metadata(tmp_path / "aggregated")
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(copied(tmp_path / "aggregated", tmp_path / "theirs"))
+    assert found["w"].tolist() == [1, 1, 1]

@@ -17,6 +17,7 @@ import holdfast as hf
 jax: Any = pytest.importorskip("jax")
 jnp: Any = pytest.importorskip("jax.numpy")
 ocp: Any = pytest.importorskip("orbax.checkpoint")
+metadata_options: Any = pytest.importorskip("orbax.checkpoint._src.metadata.pytree_metadata_options")
 v1: Any = pytest.importorskip("orbax.checkpoint.experimental.v1")
 
 Moments = collections.namedtuple("Moments", "mu nu")  # noqa: PYI024 - what optax uses
@@ -75,6 +76,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "directories zarr3": {"use_ocdbt": False, "use_zarr3": True},
     "uncompressed": {"use_compression": False},
     "uncompressed zarr3": {"use_compression": False, "use_zarr3": True},
+    "rich types": {"pytree_metadata_options": metadata_options.PyTreeMetadataOptions(support_rich_types=True)},
 }
 
 
@@ -279,3 +281,34 @@ def test_integer_keys_come_back_as_the_template_has_them(tmp_path: Path) -> None
     found = hf.load(path, like={0: np.zeros(2, np.float32), 1: {2: np.ones(1, np.float32)}})
     assert found[0].tolist() == [1, 1]
     assert found[1][2].tolist() == [0]
+
+
+DTYPES = (
+    ["bool", "int2", "int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+    + ["float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e3m4", "float8_e4m3fn"]
+    + ["float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn"]
+)  # all that Orbax saves
+
+
+@pytest.mark.parametrize("use_zarr3", [False, True], ids=["zarr2", "zarr3"])
+def test_every_dtype(tmp_path: Path, use_zarr3: bool) -> None:
+    tree = {name: np.array([0, 1, 1, 0, 1]).astype(getattr(ml_dtypes, name, name)) for name in DTYPES}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=use_zarr3)) as checkpointer:
+        checkpointer.save(tmp_path / "one", args=ocp.args.PyTreeSave(tree))
+    found = hf.load(tmp_path / "one", like=tree)
+    for name, array in tree.items():
+        assert found[name].dtype == array.dtype, name
+        assert found[name].tobytes() == array.tobytes(), name
+
+
+@pytest.mark.parametrize("use_zarr3", [False, True], ids=["zarr2", "zarr3"])
+@pytest.mark.parametrize("use_ocdbt", [False, True], ids=["directories", "ocdbt"])
+def test_arrays_in_many_chunks_and_files(tmp_path: Path, use_zarr3: bool, use_ocdbt: bool) -> None:
+    array = np.random.default_rng(0).random((64, 64)).astype(np.float32)
+    arguments: dict[str, Any] = {"ocdbt_target_data_file_size": 4096} if use_ocdbt else {}
+    handler = ocp.PyTreeCheckpointHandler(use_zarr3=use_zarr3, use_ocdbt=use_ocdbt)
+    with ocp.Checkpointer(handler) as checkpointer:
+        save_args = {"w": ocp.SaveArgs(chunk_byte_size=2048)}
+        checkpointer.save(tmp_path / "one", args=ocp.args.PyTreeSave({"w": array}, save_args=save_args, **arguments))
+    np.testing.assert_array_equal(hf.load(tmp_path / "one")["w"], array)
+    assert hf.verify(tmp_path / "one").ok
