@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .engine.errors import HoldfastError as HoldfastError
     from .engine.errors import InvalidLocationError as InvalidLocationError
     from .engine.errors import NoWholeCheckpointError as NoWholeCheckpointError
+    from .engine.errors import NotAllowedError as NotAllowedError
     from .engine.errors import ObjectNotFoundError as ObjectNotFoundError
     from .engine.errors import OptionError as OptionError
     from .engine.errors import OwnershipError as OwnershipError
@@ -106,6 +107,7 @@ _HOMES = {
         "HoldfastError",
         "InvalidLocationError",
         "NoWholeCheckpointError",
+        "NotAllowedError",
         "ObjectNotFoundError",
         "OptionError",
         "OwnershipError",
@@ -159,6 +161,7 @@ _HOMES = {
     "transformed": ("load_transformed",),
     "tree": ("Transform", "apply_transformations"),
 }
+_FRONTS = ("graph",)  # modules of the package with names of their own, found without an import of their own
 _SUBMODULES = ("checkpoint_utils", "type_handlers")
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -167,6 +170,8 @@ __all__ = sorted([*_MODULES, *_SUBMODULES])  # noqa: PLE0605 - a list, made of t
 
 
 def __getattr__(name: str) -> Any:
+    if name in _FRONTS:
+        return importlib.import_module(f".{name}", __name__)
     module = _MODULES.get(name)
     if name in _SUBMODULES:
         value: Any = importlib.import_module(f".engine.{name}", __name__)

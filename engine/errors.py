@@ -15,6 +15,7 @@
     ├── OptionError                  (ValueError)          an option has a value that makes no sense
     ├── StateError                   (RuntimeError)        a call that the object's state does not allow
     ├── OwnershipError               (RuntimeError)        another run writes to this directory
+    ├── NotAllowedError              (PermissionError)     a checkpoint names code that it may not use
     ├── BarrierTimeoutError          (TimeoutError)        other processes of this program did not answer in time
     ├── PeerFailedError              (RuntimeError)        another process of this program failed
     └── StorageError                 (OSError)             the file system or object store refused
@@ -107,6 +108,10 @@ class StateError(HoldfastError, RuntimeError):
 
 class OwnershipError(HoldfastError, RuntimeError):
     """Another run owns the directory, or has taken it over."""
+
+
+class NotAllowedError(HoldfastError, PermissionError):
+    """A checkpoint names a class or function that it may not use; nothing was imported or called."""
 
 
 class BarrierTimeoutError(HoldfastError, TimeoutError):
