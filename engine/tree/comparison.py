@@ -37,8 +37,9 @@ def compare(target: Target, saved: Saved, path: str | None = None) -> str | None
         actual = jax_leaves.narrowed(target.dtype)
         if actual is not None:
             reason = f"; jax would make it {actual}: set jax_enable_x64, or ask for a numpy array"
-    if target.kind == "torch" and target.dtype is not None and target.template is None and target.variant is None:
-        reason = "" if torch_placement.torch_name(target.dtype) else "; torch has no such dtype"
+    new = target.cast or (target.template is None and target.variant is None)
+    if target.kind == "torch" and target.dtype is not None and new and not torch_placement.torch_name(target.dtype):
+        reason = "; torch has no such dtype"
     if not reason and _fits(target, saved):
         return None
     where = display(target.name) if path is None else path

@@ -18,6 +18,7 @@ from .numpy_leaves import exact_cast, number_kind
 from .partition import partition
 from .python_leaves import decode_bytes, decode_value
 from .targets import Target, is_number
+from .torch_leaves import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,7 +48,8 @@ def materialize(
         targets: What is asked for, fitting what was saved as `compare` says; None where there is no template.
         saved: What the checkpoint says of each leaf.
         arrays: The stored values of array leaves, with the dtype and shape that `saved` says; None for value leaves.
-            Their memory is given away: it may become part of the result, so nobody else may write to it.
+            Their memory is given away: it may become part of the result, so nobody else may write to it. A list loses
+            those that are cast.
         names: The leaves' names, for errors.
         parts: By the target's position, for every target that has a `partition`: that, and the boxes ``stored`` of it
             in the place of an array. Without this the parts are cut out of the arrays.
@@ -91,6 +93,9 @@ def _materialize(
                 else:
                     fitted = [_fitted(target, leaf, piece, name) for piece in part[1]]
                     pieces = [_sized(*piece) for piece in zip(fitted, *part[0], strict=True)]
+                if target.cast:  # a copy was made: the next one can use the memory
+                    _forget(arrays, index)
+                    _forget(() if part is None else part[1], slice(None))
                 if target.kind not in {"jax", "key"}:
                     results[index] = _placed(target, pieces)
                 elif part is not None and jax_placement.is_spread(target.sharding):
@@ -114,6 +119,11 @@ def _materialize(
         for (index, _), value in zip(spread, made, strict=True):
             results[index] = value
     return results
+
+
+def _forget(arrays: Sequence[Any], which: Any) -> None:
+    if isinstance(arrays, list):
+        arrays[which] = [] if isinstance(which, slice) else None
 
 
 def _jax_parts(target: Target, arrays: Sequence[NDArray[Any]]) -> jax_placement.Parts:
@@ -160,14 +170,10 @@ def _number(target: Target, value: Any, array: NDArray[Any] | None, name: str) -
     except (ValueError, OverflowError):  # int of something that is not finite
         exact = False
     if not exact:
-        raise _Inexact(
-            f"{display(name)}: expected a Python {target.kind} ({target.origin}), found {value} (checkpoint)"
-        )
+        raise _inexact(target, value, name)
     wide = array is not None and array.dtype.kind in "fc" and array.dtype.itemsize > 8  # perhaps longer than Python's
     if array is not None and wide and not _same(np.asarray(plain).astype(array.dtype), array):
-        raise _Inexact(
-            f"{display(name)}: expected a Python {target.kind} ({target.origin}), found {value} (checkpoint)"
-        )
+        raise _inexact(target, value, name)
     return type(target.template)(plain) if isinstance(target.template, Enum) else plain
 
 
@@ -237,6 +243,6 @@ def _torch(target: Target, pieces: Sequence[NDArray[Any]]) -> Any:
         name = target.variant or torch_placement.torch_name(target.dtype)
     elif target.cast:
         name = torch_placement.torch_name(target.dtype)
-    if target.template is not None and torch_placement.is_distributed(target.template):
+    if target.template is not None and is_dtensor(target.template):
         return torch_placement.put_parts(pieces, target.shape, target.template, name)
     return torch_placement.put(pieces[0], target.template, name)

@@ -19,11 +19,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def is_distributed(template: Any) -> bool:
-    """Whether a tensor is one that each process has a part of."""
-    return is_dtensor(template)
-
-
 def local_boxes(template: Any, shape: tuple[int, ...]) -> list[Box] | None:
     """Says which parts of an array this process has if it is spread like a DTensor.
 
@@ -34,7 +29,7 @@ def local_boxes(template: Any, shape: tuple[int, ...]) -> list[Box] | None:
     Returns:
         The boxes in the whole array as it is stored; None for other tensors, which every process has all of.
     """
-    if not is_distributed(template):
+    if not is_dtensor(template):
         return None
     more = (2,) if tensor_form(template.dtype).paired else ()
     held = _held(template, shape)
@@ -123,6 +118,8 @@ def _moved(array: NDArray[Any], dtype: Any, device: Any) -> Any:
 
 def _finished(tensor: Any, template: Any) -> Any:
     torch: Any = required("torch")
+    differentiable = tensor.dtype.is_floating_point or tensor.dtype.is_complex  # it may have been cast to integers
+    needs_gradient = template.requires_grad and differentiable
     if isinstance(template, torch.nn.Parameter):
-        return torch.nn.Parameter(tensor, requires_grad=template.requires_grad)
-    return tensor.requires_grad_(template.requires_grad)
+        return torch.nn.Parameter(tensor, requires_grad=needs_gradient)
+    return tensor.requires_grad_(needs_gradient)

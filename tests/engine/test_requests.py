@@ -117,6 +117,11 @@ def test_a_request_goes_before_the_template(reader: TreeReader) -> None:
     assert isinstance(found, torch.nn.Parameter)
     assert found.dtype == torch.float64
     assert torch.equal(found, torch.tensor(W, dtype=torch.float64))
+    whole = ask(reader, "w", parameter, dtype=np.int32)
+    assert torch.equal(whole, torch.tensor(W).to(torch.int32))
+    assert not whole.requires_grad
+    with pytest.raises(hf.TreeMismatchError, match="torch has no such dtype"):
+        ask(reader, "w", parameter, dtype=ml_dtypes.float8_e3m4)
     resized = ask(reader, "w", parameter, shape=(5, 2), resize=True)
     assert torch.equal(resized, torch.tensor(PADDED))
     assert isinstance(ask(reader, "w", parameter, kind="numpy"), np.ndarray)
