@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..errors import DamagedCheckpointError, ObjectNotFoundError
 from ..storage import DataReader, Entry, Location
 from ..tree.structure import MAX_DEPTH
 from .dcp_metadata import Chunk, DcpEntry, DcpTensor, Place, read_metadata
+from .safetensors_header import LENGTH_BYTES, TensorEntry, decode_header, header_length
 from .source import SingleTree, StepDirectories
 from .stored import StoredTree
 from .stored_array import StoredArray, StoredPart
-from .torch_archive import TorchArchive
+from .torch_archive import NoArchive, TorchArchive
 from .torch_files import read_object, without_objects
 
 FORMAT = "torch.distributed.checkpoint"
@@ -60,43 +62,68 @@ class _Folder:
     def __init__(self, location: Location) -> None:
         self._location = location
         self._open: OrderedDict[str, DataReader] = OrderedDict()
+        self._headers: dict[tuple[str, int], dict[str, TensorEntry]] = {}
 
     def tree(self, entries: Sequence[DcpEntry]) -> Any:
         """Returns the nested containers of all entries."""
         root: dict[str | int, Any] = {}
         for entry in entries:
             content = entry.content
-            value = self._tensor(content) if isinstance(content, DcpTensor) else self._object(entry.name, content)
+            value = (
+                self._tensor(entry.name, content)
+                if isinstance(content, DcpTensor)
+                else self._object(entry.name, content)
+            )
             _insert(root, entry, value)
         return _with_lists(root)
 
-    def _tensor(self, tensor: DcpTensor) -> StoredArray:
+    def _tensor(self, name: str, tensor: DcpTensor) -> StoredArray:
         extra = (2,) if tensor.form.paired else ()
         return StoredArray(
             tensor.form.dtype,
             tensor.shape + extra,
             tensor.form.details,
-            lambda: [self._part(tensor, chunk, extra) for chunk in tensor.chunks],
+            lambda: [self._part(name, tensor, chunk, extra) for chunk in tensor.chunks],
         )
 
-    def _part(self, tensor: DcpTensor, chunk: Chunk, extra: tuple[int, ...]) -> StoredPart:
-        stored, _ = self._load(chunk.place)
-        if not isinstance(stored, StoredArray) or stored.shape != chunk.shape + extra:
-            raise DamagedCheckpointError(f"{chunk.place.file} does not hold a tensor of shape {chunk.shape}")
-        if stored.dtype != tensor.form.dtype:
-            raise DamagedCheckpointError(f"{chunk.place.file} holds {stored.dtype}, not {tensor.form.dtype}")
-        part = stored.whole()
-        return StoredPart(
-            start=chunk.start + (0,) * len(extra),
-            shape=part.shape,
-            file=part.file,
-            offset=part.offset,
-            length=part.length,
-            dtype=part.dtype,
-            strides=part.strides,
-            crc32=part.crc32,
-            finish=part.finish,
-        )
+    def _part(self, name: str, tensor: DcpTensor, chunk: Chunk, extra: tuple[int, ...]) -> StoredPart:
+        part = self._safetensor(name, chunk.place) or self._archived(name, chunk.place)
+        if part.shape != chunk.shape + extra or part.dtype.newbyteorder("=") != tensor.form.dtype:
+            raise DamagedCheckpointError(
+                f"{chunk.place.file} holds {part.dtype}{list(part.shape)}, not {tensor.form.dtype}{list(chunk.shape)}"
+            )
+        return replace(part, start=chunk.start + (0,) * len(extra))
+
+    def _archived(self, name: str, place: Place) -> StoredPart:
+        try:
+            stored, _ = self._load(place)
+        except NoArchive:
+            self._read_header(place)
+            found = self._safetensor(name, place)
+            assert found is not None
+            return found
+        if not isinstance(stored, StoredArray):
+            raise DamagedCheckpointError(f"{place.file} does not hold a tensor")
+        return stored.whole()
+
+    def _read_header(self, place: Place) -> None:
+        """Reads the header of the safetensors file that begins at a place; all of its tensors are said to be there."""
+        reader = self._reader(place.file)
+        size = reader.size - place.offset
+        length = header_length(reader.read(place.offset, min(LENGTH_BYTES, size)).tobytes(), size)
+        header = decode_header(reader.read(place.offset + LENGTH_BYTES, length).tobytes(), size)
+        self._headers[place.file, place.offset] = {entry.name: entry for entry in header.tensors}
+
+    def _safetensor(self, name: str, place: Place) -> StoredPart | None:
+        """Finds a tensor where the file is one of safetensors from the place on, as far as that is known."""
+        entries = self._headers.get((place.file, place.offset))
+        if entries is None:
+            return None
+        if name not in entries:
+            raise DamagedCheckpointError(f"{place.file} does not hold {name!r:.200}")
+        entry = entries[name]
+        start, dtype = (0,) * len(entry.shape), entry.dtype.newbyteorder("<")
+        return StoredPart(start, entry.shape, place.file, place.offset + entry.offset, entry.length, dtype)
 
     def _object(self, name: str, place: Place) -> Any:
         try:

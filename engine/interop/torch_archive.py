@@ -39,6 +39,10 @@ class Record(NamedTuple):
     crc32: int | None
 
 
+class NoArchive(DamagedCheckpointError):  # noqa: N818 - a kind of damage, unless the caller knows better
+    """What is there is not even the beginning of an archive."""
+
+
 class TorchArchive:
     """An archive inside a file.
 
@@ -59,7 +63,7 @@ class TorchArchive:
     def __init__(self, reader: DataReader, offset: int = 0, length: int | None = None) -> None:
         window = _Window(reader, offset, reader.size - offset if length is None else length)
         if window.at(0, len(ZIP_MAGIC)) != ZIP_MAGIC:
-            raise DamagedCheckpointError("it does not begin as an archive of torch.save does")
+            raise NoArchive("it does not begin as an archive of torch.save does")
         try:
             with zipfile.ZipFile(window) as archive:
                 found = archive.infolist()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata
 
 import holdfast as hf
@@ -74,6 +75,17 @@ def test_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     found = loaded(path, like={"x": tensor, "empty": tensor[:0], "scalar": tensor[0, 0]})
     assert torch.equal(found["x"].view(torch.uint8), tensor.view(torch.uint8))
     assert found["empty"].shape == (0, 4)
+
+
+def test_files_of_safetensors_inside(tmp_path: Path) -> None:
+    writer = FileSystemWriter(tmp_path / "dcp", serialization_format=SerializationFormat.SAFETENSORS)
+    state = {"a": {"w": torch.ones(2, 3, dtype=torch.bfloat16)}, "b": torch.arange(3), "s": 3}
+    cast("Any", dcp).save(state, storage_writer=writer)
+
+    found = loaded(tmp_path / "dcp", like=state)
+
+    assert torch.equal(found["a"]["w"], torch.ones(2, 3, dtype=torch.bfloat16))
+    assert (found["b"].tolist(), found["s"]) == ([0, 1, 2], 3)
 
 
 def test_a_selection_reads_nothing_else(tmp_path: Path) -> None:
