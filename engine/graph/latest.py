@@ -64,7 +64,7 @@ def locate(path: Place) -> Location:
         path: A checkpoint of any kind, or a directory of numbered ones, of which the newest is meant.
     """
     location = as_location(path)
-    if (location / RECORD).exists():
+    if (location / RECORD).exists() or (location.exists() and not location.is_directory()):
         return location
     newest = latest_checkpoint(location)
     return location if newest is None else as_location(newest)

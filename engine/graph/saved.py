@@ -173,6 +173,9 @@ class SavedGraph:
     def of_names(cls, names: Iterable[str]) -> SavedGraph:
         """Returns the graph of a plain tree: its containers are the nodes.
 
+        Where the keys of a container are paths themselves, as in a flat ``state_dict``, the same values can be reached
+        by these paths, too.
+
         Args:
             names: The storage names of the leaves.
         """
@@ -186,6 +189,7 @@ class SavedGraph:
                     nodes.append(SavedNode())
                 number = edges[segment]
             nodes[number].value = name
+        _split_keys(nodes)
         return cls(nodes)
 
     @classmethod
@@ -220,6 +224,27 @@ class SavedGraph:
         if read[0].value is not None:
             raise DamagedCheckpointError(f"{source}: its root has a value")
         return cls(read)
+
+
+def _split_keys(nodes: list[SavedNode]) -> None:
+    """Adds the edges that keys with dots in them stand for, where those lead nowhere else."""
+    for number in range(len(nodes)):
+        for segment, child in list(nodes[number].edges.items()):
+            *keys, last = segment.split("%2E")
+            if keys and last and all(keys) and nodes[child].value is not None:
+                _add_way(nodes, number, keys, last, child)
+
+
+def _add_way(nodes: list[SavedNode], holder: int, keys: Sequence[str], last: str, child: int) -> None:
+    for key in keys:
+        edges = nodes[holder].edges
+        if key not in edges:
+            edges[key] = len(nodes)
+            nodes.append(SavedNode())
+        holder = edges[key]
+        if nodes[holder].value is not None:
+            return
+    nodes[holder].edges.setdefault(last, child)
 
 
 def _copy(node: SavedNode) -> SavedNode:

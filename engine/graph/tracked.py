@@ -290,10 +290,13 @@ def _tracked(holder: Node | TrackedList | TrackedDict, key: object, value: Any) 
     return value
 
 
+_RESERVED: dict[type, frozenset[str]] = {Node: frozenset()}
+
+
 def _reserved(kind: type) -> frozenset[str]:
-    if kind is Node:
-        return frozenset()
-    return frozenset(name for base in kind.__mro__ if base not in (Node, object) for name in vars(base)) - {
-        "__doc__",
-        "__module__",
-    }
+    """Returns the names that a class derived from `Node` needs for itself."""
+    found = _RESERVED.get(kind)
+    if found is None:
+        bases = [base for base in kind.__mro__ if base not in (Node, object)]
+        found = _RESERVED[kind] = frozenset(name for base in bases for name in vars(base)) - {"__doc__", "__module__"}
+    return found

@@ -418,3 +418,28 @@ def test_what_plain_objects_have_that_cannot_be_saved_is_told(place: str) -> Non
     checkpoint = graph.Checkpoint(holder=Holder())
     assert "get_state" in checkpoint.unsaved()["holder/it"]
     checkpoint.save(f"{place}/ckpt")
+
+
+def test_a_flat_state_dict_is_a_tree_of_modules(place: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    net, other = (torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)) for _ in range(2))
+    save_file(net.state_dict(), tmp_path / "model.safetensors")
+    torch.save(net.state_dict(), tmp_path / "model.pt")
+    hf.save(f"{place}/x", net.state_dict())
+    for path in (tmp_path / "model.safetensors", tmp_path / "model.pt", f"{place}/x"):
+        for parameter in other.parameters():
+            torch.nn.init.zeros_(parameter)
+        checkpoint = graph.Checkpoint(other)
+        checkpoint.read(path).assert_consumed()
+        assert all(torch.equal(*pair) for pair in zip(net.parameters(), other.parameters(), strict=True))
+    odd = {"a.b": 1, "a": 2, "c.": 3, ".d": 4, "e.f": 5, "e.f.g": 6, "h..i": 7}
+    hf.save(f"{place}/odd", odd)
+    reader = graph.load_checkpoint(f"{place}/odd")
+    assert {path: reader.get_tensor(path) for path in reader.get_variable_to_shape_map()} == odd
+
+
+def test_the_module_is_an_attribute_of_the_package() -> None:
+    assert getattr(hf, "graph") is graph  # noqa: B009 - type checkers want it imported by name
+    assert list(graph.__all__) == sorted(graph.__all__)
+    assert all(getattr(graph, name).__doc__ for name in graph.__all__)

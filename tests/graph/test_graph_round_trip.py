@@ -1,0 +1,153 @@
+"""Random graphs of objects, with aliases and cycles, come back as they were."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import holdfast as hf
+from holdfast import graph
+from holdfast.engine.storage import as_location
+
+KINDS = ("node", "dict", "list", "tuple", "numpy", "jax", "value", "int", "text")
+HOLDERS = ("node", "dict", "list", "tuple")
+KEYS = ("a", "b.c", "d/e", "", "1", "slots", 1, -7, True)
+
+Spec = list[tuple[str, list[tuple[Any, int]]]]
+"""For every object its kind, and the keys and numbers of what it holds."""
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> Spec:
+    count = draw(st.integers(2, 12))
+    kinds = ["node", *(draw(st.sampled_from(KINDS)) for _ in range(count - 1))]
+    found: Spec = []
+    for number, kind in enumerate(kinds):
+        held: list[tuple[Any, int]] = []
+        if kind in HOLDERS:
+            keys = draw(st.lists(st.sampled_from(KEYS), max_size=4, unique_by=lambda key: (type(key), key)))
+            for key in keys:
+                # What is immutable can only hold what was there before it; everything else may hold anything.
+                targets = range(number + 1, count) if kind == "tuple" else range(1, count)
+                if len(targets):
+                    held.append((key, draw(st.sampled_from(targets))))
+        found.append((kind, held))
+    return found
+
+
+def build(spec: Spec, blank: bool) -> graph.Node:
+    """Makes the objects, with values that tell them apart, or blank ones."""
+    made: dict[int, Any] = {}
+
+    def make(number: int) -> Any:
+        kind, held = spec[number]
+        if number in made:
+            return made[number]
+        fill = 0 if blank else number
+        if kind == "tuple":
+            made[number] = tuple([make(child) for _, child in held])
+        elif kind in HOLDERS:
+            made[number] = {"node": graph.Node, "dict": dict, "list": list}[kind]()
+        else:
+            leaves = {
+                "numpy": np.full(2, fill),
+                "jax": jnp.full(2, fill),
+                "value": graph.Value(fill),
+                "int": fill,
+                "text": str(fill),
+            }
+            made[number] = leaves[kind]
+        return made[number]
+
+    for number, (kind, held) in enumerate(spec):
+        thing = make(number)
+        for key, child in held:
+            if kind == "node":
+                setattr(thing, str(key), make(child))
+            elif kind == "dict":
+                thing[key] = make(child)
+            elif kind == "list":
+                thing.append(make(child))
+    root: graph.Node = made[0]
+    return root
+
+
+def same(one: Any, other: Any, seen: dict[int, Any]) -> bool:
+    """Whether two graphs have the same values and the same aliases of what can be changed."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, graph.Node | dict | list | np.ndarray | graph.Value):
+        if id(one) in seen:
+            return seen[id(one)] is other
+        seen[id(one)] = other
+    if isinstance(one, graph.Node):
+        return same(vars(one), vars(other), {}) if not vars(one) else same_items(vars(one), vars(other), seen)
+    if isinstance(one, dict):
+        return same_items(one, other, seen)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(same(a, b, seen) for a, b in zip(one, other, strict=True))
+    if isinstance(one, graph.Value):
+        return bool(one.value == other.value)
+    return bool(np.array_equal(one, other)) if hasattr(one, "dtype") else bool(one == other)
+
+
+def same_items(one: dict[Any, Any], other: dict[Any, Any], seen: dict[int, Any]) -> bool:
+    return list(one) == list(other) and all(same(one[key], other[key], seen) for key in one)
+
+
+def holds_itself(spec: Spec) -> bool:
+    """Whether something immutable, which cannot be built anew around itself, is a part of itself."""
+
+    def reaches(start: int, target: int, seen: set[int]) -> bool:
+        for _, child in spec[start][1]:
+            if child == target or (child not in seen and reaches(child, target, seen | {child})):
+                return True
+        return False
+
+    return any(kind == "tuple" and reaches(number, number, set()) for number, (kind, _) in enumerate(spec))
+
+
+def shared_in_tuples(spec: Spec) -> bool:
+    """Whether a dictionary or list is inside of something immutable and elsewhere, too: then it is no longer shared."""
+    inside: dict[int, int] = {}
+    for kind, held in spec:
+        for _, child in held:
+            inside[child] = inside.get(child, 0) + (1 if kind != "tuple" else 100)
+    return any(spec[child][0] in ("dict", "list", "tuple") and count > 100 for child, count in inside.items())
+
+
+@given(specs())
+@settings(deadline=None, max_examples=60)
+def test_random_graphs(spec: Spec) -> None:
+    place = f"memory://tests/{uuid.uuid4().hex}"
+    live = build(spec, blank=False)
+    saved = graph.Checkpoint(top=live)
+    path = saved.write(place)
+    assert hf.verify(path).ok
+    blank = build(spec, blank=True)
+    checkpoint = graph.Checkpoint(top=blank)
+    status = checkpoint.read(path)
+    if not holds_itself(spec):
+        status.assert_consumed()
+        if not shared_in_tuples(spec):
+            assert same(checkpoint.top, live, {})
+    paths = [leaf.path for leaf in hf.describe(path)]
+    assert len(paths) == len(set(paths))
+    as_location(place).remove_tree()
+
+
+def test_shardings_are_those_of_the_program(place: str) -> None:
+    devices = np.array(jax.devices())
+    rows = NamedSharding(Mesh(devices.reshape(4), ("x",)), PartitionSpec("x"))  # type: ignore[no-untyped-call]  # jax's
+    path = graph.Checkpoint(params={"w": jnp.arange(8.0)}).write(place)
+    checkpoint = graph.Checkpoint(params={"w": jax.device_put(jnp.zeros(8), rows)})
+    checkpoint.read(path).assert_consumed()
+    assert checkpoint.params["w"].sharding == rows
+    assert checkpoint.params["w"].tolist() == list(range(8))
