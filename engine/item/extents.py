@@ -19,6 +19,7 @@ _THREADS = 4
 _SHARE = 12  # one byte in so many of what is read may be memory that threads copy out of
 _EXTENT = 16 << 20  # bytes read at a time; more only where a single range is larger
 _COPIED_EXTENT = 4 << 20  # the same where all of it is copied out: the memory is used again and again
+_FEW = 32  # extents; to wait for more of them one by one takes longer than to read them
 _SMALL = 16 << 10  # bytes; smaller ranges take longer to handle than to read
 LOCAL_GAP = 4 << 10
 """Bytes between two chunks that are cheaper to read than to skip: a page of the disk."""
@@ -97,7 +98,7 @@ def read_chunks(
     total = int(chunks.lengths.sum())
     buffer = max((extent.length for extent in extents if not extent.kept), default=1)
     count = min(_THREADS, max(1, total // (buffer * _SHARE)))
-    if total <= max(_EXTENT // 4, _SMALL * len(chunks)):
+    if len(extents) <= _FEW and total <= max(_EXTENT // 4, _SMALL * len(chunks)):
         count = 1  # little to read, or more work for the interpreter, which threads only get in the way of
     threads = [threading.Thread(target=work, name=f"holdfast-read-{i}", daemon=True) for i in range(count - 1)]
     for thread in threads:
