@@ -11,10 +11,10 @@ from ..checkpointer import ITEM
 from ..errors import CheckpointNotFoundError, DamagedCheckpointError, OptionError
 from ..storage import Location
 from .files import read_json, read_optional, total_bytes
-from .flax_msgpack import MsgpackTree, looks_like_msgpack
+from .flax_msgpack import looks_like_msgpack
 from .orbax_metadata import ARRAYS_FOLDER, CHECKPOINT_FILE, TREE_FILE
 from .orbax_tree import AGGREGATE_FILE, OrbaxTree
-from .source import JSON, METRICS, TREE, CheckpointSource, SingleTree, StepDirectories, TreeSource
+from .source import JSON, METRICS, TREE, CheckpointSource, StepDirectories, TreeSource
 
 FORMAT = "Orbax"
 UNFINISHED = ".orbax-checkpoint-tmp"
@@ -47,8 +47,6 @@ def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | N
         CheckpointNotFoundError: It is one whose save was never finished.
         DamagedCheckpointError: It is one, and nothing of it is left.
     """
-    if not names:
-        return _recognise_file(location)
     if CHECKPOINT_FILE not in names and not _is_tree(location, names) and not _holds_items(location):
         return None
     if not is_finished(location, names):
@@ -68,7 +66,7 @@ def recognise_steps(location: Location, names: frozenset[str]) -> StepDirectorie
     found: dict[str, dict[int, Location]] = {}
     for name in sorted(names):
         match = _STEP.fullmatch(name)
-        if match is not None and _is_step(location / name):
+        if match is not None and (location / name).is_directory() and _is_step(location / name):
             found.setdefault(match[1] or "", {}).setdefault(int(match[2]), location / name)
     if not found:
         return None
@@ -157,19 +155,6 @@ class OrbaxCheckpoint:
                 "trees of arrays and JSON"
             )
         return read_json(found.folder / found.file)
-
-
-def _recognise_file(location: Location) -> CheckpointSource | None:
-    if not looks_like_msgpack(location):
-        return None
-    match = _STEP.fullmatch(location.name)
-    return SingleTree(
-        format="Flax",
-        location=location,
-        source=MsgpackTree(location),
-        nbytes=total_bytes(location),
-        step=None if match is None else int(match[2]),
-    )
 
 
 def is_finished(location: Location, names: frozenset[str]) -> bool:

@@ -173,7 +173,7 @@ class _Entry:
         module: The module in this package.
         inside: Patterns of names; a directory that holds one of them may be a checkpoint.
         files: Patterns of names; a file that is called so may be a checkpoint.
-        steps: Patterns of names of directories; a directory that holds one of them may be a run with steps.
+        steps: Patterns of names; a directory that holds one of them may be a run with steps.
     """
 
     module: str
@@ -186,9 +186,9 @@ _FORMATS: tuple[_Entry, ...] = (
     _Entry(
         "orbax",
         inside=("*",),
-        files=("checkpoint", "checkpoint_[0-9]*", "*.msgpack"),
         steps=("*[0-9]",),
     ),
+    _Entry("flax_files", files=("checkpoint", "checkpoint_[0-9]*", "*.msgpack"), steps=("checkpoint_[0-9]*",)),
     _Entry("dcp", inside=(".metadata",)),
     _Entry("safetensors", inside=("*.safetensors", "*.safetensors.index.json"), files=("*",)),
     _Entry("torch_files", files=("*",)),
@@ -225,7 +225,7 @@ def recognise_steps(location: Location) -> StepDirectories | None:
     Returns:
         The steps, at least one; or None where there is none of a format that is known.
     """
-    names = frozenset(entry.name for entry in _entries(location) if entry.is_directory)
+    names = frozenset(entry.name for entry in _entries(location))
     for entry in _FORMATS:
         if _any_matches(names, entry.steps):
             found = _load(entry).recognise_steps(location, names)

@@ -282,17 +282,20 @@ def test_items_without_a_manager(tmp_path: Path) -> None:
     assert hf.load(tmp_path / "one", item="model", like={"w": np.zeros(1, np.float32)})["w"].tolist() == [1]
 
 
+@pytest.mark.filterwarnings("ignore:Flax Checkpointing will soon be deprecated:DeprecationWarning")
 @pytest.mark.parametrize("through_orbax", [True, False], ids=["with Orbax", "without"])
 def test_what_flax_s_own_functions_save(tmp_path: Path, through_orbax: bool) -> None:
     checkpoints = pytest.importorskip("flax.training.checkpoints")
-    checkpointer = ocp.PyTreeCheckpointer() if through_orbax else None
-    for step in (4, 10):
-        checkpoints.save_checkpoint(tmp_path, state(step), step=step, keep=2, orbax_checkpointer=checkpointer)
+    config = pytest.importorskip("flax").config
+    with config.temp_flip_flag("use_orbax_checkpointing", through_orbax):
+        for step in (4, 10):
+            checkpoints.save_checkpoint(tmp_path, state(step), step=step, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_10", "checkpoint_4"]
     assert hf.load(tmp_path / "checkpoint_4")["step"] == 4
-    if through_orbax:
-        assert [one.step for one in hf.list_checkpoints(tmp_path)] == [4, 10]
-        assert hf.load(tmp_path)["step"] == 10
+    assert [one.step for one in hf.list_checkpoints(tmp_path)] == [4, 10]
+    assert hf.list_checkpoints(tmp_path)[0].reason == f"written by {'Orbax' if through_orbax else 'Flax'}"
+    assert [one.step for one in hf.verify(tmp_path).checkpoints] == [4, 10]
+    assert hf.load(tmp_path)["step"] == 10
 
 
 def test_metrics_that_are_no_json(run: Path, tmp_path: Path) -> None:
