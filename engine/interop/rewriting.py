@@ -57,29 +57,34 @@ class _Loader:
         self._batches = list(batches(arrays, _BATCH))
         self._batch_of = {leaf.name: number for number, batch in enumerate(self._batches) for leaf in batch}
         self._loaded: OrderedDict[int, dict[str, NDArray[Any]]] = OrderedDict()
-        self._locks = [threading.Lock() for _ in self._batches]
         self._lock = threading.Lock()
+        self._reading = threading.Lock()
 
     def array(self, name: str) -> NDArray[Any]:
-        """Returns the array of a leaf."""
+        """Returns the array of a leaf; threads may ask at the same time, and wait while one of them reads."""
         number = self._batch_of[name]
-        with self._locks[number]:
-            with self._lock:
-                found = self._loaded.get(number)
-                if found is not None:
-                    self._loaded.move_to_end(number)
-            if found is None:
-                batch = self._batches[number]
-                found = {
-                    leaf.name: array
-                    for leaf, array in zip(batch, self._source.read(batch), strict=True)
-                    if array is not None
-                }
-                with self._lock:
-                    self._loaded[number] = found
-                    while len(self._loaded) > _KEPT:
-                        self._loaded.popitem(last=False)
+        found = self._known(number)
+        if found is None:
+            with self._reading:  # sources need not be able to do two things at once
+                found = self._known(number) or self._read(number)
         return found[name]
+
+    def _known(self, number: int) -> dict[str, NDArray[Any]] | None:
+        with self._lock:
+            found = self._loaded.get(number)
+            if found is not None:
+                self._loaded.move_to_end(number)
+        return found
+
+    def _read(self, number: int) -> dict[str, NDArray[Any]]:
+        batch = self._batches[number]
+        arrays = self._source.read(batch)
+        found = {leaf.name: array for leaf, array in zip(batch, arrays, strict=True) if array is not None}
+        with self._lock:
+            self._loaded[number] = found
+            while len(self._loaded) > _KEPT:
+                self._loaded.popitem(last=False)
+        return found
 
 
 class _LaterPiece:
