@@ -73,6 +73,8 @@ def load(path: Place, *, like: Any = None, select: Select | None = None, item: s
         CheckpointNotFoundError: There is no checkpoint.
         DamagedCheckpointError: What is there does not verify.
         TreeMismatchError: Template and checkpoint differ; lists every leaf that does.
+        UnsupportedLeafError: A file of another library holds objects that cannot be had without running code; names
+            them. Nothing was run, and ``select=`` loads the rest.
     """
     location = as_location(path)
     if (location / MANIFEST).exists() and not (location / RECORD).exists() and recognise(location) is None:

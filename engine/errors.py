@@ -7,7 +7,7 @@
     ├── CheckpointExistsError        (FileExistsError)     a save would replace something it must not
     ├── DamagedCheckpointError       (ValueError)          what is stored does not pass its own checks
     ├── FormatVersionError           (ValueError)          written by a newer holdfast, or not by holdfast
-    ├── UnsupportedLeafError         (TypeError)           a leaf of a kind that cannot be saved
+    ├── UnsupportedLeafError         (TypeError)           a leaf of a kind that cannot be saved, or loaded
     ├── TreeMismatchError            (ValueError)          template and checkpoint differ
     ├── UnmatchedObjectsError        (AssertionError)      objects and a checkpoint do not match as was asserted
     ├── SaveFailedError              (RuntimeError)        a background save failed; names the lost step
@@ -55,7 +55,7 @@ class FormatVersionError(HoldfastError, ValueError):
 
 
 class UnsupportedLeafError(HoldfastError, TypeError):
-    """A leaf of the tree is of a kind that cannot be saved; nothing was written."""
+    """A leaf of the tree is of a kind that cannot be saved, and nothing was written; or cannot be loaded safely."""
 
 
 class TreeMismatchError(HoldfastError, ValueError):
