@@ -43,27 +43,25 @@ def on_mesh(state: Any, *shape: int, names: tuple[str, str]) -> Any:
 
 
 def trained() -> Any:
-    model = Model()
-    batch = jax.random.normal(jax.random.key(1), (4, 12))
+    """A state after two updates: parameters of two dtypes, nested and empty optimizer states, a key, a None."""
+    model: Any = Model()
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10)),
         optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2).gradient_transformation(),
     )
     create: Any = KeyedState.create
-    state = create(
-        apply_fn=model.apply,
-        params=model.init(jax.random.key(0), batch)["params"],
-        tx=optimizer,
-        key=jax.random.key(7),
-    )
 
-    def step(state: Any) -> Any:
-        gradients = jax.grad(lambda p: jnp.mean(state.apply_fn({"params": p}, batch) ** 2))(state.params)
-        return state.apply_gradients(grads=gradients)
+    def run() -> Any:
+        batch = jax.random.normal(jax.random.key(1), (4, 12))
+        params = model.init(jax.random.key(0), batch)["params"]
+        state = create(apply_fn=model.apply, params=params, tx=optimizer, key=jax.random.key(7))
+        for _ in range(2):
+            loss = jax.grad(lambda p: jnp.mean(model.apply({"params": p}, batch) ** 2))
+            state = state.apply_gradients(grads=loss(state.params))
+        return state
 
-    update = jax.jit(step)
-    return update(update(state))
+    return jax.jit(run)()
 
 
 def bits(tree: Any) -> list[bytes]:
