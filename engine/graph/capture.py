@@ -66,7 +66,7 @@ def _value(node: LiveNode) -> Any:
 def _nested(graph: LiveGraph, places: dict[int, _Place], numbers: dict[int, int], chosen: PathFilter) -> Any:
     """Returns containers that hold the number of every value, and none without values."""
     inside: dict[Path, dict[Any, Any]] = {(): {}}
-    sequences: set[Path] = set()
+    sequences: dict[Path, type] = {}
     for node in graph.nodes:
         for segment, child in node.edges.items():
             if child.path != (*node.path, segment):
@@ -75,7 +75,7 @@ def _nested(graph: LiveGraph, places: dict[int, _Place], numbers: dict[int, int]
                 branch = inside[child.path] = {}
                 inside[node.path][node.keys[segment]] = branch
                 if child.view.sequence:
-                    sequences.add(child.path)
+                    sequences[child.path] = tuple if child.view.label == "tuple" else list
             elif child.has_value and chosen.chooses(child.path):
                 place = places[numbers[id(child)]] = _Place(numbers[id(child)])
                 inside[node.path][node.keys[segment]] = place
@@ -87,28 +87,29 @@ def _nested(graph: LiveGraph, places: dict[int, _Place], numbers: dict[int, int]
                 branch = branch.setdefault(unescape_key(segment), {})
             place = places[numbers[id(child)]] = _Place(numbers[id(child)])
             branch[unescape_key(child.path[-1])] = place
-    lists = {id(inside[path]) for path in sequences}
-    return _pruned(inside[()], lists) or {}
+    kinds = {id(inside[path]): kind for path, kind in sequences.items()}
+    return _pruned(inside[()], kinds) or {}
 
 
-def _pruned(branch: dict[Any, Any], lists: set[int]) -> Any:
-    """Returns a container without empty ones in it; a list where all elements of one are stored here."""
+def _pruned(branch: dict[Any, Any], kinds: Mapping[int, type]) -> Any:
+    """Returns a container without empty ones in it; a list or tuple where all elements of one are stored here."""
     kept = {}
     for key, child in branch.items():
-        below = _pruned(child, lists) if isinstance(child, dict) else child
+        below = _pruned(child, kinds) if isinstance(child, dict) else child
         if below is not None:
             kept[key] = below
     if not kept:
         return None
-    whole = id(branch) in lists and len(kept) == len(branch) and list(kept) == list(range(len(kept)))
-    return list(kept.values()) if whole else kept
+    kind = kinds.get(id(branch))
+    whole = kind is not None and len(kept) == len(branch) and list(kept) == list(range(len(kept)))
+    return kind(kept.values()) if kind is not None and whole else kept
 
 
 def _filled(shape: Any, values: Mapping[int, Any]) -> Any:
     if isinstance(shape, _Place):
         return values[shape.number]
-    if isinstance(shape, list):
-        return [_filled(child, values) for child in shape]
+    if isinstance(shape, list | tuple):
+        return type(shape)([_filled(child, values) for child in shape])
     return {key: _filled(child, values) for key, child in shape.items()}
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ..tree import unescape_key
 from ..tree.frameworks import is_torch_tensor
 from .cells import Cell
+from .contents import EntryCell, ListCell, PlainValues, is_plain
 from .paths import Path
 from .saved import SavedGraph, SavedNode
 from .slots import OptimizerView
@@ -28,12 +29,14 @@ class Assignment:
         cell: Where the value goes.
         path: The path of that in the program.
         likeness: What a tensor is made for that an optimizer does not have yet: the parameter, the name, the group.
+        covers: Of a container of plain values that is restored as a whole: its values, with their paths from it.
     """
 
     saved: int
     cell: Cell
     path: Path
     likeness: tuple[Any, str, dict[str, Any]] | None = None
+    covers: list[tuple[int, Path]] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +64,7 @@ class _Visit(NamedTuple):
         path: Its path.
         within: What it is a part of, up to where things are no objects of their own. Such things are visited wherever
             they are, as each place is built anew; in themselves they are not visited again.
+        position: Where it hangs; None for a root.
     """
 
     number: int
@@ -68,6 +72,7 @@ class _Visit(NamedTuple):
     view: View
     path: Path
     within: frozenset[int] = frozenset()
+    position: Position | None = None
 
 
 @dataclass(slots=True)
@@ -76,6 +81,7 @@ class Matching:
 
     Attributes:
         graph: The graph of the checkpoint.
+        plain: What in it is plain values.
         bindings: The objects that stand for a node.
         unused: Values for which there is an object that cannot take them, with its path.
         conflicts: Nodes that two different objects stand for, with the paths of both.
@@ -83,6 +89,7 @@ class Matching:
     """
 
     graph: SavedGraph
+    plain: PlainValues
     bindings: dict[int, list[Binding]] = field(default_factory=dict)
     unused: dict[int, Path] = field(default_factory=dict)
     conflicts: dict[int, tuple[Path, Path]] = field(default_factory=dict)
@@ -103,7 +110,9 @@ class Matching:
             target = None if binding.reference is None else binding.reference()
             target = holder if target is None else target  # the checkpoint that it was the root of may be gone
             view = look(target, Position(target, (), None))
-            yield from self._match(deque([_Visit(number, target, view, binding.path)]), anew=False)
+            yield from self._match(
+                deque([_Visit(number, target, view, binding.path, position=Position(target, (), None))]), anew=False
+            )
 
     def node_at(self, holder: Any, segment: str) -> int | None:
         """Returns the node that an edge of a holder leads to in the checkpoint, or None."""
@@ -120,38 +129,55 @@ class Matching:
         kept = []  # so that ids stay those of what has been seen
         first = True
         while queue:
-            number, value, view, path, within = queue.popleft()
-            node = self.graph.nodes[number]
+            visit = queue.popleft()
+            number, value, view = visit.number, visit.value, visit.view
             known = self._is_bound(number, value)
             if isinstance(view, Leaf):
-                if self._bind(number, value, view, path) and node.value is not None:
-                    yield Assignment(number, view.cell, path)
+                yield from self._leaf(visit, view)
+            if not isinstance(view, Branch) or (known and not anew and not first) or id(value) in visit.within:
                 continue
-            if not isinstance(view, Branch) or (known and not anew and not first) or id(value) in within:
-                continue
-            if view.functional:
-                within = within | {id(value)}
-            elif (number, id(value)) in seen:
-                continue
-            else:
-                within = frozenset()
             first = False
-            if not self._bind(number, value, view, path):
+            if (not view.functional and (number, id(value)) in seen) or not self._bind(number, value, view, visit.path):
                 continue
             seen.add((number, id(value)))
             kept.append(value)
-            if node.value is not None:
-                self.unused[number] = path
-                continue
-            edges = {edge.segment: edge for edge in view.edges}
-            special = {GROUPS} if view.optimizer is not None else frozenset()
-            for segment, child in node.edges.items():
-                if segment in edges:
-                    edge = edges[segment]
-                    queue.append(_Visit(child, edge.value, look(edge.value, edge.position), (*path, segment), within))
-                elif segment not in special and self.graph.has_values_below(child):
-                    self.waiting.append(value)
+            if self.graph.nodes[number].value is not None:
+                self.unused[number] = visit.path
+            else:
+                yield from self._branch(visit, view, queue)
         yield from self._optimizers()
+
+    def _leaf(self, visit: _Visit, leaf: Leaf) -> Iterator[Assignment]:
+        if not self._bind(visit.number, visit.value, leaf, visit.path):
+            return
+        if self.graph.nodes[visit.number].value is not None:
+            yield Assignment(visit.number, leaf.cell, visit.path)
+        elif visit.value is None and (covers := self.plain.below(visit.number)):
+            yield Assignment(visit.number, leaf.cell, visit.path, covers=covers)
+
+    def _branch(self, visit: _Visit, view: Branch, queue: deque[_Visit]) -> Iterator[Assignment]:
+        """Follows the edges that both graphs have; plain values need none in the program."""
+        value, path, position = visit.value, visit.path, visit.position
+        grows = position is not None and not view.functional
+        if grows and position is not None and isinstance(value, list) and is_plain(value):
+            covers = self.plain.below(visit.number)
+            if covers is not None:
+                yield Assignment(visit.number, ListCell(value, position.anchor, position.trail), path, covers=covers)
+                return
+        edges = {edge.segment: edge for edge in view.edges}
+        special = {GROUPS} if view.optimizer is not None else frozenset()
+        within = visit.within | {id(value)} if view.functional else frozenset()
+        for segment, child in self.graph.nodes[visit.number].edges.items():
+            below = (*path, segment)
+            if segment in edges:
+                edge = edges[segment]
+                found = look(edge.value, edge.position)
+                queue.append(_Visit(child, edge.value, found, below, within, edge.position))
+            elif grows and position is not None and isinstance(value, dict) and (covers := self.plain.below(child)):
+                cell = EntryCell(value, position.anchor, (*position.trail, segment))
+                yield Assignment(child, cell, below, covers=covers)
+            elif segment not in special and self.graph.has_values_below(child):
+                self.waiting.append(value)
 
     def _optimizers(self) -> Iterator[Assignment]:
         """Generates what optimizers keep, as far as both they and the parameters are known."""

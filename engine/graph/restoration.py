@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,10 +16,12 @@ from ..tree.frameworks import is_torch_tensor
 from ..tree.python_leaves import is_python_value
 from ..tree.structure import KeyProblem, key_segments
 from .cells import Cell, StateCell, write
+from .contents import PLAIN_KINDS, EntryCell, PlainValues
 from .ledger import Proxy, last_restore, next_number, note_restore
 from .matching import Assignment, Matching
-from .paths import Path, PathFilter, Patterns, shown
-from .report import RestoreReport, lines
+from .outcome import Outcome
+from .paths import Path, PathFilter, Patterns, shown, storage_name
+from .report import RestoreReport
 from .saved import Rename
 from .slots import is_simple
 from .stored import StoredGraph
@@ -30,42 +30,7 @@ from .tracked import Node, expect, forget
 from .views import COUNTER
 from .walk import walk
 
-_logger = logging.getLogger("holdfast")
 _waiting: weakref.WeakSet[Restoration] = weakref.WeakSet()
-
-
-@dataclass(slots=True)
-class Outcome:
-    """Which values of a checkpoint were restored; outlives the restore, so that what never was can be told.
-
-    Attributes:
-        paths: The paths of all values, by their nodes.
-        wanted: The nodes of those that shall be restored.
-        where: Where they come from.
-        restored: The nodes of those that were.
-        partial: Whether it is as intended if some never are.
-    """
-
-    paths: dict[int, Path]
-    wanted: set[int]
-    where: str
-    restored: set[int] = field(default_factory=set)
-    partial: bool = False
-
-    def unrestored(self) -> list[Path]:
-        """Returns the values that were not restored."""
-        return [path for number, path in self.paths.items() if number in self.wanted and number not in self.restored]
-
-    def warn(self) -> None:
-        """Tells what was never restored, once nothing can ask for it any more."""
-        left = [] if self.partial else self.unrestored()
-        if left:
-            _logger.warning(
-                "a checkpoint object is gone, and values of %s were never restored; say expect_partial() if that is "
-                "as intended:\n%s",
-                self.where,
-                "\n".join(lines("not restored", [shown(path) for path in left])),
-            )
 
 
 def others_wait(restoration: Restoration) -> bool:
@@ -102,7 +67,14 @@ class Restoration:
         self._root = weakref.ref(root)
         self._number = next_number()
         graph = stored.graph.renamed(rename) if rename else stored.graph
-        self._matching = Matching(graph)
+        plain = {
+            number
+            for number, node in graph.values()
+            if (leaf := stored.leaves.get(str(node.value))) is not None
+            and leaf.saved.kind in PLAIN_KINDS
+            and node.transform is None
+        }
+        self._matching = Matching(graph, PlainValues(graph, plain))
         self._ignored = frozenset(ignore)
         self._filter = PathFilter(select, exclude)
         self._paths = {number: graph.path(number) for number, _ in graph.values()}
@@ -195,7 +167,9 @@ class Restoration:
         due: list[Assignment] = []
         taken: set[tuple[int, Path]] = set()
         for one in found:
-            if one.saved not in self._wanted or not self._chooses(one.path) or one.path in self._settled:
+            if one.path in self._settled or not all(
+                number in self._wanted and self._chooses(path) for number, path in _values(one)
+            ):
                 continue
             place = id(one.cell.anchor), one.cell.trail
             if last_restore(one.cell) >= self._number or place in taken:
@@ -204,15 +178,16 @@ class Restoration:
             taken.add(place)
             due.append(one)
         self._write(due)
-        for one in found:
-            if one.saved in self._wanted and (id(one.cell.anchor), one.cell.trail) in taken:
-                self._note(one)
+        for one in due:
+            self._note(one)
         self._wait()
 
     def _note(self, one: Assignment) -> None:
-        self.outcome.restored.add(one.saved)
         self._settled.add(one.path)
-        self._matching.unused.pop(one.saved, None)
+        for number, path in _values(one):
+            self.outcome.restored.add(number)
+            self._settled.add(path)
+            self._matching.unused.pop(number, None)
 
     def _wait(self) -> None:
         """Has holders tell of what is attached to them, as long as values wait for that."""
@@ -235,7 +210,7 @@ class Restoration:
         trees: list[Assignment] = []
         leaves: list[Assignment] = []
         for one in due:
-            is_tree = self._value(one) not in self._stored.leaves or isinstance(one.cell, StateCell)
+            is_tree = isinstance(one.cell, StateCell | EntryCell) or self._value(one) not in self._stored.leaves
             (trees if is_tree else leaves).append(one)
         changes: list[tuple[Cell, Any]] = [(one.cell, self._tree(one)) for one in trees]
         changes += zip([one.cell for one in leaves], self._materialized(leaves), strict=True)
@@ -246,12 +221,19 @@ class Restoration:
                 self._proxies.append(one.cell.anchor)  # what was noted of it is known as long as it lives
 
     def _value(self, one: Assignment) -> str:
-        value = self._matching.graph.nodes[one.saved].value
-        assert value is not None
-        return value
+        """Returns the storage name of a value, or of the container that holds several."""
+        if one.covers:
+            number, below = one.covers[0]
+            name = str(self._matching.graph.nodes[number].value)
+            return name.removesuffix("." + storage_name(below)) if below else name
+        return self._matching.graph.nodes[one.saved].value or ""
 
     def _tree(self, one: Assignment) -> Any:
-        if not isinstance(one.cell, StateCell):
+        if one.covers == []:
+            return []
+        if isinstance(one.cell, EntryCell):
+            one.cell.key = self._stored.key_of(self._value(one))
+        elif one.covers is None and not isinstance(one.cell, StateCell):
             live = one.cell.get()
             if live is not ... and is_simple(live) and live is not None and not is_python_value(live):
                 raise TreeMismatchError(
@@ -319,6 +301,13 @@ class Restoration:
     def _leaf(self, number: int) -> SavedLeaf | None:
         value = self._matching.graph.nodes[number].value
         return None if value is None else self._stored.leaves.get(value)
+
+
+def _values(one: Assignment) -> list[tuple[int, Path]]:
+    """Returns the values that an assignment restores, each with its path in the program."""
+    if one.covers is None:
+        return [(one.saved, one.path)]
+    return [(number, (*one.path, *below)) for number, below in one.covers]
 
 
 def _template(one: Assignment, leaf: Saved) -> Any:

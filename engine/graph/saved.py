@@ -82,6 +82,10 @@ class SavedGraph:
             keys.append(segment)
         return tuple(reversed(keys))
 
+    def above(self, number: int) -> tuple[int, str] | None:
+        """Returns the last edge of the shortest path to a node: where it begins, and its name."""
+        return self._above.get(number)
+
     def values(self) -> Iterator[tuple[int, SavedNode]]:
         """Generates the nodes that can be reached and have a value."""
         for number in [*self._above, *self._slots]:

@@ -149,6 +149,20 @@ class StoredGraph:
             values = materialize([None] * len(names), [self.leaves[leaf].saved for leaf in names], arrays, names)
         return unflatten(structure, values)
 
+    def key_of(self, name: str) -> Any:
+        """Returns the key of a leaf or container in the container that it is in.
+
+        Args:
+            name: Its storage name.
+        """
+        *above, segment = name.split(".")
+        structure = self._source.skeleton.structure
+        for key in above:
+            structure = None if structure is None else _inside(structure).get(key)
+        if structure is None or structure.keys is None:
+            return int(segment)
+        return dict(zip(key_segments(structure.keys), structure.keys, strict=True))[segment]
+
     def load_all(self) -> Any:
         """Reads the whole tree of values."""
         return load_tree(as_reader(self._source))

@@ -410,3 +410,48 @@ def test_select_exclude_and_rename(place: str) -> None:
         renamed.restore(saved, rename={"net.a": "net.b"})
     with pytest.raises(hf.TreeMismatchError, match="matches no path"):
         renamed.restore(saved, select="nat/**")
+
+
+def test_plain_contents_of_lists_and_dicts(place: str) -> None:
+    best = ("loss", [0.5, {7: None, "7": b"x", True: {1, 2}}])
+    saved = graph.Checkpoint(
+        history=[0.5, 0.25, {"a": [1, 2]}], metrics={"loss": [1.0], 3: "three"}, best=best, none=[]
+    )
+    path = saved.save(f"{place}/ckpt")
+    longer = [9.0] * 5
+    checkpoint = graph.Checkpoint(history=longer, metrics={"loss": [], "new": 7}, best=None, none=[1, 2])
+    status = checkpoint.restore(path)
+    assert checkpoint.history is longer == [0.5, 0.25, {"a": [1, 2]}]
+    assert checkpoint.metrics == {"loss": [1.0], "new": 7, 3: "three"}
+    assert checkpoint.best == best
+    assert checkpoint.none == []
+    assert status.report.missing == ("metrics/new",)
+    assert status.report.pending == ()
+    checkpoint.history.append(1.0)
+    status.try_complete()
+    assert len(checkpoint.history) == 4
+    empty = graph.Checkpoint()
+    status = empty.restore(path)
+    empty.metrics = {}
+    empty.history = []
+    assert (empty.metrics, empty.history) == (saved.metrics, saved.history)
+    empty.best, empty.none = None, []
+    status.assert_consumed()
+
+
+def test_contents_with_arrays_wait_for_them(place: str) -> None:
+    path = graph.Checkpoint(mixed=[1, np.ones(1)], deep={"a": {"b": np.ones(1)}, "c": 1}).write(f"{place}/x")
+    checkpoint = graph.Checkpoint(mixed=[], deep={})
+    status = checkpoint.read(path)
+    assert checkpoint.mixed == []
+    assert checkpoint.deep == {"c": 1}
+    assert status.report.pending == ("mixed/0", "mixed/1", "deep/a/b")
+    status.expect_partial()
+
+
+def test_contents_that_are_not_chosen(place: str) -> None:
+    path = graph.Checkpoint(history=[1, 2, 3], d={"a": 1}).write(f"{place}/x")
+    checkpoint = graph.Checkpoint(history=[7], d={})
+    checkpoint.read(path, exclude=["history/2", "d/a"])
+    assert checkpoint.history == [7]
+    assert checkpoint.d == {}
