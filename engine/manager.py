@@ -69,9 +69,7 @@ class CheckpointManager(CheckpointHistory):
         self._closed = False
         self._in_flight: int | None = None
         self._late = LateMetrics()
-        self._decisions = SaveDecisions(
-            self.options.triggers(), self._clock, self._together, saved=self._is_saved, earlier=self._earlier
-        )
+        self._decisions = SaveDecisions(self.options.triggers(), self._clock, self._together)
         self._decisions.previous = self.latest_step()
         self._acquired = False
 
@@ -86,7 +84,8 @@ class CheckpointManager(CheckpointHistory):
             step: The number of optimizer updates done.
             metrics: The metrics of this step, for ``save_on_best``.
         """
-        return self._decisions.decide(step, metrics)
+        saved = step in self._steps or step == self._in_flight
+        return self._decisions.decide(step, metrics, saved=saved, earlier=self._earlier)
 
     def should_save(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
         """Tells whether a save is due at a step."""
@@ -309,9 +308,6 @@ class CheckpointManager(CheckpointHistory):
                 f"step {step} of {self.directory} is saved, but a listener or best_fn failed then: {error!r}",
                 step,
             ) from error
-
-    def _is_saved(self, step: int) -> bool:
-        return step in self._steps or step == self._in_flight
 
     def _reached(self, step: int) -> None:
         self._decisions.previous = step
