@@ -15,7 +15,7 @@ from .numpy_leaves import why_not_storable
 from .python_leaves import is_python_value
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 @dataclass(slots=True)
@@ -64,28 +64,49 @@ def describe_template(names: Sequence[str], values: Sequence[Any]) -> list[Targe
     """
     targets: list[Target] = []
     problems: list[tuple[str, str]] = []
+    makers: dict[type, Callable[[str, Any], Target]] = {}  # a tree has few types, and they take a while to tell apart
     for name, value in zip(names, values, strict=True):
+        maker = makers.get(type(value))
+        if maker is None:
+            maker = makers[type(value)] = _maker(value)
         try:
-            targets.append(_target(name, value))
+            targets.append(maker(name, value))
         except LeafProblem as problem:
             problems.append((name, str(problem)))
     report_problems(problems, "these leaves of the template cannot be loaded")
     return targets
 
 
-def _target(name: str, value: Any) -> Target:
+def _maker(value: Any) -> Callable[[str, Any], Target]:
+    """Returns what makes targets of values of this type."""
     if isinstance(value, np.ndarray | np.generic):
-        problem = why_not_storable(value.dtype)
-        if problem is not None:
-            raise LeafProblem(problem)
-        kind = "numpy" if isinstance(value, np.ndarray) else "numpy_scalar"
-        return Target(name, kind, value.shape, value.dtype, value)
+        return _numpy_target
     if is_jax_array(value) or is_jax_abstract(value):
-        kind, dtype, shape, variant = jax_leaves.abstract_facts(value)
-        return Target(name, kind, shape, dtype, value, variant, jax_placement.sharding_of(value))
+        return _jax_target
     if is_torch_tensor(value):
-        kind, dtype, shape, variant = torch_leaves.abstract_facts(value)
-        return Target(name, kind, shape, dtype, value, variant)
+        return _torch_target
+    return _python_target
+
+
+def _numpy_target(name: str, value: Any) -> Target:
+    problem = why_not_storable(value.dtype)
+    if problem is not None:
+        raise LeafProblem(problem)
+    kind = "numpy" if isinstance(value, np.ndarray) else "numpy_scalar"
+    return Target(name, kind, value.shape, value.dtype, value)
+
+
+def _jax_target(name: str, value: Any) -> Target:
+    kind, dtype, shape, variant = jax_leaves.abstract_facts(value)
+    return Target(name, kind, shape, dtype, value, variant, jax_placement.sharding_of(value))
+
+
+def _torch_target(name: str, value: Any) -> Target:
+    kind, dtype, shape, variant = torch_leaves.abstract_facts(value)
+    return Target(name, kind, shape, dtype, value, variant)
+
+
+def _python_target(name: str, value: Any) -> Target:
     if value is ...:
         return Target(name, "any", None, None, value)
     if is_python_value(value):
