@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 from ..errors import DamagedCheckpointError, ObjectNotFoundError
@@ -10,7 +11,6 @@ from ..storage import Location
 
 JSON_LIMIT = 512 << 20
 """Bytes of the largest JSON file that is read."""
-_DEEPEST = 16  # directories inside directories, where sizes are counted
 
 
 def read_json(place: Location) -> Any:
@@ -50,14 +50,25 @@ def read_optional(place: Location) -> dict[str, Any]:
 
 
 def total_bytes(location: Location) -> int:
-    """Returns the bytes of a file, or of all files below a directory, as far as listing them tells."""
+    """Returns the bytes of a file, or of all files below a directory; 0 in object stores, where listing takes long."""
+    if not location.is_local:
+        return 0
     if not location.is_directory():
-        return next((entry.size or 0 for entry in location.parent.entries() if entry.name == location.name), 0)
-    return _below(location, _DEEPEST)
+        return _size(os.fspath(location))
+    total = 0
+    seen = set()
+    for folder, folders, files in os.walk(location, followlinks=True):
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in seen:  # links may lead in circles
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        total += sum(_size(os.path.join(folder, file)) for file in files)
+    return total
 
 
-def _below(location: Location, depth: int) -> int:
-    return sum(
-        (_below(location / entry.name, depth - 1) if depth else 0) if entry.is_directory else entry.size or 0
-        for entry in location.entries()
-    )
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:  # a link to nothing, or a file that is being replaced
+        return 0

@@ -202,3 +202,10 @@ def test_random_damage_is_harmless_or_an_error_of_ours(saved: Saved, layout: str
                 look(path)
         file.write_bytes(whole[file])
     assert hf.verify(path).ok
+
+
+def test_links_that_lead_in_circles(saved: Saved) -> None:
+    path = saved("ocdbt zarr2")
+    for name in ("one", "two", "three"):
+        (path / name).symlink_to(path, target_is_directory=True)
+    assert hf.load(path, select="v")["v"].tolist() == list(range(300))
