@@ -182,7 +182,7 @@ def test_a_newer_version_is_not_replaced(place: hf.Location, monkeypatch: pytest
     assert names(place) == ["checkpoint.json", "checkpoint.partial", "item"]
 
 
-@pytest.mark.parametrize("folder", ["..", ".", "a/b", "", "/etc", "a\\b", "a\0b"])
+@pytest.mark.parametrize("folder", ["..", ".", "a/../b", "a//b", "", "/etc", "a\\b", "a\0b"])
 def test_a_record_cannot_lead_elsewhere(place: hf.Location, folder: str) -> None:
     place.make_directory()
     item = ItemRecord(folder, "files", {})

@@ -493,7 +493,7 @@ def test_failed_save_is_told(program: Any, tmp_path: Path, monkeypatch: pytest.M
     complete = Save.complete
 
     def fails(save: Save) -> Any:
-        if save._pending.location.name == "3":
+        if save._location.name == "3":
             raise hf.StorageFullError("no space left for step 3")
         return complete(save)
 
