@@ -9,7 +9,7 @@ from ..record import RECORD
 from ..steps import StepIndex
 from ..storage import Location
 from .native import NativeCheckpoint
-from .source import CheckpointSource, recognise, recognise_steps
+from .source import CheckpointSource, StepDirectories, recognise, recognise_steps
 
 _NUMBERED = re.compile(r"(.+[_-])(?:0|[1-9][0-9]*)", re.DOTALL)
 """Names of steps with a prefix, which ends in ``_``, or in ``-`` as `holdfast.graph` writes them."""
@@ -56,10 +56,10 @@ def find_checkpoint(location: Location, step: int | None = None) -> Location:
     """
     if step is None and not is_run(location):
         return location
-    places = step_locations(location)
+    _, places, newest = _steps(location)
     if places and step is None:
-        return places[max(places)]
-    if step in places:
+        return places[max(places) if newest is None else newest]
+    if step is not None and step in places:
         return places[step]
     if not location.exists():
         raise CheckpointNotFoundError(f"{location}: there is nothing at this path")
@@ -78,12 +78,16 @@ def step_locations(location: Location) -> dict[int, Location]:
     Raises:
         CheckpointNotFoundError: It is no directory.
     """
+    return dict(_steps(location).steps)
+
+
+def _steps(location: Location) -> StepDirectories:
     index = step_index(location)
     steps = sorted({*index.steps(), *index.damage})
     if steps:
-        return {step: index.location(step) for step in steps}
+        return StepDirectories(NativeCheckpoint.format, {step: index.location(step) for step in steps})
     found = recognise_steps(location)
-    return {} if found is None else dict(sorted(found.steps.items()))
+    return StepDirectories("", {}) if found is None else found._replace(steps=dict(sorted(found.steps.items())))
 
 
 def step_index(location: Location) -> StepIndex:

@@ -134,10 +134,12 @@ class StepDirectories(NamedTuple):
     Attributes:
         format: What wrote them, as people call it.
         steps: Where every finished step lies, in ascending order of steps.
+        newest: The step that counts as the newest, where the writer noted one; None is the highest.
     """
 
     format: str
     steps: Mapping[int, Location]
+    newest: int | None = None
 
 
 class Format(Protocol):
@@ -183,6 +185,7 @@ class _Entry:
 
 
 _FORMATS: tuple[_Entry, ...] = (
+    _Entry("tensorflow", inside=("*.index", "saved_model.pb"), files=("*",), steps=("*-[0-9]*.index",)),
     _Entry(
         "orbax",
         inside=("*",),
