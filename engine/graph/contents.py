@@ -19,7 +19,8 @@ PLAIN_KINDS = NUMBER_KINDS | {"str", "bytes", "none", "set", "frozenset", "numpy
 """Kinds of leaves that need no object of the program."""
 
 _CONTAINERS = (list, dict, tuple, TrackedList, TrackedDict)
-_LABELS = frozenset({"list", "dict", "tuple", *(f"{kind.__module__}.{kind.__name__}" for kind in _CONTAINERS[3:])})
+_SEQUENCES = frozenset({"list", "tuple", f"{TrackedList.__module__}.{TrackedList.__name__}"})
+_LABELS = _SEQUENCES | {"dict", f"{TrackedDict.__module__}.{TrackedDict.__name__}"}
 
 
 class ListCell:
@@ -90,6 +91,10 @@ class PlainValues:
             self._known[number] = None  # while it is looked into, for those that hold themselves
             self._known[number] = self._look(number)
         return self._known[number]
+
+    def elements(self, number: int) -> list[tuple[int, Path]] | None:
+        """Returns the same of a list or tuple, and None for everything else."""
+        return self.below(number) if self._graph.nodes[number].type in _SEQUENCES else None
 
     def _look(self, number: int) -> list[tuple[int, Path]] | None:
         found: list[tuple[int, Path]] = []

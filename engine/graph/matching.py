@@ -160,7 +160,7 @@ class Matching:
         value, path, position = visit.value, visit.path, visit.position
         grows = position is not None and not view.functional
         if grows and position is not None and isinstance(value, list) and is_plain(value):
-            covers = self.plain.below(visit.number)
+            covers = self.plain.elements(visit.number)
             if covers is not None:
                 yield Assignment(visit.number, ListCell(value, position.anchor, position.trail), path, covers=covers)
                 return

@@ -174,7 +174,7 @@ class SavedGraph:
         return found
 
     @classmethod
-    def of_names(cls, names: Iterable[str]) -> SavedGraph:
+    def of_names(cls, names: Iterable[str], kinds: Mapping[str, str]) -> SavedGraph:
         """Returns the graph of a plain tree: its containers are the nodes.
 
         Where the keys of a container are paths themselves, as in a flat ``state_dict``, the same values can be reached
@@ -182,15 +182,17 @@ class SavedGraph:
 
         Args:
             names: The storage names of the leaves.
+            kinds: The kinds of the containers by their storage names.
         """
-        nodes = [SavedNode()]
+        nodes = [SavedNode(type=kinds.get("", ""))]
         for name in names:
             number = 0
-            for segment in name.split(".") if name else ():
+            segments = name.split(".") if name else []
+            for depth, segment in enumerate(segments, 1):
                 edges = nodes[number].edges
                 if segment not in edges:
                     edges[segment] = len(nodes)
-                    nodes.append(SavedNode())
+                    nodes.append(SavedNode(type=kinds.get(".".join(segments[:depth]), "")))
                 number = edges[segment]
             nodes[number].value = name
         _split_keys(nodes)

@@ -101,7 +101,7 @@ class StoredGraph:
         self.leaves: dict[str, SavedLeaf] = {leaf.name: leaf for leaf in source.leaves}
         document = _document(source, files)
         if document is None:
-            self.graph = SavedGraph.of_names(self.leaves)
+            self.graph = SavedGraph.of_names(self.leaves, _containers(source.skeleton.structure, ""))
         else:
             names = [*self.leaves, *_containers(source.skeleton.structure, "")]
             self.graph = SavedGraph.of_document(document, names, str(self.location / GRAPH))
@@ -211,11 +211,11 @@ def _inside(structure: Node) -> dict[str, Node | None]:
     return dict(zip(segments, structure.children, strict=True))
 
 
-def _containers(structure: Node | None, name: str) -> list[str]:
-    """Returns the storage names of all containers."""
+def _containers(structure: Node | None, name: str) -> dict[str, str]:
+    """Returns the kinds of all containers by their storage names."""
     if structure is None:
-        return []
-    found = [name]
+        return {}
+    found = {name: structure.kind}
     for segment, child in _inside(structure).items():
-        found += _containers(child, f"{name}.{segment}" if name else segment)
+        found.update(_containers(child, f"{name}.{segment}" if name else segment))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import sys
 import types
 from collections.abc import Callable, Iterable
@@ -246,6 +247,10 @@ def _variable(value: Any) -> View:
 def _plain_object(value: Any, position: Position) -> View:
     """Returns the attributes of an object of a class that is nobody's but the program's."""
     root = type(value).__module__.partition(".")[0]
+    if isinstance(value, enum.Enum):
+        return Nothing("is a member of an enumeration; keep its value, which is a number or text")
+    if isinstance(value, types.SimpleNamespace):
+        return Branch(class_name(value), _attributes(value, vars(value).items(), position))
     if not hasattr(value, "__dict__") or root in _NO_PLAIN_OBJECTS or root in sys.stdlib_module_names:
         return Nothing(
             f"is of type {class_name(value)}; give it get_state() and set_state(state), or state_dict() and "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import random
 import subprocess
 import sys
 import textwrap
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -443,3 +445,33 @@ def test_the_module_is_an_attribute_of_the_package() -> None:
     assert getattr(hf, "graph") is graph  # noqa: B009 - type checkers want it imported by name
     assert list(graph.__all__) == sorted(graph.__all__)
     assert all(getattr(graph, name).__doc__ for name in graph.__all__)
+
+
+def test_lists_of_a_plain_tree(place: str) -> None:
+    hf.save(place, {"history": [1.0, 2.0], "pairs": {"a": (1, 2)}, "named": {"x": 1}})
+    checkpoint = graph.Checkpoint(history=[], pairs={}, named=[])
+    status = checkpoint.read(place)
+    assert (checkpoint.history, checkpoint.pairs, checkpoint.named) == ([1.0, 2.0], {"a": (1, 2)}, [])
+    assert status.report.pending == ("named/x",)
+    status.expect_partial()
+
+
+def test_namespaces_and_enumerations(place: str) -> None:
+    class Color(enum.Enum):
+        RED = "red"
+        BLUE = "blue"
+
+    class Level(enum.IntEnum):
+        LOW = 1
+        HIGH = 2
+
+    def make(name: str, level: Level) -> Any:
+        return types.SimpleNamespace(name=name, level=level)
+
+    path = graph.Checkpoint(space=make("a", Level.HIGH)).save(f"{place}/x")
+    checkpoint = graph.Checkpoint(space=make("b", Level.LOW))
+    checkpoint.restore(path).assert_consumed()
+    assert checkpoint.space.name == "a"
+    assert checkpoint.space.level is Level.HIGH
+    with pytest.raises(hf.UnsupportedLeafError, match="enumeration"):
+        graph.Checkpoint(color=Color.RED).save(f"{place}/x")
