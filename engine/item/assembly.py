@@ -52,12 +52,10 @@ class Assembly:
         *,
         keep: bool,
     ) -> None:
-        # Equal metadata is mostly one object, which is told apart faster by its identity.
-        forms: dict[int, Form] = {}
-        self.forms = [forms.get(id(one)) or forms.setdefault(id(one), Form(one)) for one in metadata]
+        self.forms = _forms(metadata)
         self.keep = keep
         self._slots: dict[int, list[Slot]] = {}
-        self._outputs: list[int] = []  # of each array the only one, if all of it is wanted; otherwise the first one
+        self._outputs: list[int] = []  # of each array its only one, if all of it is wanted; otherwise the first one
         count = 0
         for array, wanted in enumerate(boxes or ()):
             self._outputs.append(count)
@@ -80,9 +78,8 @@ class Assembly:
 
     def slots(self, array: int) -> list[Slot]:
         """Returns the boxes of an array that are wanted."""
-        return self._slots.get(array) or [
-            Slot(self._outputs[array], whole(self.forms[array].shape)) for _ in range(self.is_whole(array))
-        ]
+        found = self._slots.get(array)
+        return [Slot(self._outputs[array], whole(self.forms[array].shape))] if found is None else found
 
     def wanted_chunks(self, array: int) -> list[int]:
         """Returns the numbers of the chunks that are needed of an array."""
@@ -203,6 +200,17 @@ class Assembly:
                     slot.box.shape, self.forms[array].dtype, self._fill.get(array)
                 )
             return found
+
+
+def _forms(metadata: Sequence[ArrayMetadata]) -> list[Form]:
+    known: dict[int, Form] = {}  # equal metadata is mostly one object, which is told apart faster by its identity
+    equal: dict[ArrayMetadata, Form] = {}
+    for one in metadata:
+        if id(one) not in known:
+            if one not in equal:
+                equal[one] = Form(one)
+            known[id(one)] = equal[one]
+    return [known[id(one)] for one in metadata]
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], fill: bytes | None) -> NDArray[Any]:
