@@ -12,7 +12,7 @@ from ..errors import CheckpointNotFoundError, DamagedCheckpointError, OptionErro
 from ..storage import Location
 from .files import read_json, read_optional, total_bytes
 from .flax_msgpack import looks_like_msgpack
-from .orbax_metadata import ARRAYS_FOLDER, CHECKPOINT_FILE, TREE_FILE
+from .orbax_metadata import ARRAYS_FOLDER, CHECKPOINT_FILE, SHARDING_FILE, TREE_FILE
 from .orbax_tree import AGGREGATE_FILE, OrbaxTree
 from .source import JSON, METRICS, TREE, CheckpointSource, StepDirectories, TreeSource
 
@@ -28,8 +28,10 @@ _METRICS = "metrics"
 _KEYS = ("jax_random_key", "np_random_key")
 _ARRAY_HANDLER = "ArrayCheckpointHandler"
 _TREE_HANDLERS = ("PyTree", "Standard", "Array", "RandomKey")
+_BESIDE_ARRAYS = frozenset({TREE_FILE, SHARDING_FILE, ARRAYS_FOLDER})
+_PROCESS = "ocdbt.process_"
 _LOOKED_INTO = 32  # directories that are looked into where nothing else says that this is a checkpoint
-_NEVER_ITEMS = frozenset({ARRAYS_FOLDER, "metadata", "d"})
+_NEVER_ITEMS = frozenset({ARRAYS_FOLDER, "d"})
 
 
 class _Item(NamedTuple):
@@ -172,8 +174,8 @@ def is_finished(location: Location, names: frozenset[str]) -> bool:
 
 
 def _is_tree(location: Location, names: frozenset[str]) -> bool:
-    """Whether a directory is itself a tree of arrays, without items."""
-    if TREE_FILE in names:
+    """Whether a directory is itself a tree of arrays, without items; or was, as what lies beside the arrays tells."""
+    if names & _BESIDE_ARRAYS or any(name.startswith(_PROCESS) for name in names):
         return True
     place = location / AGGREGATE_FILE
     return AGGREGATE_FILE in names and not place.is_directory() and looks_like_msgpack(place)

@@ -56,11 +56,13 @@ class TreeMetadata(NamedTuple):
         parameters: The entries of the tree, in the order of the file.
         use_zarr3: Whether arrays are zarr version 3 instead of 2.
         complete: Whether every chunk is stored, also those that hold nothing but the fill value.
+        uses_ocdbt: Whether all arrays are said to be in one database.
     """
 
     parameters: list[Parameter]
     use_zarr3: bool
     complete: bool
+    uses_ocdbt: bool = False
 
 
 def read_tree(folder: Location) -> TreeMetadata:
@@ -84,7 +86,7 @@ def read_tree(folder: Location) -> TreeMetadata:
             raise DamagedCheckpointError(f"{place} is damaged: the entry {text:.200} has no keys that make sense")
         parameters.append(Parameter(path, kind if isinstance(kind, str) else "unknown"))
     complete = document.get("store_array_data_equal_to_fill_value") is True
-    return TreeMetadata(parameters, document.get("use_zarr3") is True, complete)
+    return TreeMetadata(parameters, document.get("use_zarr3") is True, complete, document.get("use_ocdbt") is True)
 
 
 def _path(keys: Any, text: str) -> Path | None:

@@ -67,6 +67,8 @@ class OrbaxTree:
         decoded = decode_file(location / AGGREGATE_FILE) if AGGREGATE_FILE in names else None
         self._metadata = self._read_structure(decoded, names)
         self._ocdbt = MANIFEST in names
+        if self._metadata.uses_ocdbt and not self._ocdbt:
+            raise DamagedCheckpointError(f"{location / MANIFEST} is missing: without it nobody finds the arrays")
         entries = self._metadata.parameters
         parameters = [p for p in entries if p.value_type not in EMPTY_KINDS]
         empties = [(p.path, EMPTY_KINDS[p.value_type]) for p in entries if p.value_type in EMPTY_KINDS]

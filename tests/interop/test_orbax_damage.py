@@ -209,3 +209,17 @@ def test_links_that_lead_in_circles(saved: Saved) -> None:
     for name in ("one", "two", "three"):
         (path / name).symlink_to(path, target_is_directory=True)
     assert hf.load(path, select="v")["v"].tolist() == list(range(300))
+
+
+@pytest.mark.parametrize("without", [[], ["_CHECKPOINT_METADATA"]], ids=["alone", "as is that of the checkpoint"])
+@pytest.mark.parametrize(
+    ("layout", "file"),
+    [("ocdbt zarr2", "_METADATA"), ("ocdbt zarr3", "_METADATA"), ("ocdbt zarr2", "manifest.ocdbt")],
+)
+def test_files_that_nothing_works_without(saved: Saved, layout: str, file: str, without: list[str]) -> None:
+    path = saved(layout)
+    for name in (file, *without):
+        (path / name).unlink()
+    with pytest.raises(hf.DamagedCheckpointError, match=f"{file} is missing"):
+        hf.load(path)
+    assert not hf.verify(path).ok

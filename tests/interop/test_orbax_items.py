@@ -315,3 +315,14 @@ def test_on_google_cloud_storage_only_what_is_marked_is_finished(monkeypatch: py
     assert is_finished(place, frozenset({"_CHECKPOINT_METADATA", "commit_success.txt"}))
     marked.add("gs://bucket/run/12/commit_success.txt")
     assert is_finished(place / "state", frozenset({"_METADATA"}))
+
+
+def test_an_item_that_is_called_metadata(tmp_path: Path) -> None:
+    with ocp.CheckpointManager(tmp_path / "run", item_names=("state", "metadata"), options=options()) as manager:
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave({"w": jnp.ones(2)}), metadata=ocp.args.JsonSave({"a": 1})
+        )
+        manager.save(1, args=items)
+    assert hf.load(tmp_path / "run")["metadata"] == {"a": 1}
+    (tmp_path / "run" / "1" / "_CHECKPOINT_METADATA").unlink()
+    assert hf.load(tmp_path / "run", item="metadata") == {"a": 1}
