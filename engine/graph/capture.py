@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import UnsupportedLeafError
 from ..tree import flatten, unescape_key
-from .paths import Path, PathFilter
+from ..tree.structure import MAX_DEPTH
+from .paths import Path, PathFilter, shown
 from .views import Branch, Leaf
 from .walk import SLOTS, LiveGraph, LiveNode
 
@@ -67,10 +69,16 @@ def _nested(graph: LiveGraph, places: dict[int, _Place], numbers: dict[int, int]
     """Returns containers that hold the number of every value, and none without values."""
     inside: dict[Path, dict[Any, Any]] = {(): {}}
     sequences: dict[Path, type] = {}
+    too_deep = [node for node in graph.leaves() if len(node.path) > MAX_DEPTH]
+    if too_deep:
+        raise UnsupportedLeafError(
+            f"{shown(too_deep[0].path[:4])}/...: {len(too_deep)} values are more than {MAX_DEPTH} objects away from "
+            "the checkpoint, and nothing was written; attach what holds them under a name of its own"
+        )
     for node in graph.nodes:
         for segment, child in node.edges.items():
-            if child.path != (*node.path, segment):
-                continue  # stored under another path
+            if child.path != (*node.path, segment) or len(child.path) > MAX_DEPTH:
+                continue  # stored under another path, or nothing that would be stored
             if isinstance(child.view, Branch):
                 branch = inside[child.path] = {}
                 inside[node.path][node.keys[segment]] = branch

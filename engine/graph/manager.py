@@ -76,6 +76,8 @@ class CheckpointManager:
     ) -> None:
         if checkpoint_interval is not None and step_counter is None:
             raise OptionError("checkpoint_interval= counts steps: give the step_counter, too")
+        if checkpoint_interval is not None and checkpoint_interval < 1:
+            raise OptionError(f"checkpoint_interval={checkpoint_interval!r} must be at least 1 step, or None")
         if keep_checkpoint_every_n_hours is not None and not keep_checkpoint_every_n_hours > 0:
             raise OptionError(
                 f"keep_checkpoint_every_n_hours={keep_checkpoint_every_n_hours!r} must be above 0, or None"
@@ -152,17 +154,13 @@ class CheckpointManager:
         step = None if self._counter is None else _number(self._counter)
         if step is not None and self._is_early(step, check_interval):
             return None
-        for protected in list(self._protected):
-            self._steps.pin(protected)
-            self._protected.discard(protected)
         before = self._checkpoint._holdfast_counter
-        numbered = numbers_of(self._directory, self._name)
-        counter = max([before or 0, *([] if checkpoint_number is not None else numbered)]) + 1
-        number = counter if checkpoint_number is None else _number(checkpoint_number)
-        if number in self._steps.all_steps():
-            raise CheckpointExistsError(
-                f"{self._path(number)} exists already; nothing is overwritten. Choose another number"
-            )
+        wanted = None if checkpoint_number is None else _number(checkpoint_number)
+        # The directory and the clock are those of process 0: what another process sees may be a moment older.
+        counter, number, protected = self._steps._together.decide("number", lambda: self._next(before or 0, wanted))
+        for one in protected:
+            self._steps.pin(one)
+        self._protected.clear()
         object.__setattr__(self._checkpoint, "_holdfast_counter", counter)
         try:
             reason = f"number {number}" if step is None else f"step {step}"
@@ -224,6 +222,16 @@ class CheckpointManager:
         self.close()
 
     # ---- within
+
+    def _next(self, counter: int, wanted: int | None) -> list[Any]:
+        """Returns the next counter, the number to save under, and what is to be kept for good from now on."""
+        if wanted is not None and wanted in self._steps.all_steps():
+            raise CheckpointExistsError(
+                f"{self._path(wanted)} exists already; nothing is overwritten. Choose another number"
+            )
+        taken = [] if wanted is not None else numbers_of(self._directory, self._name)
+        following = max([counter, *taken]) + 1
+        return [following, following if wanted is None else wanted, sorted(self._protected)]
 
     def _is_early(self, step: int, check_interval: bool) -> bool:
         if self._last is None:

@@ -67,6 +67,8 @@ class PathFilter:
 
     def chooses(self, path: Path) -> bool:
         """Tells whether a path is chosen."""
+        if self._select is None and not self._exclude:
+            return True
         keys = shown(path).split("/")
         if any(_matches(keys, pattern) for _, pattern in self._exclude):
             return False

@@ -105,3 +105,29 @@ def test_only_what_is_chosen_is_saved(place: str) -> None:
     status = checkpoint.read(place)
     assert checkpoint.__holdfast_root__().b.d == [1, 5, 3]
     assert status.report.missing == ("b/d/1",)
+
+
+@pytest.mark.parametrize(("length", "fails"), [(150, False), (3000, True)])
+def test_long_chains_of_objects(place: str, length: int, fails: bool) -> None:
+    first = last = graph.Node(v=0)
+    for number in range(1, length):
+        last.next = graph.Node(v=number)
+        last = last.next
+    checkpoint = graph.Checkpoint(first=first)
+    if fails:
+        with pytest.raises(hf.UnsupportedLeafError, match=r"first/next.*nothing was written"):
+            checkpoint.write(place)
+        return
+    path = checkpoint.write(place)
+    last.v = -1
+    checkpoint.read(path).assert_consumed()
+    assert last.v == length - 1
+
+
+def test_a_long_chain_without_values(place: str) -> None:
+    first = last = graph.Node(v=0)
+    for _ in range(3000):
+        last.next = graph.Node()
+        last = last.next
+    checkpoint = graph.Checkpoint(first=first)
+    checkpoint.read(checkpoint.write(place)).assert_consumed()

@@ -404,3 +404,30 @@ def test_an_immutable_object_that_holds_itself(place: str) -> None:
     assert checkpoint.pair[0][0].tolist() == [1, 1]
     with pytest.raises(AssertionError, match="pair/0/1/0/0"):  # the old one is still in there, and cannot be reached
         status.assert_existing_objects_matched()
+
+
+def test_containers_of_nnx(place: str) -> None:
+    class Holder(nnx.Module):
+        def __init__(self, value: float) -> None:
+            self.blocks = nnx.List([nnx.Param(jnp.full(2, value)), nnx.Param(jnp.full(3, value))])
+            self.named = nnx.Dict(a=nnx.Param(jnp.full(4, value)))
+            self.raw = jnp.full(5, value)
+            self.pair = nnx.data((jnp.full(6, value), jnp.full(7, value)))
+            self.size = 3
+
+    live = Holder(1.0)
+    path = graph.Checkpoint(net=live).write(f"{place}/x")
+    shapes = {leaf.path: leaf.shape[0] for leaf in hf.describe(path)}
+    assert shapes == {
+        "net/blocks/0": 2,
+        "net/blocks/1": 3,
+        "net/named/a": 4,
+        "net/raw": 5,
+        "net/pair/0": 6,
+        "net/pair/1": 7,
+    }
+    other = Holder(0.0)
+    checkpoint = graph.Checkpoint(net=other)
+    checkpoint.read(path).assert_consumed()
+    for one, two in zip(jax.tree.leaves(nnx.state(other)), jax.tree.leaves(nnx.state(live)), strict=True):
+        np.testing.assert_array_equal(one, two)

@@ -217,6 +217,8 @@ def test_t09_interval(place: str) -> None:
 def test_t09_options_that_make_no_sense(place: str) -> None:
     with pytest.raises(hf.OptionError, match="step_counter"):
         graph.CheckpointManager(graph.Checkpoint(), place, 1, checkpoint_interval=2)
+    with pytest.raises(hf.OptionError, match="checkpoint_interval"):
+        graph.CheckpointManager(graph.Checkpoint(), place, 1, step_counter=graph.Value(), checkpoint_interval=0)
     with pytest.raises(hf.OptionError, match="max_to_keep"):
         graph.CheckpointManager(graph.Checkpoint(), place, 0)
     with pytest.raises(hf.OptionError, match="hours"):
