@@ -161,7 +161,7 @@ _HOMES = {
     "transformed": ("load_transformed",),
     "tree": ("Transform", "apply_transformations"),
 }
-_FRONTS = ("graph",)  # modules of the package with names of their own, found without an import of their own
+_FRONTS = ("components", "graph")  # modules of the package with names of their own, found without an import of their own
 _SUBMODULES = ("checkpoint_utils", "type_handlers")
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 

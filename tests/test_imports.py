@@ -29,7 +29,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("interop",),
     ("api", "inspection", "transformed"),
     ("graph",),
-    ("_package", "_graph"),
+    ("components",),
+    ("_package", "_graph", "_components"),
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 FRAMEWORKS = {"jax", "jaxlib", "torch", "flax", "optax", "lightning", "pytorch_lightning", "tensorstore"}

@@ -1,0 +1,32 @@
+"""Trees of components: saved into a directory each, restored whole or one by one, and made anew from there."""
+
+from __future__ import annotations
+
+from .building import build
+from .checkpointable import Checkpointable, Component
+from .description import Description
+from .names import component_path, written
+from .permissions import Permissions, allow, rename
+from .reading import SavedComponent, all_components, full_state, open_component
+from .report import ComponentReport
+from .restoring import restore
+from .saving import save
+
+__all__ = [
+    "Checkpointable",
+    "Component",
+    "ComponentReport",
+    "Description",
+    "Permissions",
+    "SavedComponent",
+    "all_components",
+    "allow",
+    "build",
+    "component_path",
+    "full_state",
+    "open_component",
+    "rename",
+    "restore",
+    "save",
+    "written",
+]

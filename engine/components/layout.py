@@ -1,0 +1,63 @@
+"""Where what lies in the directory of a tree of components, and the records that say so.
+
+The root's commit record has an item for every component: ``state`` for the root's own state, and the path of the
+component for all others (``learner/p0``, in the folder ``learner/p0/state``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..record import CheckpointRecord, ItemRecord
+from ..storage import Location
+from .names import OWN, Path
+
+METADATA = "metadata.json"
+"""What people read about a component; a copy of what is in its state's folder."""
+COMPONENT = "component.json"
+"""Name of the file in a state's folder that says what the component is and how it is made."""
+KIND = "pytree"
+
+__all__ = ["COMPONENT", "KIND", "METADATA", "OWN", "below", "folders_of", "item_name", "part_record", "parts_of"]
+
+
+def item_name(path: Path) -> str:
+    """Returns the name of a component's item in the record."""
+    return "/".join(path) or OWN
+
+
+def below(root: Location, path: Path) -> Location:
+    """Returns the directory of a component."""
+    return root / "/".join(path) if path else root
+
+
+def parts_of(record: CheckpointRecord) -> dict[Path, ItemRecord]:
+    """Returns the items of a record that are components, by their paths."""
+    found = {}
+    for name, item in record.items.items():
+        path = () if name == OWN else tuple(name.split("/"))
+        parent, _, folder = item.folder.rpartition("/")
+        in_place = parent == "/".join(path) and (folder == OWN or folder.startswith(f"{OWN}."))
+        if in_place and item.kind == KIND and COMPONENT in item.files:
+            found[path] = item
+    return found
+
+
+def folders_of(record: CheckpointRecord) -> list[str]:
+    """Returns the folders of all items."""
+    return [item.folder for item in record.items.values()]
+
+
+def part_record(record: CheckpointRecord, path: Path) -> CheckpointRecord:
+    """Returns the record of a part: what the whole says of it and of what is below it.
+
+    Args:
+        record: The record of the whole.
+        path: The part's path.
+    """
+    items = {
+        item_name(other[len(path) :]): replace(item, folder=item.folder.removeprefix("/".join(path) + "/"))
+        for other, item in parts_of(record).items()
+        if other[: len(path)] == path
+    }
+    return replace(record, items=items, replaced=())

@@ -1,0 +1,169 @@
+"""The tree of components of a running program: which there are, and what each of them is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import OptionError
+from ..graph.flax_objects import is_nnx_object, nnx_children
+from ..graph.torch_objects import is_module
+from .names import Path, named_path
+from .recipes import CtorArguments
+
+RECIPE = "_holdfast_recipe"
+"""Name of the attribute that the arguments of the constructor are kept in."""
+_DEPTH = 8  # containers inside containers that are searched for components
+
+
+@dataclass(slots=True, eq=False)
+class LiveComponent:
+    """A component of the program.
+
+    Attributes:
+        value: The object.
+        path: Its path from the root.
+        name: What the component above calls it; ``""`` for the root.
+        children: Its own components.
+        same: Components of other names that are the same object as one elsewhere in the tree: that one's path.
+    """
+
+    value: Any
+    path: Path
+    name: str = ""
+    children: list[LiveComponent] = field(default_factory=list)
+    same: dict[Path, Path] = field(default_factory=dict)
+
+    def walk(self) -> Iterator[LiveComponent]:
+        """Generates this component and all below it, those above first."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+    def relative(self, child: LiveComponent) -> Path:
+        """Returns the path of a component below this one, seen from here."""
+        return child.path[len(self.path) :]
+
+
+def live_tree(root: Any) -> LiveComponent:
+    """Finds all components below one, the nearest first; each object is found once.
+
+    Args:
+        root: Where to begin.
+
+    Raises:
+        OptionError: A component has two of the same name, or one that is no name.
+    """
+    start = LiveComponent(root, ())
+    seen = {id(root): start}
+    queue = [start]
+    for owner in queue:
+        taken: set[Path] = set()
+        for name, value in components_of(owner.value):
+            below = named_path(name, owner.value)
+            if below in taken or any(_nested(below, other) for other in taken):
+                raise OptionError(
+                    f"{type(owner.value).__qualname__} has two components called {name!r}, or one inside the other; "
+                    "every component needs a name of its own"
+                )
+            taken.add(below)
+            path = (*owner.path, *below)
+            known = seen.get(id(value))
+            if known is not None:
+                owner.same[path] = known.path
+                continue
+            child = seen[id(value)] = LiveComponent(value, path, name)
+            owner.children.append(child)
+            queue.append(child)
+    return start
+
+
+def _nested(one: Path, other: Path) -> bool:
+    # "a" beside "a/b" would be two owners of one directory.
+    return one[: len(other)] == other or other[: len(one)] == one
+
+
+def components_of(value: Any) -> list[tuple[str, Any]]:
+    """Returns the components of an object by name, as it tells them itself; none if it cannot tell.
+
+    Args:
+        value: Any object.
+    """
+    method = getattr(value, "get_checkpointable_components", None)
+    if not callable(method) or isinstance(value, type):
+        return []
+    found = method()
+    pairs = list(found.items()) if isinstance(found, dict) else list(found)
+    for pair in pairs:
+        if not isinstance(pair, Sequence) or len(pair) != 2:
+            raise OptionError(
+                f"{type(value).__qualname__}.get_checkpointable_components() must return pairs of name and component, "
+                f"found {pair!r:.80}"
+            )
+    return [(name, child) for name, child in pairs]
+
+
+def is_component(value: Any) -> bool:
+    """Whether an object is a component by its own methods: it has a state, and can tell what is below it."""
+    return not isinstance(value, type) and all(
+        callable(getattr(value, name, None)) for name in ("get_state", "set_state", "get_checkpointable_components")
+    )
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Returns the attributes of an object that belong to its state.
+
+    Args:
+        value: Any object; what its class lists in ``__untracked__`` is left out.
+    """
+    left_out = {name for kind in type(value).__mro__ for name in getattr(kind, "__untracked__", ())}
+    return {
+        name: child
+        for name, child in getattr(value, "__dict__", {}).items()
+        if name not in left_out and not isinstance(child, CtorArguments)
+    }
+
+
+def discovered(value: Any) -> list[tuple[str, Any]]:
+    """Finds components among an object's attributes, also in lists, tuples, dictionaries and containers of torch.
+
+    Args:
+        value: Any object.
+
+    Returns:
+        The components by path: attributes by their name, elements by their key below that.
+    """
+    found: list[tuple[str, Any]] = []
+    attributes = attributes_of(value)
+    if is_module(value):
+        attributes = {**attributes, **value._modules}
+    for name, child in attributes.items():
+        _discover((str(name),), child, found, 0)
+    return found
+
+
+def _discover(keys: tuple[str, ...], value: Any, found: list[tuple[str, Any]], depth: int) -> None:
+    if is_component(value):
+        found.append(("/".join(keys), value))
+        return
+    if depth < _DEPTH:
+        for key, child in _elements(value):
+            _discover((*keys, str(key)), child, found, depth + 1)
+
+
+def _elements(value: Any) -> Sequence[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        return [(key, child) for key, child in value.items() if isinstance(key, str | int) and key != ""]
+    if isinstance(value, list | tuple):
+        return list(enumerate(value))
+    if is_module(value):  # a ModuleDict, a ModuleList, or a module that is no component
+        return [(key, child) for key, child in value._modules.items() if child is not None]
+    return nnx_children(value) if is_nnx_object(value) else []
+
+
+def holds_component(value: Any, depth: int = 0) -> bool:
+    """Whether there is a component somewhere in a container."""
+    return depth < _DEPTH and any(
+        is_component(child) or holds_component(child, depth + 1) for _, child in _elements(value)
+    )

@@ -1,0 +1,215 @@
+"""How a tree of components comes into being at a path, and how it replaces another: one commit for all of it.
+
+The record at the root decides. Every part's directory has a record of its own besides, which says the same of that
+part, so that it can be loaded, verified and copied alone. Those records are derived: they go before the root's record
+changes, and come back after, so that one that is there never disagrees with the root's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+
+from ..commit import read_record, sweep, write_record
+from ..errors import (
+    CheckpointExistsError,
+    DamagedCheckpointError,
+    FormatVersionError,
+    InvalidLocationError,
+    StorageConflictError,
+    StorageError,
+)
+from ..record import DELETED, PARTIAL, RECORD, CheckpointRecord
+from ..storage import Location
+from .layout import METADATA, OWN, below, folders_of, part_record, parts_of
+from .names import Path
+
+_logger = logging.getLogger("holdfast")
+
+
+class PendingTree:
+    """A tree of components that is being written and does not exist yet.
+
+    Args:
+        root: Its directory.
+        parts: The paths of all components, the root's own, ``()``, among them.
+        overwrite: Whether a tree of components that is there may be replaced.
+
+    Raises:
+        CheckpointExistsError: Something is there that must not be replaced.
+
+    Attributes:
+        folders: The folder of every component's state.
+    """
+
+    def __init__(self, root: Location, parts: Iterable[Path], *, overwrite: bool) -> None:
+        self.root = root
+        if root.is_local and root.exists() and not root.is_directory():
+            raise CheckpointExistsError(f"{root}: a file is there; choose another path")
+        self._token = uuid.uuid4().hex
+        self._old = self._replaceable(overwrite)
+        taken = {*(() if self._old is None else folders_of(self._old))}
+        self.folders: dict[Path, Location] = {}
+        for path in parts:
+            own = "/".join((*path, OWN))
+            self.folders[path] = root / (f"{own}.{self._token[:8]}" if own in taken else own)
+        self._begun = False
+
+    def begin(self) -> None:
+        """Makes the folders, and marks the root so that a crash leaves nothing unexplained."""
+        self._begun = True
+        self.root.make_directory()
+        folders = ["/".join((*path, folder.name)) for path, folder in self.folders.items()]
+        marker = json.dumps({"format": "holdfast", "token": self._token, "folders": folders})
+        (self.root / PARTIAL).write_bytes(marker.encode(), atomic=False)
+        for folder in self.folders.values():
+            folder.make_directory(sync=False)
+
+    def commit(self, record: CheckpointRecord, metadata: Mapping[Path, bytes]) -> None:
+        """Makes the tree exist; the folders must be durable.
+
+        Args:
+            record: What it holds.
+            metadata: For every component what people read about it.
+        """
+        if _marker(self.root).get("token") != self._token:
+            raise StorageConflictError(
+                f"{self.root}: another save to the same path has begun since; only one at a time can be committed"
+            )
+        for path in sorted(self.folders, key=len, reverse=True):
+            below(self.root, path).sync_directory()
+        self._sync_between()
+        self.root.parent.sync_directory()
+        if self._old is not None:
+            self._remove_derived(self._old)
+            replaced = set(folders_of(self._old)) - set(folders_of(record))
+            record = dataclasses.replace(record, replaced=tuple(sorted(replaced)))
+        write_record(self.root, record)
+        for path in self.folders:
+            if path:
+                write_record(below(self.root, path), part_record(record, path))
+            (below(self.root, path) / METADATA).write_bytes(metadata[path])
+        with _leftover(self.root):
+            self._tidy(record)
+            (self.root / DELETED).remove()
+            (self.root / PARTIAL).remove()
+
+    def abort(self) -> None:
+        """Removes what was written; the tree that was to be replaced, if any, stays as it was."""
+        if not self._begun:
+            return
+        with _leftover(self.root):
+            names = {entry.name for entry in self.root.entries()}
+            if RECORD not in names:
+                self.root.remove_tree(last=PARTIAL)
+                return
+            record = read_record(self.root)
+            live = set(folders_of(record))
+            for path, folder in self.folders.items():
+                if "/".join((*path, folder.name)) not in live:
+                    folder.remove_tree()
+            _repair(self.root, record)
+            for path in sorted(set(self.folders) - set(parts_of(record)), key=len, reverse=True):
+                _remove_if_empty(below(self.root, path))
+            (self.root / PARTIAL).remove()
+
+    def _replaceable(self, overwrite: bool) -> CheckpointRecord | None:
+        names = self._old_names()
+        if RECORD not in names:
+            if names and not {PARTIAL, DELETED} & names:
+                raise CheckpointExistsError(
+                    f"{self.root}: the directory is not empty and is not a checkpoint (it holds {min(names)!r}); "
+                    "choose another path"
+                )
+            sweep(self.root)
+            return None
+        if not overwrite:
+            raise CheckpointExistsError(
+                f"{self.root}: a checkpoint is there already; choose another path, or replace it with overwrite=True"
+            )
+        record = read_record(self.root)
+        if parts_of(record).keys() != set(map(_path_of, record.items)):
+            raise CheckpointExistsError(f"{self.root}: the checkpoint there is none of components; choose another path")
+        if {PARTIAL, DELETED} & names:
+            self._sweep(record)
+        return record
+
+    def _old_names(self) -> set[str]:
+        return {entry.name for entry in self.root.entries()}
+
+    def _sweep(self, record: CheckpointRecord) -> None:
+        """Removes what an interrupted save has left beside a tree, and completes what it had not."""
+        live = set(folders_of(record))
+        left = _marker(self.root).get("folders")
+        for folder in [*(left if isinstance(left, list) else ()), *record.replaced]:
+            with contextlib.suppress(InvalidLocationError):
+                if isinstance(folder, str) and _is_own(folder) and folder not in live:
+                    (self.root / folder).remove_tree()
+        _repair(self.root, record)
+
+    def _sync_between(self) -> None:
+        """Makes the names of directories durable that lie between two components."""
+        between = {path[:length] for path in self.folders for length in range(1, len(path))}
+        for path in sorted(between - self.folders.keys(), key=len, reverse=True):
+            below(self.root, path).sync_directory()
+        self.root.sync_directory()
+
+    def _remove_derived(self, record: CheckpointRecord) -> None:
+        for path in parts_of(record):
+            if path:
+                (below(self.root, path) / RECORD).remove()
+
+    def _tidy(self, record: CheckpointRecord) -> None:
+        """Removes what the tree has replaced, and directories of components that are gone."""
+        if self._old is None:
+            return
+        for folder in set(folders_of(self._old)) - set(folders_of(record)):
+            (self.root / folder).remove_tree()
+        for path in sorted(set(parts_of(self._old)) - set(parts_of(record)), key=len, reverse=True):
+            place = below(self.root, path)
+            (place / METADATA).remove()
+            for length in range(len(path), 0, -1):
+                _remove_if_empty(below(self.root, path[:length]))
+
+
+def _repair(root: Location, record: CheckpointRecord) -> None:
+    """Writes the records of parts that are missing."""
+    for path in parts_of(record):
+        place = below(root, path)
+        if path and not (place / RECORD).exists():
+            write_record(place, part_record(record, path))
+
+
+def _remove_if_empty(place: Location) -> None:
+    if place.is_local and place.is_directory() and not place.entries():
+        place.remove_tree()
+
+
+def _is_own(folder: str) -> bool:
+    name = folder.rpartition("/")[2]
+    return name == OWN or name.startswith(f"{OWN}.")
+
+
+def _path_of(item: str) -> Path:
+    return () if item == OWN else tuple(item.split("/"))
+
+
+def _marker(root: Location) -> dict[str, object]:
+    try:
+        found = json.loads((root / PARTIAL).read_bytes(limit=1 << 24))
+    except (StorageError, DamagedCheckpointError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@contextlib.contextmanager
+def _leftover(root: Location) -> Iterator[None]:
+    """Tidying up after the fact must not turn a success, or the real error, into another error."""
+    try:
+        yield
+    except (StorageError, DamagedCheckpointError, FormatVersionError) as error:
+        _logger.warning("%s: could not tidy up, the next save will: %s", root, error)

@@ -1,0 +1,188 @@
+"""A saved tree of components, opened for reading: the whole of it, or one part by its own directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any, Protocol
+
+from ..checkpointer import Place
+from ..commit import read_record
+from ..errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    FormatVersionError,
+    ObjectNotFoundError,
+    StorageError,
+)
+from ..format import DOCUMENT_LIMIT, crc32c
+from ..item import TreeReader, load_tree
+from ..record import RECORD, CheckpointRecord
+from ..storage import Location, as_location
+from ..tree import LeafRequest, collection_paused
+from .description import Description
+from .layout import COMPONENT, below, part_record, parts_of
+from .names import Path, written
+
+_LEVELS = 32  # directories above a path that are searched for the tree it belongs to
+_FRAMEWORKS = {"jax": "jax", "torch": "torch", "key": "jax"}
+
+
+class SavedComponent(Protocol):
+    """A component in a checkpoint, whatever wrote it."""
+
+    @property
+    def location(self) -> Location:
+        """Its directory."""
+        ...
+
+    @property
+    def path(self) -> Path:
+        """Its path from where the checkpoint was opened."""
+        ...
+
+    @property
+    def description(self) -> Description:
+        """What is said of it."""
+        ...
+
+    @property
+    def children(self) -> Mapping[Path, SavedComponent]:
+        """The components below it by their paths from it."""
+        ...
+
+    def state(self) -> Any:
+        """Reads its own state, without those of the components below.
+
+        Raises:
+            DamagedCheckpointError: It does not verify.
+        """
+        ...
+
+
+class NativeComponent:
+    """A component that holdfast wrote.
+
+    Args:
+        root: Where the checkpoint was opened.
+        record: What is known of it.
+        path: The component's path from there.
+
+    Raises:
+        DamagedCheckpointError: What describes it does not verify.
+        FormatVersionError: A newer version of holdfast wrote it.
+    """
+
+    def __init__(self, root: Location, record: CheckpointRecord, path: Path = ()) -> None:
+        self._root = root
+        self._record = record
+        self.path = path
+        self.location = below(root, path)
+        self._item = parts_of(record)[path]
+        self._folder = root / self._item.folder
+        self.description = self._describe()
+
+    @cached_property
+    def children(self) -> Mapping[Path, SavedComponent]:
+        """The components below it by their paths from it."""
+        known = parts_of(self._record)
+        found: dict[Path, SavedComponent] = {}
+        for path in self.description.components:
+            if (*self.path, *path) not in known:
+                raise DamagedCheckpointError(
+                    f"{self.location}: its component {written(path)} is not in the commit record"
+                )
+            found[path] = NativeComponent(self._root, self._record, (*self.path, *path))
+        return found
+
+    def state(self) -> Any:
+        """Reads its own state; arrays are of the libraries that they were saved from."""
+        with collection_paused():
+            reader = TreeReader(self._folder, self._item.files)
+            requests = {
+                leaf.name: LeafRequest(kind=_FRAMEWORKS[leaf.saved.kind])
+                for leaf in reader.leaves
+                if leaf.saved.kind in _FRAMEWORKS
+            }
+            return load_tree(reader, requests=requests)
+
+    def _describe(self) -> Description:
+        place = self._folder / COMPONENT
+        known = self._item.files[COMPONENT]
+        try:
+            content = place.read_bytes(limit=min(DOCUMENT_LIMIT, known.size))
+        except ObjectNotFoundError as error:
+            raise DamagedCheckpointError(f"{place} is missing: the checkpoint is not whole") from error
+        if len(content) != known.size or crc32c(content) != known.crc32c:
+            raise DamagedCheckpointError(f"{place} is not what was saved: its size or checksum differs")
+        return Description.decode(content, source=str(place))
+
+
+def open_component(path: Place) -> SavedComponent:
+    """Opens what was saved at a path: a tree of components, or one of its parts by its directory.
+
+    Args:
+        path: The directory. One that RLlib wrote will do, too.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        DamagedCheckpointError: It does not verify.
+        FormatVersionError: A newer version of holdfast wrote it.
+    """
+    location = as_location(path)
+    if (location / RECORD).exists():
+        record = read_record(location)
+        if () not in parts_of(record):
+            raise CheckpointNotFoundError(
+                f"{location}: the checkpoint here is none of components; read it with hf.load, or restore it with "
+                f"what saved it. Its items are {', '.join(sorted(record.items))}"
+            )
+        return NativeComponent(location, record)
+    return _part_of_a_whole(location)
+
+
+def _part_of_a_whole(location: Location) -> SavedComponent:
+    """Opens a part whose own record is missing, by the record of what it is part of."""
+    names: list[str] = []
+    place = location
+    for _ in range(_LEVELS):
+        names.insert(0, place.name)
+        if place.parent == place or not place.name:
+            break
+        place = place.parent
+        try:
+            record = read_record(place)
+        except (CheckpointNotFoundError, StorageError, FormatVersionError):
+            continue
+        path = tuple(names)
+        known = parts_of(record)
+        if path in known:
+            return NativeComponent(location, part_record(record, path))
+        inside = [written(other) for other in known if other[: len(path)] == path]
+        more = f"; below it are {', '.join(inside)}" if inside else ""
+        raise CheckpointNotFoundError(f"{location}: {place} has no such component{more}; it has {_names(known)}")
+    raise CheckpointNotFoundError(
+        f"{location}: there is no tree of components here"
+        + ("" if location.exists() else "; there is nothing at this path")
+    )
+
+
+def _names(known: Mapping[Path, Any]) -> str:
+    return ", ".join(written(path) for path in known if path) or "none but itself"
+
+
+def all_components(component: SavedComponent) -> Iterator[SavedComponent]:
+    """Generates a component and all below it, those above first."""
+    yield component
+    for child in component.children.values():
+        yield from all_components(child)
+
+
+def full_state(component: SavedComponent) -> Any:
+    """Reads the state of a component with those of all below it, as ``get_state`` returns it."""
+    state = component.state()
+    for path, child in component.children.items():
+        if not isinstance(state, dict):
+            raise DamagedCheckpointError(f"{component.location}: its state is no dictionary, but it has components")
+        state[written(path)] = full_state(child)
+    return state
