@@ -144,7 +144,7 @@ def dtypes(folder: Path) -> None:
         "empty": tf.zeros([0, 3]),
         "empty_text": tf.zeros([0], tf.string),
         "text": tf.constant("größe"),
-        "texts": tf.constant([["a", "bb", ""], ["x" * 200, "\x00\x01", "\xff"]]),
+        "texts": tf.constant([[b"a", b"bb", b""], [b"x" * 200, b"\x00\x01", b"\xff"]]),
         "texts_ending_in_zeros": tf.constant(["a\0", "\0", "b"]),
         "blank_texts": tf.constant(["", ""]),
     }
