@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..engine.errors import HoldfastError
-from . import schema
+from . import schema, self_play_schema
 
 if TYPE_CHECKING:
     from .context import Outcome, RunContext
@@ -80,6 +80,13 @@ RECIPES = {
             schema.LightningDigits,
             "lightning",
             ("sklearn", "tqdm", "torch", "lightning"),
+        ),
+        Recipe(
+            "self_play",
+            "two torch policies that learn a board game by playing against each other",
+            self_play_schema.SelfPlay,
+            "lightning",
+            ("tqdm", "torch"),
         ),
     )
 }

@@ -258,7 +258,7 @@ def test_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     text = output_of(capsys, "recipes")
     found = json.loads(output_of(capsys, "recipes", "--json"))["recipes"]
 
-    assert [recipe["name"] for recipe in found] == ["flax_digits", "flax_text", "lightning_digits"]
+    assert [recipe["name"] for recipe in found] == ["flax_digits", "flax_text", "lightning_digits", "self_play"]
     assert all(recipe["name"] in text for recipe in found)
     assert list(found[0]) == ["name", "summary", "config", "missing", "install"]
 

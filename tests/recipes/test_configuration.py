@@ -181,10 +181,13 @@ def test_all_problems_are_listed_in_the_order_of_the_file(tmp_path: Path) -> Non
     [
         ("", "FILE: expected a section with keys, the first of them recipe, found nothing"),
         ("- a\n- b\n", "FILE: expected a section with keys, the first of them recipe, found the list ['a', 'b']"),
-        ("seed: 3\n", "FILE: recipe: the key is missing; expected one of flax_digits, flax_text, lightning_digits"),
+        (
+            "seed: 3\n",
+            "FILE: recipe: the key is missing; expected one of flax_digits, flax_text, lightning_digits, self_play",
+        ),
         (
             "\nrecipe: flax_digit\n",
-            "FILE:2: recipe: expected one of flax_digits, flax_text, lightning_digits, found the text "
+            "FILE:2: recipe: expected one of flax_digits, flax_text, lightning_digits, self_play, found the text "
             '"flax_digit"; did you mean "flax_digits"?',
         ),
         ("recipe: flax_digits\nname: [a\n", "FILE:3: this is not YAML: "),
@@ -369,7 +372,7 @@ def test_a_file_goes_before_a_bundled_name(tmp_path: Path, monkeypatch: pytest.M
         (
             "/nowhere/else.yaml",
             "/nowhere/else.yaml: no such file, and no configuration of this name comes with holdfast; "
-            "bundled: flax_digits, flax_text, lightning_digits",
+            "bundled: flax_digits, flax_text, lightning_digits, self_play",
         ),
     ],
 )

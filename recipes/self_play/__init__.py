@@ -1,0 +1,64 @@
+"""Self-play: two torch policies learn a board game by playing against each other.
+
+Everything that training depends on is one tree of components, a :class:`~.trainer.Trainer`. Its checkpoints are
+therefore good for more than resuming: a policy can be taken from them alone, and another put into its place.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from ..context import Outcome, RunContext
+from ..self_play_schema import SelfPlay, SelfPlaySwap
+from .checkpoints import TrainerCheckpoints
+from .game import Rules
+from .policy import Policy
+from .trainer import Trainer
+
+__all__ = ["Policy", "Rules", "Trainer", "new_trainer", "run"]
+
+logger = logging.getLogger("holdfast.recipes")
+
+
+def new_trainer(config: SelfPlay) -> Trainer:
+    """Returns the trainer of a configuration, before the first update."""
+    game = config.game
+    return Trainer(
+        Rules(game.rows, game.columns, game.connect).as_kwargs(),
+        config.model.hidden,
+        learning_rate=config.optimizer.learning_rate,
+        entropy=config.optimizer.entropy,
+        games=game.batch_size,
+        explore=game.explore,
+        seed=config.seed,
+    )
+
+
+def run(config: SelfPlay, context: RunContext) -> Outcome:
+    """Trains from the newest checkpoint, or from the beginning."""
+    total, interval = config.train.steps, config.train.eval_interval_steps
+    torch.set_num_threads(1)  # networks as small as these gain nothing from more
+    trainer = new_trainer(config)
+    stopped = False
+    with TrainerCheckpoints(context.checkpoints, trainer, **context.callback_arguments) as checkpoints:
+        checkpoints.resume()
+        start = trainer.step
+        with context.progress(start, total) as progress:
+            while trainer.step < total and not stopped:
+                if trainer.step == config.swap.at_step:
+                    swap(trainer, config.swap)
+                metrics = trainer.train_step()
+                if trainer.step % interval == 0 or trainer.step == total:
+                    metrics |= trainer.evaluate()
+                progress.update(trainer.step, metrics)
+                stopped = checkpoints.on_step(metrics)
+    return Outcome(start=start, step=trainer.step, preempted=stopped and trainer.step < total)
+
+
+def swap(trainer: Trainer, section: SelfPlaySwap) -> None:
+    """Gives a policy the weights of one from another checkpoint; all else in the trainer stays as it is."""
+    if section.path is not None:
+        trainer.restore_from_path(section.path, component=f"learner/policies/{section.policy}")
+        logger.info("step %d: %s goes on as the policy of %s", trainer.step, section.policy, section.path)

@@ -1,0 +1,123 @@
+"""The checkpoints of a trainer: when to save it, where it goes on, and how it ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from ...engine.checkpointer import AsyncCheckpointer, Place
+from ...engine.errors import CheckpointExistsError, CheckpointNotFoundError
+from ...engine.interop.places import find_checkpoint
+from ...engine.manager import CheckpointManager
+from ...engine.storage import Location, as_location
+from ...integrations.options import CallbackOptions
+from ...integrations.preemption import PreemptionSignal
+from .handler import ComponentCheckpointHandler
+from .trainer import Trainer
+
+logger = logging.getLogger("holdfast.recipes")
+
+ITEM = "trainer"
+"""The name of the item in the checkpoints, and of its folder in the directory of a step."""
+
+
+class TrainerCheckpoints:
+    """Saves a trainer after its updates, keeps the right checkpoints, and brings it back where it was.
+
+    Args:
+        directory: Where the checkpoints go: a path or a URL.
+        trainer: What to save and restore.
+        **arguments: When to save, what to keep and whether to resume, as for :class:`CallbackOptions`.
+    """
+
+    def __init__(self, directory: Place, trainer: Trainer, **arguments: Any) -> None:
+        self._options = CallbackOptions(**arguments)
+        self._trainer = trainer
+        self._metrics: Mapping[str, float] = {}
+        self._manager = CheckpointManager(
+            directory, {ITEM: AsyncCheckpointer(ComponentCheckpointHandler())}, self._options.manager_options()
+        )
+        self._preemption = PreemptionSignal()
+
+    def resume(self) -> None:
+        """Restores the newest whole checkpoint; without any, takes the weights of ``init_from`` if that is given.
+
+        Raises:
+            CheckpointNotFoundError: ``resume="must"``, and there is no checkpoint.
+            CheckpointExistsError: ``resume="never"``, and there are checkpoints.
+            TreeMismatchError: The checkpoint is one of another trainer.
+            OwnershipError: Another live run writes to the directory.
+        """
+        manager, resume = self._manager, self._options.resume
+        manager.acquire()
+        if resume == "never" and manager.all_steps():
+            raise CheckpointExistsError(f"resume='never', but {manager.directory} holds checkpoints")
+        restored = manager.restore_latest({ITEM: self._trainer})
+        if restored is not None:
+            logger.info("resumed from step %d in %s", restored.step, manager.directory)
+            return
+        if resume == "must":
+            raise CheckpointNotFoundError(f"resume='must', but there is no checkpoint in {manager.directory}")
+        logger.info("started fresh: no checkpoint in %s", manager.directory)
+        if self._options.init_from is not None:
+            place = policies_at(self._options.init_from)
+            self._trainer.restore_from_path(place, component="learner/policies")
+            logger.info("took the weights from %s", place)
+
+    def on_step(self, metrics: Mapping[str, float]) -> bool:
+        """Tells that an update is done; saves if a save is due, or if the process was asked to end.
+
+        Args:
+            metrics: What is known about the step.
+
+        Returns:
+            Whether to stop: the step is saved then.
+        """
+        self._metrics = metrics
+        decision = self._manager.decide(self._trainer.step, metrics=metrics)
+        stop = self._preemption.reached(self._trainer.step)
+        if decision.save or stop:
+            self._save("preempted" if stop else decision.reason)
+        if stop:
+            self._manager.wait_until_finished()
+            logger.info("preempted: step %d is saved in %s; stopping", self._trainer.step, self._manager.directory)
+        return stop
+
+    def _save(self, reason: str) -> None:
+        self._manager.save(self._trainer.step, {ITEM: self._trainer}, metrics=self._metrics, force=True, reason=reason)
+
+    def __enter__(self) -> Self:
+        self._preemption.install()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Saves the last step if that is not done yet, unless an error has ended the loop."""
+        step = self._trainer.step
+        try:
+            if error is None and step and self._options.save_at_end and step not in self._manager.all_steps():
+                self._save("at the end")
+        finally:
+            self._preemption.restore()
+            self._manager.close()
+
+
+def policies_at(place: Place) -> Location:
+    """Finds the policies in another checkpoint.
+
+    Args:
+        place: A directory of steps, one step, the directory of a trainer, or that of policies.
+
+    Returns:
+        The directory of the policies.
+    """
+    found = as_location(place)
+    if not (found / "component.json").exists():
+        found = find_checkpoint(found, None)
+    for below in (f"{ITEM}/learner/policies", "learner/policies"):
+        if (found / below).is_directory():
+            return found / below
+    return found
