@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from .engine.interop.conversion import Conversion as Conversion
     from .engine.interop.conversion import export_checkpoint as export_checkpoint
     from .engine.interop.conversion import import_checkpoint as import_checkpoint
+    from .engine.interop.orbax_export import add_orbax_metadata as add_orbax_metadata
     from .engine.item import AggregateHandler as AggregateHandler
     from .engine.item import Layout as Layout
     from .engine.item import LeafMetadata as LeafMetadata
@@ -152,6 +153,7 @@ _HOMES = {
         "verify",
     ),
     "interop.conversion": ("Conversion", "export_checkpoint", "import_checkpoint"),
+    "interop.orbax_export": ("add_orbax_metadata",),
     "item": ("AggregateHandler", "Layout", "LeafMetadata", "MsgpackHandler", "Problem"),
     "manager": ("CheckpointManager",),
     "options": ("CheckpointManagerOptions",),
