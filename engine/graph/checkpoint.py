@@ -250,7 +250,8 @@ class Checkpoint(Node):
         """Takes what is attached for a save, after whatever could still be restored has been."""
         pending: list[str] = []
         for place, restoration in enumerate(self._holdfast_restorations):
-            restoration.advance()
+            if restoration.outcome.unrestored():
+                restoration.advance()
             if not restoration.outcome.partial:
                 later = [other.wanted() for other in self._holdfast_restorations[place + 1 :]]
                 left = [
@@ -272,9 +273,10 @@ class Checkpoint(Node):
         told = {**found.skipped, **found.notes}
         for path, reason in told.items():
             if self._holdfast_told.get(path) != reason:
-                level = logging.WARNING if path in found.skipped else logging.INFO
-                what = "is not saved: it" if path in found.skipped else "is saved; it"
-                _logger.log(level, "%s %s %s", shown(path), what, reason)
+                if path in found.skipped:
+                    _logger.warning("%s: not saved: %s", shown(path), reason)
+                else:
+                    _logger.info("%s: %s", shown(path), reason)
         object.__setattr__(self, "_holdfast_told", told)
         return found
 

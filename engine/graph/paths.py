@@ -80,6 +80,8 @@ class PathFilter:
         Raises:
             TreeMismatchError: One matches none of the paths.
         """
+        if self._select is None and not self._exclude:
+            return
         every = [shown(path) for path in paths]
         keys = [path.split("/") for path in every]
         for text, pattern in [*(self._select or ()), *self._exclude]:
