@@ -121,7 +121,7 @@ def _load_item(checkpoint: CheckpointSource, name: str, like: Any, select: Selec
         return checkpoint.value(name)
     if isinstance(checkpoint, NativeCheckpoint):
         saved = checkpoint.parts[name]
-        kwargs = {} if select is None else {"select": select}
+        kwargs: dict[str, Any] = {} if select is None else {"select": select}
         return PyTreeCheckpointHandler().restore(checkpoint.location / saved.folder, like, files=saved.files, **kwargs)
     with collection_paused():
         source = under_template(checkpoint.tree(name), like)
