@@ -132,21 +132,23 @@ def _export(checkpoint: CheckpointSource, target: Location, item: str | None, *,
     trees = {name: checkpoint.tree(name) for name, kind in wanted.items() if kind == TREE}
     plans = {name: plan_orbax(tree, in_place=False) for name, tree in trees.items()}
     values = {name: checkpoint.value(name) for name, kind in wanted.items() if kind == JSON}
+    # Items of which every process has its own are called loader/0, which is no name of an item of Orbax.
+    places = {name: _ONLY_ITEM if managed and len(wanted) == 1 else name.replace("/", "_") for name in wanted}
+    if len(set(places.values())) != len(places):
+        raise OptionError(f"{checkpoint.location}: two items would get the same name; name the item to export")
     with _finished(target) as folder:
         if not managed and len(plans) == 1 and not values:
             ((name, plan),) = plans.items()
             _write_tree(folder, trees[name], plan)
             _write_files(folder, checkpoint_document(TREE_HANDLER, checkpoint.time))
             return
-        only = managed and len(wanted) == 1
         handlers: dict[str, str] = {}
         for name, plan in plans.items():
-            place = _ONLY_ITEM if only else name
-            _write_tree(folder / place, trees[name], plan)
-            handlers[place] = TREE_HANDLER
+            _write_tree(folder / places[name], trees[name], plan)
+            handlers[places[name]] = TREE_HANDLER
         for name, value in values.items():
-            _write_files(folder, {f"{_ONLY_ITEM if only else name}/metadata": json_file(value)})
-            handlers[_ONLY_ITEM if only else name] = JSON_HANDLER
+            _write_files(folder, {f"{places[name]}/metadata": json_file(value)})
+            handlers[places[name]] = JSON_HANDLER
         if checkpoint.metrics is not None and _METRICS not in handlers:
             _write_files(folder, {f"{_METRICS}/{_METRICS}": json_file(checkpoint.metrics)})
             handlers[_METRICS] = JSON_HANDLER

@@ -313,3 +313,20 @@ def test_compressed_and_aggregated_leaves(tmp_path: Path) -> None:
     with ocp.StandardCheckpointer() as checkpointer:
         found = checkpointer.restore(copied(tmp_path / "aggregated", tmp_path / "theirs"))
     assert found["w"].tolist() == [1, 1, 1]
+
+
+def test_what_each_process_has_of_its_own(tmp_path: Path) -> None:
+    checkpointers = {
+        "model": hf.Checkpointer(hf.PyTreeCheckpointHandler()),
+        "loader": hf.Checkpointer(hf.PerProcessCheckpointHandler()),
+    }
+    with hf.CheckpointManager(tmp_path / "ours", checkpointers) as manager:
+        manager.save(1, {"model": {"w": np.ones(3)}, "loader": {"place": 5}})
+    export_orbax(tmp_path / "ours", tmp_path / "theirs")
+    assert hf.load(tmp_path / "theirs", item="loader_0") == {"place": 5}
+    with ocp.CheckpointManager(tmp_path / "theirs") as manager:
+        found = manager.restore(1, args=ocp.args.Composite(loader_0=ocp.args.StandardRestore()))
+    assert found["loader_0"] == {"place": 5}
+    add_orbax_metadata(tmp_path / "ours")  # for what is no process's own
+    with ocp.StandardCheckpointer() as checkpointer:
+        assert checkpointer.restore(tmp_path / "ours" / "1" / "model")["w"].tolist() == [1, 1, 1]
