@@ -1,0 +1,81 @@
+"""Checkpoints of TensorFlow as graphs of objects: what TensorFlow saw in them, and restored into torch and nnx."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from holdfast import graph
+
+FIXTURES = Path(__file__).parents[1] / "interop" / "tensorflow"
+SEEN: dict[str, Any] = json.loads((FIXTURES / "seen.json").read_text(encoding="utf-8"))
+WITH_GRAPHS = sorted(prefix for prefix, seen in SEEN.items() if seen.get("nodes"))
+
+
+def display(name: str) -> str:
+    """Writes the name of an edge as paths show it."""
+    return name.replace("%", "%25").replace("/", "%2F")
+
+
+def paths_of(nodes: list[dict[str, Any]]) -> dict[int, str]:
+    """Gives the shortest path to every object."""
+    found = {0: ""}
+    queue = [0]
+    for number in queue:
+        for name, child in nodes[number]["children"].items():
+            if child not in found:
+                found[child] = f"{found[number]}/{display(name)}".lstrip("/")
+                queue.append(child)
+    return found
+
+
+@pytest.mark.parametrize("prefix", WITH_GRAPHS)
+def test_t27_foreign_bundles(prefix: str) -> None:
+    reader = graph.load_checkpoint(FIXTURES / prefix)
+    nodes, variables = SEEN[prefix]["nodes"], SEEN[prefix]["variables"]
+    compared = 0
+    for number, path in paths_of(nodes).items():
+        names = {display(name) for name in nodes[number]["children"]}
+        assert names <= set(reader.graph.children(path)), path
+        kept = reader.graph.slots(path)
+        assert sorted(name for found in kept.values() for name in found) == sorted(
+            slot for _, slot, _ in nodes[number]["slots"]
+        )
+        for name, _, key in nodes[number]["attributes"]:
+            if name != "VARIABLE_VALUE" or "elements" not in variables[key]:
+                continue
+            facts = variables[key]
+            value = np.asarray(reader.get_tensor(path))
+            assert (list(value.shape), value.tobytes().hex()) == (facts["shape"], facts["elements"])
+            compared += 1
+    assert compared
+
+
+def test_t27_a_list_and_a_dictionary_that_share() -> None:
+    restore = graph.Checkpoint()
+    second = np.zeros((), np.float32)
+    restore.mapped = {"two": second}
+    restore.read(FIXTURES / "objects" / "objects-1").expect_partial()
+    expected = graph.load_checkpoint(FIXTURES / "objects").get_tensor("listed/1")
+    assert second == expected != 0
+
+
+def test_t27_into_torch_and_nnx() -> None:
+    guide = graph.load_checkpoint(FIXTURES / "guide")
+    kernel, bias = guide.get_tensor("net/l1/_kernel"), guide.get_tensor("net/l1/bias")
+    layer: Any = torch.nn.Linear(1, 5)
+    checkpoint = graph.Checkpoint(net=graph.Node(l1=layer))
+    rename = {"net/l1/_kernel": ("net/l1/weight", np.transpose)}
+    checkpoint.read(FIXTURES / "guide", rename=rename, select="net/**").assert_consumed()
+    np.testing.assert_array_equal(layer.weight.detach().numpy().T, kernel)
+    np.testing.assert_array_equal(layer.bias.detach().numpy(), bias)
+    linear = nnx.Linear(1, 5, rngs=nnx.Rngs(0))
+    checkpoint = graph.Checkpoint(net=graph.Node(l1=linear))
+    checkpoint.read(FIXTURES / "guide", rename={"net/l1/_kernel": "net/l1/kernel"}, select="net/**").assert_consumed()
+    np.testing.assert_array_equal(linear.kernel[...], kernel)
