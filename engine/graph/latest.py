@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from ..checkpointer import Place
+from ..errors import DamagedCheckpointError
+from ..interop.source import recognise, recognise_steps
 from ..record import RECORD
 from ..steps import StepIndex
 from ..storage import Location, as_location
@@ -37,7 +39,8 @@ def latest_checkpoint(directory: Place) -> str | None:
     committed last.
 
     Args:
-        directory: Where numbered checkpoints are: those of ``Checkpoint.save`` or of a `CheckpointManager`.
+        directory: Where numbered checkpoints are: those of ``Checkpoint.save`` or of a `CheckpointManager`, or those of
+            another library.
     """
     location = as_location(directory)
     prefixes = {
@@ -54,7 +57,22 @@ def latest_checkpoint(directory: Place) -> str | None:
             _logger.warning("%s is damaged and passed over: %s", index.location(step), what)
         if infos := index.infos():
             newest.append((infos[-1].time, str(index.location(infos[-1].step))))
-    return max(newest)[1] if newest else None
+    return max(newest)[1] if newest else _latest_foreign(location)
+
+
+def _latest_foreign(location: Location) -> str | None:
+    """Returns the newest checkpoint that another library has numbered in a directory, or None."""
+    try:
+        if not location.is_directory():
+            return None
+        steps = recognise_steps(location)
+        if steps is not None:
+            return str(steps.steps[max(steps.steps)])
+        found = recognise(location)  # TensorFlow's directories say themselves which one it is
+    except DamagedCheckpointError as error:
+        _logger.warning("%s is damaged and passed over: %s", location, error)
+        return None
+    return str(found.location) if found is not None and found.location != location else None
 
 
 def locate(path: Place) -> Location:
