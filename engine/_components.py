@@ -27,7 +27,8 @@ from holdfast.engine.components import (
     ComponentReport,
     Description,
     allow,
+    read_state,
     rename,
 )
 
-__all__ = ["Checkpointable", "Component", "ComponentReport", "Description", "allow", "rename"]
+__all__ = ["Checkpointable", "Component", "ComponentReport", "Description", "allow", "read_state", "rename"]

@@ -7,7 +7,7 @@ from .checkpointable import Checkpointable, Component
 from .description import Description
 from .names import component_path, written
 from .permissions import Permissions, allow, rename
-from .reading import SavedComponent, all_components, full_state, open_component
+from .reading import SavedComponent, all_components, open_component, read_state
 from .report import ComponentReport
 from .restoring import restore
 from .saving import save
@@ -23,8 +23,8 @@ __all__ = [
     "allow",
     "build",
     "component_path",
-    "full_state",
     "open_component",
+    "read_state",
     "rename",
     "restore",
     "save",

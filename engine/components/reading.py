@@ -23,6 +23,7 @@ from ..tree import LeafRequest, collection_paused
 from .description import Description
 from .layout import COMPONENT, below, part_record, parts_of
 from .names import Path, written
+from .rllib import RLlibComponent, looks_like_rllib
 
 _LEVELS = 32  # directories above a path that are searched for the tree it belongs to
 _FRAMEWORKS = {"jax": "jax", "torch": "torch", "key": "jax"}
@@ -138,7 +139,25 @@ def open_component(path: Place) -> SavedComponent:
                 f"what saved it. Its items are {', '.join(sorted(record.items))}"
             )
         return NativeComponent(location, record)
+    if looks_like_rllib(location):
+        return RLlibComponent(location)
     return _part_of_a_whole(location)
+
+
+def read_state(path: Place) -> Any:
+    """Reads the state of a saved component with those of all below it, as ``get_state`` returns it; runs nothing.
+
+    Args:
+        path: The directory of a tree of components, or of one of its parts; also of one that RLlib wrote.
+
+    Returns:
+        A dictionary: the component's own state, and under their names the states of the components below.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        DamagedCheckpointError: It does not verify.
+    """
+    return full_state(open_component(path))
 
 
 def _part_of_a_whole(location: Location) -> SavedComponent:

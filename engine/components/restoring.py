@@ -12,7 +12,7 @@ from .live import LiveComponent, live_tree
 from .names import Path, find, written
 from .reading import SavedComponent, open_component
 from .report import ComponentReport
-from .states import Keep, OwnReport, set_own_state
+from .states import Keep, OwnReport, own_state, set_own_state
 
 _logger = logging.getLogger("holdfast")
 
@@ -83,6 +83,7 @@ class _Restoring:
         self._origins = self._match(target)
         self._states = {path: origin.state() for path, origin in self._origins.items()}
         self._done: dict[Path, OwnReport] = {}
+        self._before: list[tuple[LiveComponent, Any]] = []
 
     def _match(self, target: LiveComponent) -> dict[Path, SavedComponent]:
         """Returns what to restore each component from, by its path; those first that are below others."""
@@ -118,24 +119,40 @@ class _Restoring:
 
     def run(self) -> None:
         """Gives every component its state; then those that only exist since another has got its own."""
-        live = {one.path: one for one in self._target.walk()}
-        for path in self._origins:
-            self._set(live[path], self._states.pop(path), self._origins[path])
-        while True:
-            self._target = _again(self._target)
-            origins = self._match(self._target)
-            new = {path: origin for path, origin in origins.items() if path not in self._done}
-            if not new:
-                return
+        try:
             live = {one.path: one for one in self._target.walk()}
-            for path, origin in new.items():
-                self._origins[path] = origin
-                self._set(live[path], origin.state(), origin)
+            for path, origin in self._origins.items():
+                self._set(live[path], self._states.pop(path), origin, last=not self._states)
+            while new := self._born():
+                live = {one.path: one for one in self._target.walk()}
+                for path, origin in new.items():
+                    self._set(live[path], origin.state(), origin, last=False)
+        except BaseException:
+            self._take_back()
+            raise
 
-    def _set(self, one: LiveComponent, state: Any, origin: SavedComponent) -> None:
+    def _born(self) -> dict[Path, SavedComponent]:
+        """Returns what components are to be restored from that exist only by now."""
+        self._target = _again(self._target)
+        new = {path: origin for path, origin in self._match(self._target).items() if path not in self._done}
+        self._origins.update(new)
+        return new
+
+    def _set(self, one: LiveComponent, state: Any, origin: SavedComponent, *, last: bool) -> None:
+        if not last:
+            self._before.append((one, own_state(one, snapshot=True)))
         keep = self._keep
         within = None if keep is None else lambda path, leaf: keep((*one.path, *path), leaf)
         self._done[one.path] = set_own_state(one, state, origin.location, within)
+
+    def _take_back(self) -> None:
+        """Gives components the states that they had: one that does not fit leaves the others as they were."""
+        for one, state in reversed(self._before):
+            try:
+                if state or not isinstance(state, dict):
+                    set_own_state(one, state)
+            except Exception:  # the error that led here is the one to tell
+                _logger.warning("%s: its state could not be taken back", _shown(one.path), exc_info=True)
 
     def report(self) -> ComponentReport:
         """Says what was done."""
