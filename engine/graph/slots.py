@@ -12,6 +12,9 @@ from ..tree.frameworks import is_torch_tensor
 from ..tree.python_leaves import is_python_value
 from .paths import Path
 
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Options that say how an optimizer computes, not what; they depend on the devices of the program."""
+
 
 class OptimizerView:
     """A torch optimizer, seen as values of parameters.
@@ -28,10 +31,9 @@ class OptimizerView:
         return [list(group["params"]) for group in self.optimizer.param_groups]
 
     def options(self, group: int) -> dict[str, Any]:
-        """Returns the options of a group by name, such as its learning rate."""
-        return {
-            name: value for name, value in self.optimizer.param_groups[group].items() if not name.startswith("param")
-        }
+        """Returns the options of a group by name, such as its learning rate, without those that are the program's."""
+        options = self.optimizer.param_groups[group].items()
+        return {name: value for name, value in options if not name.startswith("param") and name not in _IMPLEMENTATION}
 
     def option_cell(self, group: int, name: str) -> OptionCell:
         """Returns the place of an option, whether it is there yet or not."""

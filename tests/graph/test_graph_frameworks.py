@@ -125,6 +125,15 @@ def test_t20_a_group_made_of_several_keeps_its_options(place: str) -> None:
     status.expect_partial()
 
 
+def test_t20_how_an_optimizer_computes_is_up_to_the_program(place: str) -> None:
+    net, other = Net("a"), Net("a")
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.3, foreach=True)
+    path = graph.Checkpoint(net=net, optimizer=optimizer).save(f"{place}/ckpt")
+    fresh = torch.optim.Adam(other.parameters(), lr=0.1, foreach=False)
+    graph.Checkpoint(net=other, optimizer=fresh).restore(path).assert_consumed()
+    assert (fresh.param_groups[0]["lr"], fresh.param_groups[0]["foreach"]) == (0.3, False)
+
+
 def test_t20_both_are_needed(place: str, caplog: pytest.LogCaptureFixture) -> None:
     net = Net("a", "b")
     checkpoint = graph.Checkpoint(part=net.a, optimizer=trained(net))
