@@ -12,12 +12,24 @@ import torch
 
 from ..context import Outcome, RunContext
 from ..self_play_schema import SelfPlay, SelfPlaySwap
-from .checkpoints import TrainerCheckpoints
+from .checkpoints import POLICIES, TrainerCheckpoints
+from .connectors import ActionPipeline, ObservationPipeline
 from .game import Rules
 from .policy import Policy
-from .trainer import Trainer
+from .runner import take_turn
+from .trainer import Trainer, win_rate
 
-__all__ = ["Policy", "Rules", "Trainer", "new_trainer", "run"]
+__all__ = [
+    "ActionPipeline",
+    "ObservationPipeline",
+    "Policy",
+    "Rules",
+    "Trainer",
+    "new_trainer",
+    "run",
+    "take_turn",
+    "win_rate",
+]
 
 logger = logging.getLogger("holdfast.recipes")
 
@@ -26,7 +38,7 @@ def new_trainer(config: SelfPlay) -> Trainer:
     """Returns the trainer of a configuration, before the first update."""
     game = config.game
     return Trainer(
-        Rules(game.rows, game.columns, game.connect).as_kwargs(),
+        Rules(game.rows, game.columns, game.connect),
         config.model.hidden,
         learning_rate=config.optimizer.learning_rate,
         entropy=config.optimizer.entropy,
@@ -60,5 +72,5 @@ def run(config: SelfPlay, context: RunContext) -> Outcome:
 def swap(trainer: Trainer, section: SelfPlaySwap) -> None:
     """Gives a policy the weights of one from another checkpoint; all else in the trainer stays as it is."""
     if section.path is not None:
-        trainer.restore_from_path(section.path, component=f"learner/policies/{section.policy}")
+        trainer.restore_from_path(section.path, component=f"{POLICIES}/{section.policy}")
         logger.info("step %d: %s goes on as the policy of %s", trainer.step, section.policy, section.path)

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ...engine.checkpointer import AsyncCheckpointer, Place
+from ...engine.commit import read_record
 from ...engine.errors import CheckpointExistsError, CheckpointNotFoundError
 from ...engine.interop.places import find_checkpoint
 from ...engine.manager import CheckpointManager
@@ -21,6 +22,8 @@ logger = logging.getLogger("holdfast.recipes")
 
 ITEM = "trainer"
 """The name of the item in the checkpoints, and of its folder in the directory of a step."""
+POLICIES = "learner/policies"
+"""The path of the policies in the trainer."""
 
 
 class TrainerCheckpoints:
@@ -36,6 +39,7 @@ class TrainerCheckpoints:
         self._options = CallbackOptions(**arguments)
         self._trainer = trainer
         self._metrics: Mapping[str, float] = {}
+        self._saved: int | None = None
         self._manager = CheckpointManager(
             directory, {ITEM: AsyncCheckpointer(ComponentCheckpointHandler())}, self._options.manager_options()
         )
@@ -56,6 +60,10 @@ class TrainerCheckpoints:
             raise CheckpointExistsError(f"resume='never', but {manager.directory} holds checkpoints")
         restored = manager.restore_latest({ITEM: self._trainer})
         if restored is not None:
+            self._saved = restored.step
+            if restored.skipped:
+                lost = ", ".join(str(step) for step, _ in restored.skipped)
+                logger.warning("fell back past damaged steps (%s) in %s", lost, manager.directory)
             logger.info("resumed from step %d in %s", restored.step, manager.directory)
             return
         if resume == "must":
@@ -63,7 +71,7 @@ class TrainerCheckpoints:
         logger.info("started fresh: no checkpoint in %s", manager.directory)
         if self._options.init_from is not None:
             place = policies_at(self._options.init_from)
-            self._trainer.restore_from_path(place, component="learner/policies")
+            self._trainer.restore_from_path(place, component=POLICIES)
             logger.info("took the weights from %s", place)
 
     def on_step(self, metrics: Mapping[str, float]) -> bool:
@@ -86,7 +94,8 @@ class TrainerCheckpoints:
         return stop
 
     def _save(self, reason: str) -> None:
-        self._manager.save(self._trainer.step, {ITEM: self._trainer}, metrics=self._metrics, force=True, reason=reason)
+        step = self._saved = self._trainer.step
+        self._manager.save(step, {ITEM: self._trainer}, metrics=self._metrics, force=True, reason=reason)
 
     def __enter__(self) -> Self:
         self._preemption.install()
@@ -98,7 +107,7 @@ class TrainerCheckpoints:
         """Saves the last step if that is not done yet, unless an error has ended the loop."""
         step = self._trainer.step
         try:
-            if error is None and step and self._options.save_at_end and step not in self._manager.all_steps():
+            if error is None and step and self._options.save_at_end and step != self._saved:
                 self._save("at the end")
         finally:
             self._preemption.restore()
@@ -114,10 +123,9 @@ def policies_at(place: Place) -> Location:
     Returns:
         The directory of the policies.
     """
-    found = as_location(place)
-    if not (found / "component.json").exists():
-        found = find_checkpoint(found, None)
-    for below in (f"{ITEM}/learner/policies", "learner/policies"):
-        if (found / below).is_directory():
-            return found / below
-    return found
+    found = find_checkpoint(as_location(place))
+    items = read_record(found).items
+    if ITEM in items:
+        found = found / items[ITEM].folder
+    below = found / POLICIES
+    return below if below.is_directory() else found

@@ -160,14 +160,14 @@ class ObservationPipeline(Pipeline):
     """From boards to what the network sees.
 
     Args:
-        rules: The rules of the game, as :meth:`Rules.as_kwargs` returns them.
+        rules: The rules of the game.
     """
 
     __untracked__ = ("rules",)
 
-    def __init__(self, rules: dict[str, Any]) -> None:
-        self.rules = Rules(**rules)
-        super().__init__(encode=BoardPlanes(), normalize=RunningNormalizer(feature_count(self.rules)))
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        super().__init__(encode=BoardPlanes(), normalize=RunningNormalizer(feature_count(rules)))
 
 
 class ActionPipeline(Pipeline):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ...engine.components import allow
 
 Boards = NDArray[np.int8]
 """int8[n, rows * columns], row by row from the bottom: 1 is a stone of one player, -1 of the other, 0 is no stone."""
 
 
+@allow  # checkpoints may name it, as an argument of constructors
 @dataclass(frozen=True)
 class Rules:
     """The size of the board, and what wins.
@@ -54,10 +56,6 @@ class Rules:
         """Returns bool[n]: whether the player with the stones of this sign, 1 or -1, has a line."""
         won: NDArray[np.bool_] = (boards[:, self.lines] == sign).all(axis=2).any(axis=1)
         return won
-
-    def as_kwargs(self) -> dict[str, Any]:
-        """Returns the arguments that make the same rules, as plain data."""
-        return {"rows": self.rows, "columns": self.columns, "connect": self.connect}
 
 
 class Games:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -40,10 +39,10 @@ class Runner(Checkpointable):
     """Plays games between two policies and owns the connectors, with the statistics of what was seen.
 
     Args:
-        rules: The rules of the game, as :meth:`Rules.as_kwargs` returns them.
+        rules: The rules of the game.
         games: Games that are played at once; each policy begins half of them.
-        seed: Decides what is drawn.
         explore: The share of the turns that are played at random.
+        seed: Decides what is drawn.
 
     Attributes:
         played: Games finished, in all.
@@ -51,8 +50,8 @@ class Runner(Checkpointable):
 
     __untracked__ = ("rules", "games", "explore", "seed")
 
-    def __init__(self, rules: dict[str, Any], games: int, explore: float, seed: int) -> None:
-        self.rules = Rules(**rules)
+    def __init__(self, rules: Rules, games: int, explore: float, seed: int) -> None:
+        self.rules = rules
         self.games = games
         self.seed = seed
         self.played = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +32,7 @@ class Trainer(Checkpointable):
                 mask, choose           choose has the random generator
 
     Args:
-        rules: The rules of the game, as :meth:`Rules.as_kwargs` returns them.
+        rules: The rules of the game.
         hidden: Units of every hidden layer of the networks.
         learning_rate: Adam's learning rate.
         entropy: Weight of the entropy of what is played.
@@ -49,7 +48,7 @@ class Trainer(Checkpointable):
 
     def __init__(
         self,
-        rules: dict[str, Any],
+        rules: Rules,
         hidden: Sequence[int] = (64, 64),
         *,
         learning_rate: float = 3e-3,
@@ -58,11 +57,10 @@ class Trainer(Checkpointable):
         explore: float = 0.15,
         seed: int = 0,
     ) -> None:
-        board = Rules(**rules)
         self.learner = Learner(
             POLICIES,
-            feature_count(board),
-            board.columns,
+            feature_count(rules),
+            rules.columns,
             hidden,
             learning_rate=learning_rate,
             entropy=entropy,

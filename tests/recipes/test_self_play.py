@@ -1,0 +1,354 @@
+"""The recipe self_play: what is learnt, and the three uses of its checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import holdfast as hf
+from holdfast.cli.main import main
+from holdfast.recipes.configuration import load_configuration
+from holdfast.recipes.context import Outcome
+from holdfast.recipes.problems import ConfigError
+from holdfast.recipes.progress import Progress
+from holdfast.recipes.runner import run
+from holdfast.recipes.self_play import ActionPipeline, ObservationPipeline, Policy, Rules, Trainer, take_turn
+from holdfast.recipes.self_play.connectors import RunningNormalizer, Turn
+from holdfast.recipes.self_play.game import Games
+
+SMALL = {
+    "model.hidden": "[6]",
+    "game.batch_size": "6",
+    "train.steps": "4",
+    "train.eval_interval_steps": "2",
+    "checkpoint.save_interval_steps": "100",
+    "checkpoint.max_to_keep": "null",
+    "logging.interval_steps": "1",
+}
+PAGE = Path(__file__).parents[2] / "docs" / "self_play.md"
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.INFO, "holdfast")
+    torch.set_num_threads(1)
+    logger = logging.getLogger("holdfast")  # which a command changes
+    handlers, propagate = logger.handlers[:], logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = handlers, propagate
+
+
+def arguments(*given: str) -> list[str]:
+    values = {**SMALL, **dict(argument.split("=") for argument in given)}
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def train(*given: str) -> Outcome:
+    return run(load_configuration("self_play", arguments(*given)))
+
+
+def saved(run_dir: str, step: int) -> str:
+    return f"{run_dir}/checkpoints/{step}/trainer"
+
+
+def values_of(tree: Any, path: str = "") -> dict[str, Any]:
+    """Returns every value of a state by its path, arrays as dtype and bytes."""
+    if isinstance(tree, dict):
+        return {name: one for key, item in tree.items() for name, one in values_of(item, f"{path}/{key}").items()}
+    if isinstance(tree, (list, tuple)):
+        return values_of(dict(enumerate(tree)), path)
+    if isinstance(tree, np.ndarray | torch.Tensor):
+        return {path: (str(tree.dtype), np.asarray(tree).tobytes())}
+    return {path: repr(tree)}
+
+
+def state_of(component: Any) -> dict[str, Any]:
+    return values_of(component.get_state())
+
+
+def trainer(seed: int = 0, **changes: Any) -> Trainer:
+    return Trainer(Rules(), [6], **{"games": 6, "seed": seed, **changes})
+
+
+def preempt_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+    """Sends this process a real SIGTERM when these steps are reported, each of them once."""
+    left = set(steps)
+    report = Progress.update
+
+    def update(self: Progress, step: int, metrics: Any) -> None:
+        report(self, step, metrics)
+        if step in left:
+            left.remove(step)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Progress, "update", update)
+
+
+# ---- continue training
+
+
+def test_preemptions_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert train("run_dir=whole") == Outcome(start=0, step=4, preempted=False)
+    preempt_at(monkeypatch, 1, 3)
+    assert train("run_dir=cut") == Outcome(start=0, step=1, preempted=True)
+    assert train("run_dir=cut") == Outcome(start=1, step=3, preempted=True)
+
+    assert train("run_dir=cut") == Outcome(start=3, step=4, preempted=False)
+    whole, cut = hf.load(saved("whole", 4)), hf.load(saved("cut", 4))
+    assert "learner/policies/p0" in whole
+    assert values_of(cut) == values_of(whole)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_the_command_ends_with_75_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preempt_at(monkeypatch, 2)
+
+    assert main(["run", "self_play", *arguments()]) == 75
+    assert main(["run", "self_play", *arguments()]) == 0
+    assert "\n" in capsys.readouterr().out.partition("resumed from step 2 in ")[2]
+    assert main(["run", "self_play", *arguments("checkpoint.resume=never")]) == 2
+    assert main(["run", "self_play", *arguments("name=other", "checkpoint.resume=must")]) == 2
+    errors = capsys.readouterr().err
+    assert "checkpoint.resume=never, but runs/self_play/checkpoints has checkpoints, the newest of step 4" in errors
+    assert "checkpoint.resume=must, but there is no checkpoint in runs/other/checkpoints" in errors
+
+
+def test_the_state_of_a_trainer_is_all_there_is() -> None:
+    first = trainer()
+    first.train_step()
+    first.save_to_path("one")
+    again = Trainer.from_checkpoint("one")
+    other = trainer(seed=7)
+    parameters = list(other.learner.policies["p0"].parameters())
+
+    report = other.restore_from_path("one", strict=True)
+
+    assert report.complete
+    assert all(a is b for a, b in zip(parameters, other.learner.policies["p0"].parameters(), strict=True))
+    assert state_of(again) == state_of(other) == state_of(first)
+    assert first.train_step() == other.train_step() == again.train_step()
+    assert state_of(again) == state_of(other) == state_of(first)
+    assert (again.step, again.runner.played) == (2, 12)
+
+
+def test_the_learning_rate_is_that_of_the_configuration() -> None:
+    train("train.steps=1")
+    with pytest.raises(hf.OptionError, match=r"learning_rate: 0.003 \(checkpoints\), 0.5 \(now\)"):
+        train("optimizer.learning_rate=0.5")
+
+    allowed = "checkpoint.allow_changes=[optimizer]"
+    assert train("train.steps=2", "optimizer.learning_rate=1e-30", allowed) == Outcome(start=1, step=2, preempted=False)
+    first, second = (hf.load(saved("runs/self_play", step))["learner/policies/p0"] for step in (1, 2))
+    assert values_of(first) == values_of(second)  # as nothing has been learnt at this rate
+
+
+def test_a_damaged_checkpoint_is_seen_and_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    train("checkpoint.save_interval_steps=3")
+    (data,) = Path(saved("runs/self_play", 4), "learner/policies/p1/state/d").glob("*.0.0")
+    content = bytearray(data.read_bytes())
+    content[100] ^= 1
+    data.write_bytes(content)
+
+    assert not hf.verify("runs/self_play/checkpoints", 4).ok
+    assert train("train.steps=5") == Outcome(start=3, step=5, preempted=False)
+    assert any(message.startswith("fell back past damaged steps (4)") for message in caplog.messages)
+
+
+# ---- deploy one policy
+
+
+def test_a_policy_plays_alone(tmp_path: Path) -> None:
+    first = trainer()
+    for _ in range(3):
+        first.train_step()
+    first.save_to_path("all")
+    shutil.move("all/learner/policies/p1", "policy")
+    shutil.move("all/runner/observation", "observation")
+    shutil.rmtree("all")
+
+    policy, observation = Policy.from_checkpoint("policy"), ObservationPipeline.from_checkpoint("observation")
+
+    rules, boards = Rules(), np.zeros((2, 20), np.int8)
+    boards[1, [0, 1]] = 1
+    turn = take_turn(policy, observation, ActionPipeline(), boards, rules.legal(boards))
+    same = take_turn(
+        first.learner.policies["p1"], first.runner.observation, ActionPipeline(), boards, rules.legal(boards)
+    )
+    assert turn.actions.shape == (2,)
+    np.testing.assert_array_equal(turn.logits, same.logits)
+    assert not list(tmp_path.glob("**/learner"))
+
+
+def test_a_policy_is_no_trainer() -> None:
+    trainer().save_to_path("all")
+
+    with pytest.raises(hf.OptionError, match="policy:Policy, which is no"):
+        Trainer.from_checkpoint("all/learner/policies/p0")
+
+
+# ---- swap one policy
+
+
+def test_a_policy_is_swapped_in_a_running_trainer() -> None:
+    running, other = trainer(), trainer(seed=5)
+    for _ in range(2):
+        running.train_step()
+        other.train_step()
+    other.save_to_path("other")
+    before, wanted = state_of(running), state_of(other.learner.policies["p0"])
+    objects = [*running.learner.policies["p1"].parameters()]
+
+    report = running.restore_from_path("other/learner/policies/p0", component="learner/policies/p1", strict=True)
+
+    after = state_of(running)
+    changed = {path for path in before if before[path] != after[path]}
+    assert report.restored == ("learner/policies/p1",)
+    assert state_of(running.learner.policies["p1"]) == wanted
+    assert changed
+    assert all(path.startswith("/learner/policies/p1/") for path in changed)
+    assert all(a is b for a, b in zip(objects, running.learner.policies["p1"].parameters(), strict=True))
+    running.train_step()
+    assert state_of(running.learner.policies["p1"]) != wanted  # its optimizer still has hold of it
+
+
+def test_the_recipe_swaps_and_resumes_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    train("run_dir=other", "seed=3", "train.steps=1")
+    swap = ["swap.at_step=2", f"swap.path={saved('other', 1)}/learner/policies/p0"]
+    assert train("run_dir=plain").step == 4
+    assert train("run_dir=whole", *swap).step == 4
+    preempt_at(monkeypatch, 2)
+    assert train("run_dir=cut", *swap).preempted
+
+    assert train("run_dir=cut", *swap) == Outcome(start=2, step=4, preempted=False)
+    plain, whole, cut = (values_of(hf.load(saved(name, 4))) for name in ("plain", "whole", "cut"))
+    assert whole == cut
+    assert whole != plain
+
+
+def test_a_run_begins_with_the_policies_of_another(caplog: pytest.LogCaptureFixture) -> None:
+    train("run_dir=other", "seed=3", "train.steps=1")
+
+    train("run_dir=new", "train.steps=1", "optimizer.learning_rate=1e-30", "checkpoint.init_from=other")
+
+    new, other = (hf.load(f"{saved(name, 1)}/learner/policies") for name in ("new", "other"))
+    assert values_of(new) == values_of(other)
+    assert any(message.startswith("took the weights from ") for message in caplog.messages)
+
+
+def test_a_swap_without_path_is_a_mistake() -> None:
+    with pytest.raises(ConfigError, match=r"swap\.at_step: expected a path as well"):
+        load_configuration("self_play", ["swap.at_step=3"])
+    with pytest.raises(ConfigError, match=r"game\.connect: expected a line that fits on 4 x 5, found 6"):
+        load_configuration("self_play", ["game.connect=6"])
+
+
+# ---- what is learnt
+
+
+def test_both_policies_learn() -> None:
+    learning = Trainer(Rules(), [64, 64], games=64, learning_rate=5e-3)
+    before = learning.evaluate()
+    for _ in range(50):
+        learning.train_step()
+    after = learning.evaluate()
+
+    assert before == Trainer(Rules(), [64, 64]).evaluate()
+    assert 0.4 < before["win_rate"] < 0.6
+    assert after["win_rate_p0"] > 0.62
+    assert after["win_rate_p1"] > 0.62
+
+
+@pytest.mark.parametrize(
+    ("moves", "winner"),
+    [
+        ([0, 1, 0, 1, 0], 1),
+        ([0, 4, 1, 4, 2], 1),
+        ([0, 1, 1, 2, 2, 4, 2], 1),
+        ([4, 3, 3, 2, 2, 0, 2], 1),
+        ([0, 1, 0, 1, 4, 1], -1),
+    ],
+    ids=["upright", "lying", "rising", "falling", "the other"],
+)
+def test_lines_win(moves: list[int], winner: int) -> None:
+    games = Games(Rules(), 2)
+    for move in moves:
+        assert not games.over[0]
+        games.play(np.array([0]), np.array([move]))
+        games.next_ply()
+
+    assert games.winner.tolist() == [winner, 0]
+    assert games.over.tolist() == [True, False]
+
+
+def test_a_full_board_is_a_draw_and_a_full_column_is_closed() -> None:
+    games = Games(Rules(rows=2, columns=2, connect=2), 1)
+    one = np.array([0])
+    games.play(one, np.array([0]))
+    games.boards[0, 2] = -1
+    assert games.legal(one).tolist() == [[False, True]]
+    with pytest.raises(ValueError, match="a column that is full"):
+        games.play(one, np.array([0]))
+
+    drawn = Games(Rules(rows=1, columns=2, connect=2), 1)
+    for column in (0, 1):
+        drawn.play(one, np.array([column]))
+        drawn.next_ply()
+    assert (drawn.over[0], drawn.winner[0]) == (True, 0)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.integers(0, 2**32 - 1))
+def test_the_normalizer_knows_mean_and_deviation(sizes: list[int], seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    batches = [generator.normal(3, 5, (size, 4)).astype(np.float32) for size in sizes]
+    normalizer = RunningNormalizer(4)
+    for batch in batches:
+        turn = Turn(np.zeros((len(batch), 1), np.int8), np.ones((len(batch), 1), np.bool_), features=batch)
+        normalizer(turn, training=True)
+
+    everything = np.concatenate(batches).astype(np.float64)
+    assert normalizer.count == len(everything)
+    if len(everything):
+        np.testing.assert_allclose(normalizer.mean, everything.mean(0), atol=1e-9)
+        np.testing.assert_allclose(normalizer.squares / len(everything), everything.var(0), atol=1e-9)
+
+
+# ---- the page
+
+
+def test_the_page_is_true(capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs all of it in its order, with less training: 2 updates for 200."""
+    text = PAGE.read_text(encoding="utf-8").replace("/200/", "/2/").replace("at_step=100", "at_step=1")
+    blocks = re.findall(r"^```(python)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    for language, block in blocks:
+        if language:
+            exec(compile(block, PAGE.name, "exec"), {})
+            continue
+        for line in block.splitlines():
+            if line.startswith("holdfast run"):
+                short = arguments("model.hidden=[64,64]", "train.steps=2")
+                assert main([*line.split()[1:], *short]) == 0
+            elif line.startswith("holdfast"):
+                assert main(line.split()[1:]) == 0
+
+    printed = capsys.readouterr().out
+    assert len(blocks) == 8
+    assert "policies/p0/body/0/weight/exp_avg" in printed
+    assert re.search(r"plays column [0-4]$", printed, re.MULTILINE)
+    assert Path("more/201/checkpoint.json").exists()
+    assert Path("runs/third/checkpoints/2").is_dir()
