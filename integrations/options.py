@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..engine.errors import OptionError
+from ..engine.handlers import PyTreeCheckpointHandler
 from ..engine.options import CheckpointManagerOptions
 from ..engine.storage import as_location
 
@@ -44,6 +45,7 @@ class CallbackOptions:
         resume: ``"auto"`` resumes if there is something to resume from, ``"must"`` raises if there is not, and
             ``"never"`` raises if there is.
         init_from: The checkpoint that a fresh start takes its weights from, or None.
+        compression: Compress arrays with zstd at this level, 1 to 22; None does not.
     """
 
     save_interval_steps: int | None = None
@@ -59,6 +61,7 @@ class CallbackOptions:
     keep_steps: Collection[int] = ()
     resume: Resume = "auto"
     init_from: Place | None = None
+    compression: int | None = None
 
     def __post_init__(self) -> None:
         if self.init_from is not None:
@@ -70,6 +73,15 @@ class CallbackOptions:
         if self.save_on_best and self.best_fn is None:
             raise OptionError("save_on_best=True needs best_fn=: the name of the metric, or a function of the metrics")
         self.manager_options()
+        self.tree_handler()
+
+    def tree_handler(self) -> PyTreeCheckpointHandler:
+        """Returns what saves a tree as these options say.
+
+        Raises:
+            OptionError: A value makes no sense.
+        """
+        return PyTreeCheckpointHandler(compression=self.compression)
 
     def manager_options(self) -> CheckpointManagerOptions:
         """Returns the same for a :class:`~holdfast.CheckpointManager`.

@@ -80,6 +80,8 @@ class CheckpointSection(Section):
     """auto: resume if there is a checkpoint; must: fail if there is none; never: fail if there is one."""
     init_from: Annotated[str, Field(min_length=1)] | None = None
     """Where a fresh run takes its weights from: any checkpoint, of holdfast, Orbax, safetensors, torch or Lightning."""
+    compression: Annotated[int, Field(ge=1, le=22)] | None = None
+    """Compress arrays with zstd at this level. Default: not at all, which is quicker on a fast disk."""
     allow_changes: list[str] = Field(default_factory=list)
     """Keys of model, data, optimizer or seed that may differ from the checkpoints' when the run resumes."""
 

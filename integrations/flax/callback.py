@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ...engine.checkpointer import AsyncCheckpointer, Place
 from ...engine.errors import CheckpointNotFoundError, SaveFailedError, StateError
-from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHandler
+from ...engine.handlers import PerProcessCheckpointHandler
 from ...engine.manager import CheckpointManager
 from ..options import BestFn, BestMode, CallbackOptions, Resume
 from ..preemption import PreemptionSignal
@@ -86,6 +86,7 @@ class CheckpointCallback:
         init_from: Where a fresh start takes its parameters from: any checkpoint that ``hf.load`` reads, of holdfast or
             of another library, or a directory of steps. Names, shapes and dtypes must be those of the state's
             parameters; all else, such as the optimizer and the step, starts fresh. A run that resumes ignores it.
+        compression: Compress arrays with zstd at this level, 1 to 22. It takes longer than a fast disk; None does not.
         clock: Where the time comes from, for tests.
         metadata: JSON about the run, such as its configuration, stored with the checkpoints.
 
@@ -113,6 +114,7 @@ class CheckpointCallback:
         keep_steps: Collection[int] = (),
         resume: Resume = "auto",
         init_from: Place | None = None,
+        compression: int | None = None,
         clock: Clock | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
@@ -130,12 +132,13 @@ class CheckpointCallback:
             keep_steps=keep_steps,
             resume=resume,
             init_from=init_from,
+            compression=compression,
         )
         self._manager = CheckpointManager(
             directory,
             {
-                "state": AsyncCheckpointer(PyTreeCheckpointHandler()),
-                "extras": AsyncCheckpointer(PyTreeCheckpointHandler()),
+                "state": AsyncCheckpointer(self._options.tree_handler()),
+                "extras": AsyncCheckpointer(self._options.tree_handler()),
                 "process": AsyncCheckpointer(PerProcessCheckpointHandler()),
             },
             self._options.manager_options(),

@@ -71,6 +71,7 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
         init_from: Where a fresh start takes its weights from: any checkpoint that ``hf.load`` reads, such as a file of
             ``torch.save``, Lightning or safetensors. Names, shapes and dtypes must be those of the module's state dict;
             all else, such as the optimizers and the step, starts fresh. A run that resumes ignores it.
+        compression: Compress arrays with zstd at this level, 1 to 22. It takes longer than a fast disk; None does not.
 
     Raises:
         OptionError: An option has a value that makes no sense.
@@ -93,6 +94,7 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
         keep_steps: Collection[int] = (),
         resume: Resume = "auto",
         init_from: Place | None = None,
+        compression: int | None = None,
     ) -> None:
         # The base class is not initialized: all it does is to note the one file that it would save on an exception.
         self._options = CallbackOptions(
@@ -109,6 +111,7 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
             keep_steps=keep_steps,
             resume=resume,
             init_from=init_from,
+            compression=compression,
         )
         self._store = RunStore(dirpath, self._options)
         self.dirpath = str(self._store.directory)

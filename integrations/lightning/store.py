@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...engine.api import load
-from ...engine.checkpointer import Place
+from ...engine.checkpointer import AsyncCheckpointer, Place
 from ...engine.errors import CheckpointNotFoundError, StateError
 from ...engine.manager import CheckpointManager
 from ...engine.options import CheckpointManagerOptions
@@ -41,6 +41,7 @@ class RunStore:
     def __init__(self, directory: Place, options: CallbackOptions) -> None:
         self.directory: Location = as_location(directory)
         self._options = options.manager_options()
+        self._saves = AsyncCheckpointer(options.tree_handler())
         self._manager: CheckpointManager | None = None
         self._is_open = False
         self._told: set[str] = set()
@@ -61,7 +62,7 @@ class RunStore:
             OwnershipError: Another live run writes to it.
         """
         self.close()
-        manager = CheckpointManager(self.directory, options=self._options)
+        manager = CheckpointManager(self.directory, self._saves, self._options)
         manager.acquire()
         manager.add_listener(self.reports.append)
         self._manager, self._is_open = manager, True
@@ -126,7 +127,7 @@ class RunStore:
         if self._is_open:
             manager.save(step, tree, metrics=intent.metrics, force=True, reason=intent.reason)
             return
-        with CheckpointManager(self.directory, options=self._options) as manager:
+        with CheckpointManager(self.directory, self._saves, self._options) as manager:
             manager.save(step, tree, metrics=intent.metrics, force=True, reason=intent.reason)
 
     def load_newest(self) -> dict[str, Any]:

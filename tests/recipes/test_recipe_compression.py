@@ -1,0 +1,43 @@
+"""checkpoint.compression of recipes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import holdfast as hf
+from holdfast.engine.item import ArrayDatabase
+from holdfast.recipes.configuration import load_configuration
+from holdfast.recipes.runner import run
+
+SHORT = [
+    *("model.hidden=[8]", "data.batch_size=300", "train.eval_interval_steps=2"),
+    *("optimizer.warmup_steps=1", "optimizer.decay_steps=6", "checkpoint.best_fn=null", "run_dir=run"),
+]
+
+
+def levels(path: Path) -> set[int | None]:
+    database = ArrayDatabase(hf.as_location(path))
+    return {found.compression for found in database.metadata(database.names) if found is not None}
+
+
+@pytest.mark.parametrize("recipe", ["flax_digits", "lightning_digits"])
+@pytest.mark.parametrize("level", [None, 3])
+def test_arrays_are_compressed_when_asked(
+    recipe: str, level: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = [] if level is None else [f"checkpoint.compression={level}"]
+    run(load_configuration(recipe, ["train.steps=2", *SHORT, *asked]))
+    assert levels(tmp_path / "run" / "checkpoints" / "2" / "state") == {level}
+    assert hf.verify(tmp_path / "run" / "checkpoints").ok
+    run(load_configuration(recipe, ["train.steps=3", *SHORT]))  # goes on from there
+    assert hf.load(tmp_path / "run" / "checkpoints", item="state")
+
+
+def test_levels_that_zstd_does_not_have() -> None:
+    from holdfast.integrations.options import CallbackOptions
+
+    with pytest.raises(hf.OptionError, match="23"):
+        CallbackOptions(compression=23)
