@@ -1,0 +1,641 @@
+"""What trees of components do: one test for each behaviour, R1 to R18, on a small trainer with two torch policies."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import holdfast as hf
+from holdfast.components import Checkpointable, allow
+from holdfast.engine.storage import as_location
+
+CUSTOM = "learner/rl_module/p1"
+
+
+class Policy(Checkpointable, torch.nn.Module):
+    """A policy of two layers."""
+
+    def __init__(self, size: int, hidden: int = 4, activation: type[torch.nn.Module] = torch.nn.Tanh) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(size, hidden), activation(), torch.nn.Linear(hidden, 2))
+
+    def forward(self, observations: torch.Tensor) -> torch.Tensor:
+        """Returns logits."""
+        result: torch.Tensor = self.net(observations)
+        return result
+
+
+class Policies(Checkpointable, torch.nn.Module):
+    """Several policies by name."""
+
+    def __init__(self, names: list[str], size: int) -> None:
+        super().__init__()
+        self.members = torch.nn.ModuleDict({name: Policy(size) for name in names})
+
+    def get_checkpointable_components(self) -> list[tuple[str, Any]]:
+        """Returns the policies."""
+        return list(self.members.items())
+
+
+class Learner(Checkpointable):
+    """Trains all policies with one optimizer."""
+
+    def __init__(self, names: list[str], lr: float) -> None:
+        self.rl_module = Policies(names, 3)
+        self.optimizer = torch.optim.Adam(self.rl_module.parameters(), lr=lr)
+        self.updates = 0
+
+    def step(self) -> None:
+        """Takes one step."""
+        self.optimizer.zero_grad()
+        losses = [policy(torch.ones(5, 3)).square().sum() for policy in self.rl_module.members.values()]
+        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it so
+        self.optimizer.step()
+        self.updates += 1
+
+
+class Runner(Checkpointable):
+    """Collects statistics; its policies are those of the learner."""
+
+    def __init__(self, policies: Policies, seed: int = 0) -> None:
+        self.policies = policies
+        self.mean = np.zeros(3)
+        self.random = np.random.default_rng(seed)
+
+
+class Trainer(Checkpointable):
+    """A learner and a runner."""
+
+    def __init__(self, names: tuple[str, ...] = ("p0", "p1"), lr: float = 0.5) -> None:
+        self.lr = lr
+        self.learner = Learner(list(names), lr)
+        self.runner = Runner(self.learner.rl_module)
+        self.iterations = 0
+
+    def train(self) -> None:
+        """Trains for one iteration."""
+        self.runner.mean += self.runner.random.normal(size=3)
+        self.learner.step()
+        self.iterations += 1
+
+    def policy(self, name: str) -> Policy:
+        """Returns one of the policies."""
+        found = self.learner.rl_module.members[name]
+        assert isinstance(found, Policy)
+        return found
+
+
+class Other(Checkpointable):
+    """No policy."""
+
+
+def trained(iterations: int = 2, **kwargs: Any) -> Trainer:
+    """Returns a trainer that has trained."""
+    trainer = Trainer(**kwargs)
+    for _ in range(iterations):
+        trainer.train()
+    return trainer
+
+
+def weights(module: torch.nn.Module) -> dict[str, Any]:
+    """Returns copies of all parameters."""
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether parameters are equal."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def everything(trainer: Trainer) -> list[Any]:
+    """Returns all that a trainer's future depends on."""
+    kept = trainer.learner.optimizer.state_dict()
+    slots = [value.tolist() for entry in kept["state"].values() for value in entry.values()]
+    values = [value.tolist() for value in weights(trainer.learner.rl_module).values()]
+    rest = [trainer.iterations, trainer.learner.updates, trainer.runner.mean.tolist()]
+    return [values, slots, rest, trainer.runner.random.bit_generator.state]
+
+
+@pytest.fixture
+def place() -> Iterator[str]:
+    """A URL below which nothing is yet; in memory, so that syncing costs nothing."""
+    url = f"memory://tests/{uuid.uuid4().hex}"
+    yield url
+    as_location(url).remove_tree()
+
+
+# ---- R1 to R4: layout, round trip
+
+
+def test_r01_every_part_has_a_directory_of_its_own(tmp_path: Path) -> None:
+    path = Path(trained().save_to_path(tmp_path / "trainer"))
+    parts = ["", "learner", "learner/rl_module", "learner/rl_module/p0", CUSTOM, "runner"]
+    for part in parts:
+        assert {"state", "metadata.json", "checkpoint.json"} <= set(os.listdir(path / part))
+        assert (path / part / "state" / "component.json").exists()
+    found = {str(file.parent.relative_to(path)).replace(".", "") for file in path.rglob("metadata.json")}
+    assert found == set(parts)
+    assert set(hf.load(path, item="state")) == {"lr", "iterations"}
+    assert '"class": "' in (path / "metadata.json").read_text()
+
+
+def test_r01_without_a_path_a_new_directory_is_made() -> None:
+    one, other = trained(0).save_to_path(), trained(0).save_to_path()
+    try:
+        assert one != other
+        assert Trainer.from_checkpoint(one).iterations == 0
+    finally:
+        shutil.rmtree(one)
+        shutil.rmtree(other)
+
+
+@pytest.mark.parametrize("base", [Trainer, Checkpointable], ids=["its class", "base class"])
+def test_r02_a_new_instance_continues_bit_for_bit(place: str, base: type[Checkpointable]) -> None:
+    trainer = trained(lr=0.25)
+    found = base.from_checkpoint(trainer.save_to_path(place))
+    assert type(found) is Trainer
+    assert found.lr == 0.25
+    assert found.runner.policies is found.learner.rl_module
+    for one in (trainer, found):
+        one.train()
+    assert everything(found) == everything(trainer)
+
+
+def test_r03_a_part_is_made_alone(place: str) -> None:
+    trainer = trained()
+    path = trainer.save_to_path(place)
+    policy = Policy.from_checkpoint(f"{path}/{CUSTOM}")
+    assert same(weights(policy), weights(trainer.policy("p1")))
+    learner = Learner.from_checkpoint(f"{path}/learner")
+    assert learner.updates == 2
+    assert hf.load(f"{path}/{CUSTOM}")["net"]["0"]["weight"].shape == (4, 3)
+
+
+def test_r03_a_part_may_be_copied_elsewhere(tmp_path: Path) -> None:
+    trainer = trained()
+    path = trainer.save_to_path(tmp_path / "trainer")
+    shutil.copytree(Path(path) / CUSTOM, tmp_path / "deployed")
+    shutil.rmtree(path)
+    assert same(weights(Policy.from_checkpoint(tmp_path / "deployed")), weights(trainer.policy("p1")))
+    assert hf.verify(tmp_path / "deployed").ok
+
+
+def test_r04_constructor_arguments_are_overridden(place: str) -> None:
+    path = trained(lr=0.5).save_to_path(place)
+    found = Trainer.from_checkpoint(path, lr=9.0)
+    assert (found.lr, found.iterations) == (9.0, 2)
+    assert found.learner.optimizer.param_groups[0]["lr"] == 9.0
+    with pytest.raises(hf.OptionError, match=r"takes no argument 'rate'; it takes names, lr"):
+        Trainer.from_checkpoint(path, rate=1)
+
+
+# ---- R5 to R7: restoring into what runs
+
+
+def test_r05_objects_stay_the_objects_they_are(place: str) -> None:
+    trainer = trained()
+    path = trainer.save_to_path(place)
+    running = trained(1)
+    before = [running.learner, running.runner.mean, *running.learner.rl_module.parameters()]
+    report = running.restore_from_path(path, strict=True)
+    after = [running.learner, running.runner.mean, *running.learner.rl_module.parameters()]
+    assert all(one is other for one, other in zip(before, after, strict=True))
+    assert {id(p) for group in running.learner.optimizer.param_groups for p in group["params"]} == set(
+        map(id, running.learner.rl_module.parameters())
+    )
+    assert everything(running) == everything(trainer)
+    assert set(report.restored) == {"(root)", "learner", "learner/rl_module", "learner/rl_module/p0", CUSTOM, "runner"}
+    assert report.complete
+
+
+def test_r06_one_part_is_swapped(place: str) -> None:
+    single = trained(names=("default_policy",))
+    running = trained(3)
+    untouched = weights(running.policy("p0"))
+    slots = [value.tolist() for entry in running.learner.optimizer.state.values() for value in entry.values()]
+    path = single.save_to_path(place)
+    report = running.restore_from_path(f"{path}/learner/rl_module/default_policy", component=CUSTOM)
+    assert report.restored == (CUSTOM,)
+    assert same(weights(running.policy("p1")), weights(single.policy("default_policy")))
+    assert same(weights(running.policy("p0")), untouched)
+    assert (running.iterations, running.learner.updates) == (3, 3)
+    after = [value.tolist() for entry in running.learner.optimizer.state.values() for value in entry.values()]
+    assert after == slots
+
+
+def test_r07_an_unknown_part_is_an_error(place: str) -> None:
+    running = trained()
+    path = running.save_to_path(place)
+    before = everything(running)
+    with pytest.raises(hf.TreeMismatchError, match=r"no component 'learner/p1'; it has 'learner', .*learner/rl_module"):
+        running.restore_from_path(path, component="learner/p1")
+    with pytest.raises(hf.CheckpointNotFoundError, match="no such component"):
+        running.restore_from_path(f"{path}/learner/typo")
+    assert everything(running) == before
+
+
+# ---- R8 to R10: parts of states, missing parts, parts born from states
+
+
+def leaves(state: Any, path: str = "") -> set[str]:
+    """Returns the paths of all components in a state, by what they are known to hold."""
+    marks = {"iterations": "", "updates": "learner", "mean": "runner", "net": "policy"}
+    found = {marks[key] if key != "net" else path for key in state if key in marks}
+    for key, inner in state.items():
+        if key in ("learner", "rl_module", "p0", "p1", "runner"):
+            found |= leaves(inner, f"{path}/{key}".lstrip("/"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("components", "not_components", "expected"),
+    [
+        (None, None, {"", "learner", "learner/rl_module/p0", CUSTOM, "runner"}),
+        (CUSTOM, None, {"", "learner", CUSTOM}),
+        (["runner", "learner"], None, {"", "learner", "learner/rl_module/p0", CUSTOM, "runner"}),
+        ("learner/*/p0", None, {"", "learner", "learner/rl_module/p0"}),
+        (None, "learner", {"", "runner"}),
+        ("learner", CUSTOM, {"", "learner", "learner/rl_module/p0"}),
+        ("learner", "learner", {""}),
+    ],
+    ids=["all", "one below", "two", "pattern", "all but", "one but", "exclusion wins"],
+)
+def test_r08_states_of_some_parts(components: Any, not_components: Any, expected: set[str]) -> None:
+    assert leaves(trained().get_state(components, not_components=not_components)) == expected
+
+
+def test_r08_unknown_parts_are_errors() -> None:
+    for arguments in ({"components": "leaner"}, {"not_components": ["learner", "typo"]}, {"components": "x/*"}):
+        with pytest.raises(hf.TreeMismatchError, match="Trainer has no component"):
+            Trainer().get_state(**arguments)
+
+
+def test_r08_a_subset_leaves_the_rest() -> None:
+    trainer, other = trained(), trained(1)
+    before = weights(other.policy("p0"))
+    state = trainer.get_state(CUSTOM)
+    kept = leaves(state)
+    other.set_state({"learner": {"rl_module": state["learner"]["rl_module"]}})
+    assert leaves(state) == kept, "the caller's dictionary is not changed"
+    assert same(weights(other.policy("p1")), weights(trainer.policy("p1")))
+    assert same(weights(other.policy("p0")), before)
+    assert (other.iterations, other.learner.updates) == (1, 1)
+
+
+def test_r08_a_state_is_a_snapshot() -> None:
+    trainer, other = trained(), Trainer()
+    state, expected = trainer.get_state(), everything(trainer)
+    trainer.train()
+    other.set_state(state)
+    assert everything(other) == expected
+
+
+def test_r09_missing_and_extra_parts_are_reported(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    two = trained()
+    running = trained(1, names=("p1", "p2"))
+    path = two.save_to_path(place)
+    fresh = weights(running.policy("p2"))
+    with pytest.raises(hf.TreeMismatchError, match=r"does not have all components.*\n.*learner/rl_module/p2"):
+        running.restore_from_path(path, strict=True)
+    assert running.iterations == 1
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        report = running.restore_from_path(path)
+    assert report.missing == ("learner/rl_module/p2",)
+    assert report.unused == ("learner/rl_module/p0",)
+    assert "learner/rl_module/p2" in caplog.text
+    assert "learner/rl_module/p0" in caplog.text
+    assert same(weights(running.policy("p1")), weights(two.policy("p1")))
+    assert same(weights(running.policy("p2")), fresh)
+    grown = trained(0, names=("p0", "p1", "p2"))
+    assert grown.restore_from_path(path).unused == ()
+
+
+class League(Checkpointable):
+    """Policies that exist because the state says so."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, Policy] = {}
+
+    def add(self, name: str) -> None:
+        """Adds a member."""
+        self.members[name] = Policy(3)
+
+    def get_state(self, components: Any = None, *, not_components: Any = None) -> dict[str, Any]:
+        """Returns the names besides the members' states."""
+        return {**super().get_state(components, not_components=not_components), "names": sorted(self.members)}
+
+    def set_state(self, state: Any) -> None:
+        """Makes the members that there are not."""
+        for name in state.get("names", ()):
+            if name not in self.members:
+                self.add(name)
+        super().set_state({key: value for key, value in state.items() if key != "names"})
+
+
+def test_r10_parts_born_from_state_are_restored(place: str) -> None:
+    league = League()
+    league.add("a")
+    league.add("b")
+    path = league.save_to_path(place)
+    found = League()
+    report = found.restore_from_path(path, strict=True)
+    assert set(report.restored) == {"(root)", "members/a", "members/b"}
+    assert same(weights(found.members["b"]), weights(league.members["b"]))
+    assert same(weights(League.from_checkpoint(path).members["a"]), weights(league.members["a"]))
+    direct = League()
+    direct.set_state(league.get_state())
+    assert same(weights(direct.members["b"]), weights(league.members["b"]))
+
+
+# ---- R11 to R14: classes, forms of states, safety, replacing
+
+
+def test_r11_wrong_and_unknown_classes(place: str) -> None:
+    path = trained().save_to_path(f"{place}/trainer")
+    with pytest.raises(hf.OptionError, match=r"holds a .*:Trainer, which is no .*:Policy"):
+        Policy.from_checkpoint(path)
+
+    def saved_by_a_class_that_is_gone() -> str:
+        class Gone(Checkpointable):
+            def __init__(self, size: int) -> None:
+                self.weights = np.full(size, 7.0)
+
+        return Gone(2).save_to_path(f"{place}/gone")
+
+    class Here(Checkpointable):
+        def __init__(self, size: int = 2) -> None:
+            self.weights = np.zeros(size)
+
+    gone = saved_by_a_class_that_is_gone()
+    saved = hf.load(gone)
+    assert saved["weights"].tolist() == [7, 7]
+    name = "test_component_behaviours:test_r11_wrong_and_unknown_classes.<locals>"
+    import gc
+
+    gc.collect()  # the class is only reachable by itself
+    with pytest.raises(hf.NotAllowedError, match=r"saved_by_a_class_that_is_gone.*not allowed: nothing was imported"):
+        Here.from_checkpoint(gone)
+    old = f"{name}.saved_by_a_class_that_is_gone.<locals>.Gone"
+    full = next(key for key in (old, f"{Here.__module__}:{old.partition(':')[2]}") if key.startswith(Here.__module__))
+    assert Here.from_checkpoint(gone, renamed={full: Here}).weights.tolist() == [7, 7]
+    assert Here.from_checkpoint(gone, fallback=True, size=2).weights.tolist() == [7, 7]
+
+
+def test_r11_a_damaged_recipe_is_never_a_fallback(tmp_path: Path) -> None:
+    path = Path(Policy(3).save_to_path(tmp_path / "policy"))
+    (path / "state" / "component.json").write_text("{}")
+    with pytest.raises(hf.DamagedCheckpointError, match=r"component\.json is not what was saved"):
+        Policy.from_checkpoint(path, fallback=True, size=3)
+
+
+class Odd(Checkpointable):
+    """A state of many kinds of values."""
+
+    def __init__(self) -> None:
+        self.state: dict[Any, Any] = {}
+
+    def get_state(self, components: Any = None, *, not_components: Any = None) -> dict[str, Any]:
+        """Returns it."""
+        return {"odd": self.state}
+
+    def set_state(self, state: Any) -> None:
+        """Takes it."""
+        self.state = state["odd"]
+
+
+@pytest.mark.parametrize("use_msgpack", [False, True], ids=["arrays", "msgpack"])
+def test_r12_values_of_all_kinds_come_back(place: str, use_msgpack: bool) -> None:
+    odd = Odd()
+    odd.state = {
+        "tuple": (1, (2.5, "x")),
+        3: {"int key": np.int16(3), -1: b"bytes"},
+        "bf16": np.arange(3).astype(ml_dtypes.bfloat16),
+        "torch": torch.ones(2, dtype=torch.bfloat16),
+        "array": np.arange(6.0).reshape(2, 3),
+        "none": None,
+        "big": 1 << 80,
+        "nan": float("inf"),
+        "set": {1, "a"},
+        "ordered": OrderedDict(b=1, a=2),
+        "empty": {},
+    }
+    found = Odd.from_checkpoint(odd.save_to_path(place, use_msgpack=use_msgpack)).state
+    assert list(found) == list(odd.state)
+    for key, value in odd.state.items():
+        assert type(found[key]) is type(value)
+        if isinstance(value, np.ndarray | torch.Tensor):
+            assert found[key].dtype == value.dtype
+            assert found[key].tolist() == value.tolist()
+        else:
+            assert found[key] == value
+    assert type(found[3]["int key"]) is np.int16
+
+
+def test_r12_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    odd = Odd()
+    odd.state = {"deep": [1, object()]}
+    with pytest.raises(hf.UnsupportedLeafError, match="odd/deep/1"):
+        odd.save_to_path(tmp_path / "odd")
+    trainer = trained()
+    trainer.runner.socket = open(os.devnull)  # type: ignore[attr-defined]  # noqa: SIM115 - what cannot be saved
+    try:
+        with pytest.raises(hf.UnsupportedLeafError, match="socket"):
+            trainer.save_to_path(tmp_path / "trainer")
+    finally:
+        trainer.runner.socket.close()  # type: ignore[attr-defined]
+    assert os.listdir(tmp_path) == []
+
+
+@allow
+def scale(value: float) -> float:
+    """A function that recipes may name."""
+    return 2 * value
+
+
+class Scaled(Checkpointable):
+    """Made with a function."""
+
+    __untracked__ = ("flags",)
+
+    def __init__(self, function: Callable[..., Any], flags: dict[Any, Any]) -> None:
+        self.function, self.flags = function, flags
+
+
+def test_r13_functions_have_to_be_allowed(place: str) -> None:
+    flags = {"sizes": (3, [4]), "nan": float("nan"), 5: {1, 2}, "type": np.dtype("int8")}
+    found = Scaled.from_checkpoint(Scaled(scale, dict(flags)).save_to_path(f"{place}/a"))
+    assert found.function is scale
+    assert repr(found.flags) == repr(flags)
+    path = Scaled(os.getcwd, {}).save_to_path(f"{place}/b")
+    with pytest.raises(hf.NotAllowedError, match=r"names .*:getcwd, which is not allowed"):
+        Scaled.from_checkpoint(path)
+    assert Scaled.from_checkpoint(path, allowed=[os.getcwd]).function is os.getcwd
+    assert Scaled.from_checkpoint(path, allowed="posix:*" if sys.platform != "win32" else "nt:*").function is os.getcwd
+    assert Scaled.from_checkpoint(path, trust=True).function is os.getcwd
+    assert Scaled.from_checkpoint(path, function=scale).function is scale
+
+
+def test_r14_saving_again_leaves_nothing_of_the_old(tmp_path: Path) -> None:
+    path = trained(names=("p0", "p1", "p2")).save_to_path(tmp_path / "x", use_msgpack=True)
+    again = trained(1, names=("p0", "p1"))
+    with pytest.raises(hf.CheckpointExistsError, match="overwrite=True"):
+        again.save_to_path(path)
+    assert again.save_to_path(path, overwrite=True) == path
+    running = Trainer()
+    running.restore_from_path(path, strict=True)
+    assert everything(running) == everything(again)
+    assert not (tmp_path / "x" / "learner" / "rl_module" / "p2").exists()
+    assert [file for file in os.listdir(path) if file.startswith("state")] == [
+        next(file for file in os.listdir(path) if file.startswith("state"))
+    ]
+    assert hf.verify(path).ok
+    assert same(weights(Policy.from_checkpoint(f"{path}/{CUSTOM}")), weights(again.policy("p1")))
+
+
+def test_r14_a_failed_save_leaves_the_old_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = trained()
+    path = first.save_to_path(tmp_path / "x")
+    files = sorted(str(file) for file in Path(path).rglob("*"))
+    for target in ("write_record", "_write"):
+        module = "pending" if target == "write_record" else "saving"
+
+        def fail(*_: Any) -> None:
+            raise hf.StorageFullError("no space")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(f"holdfast.engine.components.{module}.{target}", fail)
+            with pytest.raises(hf.StorageFullError):
+                trained(5).save_to_path(path, overwrite=True)
+        running = Trainer()
+        running.restore_from_path(path, strict=True)
+        assert everything(running) == everything(first)
+    trained(5).save_to_path(path, overwrite=True)
+    assert Trainer.from_checkpoint(path).iterations == 5
+    assert len(sorted(Path(path).rglob("*"))) == len(files)
+
+
+# ---- R15 to R18: paths, versions, devices, schedulers
+
+
+def test_r15_every_form_of_path(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = trained()
+    places: list[str | Path] = [tmp_path / "a", str(tmp_path / "b"), "c", f"file://{tmp_path}/d", place]
+    for number, path in enumerate(places):
+        returned = trainer.save_to_path(path)
+        for origin in (path, returned):
+            running = Trainer()
+            running.restore_from_path(origin, strict=True)
+            assert running.iterations == 2, number
+        part = path / CUSTOM if isinstance(path, Path) else f"{path}/{CUSTOM}"
+        assert same(weights(Policy.from_checkpoint(part)), weights(trainer.policy("p1")))
+
+
+def test_r16_metadata_and_versions(tmp_path: Path) -> None:
+    from holdfast.engine.format import decode_document
+
+    path = Path(trained().save_to_path(tmp_path / "x"))
+    found = decode_document((path / "learner" / "metadata.json").read_bytes(), "component", source="metadata.json")
+    assert found["layout"] == "1.0"
+    assert found["class"].endswith(":Learner")
+    assert {"holdfast", "torch", "numpy", "python"} <= found["metadata"]["versions"].keys()
+    assert found["metadata"]["time"].startswith("20")
+    assert "commit" in found["metadata"]
+    for file in path.rglob("metadata.json"):
+        file.unlink()  # it is for people
+    assert Trainer.from_checkpoint(path).iterations == 2
+
+
+def test_r16_the_commit_of_the_program_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.engine.components.provenance import commit_of
+
+    monkeypatch.chdir(tmp_path)
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "HEAD").write_text("ref: refs/heads/main\n")
+    assert commit_of("no such module") is None
+    (tmp_path / ".git" / "packed-refs").write_text(f"# pack-refs\n{commit} refs/heads/main\n")
+    assert commit_of("no such module") == commit
+
+
+def test_r16_released_versions_load() -> None:
+    path = Path(__file__).parent / "released" / "1.0"
+    state = hf.load(path, item="counters/a")
+    assert state == {"count": 3}
+    assert hf.verify(path).ok
+
+
+def test_r16_the_callers_configuration_wins(place: str) -> None:
+    path = trained(lr=0.5).save_to_path(place)
+    running = Trainer(lr=0.125)
+    running.restore_from_path(path, keep=["lr", "**/lr"])
+    assert running.lr == 0.125
+    assert running.learner.optimizer.param_groups[0]["lr"] == 0.125
+    assert running.iterations == 2
+    running.restore_from_path(path)
+    assert running.learner.optimizer.param_groups[0]["lr"] == 0.5
+
+
+class OnDevice(Checkpointable):
+    """Made for a device."""
+
+    def __init__(self, device: Any, other: Any = None) -> None:
+        self.given = str(device), str(other)
+        self.weights = torch.zeros(2, device=device)
+
+    def get_checkpointable_components(self) -> list[tuple[str, Any]]:
+        """There are none."""
+        return []
+
+
+def test_r17_recipes_of_other_machines(place: str) -> None:
+    value = OnDevice("cpu", torch.device("cpu"))
+    # As if it had been made on a machine that has what this one lacks.
+    value.get_ctor_args_and_kwargs = lambda: (("xpu",), {"other": torch.device("xpu:3")})  # type: ignore[method-assign]
+    value.__untracked__ = ()  # type: ignore[attr-defined]
+    found = OnDevice.from_checkpoint(value.save_to_path(place))
+    assert found.weights.device.type == "cpu"
+
+
+class Scheduler:
+    """Runs a trainer without knowing what it is: saves, keeps the best, restores, as Ray Tune or Optuna might."""
+
+    def __init__(self, place: str, keep: int) -> None:
+        self.place, self.keep = place, keep
+        self.saved: list[tuple[float, str]] = []
+
+    def run(self, make: Callable[[], Any], iterations: int, every: int, hook: Callable[[Any], None]) -> Any:
+        """Trains, and returns what has trained."""
+        driven = make()
+        hook(driven)
+        for number in range(1, iterations + 1):
+            driven.train()
+            if number % every == 0 or number == iterations:
+                score = -abs(number - 4)
+                self.saved.append((score, driven.save_to_path(f"{self.place}/checkpoint_{number:06}")))
+                self.saved.sort(reverse=True)
+                for _, path in self.saved[self.keep :]:
+                    as_location(path).remove_tree()
+                del self.saved[self.keep :]
+        return driven
+
+
+def test_r18_a_scheduler_that_knows_nothing(place: str) -> None:
+    scheduler = Scheduler(place, keep=2)
+    scheduler.run(Trainer, 7, 2, lambda _: None)
+    assert sorted(path.rpartition("/")[2] for _, path in scheduler.saved) == ["checkpoint_000004", "checkpoint_000006"]
+    best = scheduler.saved[0][1]
+    again = Scheduler(f"{place}/again", keep=1).run(Trainer, 1, 1, lambda made: made.restore_from_path(best))
+    assert again.iterations == 5

@@ -1,0 +1,361 @@
+"""Directories of components that are damaged or forged: clear errors, never a wrong value, never code that runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.components import Checkpointable, allow, read_state
+from holdfast.engine.commit import read_record, write_record
+from holdfast.engine.digests import seal
+from holdfast.engine.format import decode_document, encode_document
+from holdfast.engine.storage import as_location
+
+RAN: list[Any] = []
+REFUSALS = (hf.DamagedCheckpointError, hf.FormatVersionError, hf.CheckpointNotFoundError)
+
+
+class Part(Checkpointable):
+    """Some values."""
+
+    def __init__(self, size: int = 3) -> None:
+        self.weights = np.zeros(size)
+        self.label = "new"
+
+
+class Whole(Checkpointable):
+    """Two parts."""
+
+    def __init__(self, rate: float = 0.5) -> None:
+        self.a, self.b = Part(), Part(2)
+        self.count = 0
+
+
+@allow
+def remember(*args: Any, **kwargs: Any) -> float:
+    """Notes that it was called."""
+    RAN.append((args, kwargs))
+    return 0.0
+
+
+def whole() -> Whole:
+    """Returns one with values of its own."""
+    made = Whole(rate=0.25)
+    made.a.weights[:] = [1, 2, 3]
+    made.b.label = "seven"
+    made.count = 7
+    return made
+
+
+def values(one: Whole) -> list[Any]:
+    """Returns all that is restored."""
+    return [one.count, one.a.weights.tolist(), one.a.label, one.b.weights.tolist(), one.b.label]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A directory of components."""
+    return Path(whole().save_to_path(tmp_path / "x"))
+
+
+def forge(path: Path, part: str, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Changes what is said of a component, with all digests right again."""
+    file = path / part / "state" / "component.json"
+    body = decode_document(file.read_bytes(), "component", source="")
+    edit(body)
+    file.write_bytes(encode_document("component", body))
+    for place in (path, path / part):
+        location = as_location(place)
+        record = read_record(location)
+        items = {name: item.__class__(item.folder, item.kind, {**item.files}) for name, item in record.items.items()}
+        for item in items.values():
+            if place / item.folder / "component.json" == file:
+                digests = seal(location / item.folder)
+                item.files["component.json"] = digests["component.json"]  # type: ignore[index]  # made above
+        write_record(location, record.__class__(items=items, time=record.time))
+
+
+def test_every_byte_matters_or_does_not(saved: Path, tmp_path: Path) -> None:
+    expected = values(whole())
+    files = sorted(file for file in saved.rglob("*") if file.is_file())
+    assert sum(file.stat().st_size for file in files) < 40_000
+    found = {"right": 0, "refused": 0}
+    for file in files:
+        content = file.read_bytes()
+        step = max(1, len(content) // 40)
+        for position in {*range(0, len(content), step), len(content) - 1}:
+            flipped = bytearray(content)
+            flipped[position] ^= 1 << (position % 8)
+            file.write_bytes(flipped)
+            running = Whole()
+            try:
+                running.restore_from_path(saved, strict=True)
+            except REFUSALS:
+                found["refused"] += 1
+                assert values(running) == values(Whole()), "nothing is changed"
+            else:
+                found["right"] += 1
+                assert values(running) == expected, f"{file} at {position}"
+        for size in (0, len(content) // 2, len(content) - 1):
+            file.write_bytes(content[:size])
+            running = Whole()
+            try:
+                running.restore_from_path(saved, strict=True)
+                assert values(running) == expected, f"{file} cut to {size}"
+            except REFUSALS:
+                pass
+        file.write_bytes(content)
+    assert found["refused"] > found["right"] > 0  # metadata.json, records of parts, and padding are not needed
+
+
+def test_every_byte_of_a_part_alone(saved: Path) -> None:
+    part = saved / "a"
+    shutil.move(part, saved.parent / "part")
+    part = saved.parent / "part"
+    for file in sorted(file for file in part.rglob("*") if file.is_file()):
+        content = file.read_bytes()
+        for position in range(len(content)):
+            flipped = bytearray(content)
+            flipped[position] ^= 1 << (position % 8)
+            file.write_bytes(flipped)
+            try:
+                assert Part.from_checkpoint(part).weights.tolist() == [1, 2, 3]
+            except REFUSALS:
+                continue
+            except hf.HoldfastError as error:
+                raise AssertionError(f"{file} at {position}: {error}") from error
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "state/tree.json", "a/state/component.json", "a/state/d/index"])
+def test_what_is_missing_is_named(saved: Path, name: str) -> None:
+    (saved / name).unlink()
+    with pytest.raises(REFUSALS, match=name.rpartition("/")[2] if "/" in name else "no tree of components"):
+        Whole().restore_from_path(saved)
+
+
+def test_verify_finds_what_is_flipped(saved: Path) -> None:
+    (file,) = (saved / "b" / "state" / "d").glob("*.0.0")
+    content = bytearray(file.read_bytes())
+    content[0] ^= 1
+    file.write_bytes(content)
+    problems = [problem for one in hf.verify(saved).checkpoints for problem in one.problems]
+    assert [(problem.file.rpartition("/")[0], problem.leaf) for problem in problems] == [("b/state/d", "b: weights")]
+    assert not hf.verify(saved / "b").ok
+    assert hf.verify(saved / "a").ok
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"args": [{"name": "os:system"}], "kwargs": {}},
+        {"args": [], "kwargs": {"rate": {"partial": [{"name": "os:system"}, ["true"], []]}}},
+        {"args": [], "kwargs": {"rate": {"object": ["subprocess:Popen", [["args", "true"]]]}}},
+        {"args": [], "kwargs": {"rate": {"enum": ["antigravity:Fly", "NOW"]}}},
+        {"args": [], "kwargs": {"rate": {"recipe": {"class": "os:system", "constructor": {"args": [], "kwargs": {}}}}}},
+        {"args": [{"name": "builtins:eval"}], "kwargs": {}},
+        {"args": [{"name": "__main__:os.system"}], "kwargs": {}},
+    ],
+    ids=["function", "partial", "object", "enum", "nested", "builtin", "attribute of a module"],
+)
+def test_recipes_that_would_run_code(saved: Path, recipe: dict[str, Any]) -> None:
+    import sys
+
+    forge(saved, "", lambda body: body.update(constructor=recipe))
+    with pytest.raises(hf.NotAllowedError, match="nothing was imported"):
+        Whole.from_checkpoint(saved)
+    assert "antigravity" not in sys.modules
+    assert RAN == []
+    running = Whole()
+    running.restore_from_path(saved, strict=True)  # needs no recipe
+    assert running.count == 7
+
+
+@pytest.mark.parametrize("name", ["os:system", "subprocess:Popen", "builtins:exec", "antigravity:x"])
+@pytest.mark.parametrize("arguments", [{}, {"fallback": False}])
+def test_classes_that_are_none_of_components(saved: Path, name: str, arguments: dict[str, Any]) -> None:
+    forge(saved, "", lambda body: body.update({"class": name}))
+    with pytest.raises(hf.NotAllowedError):
+        Whole.from_checkpoint(saved, **arguments)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"component": "/"},
+        {"component": "/../../etc"},
+        {"tuple": 5},
+        {"dict": [[1]]},
+        {"dict": [[[], 1]]},
+        {"unknown": 1},
+        {"float": "1e5"},
+        {"bytes": "!"},
+        {"array": ["numpy", "float64", [1 << 40], ""]},
+        {"array": ["numpy", "float64", [2], "AAAA"]},
+        {"array": ["numpy", "object", [0], ""]},
+        {"device": 5},
+        {"torch.dtype": "Tensor"},
+        {"namespace": [["a b", 1]]},
+        {"path": None},
+        {"a": 1, "b": 2},
+        {},
+        {"recipe": 5},
+        {"recipe": {"class": 5, "constructor": {"args": [], "kwargs": {}}}},
+    ],
+    ids=str,
+)
+def test_recipes_that_make_no_sense(saved: Path, value: Any) -> None:
+    recipe = {"args": [], "kwargs": {"rate": value}}
+    forge(saved, "", lambda body: body.update(constructor=recipe))
+    with pytest.raises((hf.DamagedCheckpointError, hf.NotAllowedError, hf.FormatVersionError, hf.OptionError)):
+        Whole.from_checkpoint(saved)
+    assert RAN == []
+
+
+def test_deep_recipes(saved: Path) -> None:
+    value: Any = 1
+    for _ in range(150):
+        value = {"tuple": [value]}
+    forge(saved, "", lambda body: body.update(constructor={"args": [value], "kwargs": {}}))
+    with pytest.raises(hf.DamagedCheckpointError, match="nested too deeply"):
+        Whole.from_checkpoint(saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"layout": "2.0"}, hf.FormatVersionError),
+        ({"layout": "1.7", "something new": 5}, None),
+        ({"layout": 1}, hf.DamagedCheckpointError),
+        ({"layout": "1"}, hf.DamagedCheckpointError),
+        ({"layout": "1.-1"}, hf.DamagedCheckpointError),
+        ({"components": ["a", "../../../etc"]}, hf.DamagedCheckpointError),
+        ({"components": ["a", "/etc"]}, hf.DamagedCheckpointError),
+        ({"components": ["a", ""]}, hf.DamagedCheckpointError),
+        ({"components": ["a", "no such"]}, hf.DamagedCheckpointError),
+        ({"components": 5}, hf.DamagedCheckpointError),
+        ({"components": [["a"]]}, hf.DamagedCheckpointError),
+        ({"class": None}, hf.DamagedCheckpointError),
+        ({"constructor": []}, hf.DamagedCheckpointError),
+        ({"constructor": {"args": {}, "kwargs": {}}}, hf.DamagedCheckpointError),
+        ({"same": []}, hf.DamagedCheckpointError),
+        ({"path": 5}, hf.DamagedCheckpointError),
+        ({"metadata": None}, hf.DamagedCheckpointError),
+    ],
+    ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
+)
+def test_descriptions_that_make_no_sense(saved: Path, change: dict[str, Any], error: type[Exception] | None) -> None:
+    forge(saved, "", lambda body: body.update(change))
+    running = Whole()
+    if error is None:
+        running.restore_from_path(saved, strict=True)
+        return
+    with pytest.raises(error):
+        running.restore_from_path(saved)
+    assert values(running) == values(Whole())
+
+
+def test_a_component_that_is_made_with_itself(saved: Path) -> None:
+    recipe = {"args": [{"component": "/a"}], "kwargs": {}}
+    forge(saved, "a", lambda body: body.update(constructor=recipe))
+    forge(saved, "", lambda body: body.update(constructor={"args": [{"component": "/a"}], "kwargs": {}}))
+    with pytest.raises(hf.DamagedCheckpointError, match="needs the component itself"):
+        Whole.from_checkpoint(saved)
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        "no JSON",
+        5,
+        "{}",
+        '{"nodes": [{"edges": {"weights": 0}, "value": "weights"}]}',
+        '{"nodes": [{"edges": {"weights": 7}}]}',
+        "[" * 100_000,
+    ],
+    ids=["no json", "number", "empty", "root with a value", "no such node", "deep"],
+)
+def test_graphs_that_make_no_sense(tmp_path: Path, graph: Any) -> None:
+    state = {"weights": np.ones(3), "label": "x", "__graph__": graph}
+    path = Part().save_to_path(tmp_path / "x", state=state)
+    with pytest.raises(hf.DamagedCheckpointError):
+        Part().restore_from_path(path)
+
+
+def test_one_that_does_not_fit_leaves_the_others(saved: Path) -> None:
+    running = Whole()
+    running.b.weights = np.zeros(5)
+    running.count = 1
+    before = values(running)
+    with pytest.raises(hf.TreeMismatchError, match=r"weights: expected float64\[5\] \(program\), found float64\[2\]"):
+        running.restore_from_path(saved)
+    assert values(running) == before
+
+
+def test_checkpoints_of_other_kinds(tmp_path: Path) -> None:
+    hf.save(tmp_path / "tree", {"a": 1})
+    with pytest.raises(hf.CheckpointNotFoundError, match="none of components"):
+        Part().restore_from_path(tmp_path / "tree")
+    with pytest.raises(hf.CheckpointExistsError, match="none of components"):
+        Part().save_to_path(tmp_path / "tree", overwrite=True)
+    with pytest.raises(hf.CheckpointNotFoundError, match="nothing at this path"):
+        Part().restore_from_path(tmp_path / "nothing")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("precious")
+    with pytest.raises(hf.CheckpointExistsError, match=r"notes\.txt"):
+        Part().save_to_path(tmp_path / "mine", overwrite=True)
+    assert os.listdir(tmp_path / "mine") == ["notes.txt"]
+    with pytest.raises(hf.CheckpointExistsError, match="a file is there"):
+        Part().save_to_path(tmp_path / "mine" / "notes.txt")
+
+
+def test_a_part_without_its_record_is_found_by_the_whole(saved: Path) -> None:
+    (saved / "a" / "checkpoint.json").unlink()  # as a crash right after the commit leaves it
+    assert Part.from_checkpoint(saved / "a").weights.tolist() == [1, 2, 3]
+    assert read_state(saved / "a")["label"] == "new"
+
+
+def test_interrupted_saves_leave_the_old_or_the_new(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.engine.components import pending
+
+    class Killed(BaseException):
+        pass
+
+    calls = 0
+    real = write_record
+
+    def dies(location: Any, record: Any) -> None:
+        nonlocal calls
+        calls += calls > 0 or str(location) == str(saved)  # what is repaired before does not count
+        if calls == limit:
+            raise Killed
+        real(location, record)
+
+    monkeypatch.setattr(pending.PendingTree, "abort", lambda self: None)  # nobody tidies up after a kill
+    monkeypatch.setattr(pending, "write_record", dies)
+    for limit in (1, 2, 3):
+        calls = 0
+        new = whole()
+        new.count = 100 + limit
+        before = read_state(saved)["count"]
+        with pytest.raises(Killed):
+            new.save_to_path(saved, overwrite=True)
+        running = Whole()
+        running.restore_from_path(saved, strict=True)
+        assert running.count == (before if limit == 1 else new.count)
+        for part in ("a", "b"):
+            assert Part.from_checkpoint(saved / part).label == getattr(new, part).label
+    monkeypatch.undo()
+    whole().save_to_path(saved, overwrite=True)
+    assert read_state(saved)["count"] == 7
+    left = list(saved.rglob("state*"))
+    assert len(left) == 3
+    assert not (saved / "checkpoint.partial").exists()
