@@ -153,13 +153,13 @@ def _matching(keys: Sequence[str], beginning: str, limit: int) -> Iterator[str]:
 
     Objects that save several tensors, such as tables, note only what the names of all of them begin with.
     """
-    if limit < 0:
-        raise DamagedCheckpointError("the graph of objects gives each value to very many objects")
     index = bisect_left(keys, beginning)
     if index < len(keys) and keys[index] == beginning:
         yield beginning
         return
-    while f"/{ATTRIBUTES}/" in f"/{beginning}" and index < len(keys) and keys[index].startswith(beginning) and limit:
+    while f"/{ATTRIBUTES}/" in f"/{beginning}" and index < len(keys) and keys[index].startswith(beginning):
+        if limit <= 0:
+            raise DamagedCheckpointError("the graph of objects gives its values to very many objects each")
         yield keys[index]
         index, limit = index + 1, limit - 1
 
