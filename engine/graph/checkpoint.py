@@ -57,7 +57,7 @@ class Checkpoint(Node):
     _holdfast_saver: GraphSaver | None
     _holdfast_told: dict[Path, str]
 
-    def __init__(self, root: Any = None, **objects: Any) -> None:
+    def __init__(self, /, root: Any = None, **objects: Any) -> None:
         object.__setattr__(self, "_holdfast_root", root)
         if root is not None:
             known = {edge.segment: edge.value for edge in root_view(self).edges}
@@ -242,6 +242,9 @@ class Checkpoint(Node):
             object.__setattr__(self, "_holdfast_counter", before)
             raise
         restoration.outcome.partial = partial
+        for other in self._holdfast_restorations:
+            if set(other.outcome.unrestored()) <= restoration.wanted():
+                other.retire()  # all that it waits for is in the newer one
         waiting = [other for other in self._holdfast_restorations if not other.done]
         object.__setattr__(self, "_holdfast_restorations", [*waiting, restoration])
         return status

@@ -85,12 +85,19 @@ class Restoration:
         self._proxies: list[Proxy] = []
         self._kept_for = {value: one for node in graph.nodes for one, _, value in node.slots}
         self._settled: set[Path] = set()
+        self._retired = False
         self._holders: list[weakref.ref[Any]] = []
 
     @property
     def done(self) -> bool:
         """Whether everything was restored, and nobody needs to know of that any more."""
-        return not (self.outcome.unrestored() or self._proxies)
+        return self._retired or not (self.outcome.unrestored() or self._proxies)
+
+    def retire(self) -> None:
+        """Ends the restore: what turns up from now on is somebody else's."""
+        self._retired = True
+        self.outcome.partial = True
+        self._stop_waiting()
 
     def advance(self) -> None:
         """Restores everything that can be reached from the root and was not restored yet.
@@ -194,16 +201,20 @@ class Restoration:
         left = bool(self._wanted - self.outcome.restored)
         for holder in self._matching.waiting:
             for target in (holder, holder.__holdfast_root__() if isinstance(holder, Node) else None):
-                if left and isinstance(target, Node | list | dict) and type(target).__weakrefoffset__:
-                    expect(target, self)
+                if left and not self._retired and expect(target, self):
                     self._holders.append(weakref.ref(target))
         self._matching.waiting.clear()
-        (_waiting.add if left else _waiting.discard)(self)
-        if not left:
-            for reference in self._holders:
-                forget(reference(), self)
-            self._holders.clear()
+        if left and not self._retired:
+            _waiting.add(self)
+        else:
+            self._stop_waiting()
             self._proxies = self._proxies if others_wait(self) else []
+
+    def _stop_waiting(self) -> None:
+        for reference in self._holders:
+            forget(reference(), self)
+        self._holders.clear()
+        _waiting.discard(self)
 
     def _write(self, due: list[Assignment]) -> None:
         """Validates everything, reads everything, and only then changes anything."""

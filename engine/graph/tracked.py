@@ -102,7 +102,7 @@ class Node:
     _holdfast_root: Any
     _holdfast_counter: int | None
 
-    def __init__(self, **objects: Any) -> None:
+    def __init__(self, /, **objects: Any) -> None:
         for name, value in objects.items():
             setattr(self, name, value)
 
@@ -265,10 +265,16 @@ def check_origin(container: object, path: str) -> None:
         origin.check(path)
 
 
-def expect(holder: object, restore: Resumable) -> None:
-    """Has a holder tell a restore of what is attached to it from now on, if it is one that can."""
-    if isinstance(holder, Node | TrackedList | TrackedDict) and restore not in holder._holdfast_pending:
-        holder._holdfast_pending.append(restore)
+def expect(holder: object, restore: Resumable) -> bool:
+    """Has a holder tell a restore of what is attached to it from now on, if it is one that can.
+
+    Returns:
+        Whether it does so from now on, and did not before.
+    """
+    if not isinstance(holder, Node | TrackedList | TrackedDict) or restore in holder._holdfast_pending:
+        return False
+    holder._holdfast_pending.append(restore)
+    return True
 
 
 def forget(holder: object, restore: Resumable) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -131,3 +133,18 @@ def test_a_long_chain_without_values(place: str) -> None:
         last = last.next
     checkpoint = graph.Checkpoint(first=first)
     checkpoint.read(checkpoint.write(place)).assert_consumed()
+
+
+def test_no_framework_is_loaded() -> None:
+    program = """
+import sys, tempfile
+import numpy as np
+from holdfast import graph
+with tempfile.TemporaryDirectory() as directory:
+    path = graph.Checkpoint(w=np.ones(3), listed=[1]).save(f"{directory}/x")
+    graph.Checkpoint(w=np.zeros(3), listed=[]).restore(path).assert_consumed()
+    graph.load_checkpoint(path).get_tensor("w")
+print(sorted({"jax", "torch", "flax", "optax", "lightning", "tensorstore"} & set(sys.modules)))
+"""
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert finished.stdout == "[]\n"

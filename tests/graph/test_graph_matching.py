@@ -455,3 +455,28 @@ def test_contents_that_are_not_chosen(place: str) -> None:
     checkpoint.read(path, exclude=["history/2", "d/a"])
     assert checkpoint.history == [7]
     assert checkpoint.d == {}
+
+
+def test_restores_that_follow_each_other_do_not_pile_up(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    saved = graph.Checkpoint(a=np.ones(1), b=np.ones(1))
+    holder = graph.Node(a=np.zeros(1))
+    checkpoint = graph.Checkpoint(holder)
+    for _ in range(3):
+        saved.b += 1
+        status = checkpoint.restore(saved.save(f"{place}/run"))
+    assert len(checkpoint._holdfast_restorations) == len(holder._holdfast_pending) == 1
+    holder.b = np.zeros(1)
+    assert holder.b.tolist() == [4]
+    status.assert_consumed()
+    del checkpoint, status
+    gc.collect()
+    assert "never restored" not in caplog.text
+
+
+def test_restores_of_different_parts_stay(place: str) -> None:
+    path = graph.Checkpoint(a=np.ones(1), b=np.ones(1)).save(f"{place}/run")
+    checkpoint = graph.Checkpoint()
+    checkpoint.restore(path, select="a", partial=True)
+    checkpoint.restore(path, select="b", partial=True)
+    checkpoint.a, checkpoint.b = np.zeros(1), np.zeros(1)
+    assert checkpoint.a == checkpoint.b == 1
