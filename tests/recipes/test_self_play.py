@@ -27,6 +27,7 @@ from holdfast.recipes.runner import run
 from holdfast.recipes.self_play import ActionPipeline, ObservationPipeline, Policy, Rules, Trainer, take_turn
 from holdfast.recipes.self_play.connectors import RunningNormalizer, Turn
 from holdfast.recipes.self_play.game import Games
+from holdfast.recipes.self_play.handler import ComponentCheckpointHandler
 
 SMALL = {
     "model.hidden": "[6]",
@@ -146,6 +147,22 @@ def test_the_state_of_a_trainer_is_all_there_is() -> None:
     assert (again.step, again.runner.played) == (2, 12)
 
 
+def test_a_checkpoint_holds_what_was_when_it_was_saved() -> None:
+    first = trainer()
+    first.train_step()
+    before = state_of(first)
+
+    with hf.CheckpointManager("run", hf.AsyncCheckpointer(ComponentCheckpointHandler())) as manager:
+        manager.save(1, first)
+        for _ in range(20):  # while it is being written
+            first.train_step()
+        manager.wait_until_finished()
+        assert state_of(first) != before
+        assert manager.restore(1, first) is first
+    assert state_of(first) == before
+    assert hf.verify("run").ok
+
+
 def test_the_learning_rate_is_that_of_the_configuration() -> None:
     train("train.steps=1")
     with pytest.raises(hf.OptionError, match=r"learning_rate: 0.003 \(checkpoints\), 0.5 \(now\)"):
@@ -181,6 +198,7 @@ def test_a_policy_plays_alone(tmp_path: Path) -> None:
     shutil.move("all/runner/observation", "observation")
     shutil.rmtree("all")
 
+    assert hf.verify("policy").ok
     policy, observation = Policy.from_checkpoint("policy"), ObservationPipeline.from_checkpoint("observation")
 
     rules, boards = Rules(), np.zeros((2, 20), np.int8)
@@ -250,11 +268,18 @@ def test_a_run_begins_with_the_policies_of_another(caplog: pytest.LogCaptureFixt
     assert any(message.startswith("took the weights from ") for message in caplog.messages)
 
 
-def test_a_swap_without_path_is_a_mistake() -> None:
-    with pytest.raises(ConfigError, match=r"swap\.at_step: expected a path as well"):
-        load_configuration("self_play", ["swap.at_step=3"])
-    with pytest.raises(ConfigError, match=r"game\.connect: expected a line that fits on 4 x 5, found 6"):
-        load_configuration("self_play", ["game.connect=6"])
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("swap.at_step=3", r"swap\.at_step: expected a path as well"),
+        ("game.connect=6", r"game\.connect: expected a line that fits on 4 x 5, found 6"),
+        ("checkpoint.compression=3", r"checkpoint\.compression: expected null, as components are not compressed"),
+    ],
+    ids=["swap", "connect", "compression"],
+)
+def test_configurations_that_make_no_sense(argument: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_configuration("self_play", [argument])
 
 
 # ---- what is learnt
