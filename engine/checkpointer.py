@@ -120,7 +120,7 @@ class Checkpointer:
             {ITEM: ItemToSave(self.handler, item, self.background, kwargs)},
             overwrite=force,
             record=lambda items: CheckpointRecord(items=items, time=self._clock.now()),
-            group=self._together.group(as_location(path).url),
+            group=self._together.group("save"),
             timeout=self._timeout,
         )
 

@@ -127,7 +127,7 @@ class CheckpointManager(CheckpointHistory):
             return False
         self.acquire()
         self._background.join()
-        group = self._together.group(f"step {step}")
+        group = self._together.group("save")
         try:
             numbers = plain_metrics(metrics)
             values = self._items.to_save(items, save_kwargs or {})

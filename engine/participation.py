@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from .commit import PendingCheckpoint
 from .coordination import Group, Member
-from .errors import BarrierTimeoutError, DamagedCheckpointError, HoldfastError, PeerFailedError
+from .errors import BarrierTimeoutError, DamagedCheckpointError, HoldfastError, PeerFailedError, StateError
 from .handlers import CheckpointHandler
 from .record import CheckpointRecord
 from .storage import Location
@@ -142,7 +142,7 @@ class Leader:
         if not self._opened:
             self._opened = True
             folders = {name: folder.name for name, folder in self._pending.folders.items()}
-            plan = {"token": self.member.token, "folders": folders}
+            plan = {"path": self._pending.location.url, "token": self.member.token, "folders": folders}
             self._group.broadcast("plan", json.dumps(plan).encode(), self._timeout)
         return self._pending.folders
 
@@ -219,6 +219,11 @@ class Follower:
         """Waits for process 0 to make the folders."""
         if self._folders is None:
             plan = json.loads(self._group.broadcast("plan", None, self._timeout))
+            if plan["path"] != self._location.url:
+                raise StateError(
+                    f"process {self._group.index} saves to {self._location.url}, and process 0 to {plan['path']}; all "
+                    "processes have to save to the same path, or each alone, with coordinator=hf.Alone()"
+                )
             self._token = plan["token"]
             self._folders = {name: self._location / folder for name, folder in plan["folders"].items()}
         return self._folders

@@ -138,7 +138,10 @@ class Catalog:
             spec, parts = self.forms[numbers[0]].spec, self.forms[numbers[0]].parts
             space = -(-(spec.chunk_nbytes + CHECKSUM_BYTES) // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
             holders: Holders | None = None
-            if parts is not None and spec.chunks:
+            if parts is None and not spec.shape:
+                # Numbers may differ from process to process, as the time does: then all of them are process 0's.
+                holders = Holders(((0,),), np.zeros(1, np.int32))
+            elif parts is not None and spec.chunks:
                 try:
                     holders = chunk_holders(spec.shape, spec.chunk_shape, parts, processes)
                 except ValueError as error:

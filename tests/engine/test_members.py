@@ -93,6 +93,41 @@ def test_a_single_path_is_saved_together(tmp_path: Path) -> None:
     assert equal(hf.load(tmp_path / "one"), tree(5))
 
 
+def test_paths_that_differ_are_told(tmp_path: Path) -> None:
+    def run(coordinator: Coordinator) -> Any:
+        checkpointer = hf.Checkpointer(hf.PyTreeCheckpointHandler(), coordinator=coordinator, barrier_timeout_secs=10)
+        with pytest.raises((hf.StateError, hf.PeerFailedError)) as caught:
+            checkpointer.save(tmp_path / str(coordinator.process_index), tree(5))
+        return str(caught.value)
+
+    assert all("process 1 saves to" in text for text in unwrap(together(2, run)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_steps_that_differ_are_told(tmp_path: Path) -> None:
+    def run(coordinator: Coordinator) -> Any:
+        several = manager(tmp_path, coordinator)
+        several.save(3 + coordinator.process_index, tree(5))
+        with pytest.raises(hf.SaveFailedError) as caught:
+            several.close()
+        return str(caught.value)
+
+    results = unwrap(together(2, run))
+    assert all(f"process 1 saves to {hf.as_location(tmp_path / '4').url}" in text for text in results)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+def test_numbers_that_differ_are_those_of_process_0(tmp_path: Path) -> None:
+    def run(coordinator: Coordinator) -> Any:
+        own = {"time": 1.5 + coordinator.process_index, "text": f"process {coordinator.process_index}"}
+        hf.Checkpointer(hf.PyTreeCheckpointHandler(), coordinator=coordinator).save(
+            tmp_path / "one", {f"{name}{i}": value for name, value in own.items() for i in range(8)}
+        )
+
+    unwrap(together(3, run))
+    assert set(hf.load(tmp_path / "one").values()) == {1.5, "process 0"}
+
+
 def test_small_items_are_written_by_process_0(tmp_path: Path) -> None:
     items = {
         "state": hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()),
