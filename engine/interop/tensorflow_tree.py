@@ -32,7 +32,8 @@ class BundleVariables:
     def __init__(self, bundle: Bundle, tree: StoredTree, names: Mapping[str, str]) -> None:
         self._bundle = bundle
         self._tree = tree
-        self._names = names
+        leaves = {leaf.name: leaf for leaf in tree.leaves}
+        self._leaves = {name: leaves.get(ours) for name, ours in names.items()}
 
     def shapes(self) -> dict[str, list[int]]:
         """Returns the shape of every tensor."""
@@ -63,8 +64,10 @@ class BundleVariables:
             raise ObjectNotFoundError(f"{self._bundle.prefix} has no tensor {name!r:.200}")
         if self._bundle.is_text(name):
             return as_objects(self._bundle.texts(name), self._bundle.tensors[name].shape)
-        self._bundle.array(name)  # refuses what is not known
-        (leaf,) = (leaf for leaf in self._tree.leaves if leaf.name == self._names[name])
+        leaf = self._leaves.get(name)
+        if leaf is None:
+            self._bundle.array(name)  # says what it is of that is not read
+            raise ObjectNotFoundError(f"{self._bundle.prefix}: tensor {name!r:.200} is not part of the tree")
         (array,) = self._tree.read([leaf])
         return array
 
