@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..errors import DamagedCheckpointError
-from ..format import crc32c
+from ..format import crc32c, encode_varint
 from .tensorflow_snappy import uncompress
 from .tensorflow_wire import read_varint
 
@@ -56,8 +56,8 @@ def read_table(content: bytes) -> list[tuple[bytes, bytes]]:
     footer = content[end : -len(MAGIC)]
     metaindex, position = _handle(footer, 0)
     index, position = _handle(footer, position)
-    if any(footer[position:]):
-        raise DamagedCheckpointError("its footer has something where nothing belongs")
+    if footer != b"".join(map(encode_varint, (*metaindex, *index))).ljust(len(footer), b"\0"):
+        raise DamagedCheckpointError("its footer is not one that a writer of index files leaves")
     _block(content, metaindex, end)
     budget = _KEYS_AMPLIFICATION * len(content) + _KEYS_SMALL
     found: list[tuple[bytes, bytes]] = []
