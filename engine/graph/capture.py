@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UnsupportedLeafError
-from ..tree import flatten, unescape_key
+from ..tree import escape_key, flatten, unescape_key
 from ..tree.structure import MAX_DEPTH
-from .paths import Path, PathFilter, shown
+from .cells import StateCell
+from .paths import Path, PathFilter, shown, storage_name
 from .views import Branch, Leaf
 from .walk import SLOTS, LiveGraph, LiveNode
 
@@ -23,12 +24,18 @@ class CapturedGraph:
         document: Nodes and edges, as JSON.
         skipped: What was reachable and is not saved, each with the reason.
         notes: What people should know of objects that are saved.
+        own: What each process has of its own, by storage names; None where all is saved together.
     """
 
     tree: Any
     document: dict[str, Any]
     skipped: Mapping[Path, str]
     notes: Mapping[Path, str]
+    own: Mapping[str, Any] | None = None
+
+
+OWN = "//"
+"""What the storage names of values begin with that each process has of its own; no other name does."""
 
 
 class _Place:
@@ -40,24 +47,33 @@ class _Place:
         self.number = number
 
 
-def capture(graph: LiveGraph, chosen: PathFilter | None = None) -> CapturedGraph:
+def capture(graph: LiveGraph, chosen: PathFilter | None = None, *, apart: bool = False) -> CapturedGraph:
     """Makes a graph ready to be saved.
 
     Args:
         graph: What a walk has found.
         chosen: Which values to save, by their shortest paths; None is all.
+        apart: Whether the states of objects, such as data iterators, differ from process to process.
 
     Returns:
         Its values and its document. Arrays are not copied; states of objects are.
     """
     numbers = {id(node): number for number, node in enumerate(graph.nodes)}
     places: dict[int, _Place] = {}
-    shape = _nested(graph, places, numbers, chosen or PathFilter())
+    chosen = chosen or PathFilter()
+    own = [node for node in graph.leaves() if apart and _is_state(node) and chosen.chooses(node.path)]
+    shape = _nested(graph, places, numbers, chosen, {id(node) for node in own})
     flat = flatten(shape)
     names = {place.number: name for place, name in zip(flat.values, flat.names, strict=True)}
     values = {number: _value(graph.nodes[number]) for number in places}
+    names.update({numbers[id(node)]: OWN + escape_key(storage_name(node.path)) for node in own})
     nodes = [_node(node, numbers, names) for node in graph.nodes]
-    return CapturedGraph(_filled(shape, values), {"nodes": nodes}, graph.skipped, graph.notes)
+    states = {storage_name(node.path): _value(node) for node in own} if apart else None
+    return CapturedGraph(_filled(shape, values), {"nodes": nodes}, graph.skipped, graph.notes, states)
+
+
+def _is_state(node: LiveNode) -> bool:
+    return isinstance(node.view, Leaf) and isinstance(node.view.cell, StateCell)
 
 
 def _value(node: LiveNode) -> Any:
@@ -65,7 +81,9 @@ def _value(node: LiveNode) -> Any:
     return node.view.cell.get()
 
 
-def _nested(graph: LiveGraph, places: dict[int, _Place], numbers: dict[int, int], chosen: PathFilter) -> Any:
+def _nested(
+    graph: LiveGraph, places: dict[int, _Place], numbers: dict[int, int], chosen: PathFilter, elsewhere: set[int]
+) -> Any:
     """Returns containers that hold the number of every value, and none without values."""
     inside: dict[Path, dict[Any, Any]] = {(): {}}
     sequences: dict[Path, type] = {}
@@ -84,7 +102,7 @@ def _nested(graph: LiveGraph, places: dict[int, _Place], numbers: dict[int, int]
                 inside[node.path][node.keys[segment]] = branch
                 if child.view.sequence:
                     sequences[child.path] = tuple if child.view.label == "tuple" else list
-            elif child.has_value and chosen.chooses(child.path):
+            elif child.has_value and chosen.chooses(child.path) and id(child) not in elsewhere:
                 place = places[numbers[id(child)]] = _Place(numbers[id(child)])
                 inside[node.path][node.keys[segment]] = place
         for _, _, child in node.slots:

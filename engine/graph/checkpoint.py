@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from ..checkpointer import Place
+from ..coordination import current_coordinator
 from ..errors import CheckpointNotFoundError, OptionError, SaveFailedError, StateError, TreeMismatchError
 from ..item import Layout
 from ..storage import Location, as_location
@@ -272,7 +273,7 @@ class Checkpoint(Node):
                 )
             )
         with collection_paused():
-            found = capture(walk(self))
+            found = capture(walk(self), apart=current_coordinator().process_count > 1)
         told = {**found.skipped, **found.notes}
         for path, reason in told.items():
             if self._holdfast_told.get(path) != reason:

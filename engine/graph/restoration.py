@@ -15,6 +15,7 @@ from ..tree import Saved, collection_paused, compare, describe_template, display
 from ..tree.frameworks import is_torch_tensor
 from ..tree.python_leaves import is_python_value
 from ..tree.structure import KeyProblem, key_segments
+from .capture import OWN
 from .cells import Cell, StateCell, write
 from .contents import PLAIN_KINDS, EntryCell, PlainValues
 from .ledger import Proxy, last_restore, next_number, note_restore
@@ -72,6 +73,7 @@ class Restoration:
             for number, node in graph.values()
             if (leaf := stored.leaves.get(str(node.value))) is not None
             and leaf.saved.kind in PLAIN_KINDS
+            and not str(node.value).startswith(OWN)
             and node.transform is None
         }
         self._matching = Matching(graph, PlainValues(graph, plain))

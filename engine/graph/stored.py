@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
 
-from ..coordination import Member
+from ..coordination import Member, current_coordinator
 from ..errors import CheckpointNotFoundError, DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
 from ..format import DOCUMENT_LIMIT, crc32c, decode_document, encode_document
-from ..handlers import Files, PreparedItem, PyTreeCheckpointHandler
+from ..handlers import Files, PreparedItem, PyTreeCheckpointHandler, write_alone
 from ..interop.native import NativeCheckpoint
 from ..interop.places import open_checkpoint
 from ..interop.source import TREE, TreeSource, as_reader
@@ -20,13 +22,16 @@ from ..record import FileRecord
 from ..storage import Location
 from ..tree import Node, materialize, unflatten
 from ..tree.structure import key_segments
-from .capture import CapturedGraph
+from .capture import OWN, CapturedGraph
 from .paths import Path
 from .saved import SavedGraph
 
 GRAPH = "graph.json"
 """Name of the file, beside the tree's own, that says which objects and edges there were."""
 _KIND = "graph"
+_OWN_FOLDER = "own"
+
+_logger = logging.getLogger("holdfast")
 
 
 class GraphCheckpointHandler(PyTreeCheckpointHandler):
@@ -43,7 +48,8 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
             document = encode_document(_KIND, item.document)
         except ValueError as error:
             raise UnsupportedLeafError(f"this graph cannot be described: {error}; nothing was written") from error
-        return _PreparedGraph(tree, document)
+        own = None if item.own is None else PyTreeCheckpointHandler().prepare(dict(item.own), snapshot=snapshot)
+        return _PreparedGraph(tree, document, own)
 
     def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
         """Opens a graph.
@@ -59,19 +65,38 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
 
 
 class _PreparedGraph:
-    """A tree and its document."""
+    """A tree and its document, and what this process has of its own."""
 
-    def __init__(self, tree: PreparedItem, document: bytes) -> None:
+    def __init__(self, tree: PreparedItem, document: bytes, own: PreparedItem | None) -> None:
         self._tree = tree
         self._document = document
+        self._own = own
 
     def write(self, folder: Location, member: Member) -> bytes:
         if member.index == 0:
             (folder / GRAPH).write_bytes(self._document, atomic=False)
-        return self._tree.write(folder, member)
+        fragment = self._tree.write(folder, member)
+        if self._own is None:
+            return fragment
+        (folder / _OWN_FOLDER).make_directory()
+        place = folder / _OWN_FOLDER / str(member.index)
+        place.make_directory()
+        files = write_alone(self._own, place)
+        (folder / _OWN_FOLDER).sync_directory()
+        share = {path: [file.size, file.crc32c] for path, file in files.items()}
+        return json.dumps([share, fragment.hex()]).encode()
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
-        files = dict(self._tree.merge(folder, fragments))
+        own: Files = {}
+        if self._own is not None:
+            shares = [json.loads(fragment) for fragment in fragments]
+            fragments = [bytes.fromhex(fragment) for _, fragment in shares]
+            own = {
+                f"{_OWN_FOLDER}/{process}/{path}": FileRecord(*facts)
+                for process, (share, _) in enumerate(shares)
+                for path, facts in share.items()
+            }
+        files = {**self._tree.merge(folder, fragments), **own}
         folder.sync_directory()
         return {**files, GRAPH: FileRecord(len(self._document), crc32c(self._document))}
 
@@ -99,11 +124,15 @@ class StoredGraph:
         self._source = source
         self.location = source.location
         self.leaves: dict[str, SavedLeaf] = {leaf.name: leaf for leaf in source.leaves}
+        self._own = _own_tree(source.location, files or {})
+        own = {} if self._own is None else _containers(self._own.skeleton.structure, "")
+        if self._own is not None:
+            self.leaves.update({OWN + leaf.name: leaf for leaf in self._own.leaves})
         document = _document(source, files)
         if document is None:
             self.graph = SavedGraph.of_names(self.leaves, _containers(source.skeleton.structure, ""))
         else:
-            names = [*self.leaves, *_containers(source.skeleton.structure, "")]
+            names = [*self.leaves, *_containers(source.skeleton.structure, ""), *(OWN + name for name in own)]
             self.graph = SavedGraph.of_document(document, names, str(self.location / GRAPH))
 
     def at(self, path: Path) -> StoredGraph:
@@ -131,7 +160,12 @@ class StoredGraph:
         Raises:
             DamagedCheckpointError: Something does not verify.
         """
-        return self._source.read([self.leaves[name] for name in names])
+        found: dict[str, NDArray[Any] | None] = {}
+        for source, mine in ((self._source, False), (self._own, True)):
+            wanted = [name for name in names if name.startswith(OWN) is mine]
+            if source is not None and wanted:
+                found.update(zip(wanted, source.read([self.leaves[name] for name in wanted]), strict=True))
+        return [found[name] for name in names]
 
     def load(self, name: str) -> Any:
         """Reads a value as it is without a template: an array of numpy, a Python value, or a tree of those.
@@ -139,11 +173,11 @@ class StoredGraph:
         Args:
             name: The storage name of a leaf or container.
         """
-        keys = name.split(".") if name else []
-        structure = self._source.skeleton.structure
-        for key in keys:
+        source = self._own if name.startswith(OWN) and self._own is not None else self._source
+        structure = source.skeleton.structure
+        for key in name.removeprefix(OWN).split(".") if name else []:
             structure = None if structure is None else _inside(structure).get(key)
-        names = [leaf for leaf in self.leaves if leaf == name or not name or leaf.startswith(f"{name}.")]
+        names = [leaf for leaf in self.leaves if leaf == name or leaf.startswith(f"{name}.")]
         arrays = self.read(names)
         with naming(self.location):
             values = materialize([None] * len(names), [self.leaves[leaf].saved for leaf in names], arrays, names)
@@ -203,6 +237,33 @@ def _document(source: TreeSource, files: Mapping[str, FileRecord] | None) -> Any
     if len(content) != known.size or crc32c(content) != known.crc32c:
         raise DamagedCheckpointError(f"{place} is not what was saved: its size or checksum differs")
     return decode_document(content, _KIND, source=str(place))
+
+
+def _own_tree(location: Location, files: Mapping[str, FileRecord]) -> TreeReader | None:
+    """Opens what this process has of its own, if processes have; where there were fewer, they are dealt out again."""
+    folders: dict[str, dict[str, FileRecord]] = {}
+    for path, known in files.items():
+        folder, _, rest = path.partition("/")
+        process, _, name = rest.partition("/")
+        if folder == _OWN_FOLDER and name:
+            folders.setdefault(process, {})[name] = known
+    if not folders:
+        return None
+    coordinator = current_coordinator()
+    process = str(coordinator.process_index % len(folders))
+    if process not in folders:
+        raise DamagedCheckpointError(f"{location}: what process {process} had of its own is missing")
+    if len(folders) != coordinator.process_count:
+        _logger.warning(
+            "%s was saved by %d processes and is restored by %d: process %d takes the data iterators and the like of "
+            "process %s",
+            location,
+            len(folders),
+            coordinator.process_count,
+            coordinator.process_index,
+            process,
+        )
+    return TreeReader(location / _OWN_FOLDER / process, folders[process])
 
 
 def _inside(structure: Node) -> dict[str, Node | None]:

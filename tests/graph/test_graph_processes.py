@@ -5,11 +5,53 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.processes.harness import Process, run_processes
 
 import holdfast as hf
 from holdfast import graph
+
+
+class Batches:
+    """A data iterator whose position and randomness differ from process to process."""
+
+    def __init__(self, seed: int) -> None:
+        self.words = np.full(1000, seed)
+        self.position = 0
+
+    def get_state(self) -> dict[str, Any]:
+        return {"words": self.words, "position": self.position, "text": f"{self.position}"}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        assert state["text"] == str(state["position"])
+        self.words, self.position = state["words"], state["position"]
+
+
+def iterate(process: Process, directory: str) -> Any:
+    batches = Batches(process.index)
+    checkpoint = graph.Checkpoint(batches=batches, w=np.zeros(3))
+    status = checkpoint.restore(graph.latest_checkpoint(directory))
+    if graph.latest_checkpoint(directory):
+        status.assert_consumed()
+    batches.position += 1 + process.index
+    checkpoint.save(f"{directory}/run", background=True)
+    checkpoint.close()
+    return set(batches.words.tolist()), batches.position
+
+
+def test_each_process_has_its_own_iterator(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number in (1, 2):
+        found = run_processes(iterate, 2, str(tmp_path), backend="torch")
+        assert found == [({0}, number), ({1}, 2 * number)]
+    assert hf.verify(tmp_path).ok
+    assert hf.load(tmp_path / "run-2")["w"].tolist() == [0, 0, 0]
+    batches = Batches(5)
+    graph.Checkpoint(batches=batches, w=np.zeros(3)).restore(tmp_path).assert_consumed()
+    assert (set(batches.words.tolist()), batches.position) == ({0}, 2)
+    assert "was saved by 2 processes" in caplog.text
+    assert graph.load_checkpoint(tmp_path).get_tensor("batches")["position"] == 2
+    assert graph.load_checkpoint(tmp_path).get_tensor("batches/position") == 2
 
 
 def train(process: Process, directory: str) -> Any:
