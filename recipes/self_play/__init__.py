@@ -57,10 +57,14 @@ def run(config: SelfPlay, context: RunContext) -> Outcome:
     with TrainerCheckpoints(context.checkpoints, trainer, **context.callback_arguments) as checkpoints:
         checkpoints.resume()
         start = trainer.step
+        if start <= config.swap.at_step:
+            swap(new_trainer(config), config.swap)  # so that a mistake in it shows now, not in an hour
         with context.progress(start, total) as progress:
             while trainer.step < total and not stopped:
-                if trainer.step == config.swap.at_step:
-                    swap(trainer, config.swap)
+                if trainer.step == config.swap.at_step and swap(trainer, config.swap):
+                    logger.info(
+                        "step %d: %s is the policy of %s now", trainer.step, config.swap.policy, config.swap.path
+                    )
                 metrics = trainer.train_step()
                 if trainer.step % interval == 0 or trainer.step == total:
                     metrics |= trainer.evaluate()
@@ -69,8 +73,13 @@ def run(config: SelfPlay, context: RunContext) -> Outcome:
     return Outcome(start=start, step=trainer.step, preempted=stopped and trainer.step < total)
 
 
-def swap(trainer: Trainer, section: SelfPlaySwap) -> None:
-    """Gives a policy the weights of one from another checkpoint; all else in the trainer stays as it is."""
-    if section.path is not None:
-        trainer.restore_from_path(section.path, component=f"{POLICIES}/{section.policy}")
-        logger.info("step %d: %s goes on as the policy of %s", trainer.step, section.policy, section.path)
+def swap(trainer: Trainer, section: SelfPlaySwap) -> bool:
+    """Gives a policy the weights of one from another checkpoint; all else in the trainer stays as it is.
+
+    Returns:
+        Whether there is one to swap in.
+    """
+    if section.path is None:
+        return False
+    trainer.restore_from_path(section.path, component=f"{POLICIES}/{section.policy}", strict=True)
+    return True

@@ -11,12 +11,14 @@ from ...engine.checkpointer import AsyncCheckpointer, Place
 from ...engine.commit import read_record
 from ...engine.errors import CheckpointExistsError, CheckpointNotFoundError
 from ...engine.interop.places import find_checkpoint
+from ...engine.interop.weights import load_weights
 from ...engine.manager import CheckpointManager
+from ...engine.record import RECORD
 from ...engine.storage import Location, as_location
 from ...integrations.options import CallbackOptions
 from ...integrations.preemption import PreemptionSignal
 from .handler import ComponentCheckpointHandler
-from .trainer import Trainer
+from .trainer import NAMES, Trainer
 
 logger = logging.getLogger("holdfast.recipes")
 
@@ -70,9 +72,8 @@ class TrainerCheckpoints:
             raise CheckpointNotFoundError(f"resume='must', but there is no checkpoint in {manager.directory}")
         logger.info("started fresh: no checkpoint in %s", manager.directory)
         if self._options.init_from is not None:
-            place = policies_at(self._options.init_from)
-            self._trainer.restore_from_path(place, component=POLICIES)
-            logger.info("took the weights from %s", place)
+            taken = take_weights(self._trainer, self._options.init_from)
+            logger.info("took the weights from %s; all else starts fresh", taken)
 
     def on_step(self, metrics: Mapping[str, float]) -> bool:
         """Tells that an update is done; saves if a save is due, or if the process was asked to end.
@@ -114,18 +115,34 @@ class TrainerCheckpoints:
             self._manager.close()
 
 
-def policies_at(place: Place) -> Location:
-    """Finds the policies in another checkpoint.
+def take_weights(trainer: Trainer, place: Place) -> str:
+    """Gives the policies of a trainer the weights of another checkpoint; all else stays as it is.
 
     Args:
-        place: A directory of steps, one step, the directory of a trainer, or that of policies.
+        trainer: The trainer.
+        place: Another run's checkpoints, one of them, or the directory of its trainer or of its policies; or any
+            checkpoint with the weights of one policy, which both policies then get.
 
     Returns:
-        The directory of the policies.
+        What was taken.
     """
     found = find_checkpoint(as_location(place))
+    policies = _policies_in(found)
+    if policies is not None:
+        trainer.restore_from_path(policies, component=POLICIES, strict=True)
+        return str(policies)
+    loaded = [load_weights(place, dict(policy.state_dict())) for policy in trainer.learner.policies.values()]
+    for policy, weights in zip(trainer.learner.policies.values(), loaded, strict=True):
+        policy.load_state_dict(weights.tree)
+    return f"{loaded[0]} for every policy"
+
+
+def _policies_in(found: Location) -> Location | None:
+    if not (found / RECORD).exists():
+        return None
     items = read_record(found).items
     if ITEM in items:
         found = found / items[ITEM].folder
-    below = found / POLICIES
-    return below if below.is_directory() else found
+    if (found / POLICIES).is_directory():
+        return found / POLICIES
+    return found if set(NAMES) <= items.keys() else None

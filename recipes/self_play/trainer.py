@@ -14,7 +14,7 @@ from .learner import Learner
 from .policy import Policy
 from .runner import Runner, play_games, take_turn
 
-POLICIES = ("p0", "p1")
+NAMES = ("p0", "p1")
 
 
 class Trainer(Checkpointable):
@@ -58,7 +58,7 @@ class Trainer(Checkpointable):
         seed: int = 0,
     ) -> None:
         self.learner = Learner(
-            POLICIES,
+            NAMES,
             feature_count(rules),
             rules.columns,
             hidden,
@@ -92,7 +92,7 @@ class Trainer(Checkpointable):
             Their shares of won games, where a game without winner counts as half won, and the mean of these.
         """
         found = {}
-        for number, name in enumerate(POLICIES):
+        for number, name in enumerate(NAMES):
             policy, seed = self.learner.policies[name], [self.seed, self.step, number]
             found[f"win_rate_{name}"] = win_rate(policy, self.runner.observation, self.runner.rules, games, seed)
         return {"win_rate": sum(found.values()) / len(found), **found}

@@ -258,6 +258,15 @@ def test_the_recipe_swaps_and_resumes_bit_for_bit(monkeypatch: pytest.MonkeyPatc
     assert whole != plain
 
 
+def test_a_swap_that_will_fail_fails_at_once() -> None:
+    with pytest.raises(hf.CheckpointNotFoundError, match="nowhere"):
+        train("swap.at_step=3", "swap.path=nowhere")
+    trainer().save_to_path("other")
+    with pytest.raises(hf.TreeMismatchError, match=r"body/0/weight: expected float32\[5, 41\]"):
+        train("swap.at_step=3", "swap.path=other/learner/policies/p0", "model.hidden=[5]")
+    assert not list(Path("runs/self_play/checkpoints").glob("[0-9]*"))
+
+
 def test_a_run_begins_with_the_policies_of_another(caplog: pytest.LogCaptureFixture) -> None:
     train("run_dir=other", "seed=3", "train.steps=1")
 
@@ -266,6 +275,19 @@ def test_a_run_begins_with_the_policies_of_another(caplog: pytest.LogCaptureFixt
     new, other = (hf.load(f"{saved(name, 1)}/learner/policies") for name in ("new", "other"))
     assert values_of(new) == values_of(other)
     assert any(message.startswith("took the weights from ") for message in caplog.messages)
+
+
+def test_both_policies_may_begin_with_the_weights_of_one(caplog: pytest.LogCaptureFixture) -> None:
+    weights = Policy(41, 5, [6], seed=9).state_dict()
+    torch.save({"state_dict": weights}, "policy.pt")
+
+    train("train.steps=1", "optimizer.learning_rate=1e-30", "checkpoint.init_from=policy.pt")
+
+    for name in ("p0", "p1"):
+        policy = Policy.from_checkpoint(f"{saved('runs/self_play', 1)}/learner/policies/{name}")
+        for key, value in policy.state_dict().items():
+            torch.testing.assert_close(value, weights[key])
+    assert any("policy.pt (torch; 6 arrays" in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize(
