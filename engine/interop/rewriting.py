@@ -13,6 +13,7 @@ from ..handlers import PreparedItem, PyTreeCheckpointHandler
 from ..item import HostTree, Layout, SavedLeaf, TreeWriter
 from ..tree import ArrayLeaf, Node, Piece, ValueLeaf
 from .batches import batches
+from .graph_document import PreparedGraph
 from .source import TreeSource
 from .templates import OPTIONAL
 
@@ -45,7 +46,9 @@ class TreeSourceHandler(PyTreeCheckpointHandler):
         if structure is not None and not all(kept):
             structure = _with_empties(structure, iter(kept))
         tree = HostTree([leaf.name for leaf in leaves], [_host_leaf(leaf, loader) for leaf in leaves], structure)
-        return TreeWriter(tree, Layout())
+        writer = TreeWriter(tree, Layout())
+        document = source.graph_document() if hasattr(source, "graph_document") else None
+        return writer if document is None else PreparedGraph(writer, document)
 
 
 class _Loader:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+from holdfast import graph
 from holdfast.engine.interop.tensorflow_tree import BundleTree
 
 FIXTURES = Path(__file__).parent / "tensorflow"
@@ -266,3 +267,16 @@ def test_what_is_whole_can_be_loaded_from_a_damaged_checkpoint(tmp_path: Path) -
     assert hf.load(tmp_path, select="int*").keys() == {"int4", "int8", "int16", "int32", "int64"}
     with pytest.raises(hf.DamagedCheckpointError, match="its text does not have the checksum"):
         hf.load(tmp_path, select="text")
+
+
+def test_imported_checkpoints_keep_their_objects(tmp_path: Path) -> None:
+    for prefix in ("objects/objects-1", "slots/model"):
+        path = tmp_path / prefix
+        hf.import_checkpoint(FIXTURES / prefix, path)
+        assert hf.verify(path).ok
+        ours, theirs = graph.load_checkpoint(path).graph, graph.load_checkpoint(FIXTURES / prefix).graph
+        assert ours.children() == theirs.children()
+    assert ours.slots("momentum") == {"net/l2/kernel": {"momentum": "momentum/slots/net/l2/kernel/momentum"}}
+    second = np.zeros((), np.float32)
+    graph.Checkpoint(mapped={"two": second}).read(tmp_path / "objects" / "objects-1").expect_partial()
+    assert second == 2
