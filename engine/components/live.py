@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,8 +90,8 @@ def components_of(value: Any) -> list[tuple[str, Any]]:
     Args:
         value: Any object.
     """
-    method = getattr(value, "get_checkpointable_components", None)
-    if not callable(method) or isinstance(value, type):
+    method = method_of(value, "get_checkpointable_components")
+    if method is None:
         return []
     found = method()
     pairs = list(found.items()) if isinstance(found, dict) else list(found)
@@ -106,9 +106,15 @@ def components_of(value: Any) -> list[tuple[str, Any]]:
 
 def is_component(value: Any) -> bool:
     """Whether an object is a component by its own methods: it has a state, and can tell what is below it."""
-    return not isinstance(value, type) and all(
-        callable(getattr(value, name, None)) for name in ("get_state", "set_state", "get_checkpointable_components")
-    )
+    return all(method_of(value, name) for name in ("get_state", "set_state", "get_checkpointable_components"))
+
+
+def method_of(value: Any, name: str) -> Callable[..., Any] | None:
+    """Returns a method of an object, or None; one whose class makes up attributes as they are asked for has none."""
+    if isinstance(value, type) or not (hasattr(type(value), name) or name in getattr(value, "__dict__", ())):
+        return None
+    found = getattr(value, name, None)
+    return found if callable(found) else None
 
 
 def attributes_of(value: Any) -> dict[str, Any]:

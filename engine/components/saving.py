@@ -20,7 +20,7 @@ from ..storage import Location, as_location
 from ..tree import collection_paused
 from .description import Description
 from .layout import COMPONENT, KIND, item_name
-from .live import RECIPE, LiveComponent, is_component, live_tree
+from .live import RECIPE, LiveComponent, is_component, live_tree, method_of
 from .names import Path, written
 from .pending import PendingTree
 from .permissions import import_path
@@ -69,7 +69,7 @@ def save(
     try:
         pending.begin()
         items = {
-            item_name(path): _write(pending.folders[path], location, prepared[path], described[path]) for path in states
+            item_name(path): _write(pending.folders[path], path, prepared[path], described[path]) for path in states
         }
         pending.commit(CheckpointRecord(items=items, time=SystemClock().now()), described)
     except BaseException:
@@ -114,8 +114,8 @@ def _described(one: LiveComponent, live: LiveComponent, saved: set[Path]) -> byt
         "time": datetime.datetime.fromtimestamp(SystemClock().now(), datetime.UTC).isoformat(timespec="seconds"),
         **summary(type(value).__module__),
     }
-    method = getattr(value, "get_metadata", None)
-    if callable(method):
+    method = method_of(value, "get_metadata")
+    if method is not None:
         metadata.update(method())
     return Description(
         type=import_path(type(value)),
@@ -135,8 +135,8 @@ def recipe_of(value: Any, paths: Mapping[int, Path]) -> tuple[dict[str, Any] | N
         value: The object.
         paths: The paths of all components of the tree by their identity.
     """
-    method = getattr(value, "get_ctor_args_and_kwargs", None)
-    if not callable(method):
+    method = method_of(value, "get_ctor_args_and_kwargs")
+    if method is None:
         return None, f"{type(value).__qualname__} has no get_ctor_args_and_kwargs()"
     found = method()
     if found is None:
@@ -169,9 +169,9 @@ def kept_arguments(value: Any) -> CtorArguments | None:
     return found if isinstance(found, CtorArguments) else None
 
 
-def _write(folder: Location, root: Location, prepared: PreparedItem, description: bytes) -> ItemRecord:
+def _write(folder: Location, path: Path, prepared: PreparedItem, description: bytes) -> ItemRecord:
     (folder / COMPONENT).write_bytes(description, atomic=False)
     files = dict(prepared.merge(folder, [prepared.write(folder, Member())]))
     folder.sync_directory()
     files[COMPONENT] = FileRecord(len(description), crc32c(description))
-    return ItemRecord(folder.url.removeprefix(root.url).lstrip("/"), KIND, files)
+    return ItemRecord("/".join((*path, folder.name)), KIND, files)

@@ -163,6 +163,8 @@ def set_default_state(
         raise TreeMismatchError(f"{_called(component)}: expected a dictionary as state, found {type(state).__name__}")
     source = source or as_location("state")
     values = {key: value for key, value in state.items() if key != GRAPH}
+    if is_module(component.value):
+        values = _nested(values)
     stored = StoredGraph(MemoryTree(values, _document(state, source), source), source)
     root = _stand_in(component)
     before = dict(vars(root))
@@ -181,6 +183,20 @@ def set_default_state(
             f"{_some(report.pending + report.unused)}; the component has {_some(sorted(own))}"
         )
     return OwnReport(tuple(path for path in report.missing if path in own), report.pending + report.unused)
+
+
+def _nested(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Takes the names of a ``state_dict()`` apart at their dots, which no attribute of a module has."""
+    found: dict[Any, Any] = {}
+    for name, value in state.items():
+        *above, last = name.split(".") if isinstance(name, str) else [name]
+        inner = found
+        for key in above:
+            inner = inner.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise TreeMismatchError(f"the state has a value at {key!r}, and {name!r} below it")
+        inner[last] = value
+    return found
 
 
 def _excluded(stored: StoredGraph, keep: Keep | None) -> list[str]:

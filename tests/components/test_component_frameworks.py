@@ -1,0 +1,375 @@
+"""Components made of what other libraries offer: flax nnx, optax, TrainState, torch without a mixin, plain Python."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import pickle
+import random
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import holdfast as hf
+from holdfast.components import Checkpointable, allow, read_state
+from holdfast.engine.components import Component
+from holdfast.engine.storage import as_location
+
+
+@pytest.fixture
+def place() -> Iterator[str]:
+    """A URL below which nothing is yet; in memory, so that syncing costs nothing."""
+    url = f"memory://tests/{uuid.uuid4().hex}"
+    yield url
+    as_location(url).remove_tree()
+
+
+class Net(Checkpointable, nnx.Module):
+    """A network of flax's."""
+
+    def __init__(self, size: int, hidden: int = 3, *, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Linear(size, hidden, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.second = nnx.Linear(hidden, 1, rngs=rngs)
+
+    def __call__(self, inputs: Any) -> Any:
+        """Returns one number for each input."""
+        return self.second(self.drop(self.first(inputs)))
+
+
+class FlaxLearner(Checkpointable):
+    """Trains a network of flax's with optax."""
+
+    def __init__(self, size: int = 2, rate: float = 0.1, seed: int = 0) -> None:
+        self.net = Net(size, rngs=nnx.Rngs(seed))
+        self.optimizer = nnx.Optimizer(self.net, optax.adam(rate), wrt=nnx.Param)
+        self.key = jax.random.key(seed)
+        self.average = jnp.zeros(())
+
+    def step(self) -> None:
+        """Takes one step."""
+        self.key, key = jax.random.split(self.key)
+        inputs = jax.random.normal(key, (4, 2))
+
+        def loss(net: Net) -> Any:
+            return (net(inputs) ** 2).mean()
+
+        value, gradients = nnx.value_and_grad(loss)(self.net)
+        self.optimizer.update(self.net, gradients)
+        self.average = 0.5 * self.average + 0.5 * value
+
+    def values(self) -> list[Any]:
+        """Returns all that its future depends on."""
+        found = [*jax.tree.leaves(nnx.state(self.net)), *jax.tree.leaves(nnx.state(self.optimizer)), self.key]
+        plain = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in found]
+        return [np.asarray(x).tolist() for x in [*plain, self.average]]
+
+
+def test_flax_goes_on_bit_for_bit(place: str) -> None:
+    learner = FlaxLearner()
+    for _ in range(2):
+        learner.step()
+    path = learner.save_to_path(place)
+    made = FlaxLearner.from_checkpoint(path)
+    running = FlaxLearner(seed=5)
+    kernel = running.net.first.kernel
+    running.restore_from_path(path, strict=True)
+    assert running.net.first.kernel is kernel
+    for one in (learner, made, running):
+        one.step()
+    assert made.values() == running.values() == learner.values()
+
+
+def test_a_network_of_flax_is_made_alone(place: str) -> None:
+    learner = FlaxLearner()
+    learner.step()
+    path = learner.save_to_path(place)
+    net = Net.from_checkpoint(f"{path}/net")
+    assert np.array_equal(net.first.kernel.get_value(), learner.net.first.kernel.get_value())
+    assert set(hf.load(f"{path}/net")) == {"first", "drop", "second"}
+
+
+def test_what_is_kept_of_the_constructor_is_nothing_to_flax() -> None:
+    @nnx.jit
+    def first(net: Net) -> Any:
+        traces.append(1)
+        return net.first.kernel.get_value().sum()
+
+    traces: list[int] = []
+    one, other = Net(2, rngs=nnx.Rngs(0)), Net(2, rngs=nnx.Rngs(1))
+    assert first(one) != first(other)
+    assert len(traces) == 1
+    assert len(jax.tree.leaves(nnx.state(one))) == len(jax.tree.leaves(nnx.state(nnx.clone(one))))
+
+
+class TrainStateLearner(Checkpointable):
+    """Holds a TrainState, which cannot be changed and is replaced."""
+
+    def __init__(self, seed: int = 0) -> None:
+        params = {"w": jnp.arange(3.0) + seed}
+        self.state = TrainState.create(apply_fn=lambda p: p, params=params, tx=optax.sgd(0.1, momentum=0.9))
+
+
+def test_a_train_state_is_replaced(place: str) -> None:
+    learner = TrainStateLearner(seed=1)
+    learner.state = learner.state.apply_gradients(grads={"w": jnp.ones(3)})
+    path = learner.save_to_path(place)
+    running = TrainStateLearner()
+    tx = running.state.tx
+    running.restore_from_path(path, strict=True)
+    assert int(running.state.step) == 1
+    assert running.state.tx is tx
+    assert np.array_equal(running.state.params["w"], learner.state.params["w"])
+    assert np.array_equal(jax.tree.leaves(running.state.opt_state)[0], jax.tree.leaves(learner.state.opt_state)[0])
+
+
+class Plain:
+    """A component that has no mixin: objects of torch below it, found by name."""
+
+    def __init__(self) -> None:
+        self.net = torch.nn.Linear(2, 1)
+        self.frozen = copy.deepcopy(self.net)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+        self.steps = 0
+
+    def step(self) -> None:
+        """Takes one step."""
+        self.optimizer.zero_grad()
+        self.net(torch.ones(2)).sum().backward()
+        self.optimizer.step()
+        self.steps += 1
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns only what is its own."""
+        return {"steps": self.steps, "optimizer": self.optimizer.state_dict()}
+
+    def set_state(self, state: Any) -> None:
+        """Takes that."""
+        self.steps = state["steps"]
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def get_checkpointable_components(self) -> list[tuple[str, Any]]:
+        """Returns the modules."""
+        return [("net", self.net), ("opponents/frozen", self.frozen)]
+
+
+class Host(Checkpointable):
+    """Has a component without the mixin."""
+
+    def __init__(self) -> None:
+        self.plain = Plain()
+
+
+def test_components_without_the_mixin(place: str) -> None:
+    host, running = Host(), Host()
+    host.plain.step()
+    assert isinstance(host.plain, Component)
+    path = host.save_to_path(place)
+    report = running.restore_from_path(path, strict=True)
+    assert set(report.restored) == {"(root)", "plain", "plain/net", "plain/opponents/frozen"}
+    for one in (host, running):
+        one.plain.step()
+    assert torch.equal(running.plain.net.weight, host.plain.net.weight)
+    assert torch.equal(running.plain.frozen.weight, host.plain.frozen.weight)
+    with pytest.raises(hf.NotAllowedError, match=r":Plain, which is not allowed"):
+        Checkpointable.from_checkpoint(f"{path}/plain")
+    state = read_state(path)
+    assert set(state["plain"]) == {"steps", "optimizer", "net", "opponents/frozen"}
+
+
+class Statistics(Checkpointable):
+    """Plain values, generators, containers."""
+
+    __untracked__ = ("lock",)
+
+    def __init__(self, size: int = 2) -> None:
+        self.total = np.zeros(size)
+        self.history: list[float] = []
+        self.random = random.Random(0)
+        self.by_agent: dict[Any, Any] = {0: np.zeros(1), "a": None}
+        self.lock = open  # what is code is no state
+
+
+@dataclass
+class Config:
+    """An argument of a constructor."""
+
+    rate: float
+    sizes: tuple[int, ...] = (1, 2)
+
+
+class Limits(NamedTuple):
+    """Another one."""
+
+    low: float
+    high: float
+
+
+class Configured(Checkpointable):
+    """Made with objects."""
+
+    def __init__(self, config: Config, *more: Any, limits: Limits | None = None, part: Any = None, **rest: Any) -> None:
+        self.rate = config.rate
+        self.part = part
+        self.given = [config, more, limits, rest]
+
+    __untracked__ = ("given",)
+
+
+def test_plain_values(place: str) -> None:
+    one = Statistics()
+    one.total += 3
+    one.history += [1.0, 2.0]
+    one.random.random()
+    one.by_agent[0][:] = 7
+    path = one.save_to_path(place)
+    found = Statistics.from_checkpoint(path)
+    assert found.total.tolist() == [3, 3]
+    assert found.history == [1.0, 2.0]
+    assert found.random.random() == one.random.random()
+    assert found.by_agent[0].tolist() == [7]
+
+
+def test_constructors_that_take_objects(place: str) -> None:
+    made = Configured(
+        Config(0.5, (3,)), 1, np.float32(2), limits=Limits(0, 1), part=Statistics(3), extra={"t": torch.float16}
+    )
+    path = made.save_to_path(place)
+    with pytest.raises(hf.NotAllowedError, match=":Config, which is not allowed"):
+        Configured.from_checkpoint(path)
+    found = Configured.from_checkpoint(path, allowed=[Config, Limits])
+    assert found.given == made.given
+    assert found.part.total.shape == (3,)
+    part = Statistics(4)
+    assert Configured.from_checkpoint(path, allowed=[Config, Limits], part=Statistics(3)).rate == 0.5
+    with pytest.raises(hf.TreeMismatchError, match="total"):
+        Configured.from_checkpoint(path, allowed=[Config, Limits], part=part)
+
+
+def test_arguments_that_cannot_be_kept(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        path = Configured(Config(0.5), limits=object(), part=None).save_to_path(place)  # type: ignore[arg-type]
+    assert "'limits' is a builtins.object, which a recipe cannot hold" in caplog.text
+    with pytest.raises(hf.OptionError, match=r"not kept; pass them by name: limits \(is a builtins.object"):
+        Configured.from_checkpoint(path, allowed=[Config])
+    assert Configured.from_checkpoint(path, allowed=[Config], limits=None).rate == 0.5
+
+
+def test_copies_know_how_they_were_made(place: str) -> None:
+    one = copy.deepcopy(Statistics(5))
+    two = pickle.loads(pickle.dumps(Statistics(6)))
+    assert Statistics.from_checkpoint(one.save_to_path(f"{place}/1")).total.shape == (5,)
+    assert Statistics.from_checkpoint(two.save_to_path(f"{place}/2")).total.shape == (6,)
+
+
+def test_a_state_dict_is_a_state() -> None:
+    class Module(Checkpointable, torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Sequential(torch.nn.Linear(2, 1))
+
+    one, other = Module(), Module()
+    other.set_state(one.state_dict())
+    assert torch.equal(one.net[0].weight, other.net[0].weight)
+    other.set_state({name: value.numpy() + 1 for name, value in one.state_dict().items()})
+    assert torch.equal(one.net[0].weight + 1, other.net[0].weight)
+
+
+class WithHooks(Statistics):
+    """Does more when it is restored."""
+
+    def set_state(self, state: Any) -> None:
+        """Counts."""
+        super().set_state(state)
+        self.history.append(-1.0)
+
+
+def test_methods_may_be_extended(place: str) -> None:
+    class Around(Checkpointable):
+        def __init__(self) -> None:
+            self.inner = WithHooks()
+
+    one, other = Around(), Around()
+    one.inner.total += 5
+    other.restore_from_path(one.save_to_path(place), strict=True)
+    assert other.inner.total.tolist() == [5, 5]
+    assert other.inner.history == [-1.0]
+    other.set_state(one.get_state())
+    assert other.inner.history == [-1.0]
+
+
+def test_what_components_share_is_saved_once(place: str) -> None:
+    class Pair(Checkpointable):
+        def __init__(self, shared: bool = True) -> None:
+            self.one = Statistics()
+            self.other = {"again": self.one if shared else Statistics()}
+
+    pair = Pair()
+    pair.one.total += 1
+    path = pair.save_to_path(place)
+    assert hf.load(path).keys() == {"state", "one"}
+    apart = Pair(shared=False)
+    report = apart.restore_from_path(path, strict=True)
+    assert set(report.restored) == {"(root)", "one", "other/again"}
+    assert apart.other["again"].total.tolist() == [1, 1]
+
+
+def test_names_of_components(place: str) -> None:
+    class Named(Checkpointable):
+        def __init__(self, names: list[str]) -> None:
+            self.parts = {name: Statistics() for name in names}
+
+        def get_checkpointable_components(self) -> list[tuple[str, Any]]:
+            return list(self.parts.items())
+
+    names = ["state", "v1.2", "50%", "(0)AddObs", "checkpoint.json", "..", "ü"]
+    named = Named(names)
+    for number, part in enumerate(named.parts.values()):
+        part.total[:] = number
+    path = named.save_to_path(place)
+    found = Named.from_checkpoint(path)
+    assert [part.total[0] for part in found.parts.values()] == list(range(len(names)))
+    found.parts["v1.2"].total[:] = -1
+    found.restore_from_path(f"{path}/v1%252E2", component="v1.2")
+    assert found.parts["v1.2"].total[0] == 1
+    found.restore_from_path(f"{path}/v1%252E2", component="state")
+    assert found.parts["state"].total[0] == 1
+    with pytest.raises(hf.OptionError, match="two components called 'a/b', or one inside the other"):
+        Named(["a", "a/b"]).save_to_path(f"{place}/x")
+    with pytest.raises(hf.OptionError, match="a component called ''"):
+        Named([""]).save_to_path(f"{place}/x")
+
+
+def test_the_command_shows_and_verifies(tmp_path: Path) -> None:
+    path = Configured(Config(0.5), part=Statistics()).save_to_path(tmp_path / "x")
+    command = [sys.executable, "-m", "holdfast.cli.main"]
+    for arguments, expected in ((("show", f"{path}/part"), "total"), (("show", path), "part"), (("verify", path), "")):
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=True)
+        assert expected in done.stdout
+
+
+def test_metadata_of_ones_own(tmp_path: Path) -> None:
+    class Described(Statistics):
+        def get_metadata(self) -> dict[str, Any]:
+            return {"note": "the good one"}
+
+    path = Described().save_to_path(tmp_path / "x")
+    assert json.loads((tmp_path / "x" / "metadata.json").read_text())["metadata"]["note"] == "the good one"
+    assert Described.from_checkpoint(path).total.shape == (2,)
+
+
+allow(Limits)
