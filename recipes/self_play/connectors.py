@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,9 +36,10 @@ class Turn:
     random: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
 
 
-class Connector(Checkpointable):
+class Connector(Checkpointable, abc.ABC):
     """One step of a pipeline."""
 
+    @abc.abstractmethod
     def __call__(self, turn: Turn, *, training: bool) -> None:
         """Adds to a turn, or changes it.
 
@@ -45,7 +47,6 @@ class Connector(Checkpointable):
             turn: What the connectors before this one have made of it.
             training: Whether it is played to be learnt from: to count in statistics, and to explore.
         """
-        raise TypeError(f"{type(self).__qualname__} does nothing; a connector defines __call__")
 
 
 class BoardPlanes(Connector):

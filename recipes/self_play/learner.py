@@ -86,10 +86,12 @@ class Learner(Checkpointable):
             experience: What each of them has played, by name.
 
         Returns:
-            The mean of their losses.
+            The mean of their losses, 0 if there was nothing to learn from.
         """
         losses = []
         for name, played in experience.items():
+            if not len(played.actions):
+                continue  # all of its few turns were random
             loss = self._loss(self.policies[name], played)
             optimizer = self.optimizers[name]
             for group in optimizer.param_groups:
@@ -99,7 +101,7 @@ class Learner(Checkpointable):
             optimizer.step()
             losses.append(float(loss.detach()))
         self.updates += 1
-        return sum(losses) / len(losses)
+        return sum(losses) / max(1, len(losses))
 
     def _loss(self, policy: Policy, played: Experience) -> Tensor:
         logits, values = policy(torch.from_numpy(played.features))
