@@ -34,6 +34,7 @@ SMALL = {
     "checkpoint.max_to_keep": "null",
     "logging.interval_steps": "1",
 }
+SHORT = ["model.hidden=[64,64]", "train.steps=2"]
 PAGE = Path(__file__).parents[2] / "docs" / "self_play.md"
 
 
@@ -141,6 +142,10 @@ def test_the_state_of_a_trainer_is_all_there_is() -> None:
     assert first.train_step() == other.train_step() == again.train_step()
     assert state_of(again) == state_of(other) == state_of(first)
     assert (again.step, again.runner.played) == (2, 12)
+    still = Trainer.from_checkpoint("one", learning_rate=1e-30)
+    before = state_of(still.learner.policies)
+    still.train_step()
+    assert state_of(still.learner.policies) == before  # as this rate counts, not the one that was saved
 
 
 def test_a_checkpoint_holds_what_was_when_it_was_saved() -> None:
@@ -306,20 +311,21 @@ def test_configurations_that_make_no_sense(argument: str, message: str) -> None:
 def test_the_page_is_true(capsys: pytest.CaptureFixture[str]) -> None:
     """Runs all of it in its order, with less training: 2 updates for 200."""
     text = PAGE.read_text(encoding="utf-8").replace("/200/", "/2/").replace("at_step=100", "at_step=1")
-    blocks = re.findall(r"^```(python)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```(python|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     for language, block in blocks:
-        if language:
+        if language == "python":
             exec(compile(block, PAGE.name, "exec"), {})
             continue
         for line in block.splitlines():
-            if line.startswith("holdfast run"):
-                short = arguments("model.hidden=[64,64]", "train.steps=2")
-                assert main([*line.split()[1:], *short]) == 0
-            elif line.startswith("holdfast"):
-                assert main(line.split()[1:]) == 0
+            command = line.removeprefix("$ holdfast ").split()
+            assert main(command + (arguments(*SHORT) if command[0] == "run" else [])) == 0
 
     printed = capsys.readouterr().out
-    assert len(blocks) == 8
+    assert [language for language, _ in blocks] == [
+        *("console", "console", "python", "python"),
+        *("console", "python"),
+        "console",
+    ]
     assert "policies/p0/body/0/weight/exp_avg" in printed
     assert re.search(r"plays column [0-4]$", printed, re.MULTILINE)
     assert Path("more/201/checkpoint.json").exists()
