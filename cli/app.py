@@ -112,7 +112,8 @@ def import_(
     """Makes checkpoints of another library into checkpoints of holdfast.
 
     Reads Orbax (one checkpoint or a whole run), safetensors (a file, or a folder with an index), files of torch.save
-    and Lightning, folders of torch.distributed.checkpoint, and Flax's msgpack files. Nothing in them is ever run.
+    and Lightning, folders of torch.distributed.checkpoint, Flax's msgpack files, and TensorFlow's checkpoints (a
+    prefix such as dir/ckpt-5, or their directory). Nothing in them is ever run.
     """
     from .convert import import_checkpoints
 

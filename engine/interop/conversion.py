@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from ..checkpointer import Place
 from ..clock import SystemClock
@@ -19,11 +20,12 @@ from ..handlers import JsonCheckpointHandler
 from ..record import CheckpointRecord
 from ..saving import ItemToSave, Save
 from ..storage import Location, as_location
-from ..tree import EXTERNAL, display
+from ..tree import EXTERNAL, PLACEHOLDER, display
 from .native import NativeCheckpoint
 from .places import find_checkpoint, is_foreign, open_at, open_checkpoint, step_locations
 from .rewriting import TreeSourceHandler
 from .source import JSON, METRICS, TREE, CheckpointSource, TreeSource
+from .templates import OPTIONAL, without_placeholders
 
 ExportFormat = Literal["safetensors", "orbax", "torch"]
 
@@ -39,7 +41,7 @@ class Conversion:
         path: Where it is now.
         format: What wrote the source, or what can read the result.
         step: Its step, if it has one.
-        leaves: Leaves of all its trees.
+        leaves: Leaves of all its trees, without what may be a container that is empty.
         bytes: Bytes of its arrays' elements.
         left_out: What the source holds and the result does not, one line each, with the reason.
     """
@@ -60,7 +62,8 @@ def import_checkpoint(source: Place, destination: Place, *, overwrite: bool = Fa
     the arrays, only some are in memory at a time.
 
     Args:
-        source: What another library wrote: Orbax, safetensors, torch, Lightning, torch.distributed.checkpoint, Flax.
+        source: What another library wrote: Orbax, safetensors, torch, Lightning, torch.distributed.checkpoint, Flax,
+            TensorFlow.
         destination: Where to; nothing may be there yet.
         overwrite: Replace a checkpoint that is there, or the steps that are.
 
@@ -123,7 +126,7 @@ def export_checkpoint(
             raise OptionError("overwrite does not apply to Orbax: remove what is there, or choose another path")
         return _export_orbax(as_location(source), target, step, item)
     checkpoint = open_at(find_checkpoint(as_location(source), step))
-    tree = _only_tree(checkpoint, item)
+    tree, left_out = without_placeholders(_only_tree(checkpoint, item))
     external = [display(leaf.name) for leaf in tree.leaves if leaf.saved.kind == EXTERNAL]
     if external:
         raise UnsupportedLeafError(
@@ -135,7 +138,8 @@ def export_checkpoint(
     else:
         from .safetensors_export import export_safetensors as write
     write(tree, target, overwrite=overwrite)
-    return [_conversion(checkpoint, target, to, step if step is not None else checkpoint.step, [tree], ())]
+    _warn(checkpoint, left_out)
+    return [_conversion(checkpoint, target, to, step if step is not None else checkpoint.step, [tree], left_out)]
 
 
 def _import(checkpoint: CheckpointSource, target: Location, step: int | None, overwrite: bool) -> Conversion:
@@ -146,8 +150,11 @@ def _import(checkpoint: CheckpointSource, target: Location, step: int | None, ov
     left_out: list[str] = []
     for name, kind in checkpoint.items.items():
         if kind == TREE:
-            trees.append(checkpoint.tree(name))
-            left_out += getattr(trees[-1], "left_out", ())
+            tree = checkpoint.tree(name)
+            left_out += getattr(tree, "left_out", ())
+            tree, lines = without_placeholders(tree)
+            left_out += lines
+            trees.append(tree)
             items[name] = ItemToSave(TreeSourceHandler(), trees[-1])
         elif kind == JSON:
             items[name] = ItemToSave(JsonCheckpointHandler(), checkpoint.value(name))
@@ -170,9 +177,13 @@ def _import(checkpoint: CheckpointSource, target: Location, step: int | None, ov
     )
     save.complete()
     _verify(target)
+    _warn(checkpoint, left_out)
+    return _conversion(checkpoint, target, checkpoint.format, step, trees, left_out)
+
+
+def _warn(checkpoint: CheckpointSource, left_out: Sequence[str]) -> None:
     for line in left_out:
         logger.warning("%s: left out: %s", checkpoint.location, line)
-    return _conversion(checkpoint, target, checkpoint.format, step, trees, left_out)
 
 
 def _verify(target: Location) -> None:
@@ -222,9 +233,11 @@ def _conversion(
     format_: str,
     step: int | None,
     trees: list[TreeSource],
-    left_out: Any,
+    left_out: Sequence[str],
 ) -> Conversion:
-    leaves = [leaf for tree in trees for leaf in tree.leaves]
+    # What stands for an empty container, or has no data, is no leaf: the result may lack it, and none is counted.
+    found = (leaf for tree in trees for leaf in tree.leaves)
+    leaves = [leaf for leaf in found if leaf.saved.kind != PLACEHOLDER and OPTIONAL not in leaf.saved.details]
     return Conversion(
         source=str(checkpoint.location),
         path=str(target),
