@@ -8,6 +8,7 @@ Read by hand, so that a few bytes cannot claim memory for millions of elements.
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,7 @@ _NUMBERS: dict[int, struct.Struct] = {
 _SIZES = {1: struct.Struct(">B"), 2: struct.Struct(">H"), 4: struct.Struct(">I")}
 _SINGLES = {0xC0: None, 0xC2: False, 0xC3: True}
 _AXES = 32
+_DTYPE = re.compile(r"[<>|=]?[biufcSU][0-9]{1,9}|\?")
 
 
 def decode_state(content: bytes) -> Any:
@@ -125,19 +127,19 @@ def _array(found: dict[Any, Any]) -> Any:
     """Makes the array or scalar of numpy that a map describes."""
     name, data, shape = found.get(b"type"), found.get(b"data"), found.get(b"shape", [])
     name = name.decode("ascii", "replace") if isinstance(name, bytes) else name
-    if found.get(b"kind", b"") not in (b"", "") or not isinstance(name, str) or not 2 <= len(name) <= 12:
+    if found.get(b"kind", b"") not in (b"", "") or not isinstance(name, str) or not _DTYPE.fullmatch(name):
         raise DamagedCheckpointError(f"an array of numpy has the type {name!r:.80}, which is no plain data")
     try:
         dtype = np.dtype(name)
     except (TypeError, ValueError) as error:
         raise DamagedCheckpointError(f"an array of numpy has the type {name!r:.80}") from error
-    if dtype.kind not in "biufcSU" or not isinstance(data, bytes):
-        raise DamagedCheckpointError(f"an array of numpy has the type {name!r:.80}, which is no plain data")
+    if not dtype.itemsize or not isinstance(data, bytes):
+        raise DamagedCheckpointError(f"an array of numpy has the type {name!r:.80}, or no elements")
     if not isinstance(shape, list) or len(shape) > _AXES or not all(type(one) is int and one >= 0 for one in shape):
         raise DamagedCheckpointError(f"an array of numpy has the shape {shape!r:.80}")
     if math.prod(shape) * dtype.itemsize != len(data):
         raise DamagedCheckpointError(f"an array of {dtype}{shape} has {len(data)} bytes")
-    array = np.frombuffer(data, dtype) if dtype.itemsize else np.zeros(math.prod(shape), dtype)
+    array = np.frombuffer(data, dtype)
     return array.reshape(shape).copy() if found[b"nd"] is True else array[0]
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+import optax  # type: ignore[import-untyped]  # it has no types
 import pytest
 import torch
 from flax import nnx
@@ -121,7 +121,8 @@ class TrainStateLearner(Checkpointable):
 
     def __init__(self, seed: int = 0) -> None:
         params = {"w": jnp.arange(3.0) + seed}
-        self.state = TrainState.create(apply_fn=lambda p: p, params=params, tx=optax.sgd(0.1, momentum=0.9))
+        create: Any = TrainState.create
+        self.state = create(apply_fn=lambda p: p, params=params, tx=optax.sgd(0.1, momentum=0.9))
 
 
 def test_a_train_state_is_replaced(place: str) -> None:
@@ -280,13 +281,13 @@ def test_a_state_dict_is_a_state() -> None:
     class Module(Checkpointable, torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net = torch.nn.Sequential(torch.nn.Linear(2, 1))
+            self.net = torch.nn.Linear(2, 1)
 
     one, other = Module(), Module()
     other.set_state(one.state_dict())
-    assert torch.equal(one.net[0].weight, other.net[0].weight)
+    assert torch.equal(one.net.weight, other.net.weight)
     other.set_state({name: value.numpy() + 1 for name, value in one.state_dict().items()})
-    assert torch.equal(one.net[0].weight + 1, other.net[0].weight)
+    assert torch.equal(one.net.weight + 1, other.net.weight)
 
 
 class WithHooks(Statistics):

@@ -1,0 +1,295 @@
+"""Directories as RLlib writes them, made here without Ray: its files, its names, its two forms of states."""
+
+from __future__ import annotations
+
+import collections
+import json
+import logging
+import os
+import pickle
+import struct
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import holdfast as hf
+from holdfast.components import Checkpointable, read_state
+from holdfast.engine.components.msgpack_state import decode_state
+
+RAN: list[str] = []
+
+
+def run(what: str) -> str:
+    """What a hostile pickle would call."""
+    RAN.append(what)
+    return what
+
+
+class Hostile:
+    """An object that runs code when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return run, ("hostile",)
+
+
+def packed(value: Any) -> bytes:
+    """Packs a state as msgpack with msgpack-numpy's arrays."""
+    import importlib
+
+    msgpack: Any = importlib.import_module("msgpack")
+
+    def default(item: Any) -> Any:
+        if isinstance(item, np.ndarray):
+            form = {b"nd": True, b"type": item.dtype.str, b"kind": b"", b"shape": item.shape, b"data": item.tobytes()}
+        elif isinstance(item, np.generic):
+            form = {b"nd": False, b"type": item.dtype.str, b"data": item.tobytes()}
+        elif isinstance(item, complex):
+            form = {b"complex": True, b"data": repr(item)}
+        else:
+            raise TypeError(type(item))
+        return form
+
+    return bytes(msgpack.packb(value, default=default))
+
+
+def pickled(value: Any) -> bytes:
+    """Pickles a state."""
+    return pickle.dumps(value, protocol=5)
+
+
+@pytest.fixture
+def ray_class() -> Iterator[type]:
+    """A class of a package that is not there when the checkpoint is read."""
+    module = types.ModuleType("ray_stub")
+    kind = type("Trainer", (), {"__module__": "ray_stub"})
+    module.Trainer = kind  # type: ignore[attr-defined]  # a class of the module
+    sys.modules["ray_stub"] = module
+    yield kind
+    sys.modules.pop("ray_stub", None)
+
+
+WEIGHTS = {"net.0.weight": np.arange(6, dtype=np.float32).reshape(2, 3), "net.0.bias": np.ones(2, np.float32)}
+
+
+def write(path: Path, kind: type, form: str, name: str = "state") -> Path:
+    """Writes a learner with one module."""
+    pack = packed if form == "msgpack" else pickled
+    counters: dict[Any, Any] = {"updates": 7, "rate": 0.5, "mean": np.zeros(3), 4: [1.5, "x", None, True]}
+    for part, state, args in (
+        ("", counters, ((3,), {"size": 3})),
+        ("rl_module", {}, ((), {})),
+        ("rl_module/p0", WEIGHTS, ((), {"size": 3})),
+    ):
+        place = path / part
+        place.mkdir()
+        state_name = name if not part else "module_state"
+        (place / f"{state_name}.{form}").write_bytes(pack(state))
+        (place / "class_and_ctor_args.pkl").write_bytes(pickled({"class": kind, "ctor_args_and_kwargs": args}))
+        facts = {"class_and_ctor_args_file": "class_and_ctor_args.pkl", "state_file": state_name, "ray_version": "2.60"}
+        (place / "metadata.json").write_text(json.dumps({**facts, "checkpoint_version": "2.1"}))
+    return path
+
+
+class Module(Checkpointable, torch.nn.Module):
+    """The program's own module."""
+
+    def __init__(self, size: int = 3) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(size, 2))
+
+
+def values_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Returns a module's values as arrays."""
+    return {name: value.numpy() for name, value in module.state_dict().items()}
+
+
+class Modules(Checkpointable, torch.nn.Module):
+    """Modules by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.members = torch.nn.ModuleDict({"p0": Module(), "p1": Module()})
+
+    def get_checkpointable_components(self) -> list[tuple[str, Any]]:
+        """Returns them."""
+        return list(self.members.items())
+
+
+class Learner(Checkpointable):
+    """The program's own learner."""
+
+    def __init__(self) -> None:
+        self.rl_module = Modules()
+        self.updates, self.rate, self.mean = 0, 0.0, np.ones(3)
+
+
+@pytest.mark.parametrize("form", ["msgpack", "pkl"])
+def test_states_are_read(tmp_path: Path, ray_class: type, form: str) -> None:
+    path = write(tmp_path / "x", ray_class, form)
+    del sys.modules["ray_stub"]
+    state = read_state(path)
+    assert (state["updates"], state["rate"], state[4]) == (7, 0.5, [1.5, "x", None, True])
+    found = state["rl_module"]["p0"]
+    assert found.keys() == WEIGHTS.keys()
+    assert all(found[name].dtype == np.float32 and np.array_equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
+
+
+@pytest.mark.parametrize("form", ["msgpack", "pkl"])
+def test_running_components_are_restored(tmp_path: Path, ray_class: type, form: str) -> None:
+    path = write(tmp_path / "x", ray_class, form, name="algorithm_state")
+    learner = Learner()
+    report = learner.restore_from_path(path)
+    assert (learner.updates, learner.mean.tolist()) == (7, [0, 0, 0])
+    assert np.array_equal(values_of(learner.rl_module.members["p0"])["net.0.weight"], WEIGHTS["net.0.weight"])
+    assert report.missing == ("rl_module/p1",)
+    assert report.unused_values == ("(root): 4/0", "(root): 4/1", "(root): 4/2", "(root): 4/3")
+    learner.restore_from_path(path / "rl_module" / "p0", component="rl_module/p1")
+    assert np.array_equal(values_of(learner.rl_module.members["p1"])["net.0.bias"], WEIGHTS["net.0.bias"])
+
+
+def test_components_are_made_of_classes_that_the_caller_names(tmp_path: Path, ray_class: type) -> None:
+    path = write(tmp_path / "x", ray_class, "pkl") / "rl_module" / "p0"
+    with pytest.raises(hf.NotAllowedError, match="ray_stub:Trainer, which is not allowed: nothing was imported"):
+        Module.from_checkpoint(path)
+    named = Module.from_checkpoint(path, renamed={"ray_stub:Trainer": Module})
+    for made in (named, Module.from_checkpoint(path, fallback=True)):
+        assert np.array_equal(values_of(made)["net.0.weight"], WEIGHTS["net.0.weight"])
+
+
+def test_hostile_pickles_run_nothing(tmp_path: Path, ray_class: type, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "x", ray_class, "pkl")
+    (path / "state.pkl").write_bytes(pickled({"updates": 3, "bad": Hostile(), "list": [1, Hostile()]}))
+    (path / "class_and_ctor_args.pkl").write_bytes(pickled(Hostile()))
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        state = read_state(path)
+    assert state["updates"] == 3
+    assert "bad" not in state
+    assert "list" not in state
+    assert "left out what is no data: bad" in caplog.text
+    with pytest.raises((hf.NotAllowedError, hf.DamagedCheckpointError)):
+        Learner.from_checkpoint(path)
+    (path / "state.pkl").write_bytes(pickled(Hostile()))
+    with pytest.raises(hf.DamagedCheckpointError, match="no dictionary of data"):
+        read_state(path)
+    assert RAN == []
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda path: (path / "state.pkl").write_bytes(b"\x80\x05"),
+        lambda path: (path / "state.pkl").write_bytes(b"cos\nsystem\n(S'true'\ntR."),
+        lambda path: (path / "metadata.json").write_text("{"),
+        lambda path: (path / "metadata.json").write_text("[" * 100_000),
+        lambda path: (path / "state.msgpack").write_bytes(packed({})),
+        lambda path: (path / "rl_module" / "module_state.pkl").write_bytes(b""),
+    ],
+    ids=["cut off", "old opcodes", "json", "deep json", "two states", "empty"],
+)
+def test_damaged_directories(tmp_path: Path, ray_class: type, forge: Callable[[Path], None]) -> None:
+    path = write(tmp_path / "x", ray_class, "pkl")
+    forge(path)
+    learner = Learner()
+    with pytest.raises(hf.DamagedCheckpointError):
+        learner.restore_from_path(path)
+    assert learner.updates == 0
+
+
+def test_a_pickle_that_holds_itself(tmp_path: Path, ray_class: type) -> None:
+    path = write(tmp_path / "x", ray_class, "pkl")
+    endless: dict[str, Any] = {}
+    endless["self"] = endless
+    (path / "state.pkl").write_bytes(pickled(endless))
+    with pytest.raises(hf.DamagedCheckpointError, match="nested too deeply"):
+        read_state(path)
+    bomb: Any = ["x"]
+    for _ in range(60):
+        bomb = [bomb, bomb]
+    (path / "state.pkl").write_bytes(pickled({"bomb": bomb}))
+    with pytest.raises(hf.DamagedCheckpointError):
+        read_state(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xc1",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff\x01",
+        b"\xc6\xff\xff\xff\xff",
+        b"\xdd\x7f\xff\xff\xff" * 300,
+        b"\x91" * 100_000,
+        b"\x81\x90\x01",
+        b"\x82\x01\x01\x01\x02",
+        b"\xa1\xff",
+        b"\xc7\x01\x05x",
+        b"\x01\x02",
+        packed({b"nd": True, b"type": "|O", b"kind": b"O", b"shape": [1], b"data": pickled(1)}),
+        packed({b"nd": True, b"type": "|O", b"shape": [1], b"data": b"12345678"}),
+        packed({b"nd": True, b"type": "<f4", b"shape": [1 << 40], b"data": b""}),
+        packed({b"nd": True, b"type": "<f4", b"shape": [-1], b"data": b"1234"}),
+        packed({b"nd": True, b"type": "<f4", b"shape": 5, b"data": b"1234"}),
+        packed({b"nd": True, b"type": 5, b"shape": [1], b"data": b"1234"}),
+        packed({b"nd": True, b"type": "<f4", b"shape": [1]}),
+        packed({b"nd": False, b"type": "<f4", b"data": b""}),
+        packed({b"complex": True, b"data": "x"}),
+    ],
+)
+def test_msgpack_that_makes_no_sense(content: bytes) -> None:
+    with pytest.raises(hf.DamagedCheckpointError):
+        decode_state(content)
+
+
+def test_every_byte_of_a_msgpack_state() -> None:
+    content = packed(
+        {"a": np.arange(4.0), "b": [1, -5, 1 << 40, 2.5, "text", b"bytes", None, True, 1j], "c": {"d": {}}}
+    )
+    for position in range(len(content)):
+        for bit in range(8):
+            flipped = bytearray(content)
+            flipped[position] ^= 1 << bit
+            try:
+                decode_state(bytes(flipped))
+            except hf.DamagedCheckpointError:
+                continue
+        with pytest.raises(hf.DamagedCheckpointError):
+            decode_state(content[:position])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [0, 127, 128, -1, -33, 1 << 33, -(1 << 40), 0.5, "x" * 40, b"y" * 300, [[]] * 20, {str(i): i for i in range(20)}],
+    ids=lambda value: repr(value)[:12],
+)
+def test_msgpack_of_every_width(value: Any) -> None:
+    assert decode_state(packed(value)) == value
+
+
+def test_numpy_in_every_pickle_protocol() -> None:
+    from holdfast.engine.components.rllib import _plain
+    from holdfast.engine.storage import as_location
+
+    state = {
+        "array": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "scalar": np.float32(2),
+        "ordered": collections.OrderedDict(x=1),
+        "deque": collections.deque([1, 2]),
+        "text": np.array(["ab"]),
+        "tuple": (1, (2,)),
+    }
+    for protocol in (2, 4, 5):
+        found = _plain(pickle.dumps(state, protocol=protocol), as_location(os.curdir))
+        assert np.array_equal(found["array"], state["array"])  # type: ignore[arg-type]  # an array
+        assert found["scalar"] == 2
+        assert (found["deque"], found["tuple"], dict(found["ordered"])) == ([1, 2], (1, (2,)), {"x": 1})
+
+
+def test_floats_are_those_of_struct() -> None:
+    assert decode_state(b"\xca" + struct.pack(">f", 0.1)) == struct.unpack(">f", struct.pack(">f", 0.1))[0]
