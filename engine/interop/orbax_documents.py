@@ -14,8 +14,17 @@ from numpy.typing import NDArray
 from ..errors import UnsupportedLeafError
 from ..format import storage_dtype
 from ..item import SavedLeaf
-from ..tree import Node, Saved, display, materialize
-from .orbax_metadata import ARRAYS_FOLDER, CHECKPOINT_FILE, NONE, SCALAR, STRING, STRINGS_FILE, TREE_FILE
+from ..tree import PLACEHOLDER, Node, Saved, display, materialize
+from .orbax_metadata import (
+    ARRAYS_FOLDER,
+    CHECKPOINT_FILE,
+    NONE,
+    SCALAR,
+    STRING,
+    STRINGS_FILE,
+    TREE_FILE,
+    WITHOUT_DATA,
+)
 from .source import TreeSource
 
 TREE_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
@@ -89,8 +98,8 @@ def plan_orbax(source: TreeSource, *, in_place: bool) -> OrbaxPlan:
     """
     planner = _Planner(source, in_place)
     planner.visit(source.skeleton.structure, ())
-    if not source.leaves:
-        planner.problems.append("(root): Orbax does not save trees without leaves")
+    if not planner.plan.entries:
+        planner.problems.append("(root): Orbax does not save a tree with nothing in it")
     if planner.problems:
         lines = "\n".join(f"  {problem}" for problem in planner.problems)
         raise UnsupportedLeafError(
@@ -137,6 +146,9 @@ class _Planner:
         saved = leaf.saved
         if saved.kind == "none":
             self._entry(path, NONE, skip=True)
+            return None
+        if saved.kind == PLACEHOLDER:
+            self._entry(path, WITHOUT_DATA)
             return None
         if saved.kind == "str":
             self._entry(path, STRING)

@@ -28,6 +28,7 @@ EMPTY_KINDS = {"Dict": "dict", "List": "list", "Tuple": "tuple", "NamedTuple": "
 """Value types of containers without leaves, and what each becomes."""
 NONE = "None"
 STRING = "string"
+WITHOUT_DATA = "placeholder"
 SCALAR = "scalar"
 _SEQUENCE_KEY = 1
 

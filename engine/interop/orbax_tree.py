@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..errors import DamagedCheckpointError
 from ..item import MANIFEST, Problem, SavedLeaf, naming
 from ..storage import Location
-from ..tree import Box, Details, Saved, Skeleton, display, whole
+from ..tree import PLACEHOLDER, Box, Details, Saved, Skeleton, display, whole
 from ..tree.numpy_leaves import number_kind
 from .containers import Path, nested_skeleton, storage_name
 from .files import total_bytes
@@ -25,6 +25,7 @@ from .orbax_metadata import (
     STRING,
     STRINGS_FILE,
     TREE_FILE,
+    WITHOUT_DATA,
     Parameter,
     TreeMetadata,
     find_string,
@@ -39,6 +40,7 @@ from .tensorstore_arrays import OpenedArrays, Wanted, damaged, directory_spec
 
 AGGREGATE_FILE = "checkpoint"
 """The msgpack file of early versions: small leaves, and names in the place of the others."""
+_NO_ARRAYS = frozenset({NONE, STRING, WITHOUT_DATA})
 _PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")
 
 
@@ -67,15 +69,15 @@ class OrbaxTree:
         decoded = decode_file(location / AGGREGATE_FILE) if AGGREGATE_FILE in names else None
         self._metadata = self._read_structure(decoded, names)
         self._ocdbt = MANIFEST in names
-        if self._metadata.uses_ocdbt and not self._ocdbt:
-            raise DamagedCheckpointError(f"{location / MANIFEST} is missing: without it nobody finds the arrays")
         entries = self._metadata.parameters
         parameters = [p for p in entries if p.value_type not in EMPTY_KINDS]
         empties = [(p.path, EMPTY_KINDS[p.value_type]) for p in entries if p.value_type in EMPTY_KINDS]
         if bare is not None and [p.path for p in parameters] == [bare]:
             parameters = [parameters[0]._replace(path=())]
         self._stored = {p.path: ".".join(map(str, bare)) if bare and not p.path else p.name for p in parameters}
-        arrays = [p for p in parameters if p.value_type not in (NONE, STRING) and p.path not in self._aggregated]
+        arrays = [p for p in parameters if p.value_type not in _NO_ARRAYS and p.path not in self._aggregated]
+        if arrays and self._metadata.uses_ocdbt and not self._ocdbt:  # without arrays, Orbax makes no database
+            raise DamagedCheckpointError(f"{location / MANIFEST} is missing: without it nobody finds the arrays")
         with naming(location):
             self.skeleton: Skeleton
             self.skeleton, order = nested_skeleton([p.path for p in parameters], empties)
@@ -83,7 +85,7 @@ class OrbaxTree:
             self.leaves = self._describe([parameters[index] for index in order])
         self._names = {storage_name(p.path): self._stored[p.path] for p in parameters}
         self._values = {storage_name(path): value for path, value in self._aggregated.items()}
-        counts = Counter(self._stored[p.path] for p in parameters if p.value_type not in (NONE, STRING))
+        counts = Counter(self._stored[p.path] for p in parameters if p.value_type not in _NO_ARRAYS)
         self._shared = {name for name, count in counts.items() if count > 1}
 
     def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
@@ -227,6 +229,8 @@ class OrbaxTree:
         if parameter.value_type == NONE:
             # Orbax writes empty namedtuples, such as the states of many optax transformations, in the same way.
             return SavedLeaf(name, Saved({"kind": "none", OPTIONAL: True}))
+        if parameter.value_type == WITHOUT_DATA:
+            return SavedLeaf(name, Saved({"kind": PLACEHOLDER}))
         if parameter.value_type == STRING:
             text = find_string(strings, stored)
             if text is None:

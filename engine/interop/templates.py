@@ -1,4 +1,4 @@
-"""Trees of other libraries under a template of ours, where the two describe the same containers differently."""
+"""Trees of other libraries without some leaves: those that a template of ours has not, those that have no data."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from ..errors import UnsupportedLeafError
 from ..item import Problem, SavedLeaf
 from ..storage import Location
-from ..tree import Skeleton, flatten
+from ..tree import PLACEHOLDER, Skeleton, display, flatten
 from .source import TreeSource
 from .stored import StoredTree
 
@@ -34,6 +35,27 @@ def under_template(source: TreeSource, template: Any) -> TreeSource:
     names = set(flatten(template).names)
     left_out = {leaf.name for leaf in source.leaves if OPTIONAL in leaf.saved.details and leaf.name not in names}
     return _Without(source, left_out) if left_out else source
+
+
+def without_placeholders(source: TreeSource) -> tuple[TreeSource, list[str]]:
+    """Leaves out the leaves that were saved by their names alone.
+
+    Args:
+        source: The saved tree.
+
+    Returns:
+        The tree, and one line for each leaf that it lacks, with the reason.
+
+    Raises:
+        UnsupportedLeafError: Nothing is left, as the tree is one such leaf and no container.
+    """
+    left_out = {leaf.name for leaf in source.leaves if leaf.saved.kind == PLACEHOLDER}
+    if not left_out:
+        return source, []
+    if source.skeleton.structure is None:
+        raise UnsupportedLeafError(f"{source.location}: this was saved as a placeholder: it has no data")
+    lines = [f"{display(name)} (saved as a placeholder: it has no data)" for name in sorted(left_out)]
+    return _Without(source, left_out), lines
 
 
 class _Without:

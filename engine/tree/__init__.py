@@ -7,7 +7,7 @@ from .comparison import compare, spell
 from .containers import expand
 from .description import describe
 from .document import Skeleton, from_document, to_document
-from .external import EXTERNAL, ExternalLeaf
+from .external import EXTERNAL, PLACEHOLDER, ExternalLeaf
 from .flatten import Flattened, flatten
 from .garbage import collection_paused
 from .leaves import ArrayLeaf, Details, Part, Piece, Saved, ValueLeaf
@@ -24,6 +24,7 @@ from .transformations import apply_transformations, has_values, parts, transform
 
 __all__ = [
     "EXTERNAL",
+    "PLACEHOLDER",
     "ArrayLeaf",
     "Box",
     "Call",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import jax_leaves, torch_placement
+from .external import PLACEHOLDER
 from .leaves import ARRAY_KINDS, NUMBER_KINDS, Saved
 from .names import display
 from .numpy_leaves import number_kind
@@ -103,6 +104,8 @@ def spell(kind: str, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None,
     """Writes dtype and shape as people read them: ``float32[10, 3]``, ``key<threefry2x32>[4]``, ``int``, ``None``."""
     if kind == "none":
         return "None"
+    if kind == PLACEHOLDER:
+        return "a placeholder, saved without data"
     if dtype is None or shape is None or kind in NUMBER_KINDS or kind in {"str", "bytes"}:
         return kind
     if kind == "key":

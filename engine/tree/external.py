@@ -1,4 +1,4 @@
-"""Leaves whose values somebody else keeps: the handler of a type of the user's own, or of a file of many leaves."""
+"""Leaves whose values somebody else keeps, such as the handler of a type of the user's own; or nobody at all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from .names import display
 
 EXTERNAL = "external"
 """Kind of such leaves in ``tree.json``."""
+PLACEHOLDER = "placeholder"
+"""Kind of the leaves that another library has saved by their names alone; their value is ``...``."""
 
 
 class ExternalLeaf:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import DamagedCheckpointError
-from .external import EXTERNAL, ExternalLeaf
+from .external import EXTERNAL, PLACEHOLDER, ExternalLeaf
 from .leaves import ArrayLeaf, Details, LeafProblem, Piece, ValueLeaf
 from .names import display
 
@@ -121,6 +121,8 @@ def decode_value(details: Details, name: str) -> Any:
     """
     if details["kind"] == EXTERNAL:
         return ExternalLeaf(name, details)
+    if details["kind"] == PLACEHOLDER and details.keys().isdisjoint({"value", "base64"}):
+        return ...
     try:
         return _decode(details, True)
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, AttributeError, binascii.Error) as error:
