@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast, get_args
 
-from ..engine.errors import OptionError
+from ..engine.errors import CheckpointExistsError, OptionError
 from ..engine.interop.conversion import Conversion, ExportFormat, export_checkpoint, import_checkpoint
 from .log import configure_logging
 from .places import checkpoints_at
@@ -24,9 +24,16 @@ def import_checkpoints(source: str, destination: str, *, overwrite: bool, as_jso
 
     Returns:
         The exit status.
+
+    Raises:
+        CheckpointExistsError: There is something at the destination.
     """
     configure_logging("error")  # what is left out is printed below
-    _print(import_checkpoint(source, destination, overwrite=overwrite), as_json=as_json)
+    try:
+        conversions = import_checkpoint(source, destination, overwrite=overwrite)
+    except CheckpointExistsError as error:  # it speaks to programs
+        raise CheckpointExistsError(str(error).replace("overwrite=True", "--overwrite")) from error
+    _print(conversions, as_json=as_json)
     return DONE
 
 

@@ -75,7 +75,9 @@ def test_import_for_programs(capsys: pytest.CaptureFixture[str], model: Path) ->
 
 
 def test_import_refuses(capsys: pytest.CaptureFixture[str], model: Path, run: Path) -> None:
-    assert "exists already" in error_of(capsys, "import", model, run, status=2)
+    exists = error_of(capsys, "import", model, run, status=2)
+    assert "exists already" in exists
+    assert "pass --overwrite" in exists
     assert "nothing at this path" in error_of(capsys, "import", "/nonexistent", run / "x", status=2)
     model.write_bytes(model.read_bytes()[:-10])
     assert "cannot be read as a file of torch.save" in error_of(capsys, "import", model, run / "x", status=1)
