@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from ...engine.checkpointer import AsyncCheckpointer, Place
 from ...engine.commit import read_record
-from ...engine.errors import CheckpointExistsError, CheckpointNotFoundError
+from ...engine.errors import CheckpointExistsError, CheckpointNotFoundError, SaveFailedError
 from ...engine.interop.places import find_checkpoint
 from ...engine.interop.weights import load_weights
 from ...engine.manager import CheckpointManager
@@ -112,7 +112,13 @@ class TrainerCheckpoints:
                 self._save("at the end")
         finally:
             self._preemption.restore()
-            self._manager.close()
+            try:
+                self._manager.close()
+            except SaveFailedError:
+                if error is None:
+                    raise
+                # The error under way matters more; this one must not take its place.
+                logger.exception("a save failed while the run was ending with %s", type(error).__name__)
 
 
 def take_weights(trainer: Trainer, place: Place) -> str:

@@ -164,6 +164,24 @@ def test_a_checkpoint_holds_what_was_when_it_was_saved() -> None:
     assert hf.verify("run").ok
 
 
+def test_the_first_error_is_the_one_that_is_raised(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: Trainer, *args: Any, **kwargs: Any) -> str:
+        raise OSError("no space left")
+
+    def stop(self: Trainer, games: int = 0) -> dict[str, float]:
+        raise KeyError("in the loop")
+
+    monkeypatch.setattr(Trainer, "save_to_path", fail)
+    with pytest.raises(hf.SaveFailedError, match="no space left"):
+        train("train.eval_interval_steps=100")
+    monkeypatch.setattr(Trainer, "evaluate", stop)
+    with pytest.raises(KeyError, match="in the loop"):
+        train("run_dir=other", "checkpoint.save_interval_steps=1")
+    assert "a save failed while the run was ending with KeyError" in caplog.messages
+
+
 def test_the_learning_rate_is_that_of_the_configuration() -> None:
     train("train.steps=1")
     with pytest.raises(hf.OptionError, match=r"learning_rate: 0.003 \(checkpoints\), 0.5 \(now\)"):
