@@ -106,15 +106,26 @@ class Bundle:
         """
         entry = self.tensors[name]
         if entry.dtype is None:
-            raise UnsupportedLeafError(
-                f"{self.prefix}: {name!r:.200} has elements of TensorFlow's type {entry.kind}, which holdfast does not "
-                "read"
-            )
+            raise UnsupportedLeafError(unknown_type(entry.kind))
         return StoredArray(entry.dtype, entry.shape, {"kind": "numpy"}, lambda: self._parts(name, entry))
 
     def is_text(self, name: str) -> bool:
         """Whether a tensor's elements are text, or messages, which are bytes as well."""
         return self.tensors[name].kind in (STRING, VARIANT)
+
+    def check_texts(self) -> None:
+        """Makes sure that all text together is not more than the files can hold, before all of it is read.
+
+        Raises:
+            DamagedCheckpointError: Several tensors share their bytes, which none do that TensorFlow has written.
+        """
+        sizes = [
+            entry.size
+            for name, entry in self.tensors.items()
+            if self.is_text(name) and entry.offset + entry.size <= self._sizes.get(self.data_file(entry.shard), 0)
+        ]
+        if sum(sizes) > self.nbytes:
+            raise DamagedCheckpointError(f"{self.prefix}: its text claims {sum(sizes)} of {self.nbytes} bytes")
 
     def texts(self, name: str) -> list[bytes]:
         """Reads a tensor of text.
@@ -211,6 +222,11 @@ class Bundle:
                         size = reader.size
                 found[one.name] = size
         return found
+
+
+def unknown_type(kind: int) -> str:
+    """Says that elements cannot be read."""
+    return f"elements of TensorFlow's type {kind}, which holdfast does not read"
 
 
 def _check_bools(elements: NDArray[Any]) -> NDArray[Any]:

@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DamagedCheckpointError
+from ..errors import DamagedCheckpointError, UnsupportedLeafError
 from ..format import Cursor, crc32c
 from ..format.checksums import extend
 from .tensorflow_messages import VARIANT, BundleEntry
 from .tensorflow_table import masked
 from .tensorflow_wire import read_varint
 
+MOST_LEAVES = 1 << 16
+"""How many elements may become leaves of their own."""
 _CHECKSUM_BYTES = 4
 _PADDING = 4  # times the bytes of the file: what an array may take whose elements are all as long as the longest
 _SMALL = 1 << 20  # bytes of such an array that are fine
@@ -44,16 +46,19 @@ def as_leaves(texts: list[bytes], entry: BundleEntry) -> Any:
     Args:
         texts: The elements in C order.
         entry: What the index says of them.
+
+    Raises:
+        UnsupportedLeafError: They would be very many leaves.
     """
     shape = entry.shape
     if not shape:
         return texts[0]
-    if entry.kind == VARIANT:
-        return _nested(texts, shape)
     longest = max(map(len, texts), default=0)
     fits = max(longest, 1) * len(texts) <= _PADDING * sum(map(len, texts)) + _SMALL
-    if fits and not any(text.endswith(b"\0") for text in texts):
+    if entry.kind != VARIANT and fits and not any(text.endswith(b"\0") for text in texts):
         return np.array(texts, f"S{max(longest, 1)}").reshape(shape)
+    if len(texts) > MOST_LEAVES:
+        raise UnsupportedLeafError(f"{len(texts)} pieces of text that no array of numpy can hold")
     return _nested(texts, shape)
 
 

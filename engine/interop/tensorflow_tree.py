@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DamagedCheckpointError, ObjectNotFoundError
+from ..errors import DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
 from ..storage import Location
 from ..tree import join
 from ..tree.structure import MAX_DEPTH
 from .stored import StoredTree
 from .stored_array import StoredArray
-from .tensorflow_bundle import Bundle
+from .tensorflow_bundle import Bundle, unknown_type
 from .tensorflow_objects import GRAPH_KEY, ObjectNode, decode_objects, graph_document, object_path
 from .tensorflow_text import as_leaves, as_objects
 
@@ -66,8 +66,8 @@ class BundleVariables:
             return as_objects(self._bundle.texts(name), self._bundle.tensors[name].shape)
         leaf = self._leaves.get(name)
         if leaf is None:
-            self._bundle.array(name)  # says what it is of that is not read
-            raise ObjectNotFoundError(f"{self._bundle.prefix}: tensor {name!r:.200} is not part of the tree")
+            kind = self._bundle.tensors[name].kind
+            raise UnsupportedLeafError(f"{self._bundle.prefix}: tensor {name!r:.200} has {unknown_type(kind)}")
         (array,) = self._tree.read([leaf])
         return array
 
@@ -95,22 +95,26 @@ class BundleTree(StoredTree):
             FormatVersionError: It is of a version that is not known.
         """
         bundle = Bundle(prefix)
+        bundle.check_texts()
         objects = _objects(bundle)
         known = [name for name in bundle.tensors if name != GRAPH_KEY or objects is None]
-        left_out = [name for name in known if not bundle.is_text(name) and bundle.tensors[name].dtype is None]
-        stored = [name for name in known if name not in set(left_out)]
+        values: dict[str, Any] = {}
+        left_out: list[str] = []
+        for name in known:
+            try:
+                values[name] = _value(bundle, name)
+            except UnsupportedLeafError as error:
+                left_out.append(f"{name!r:.200} ({error})")
         paths = _arranged(
-            {name: object_path(name) if objects is not None else tuple(name.split("/")) for name in stored}
+            {name: object_path(name) if objects is not None else tuple(name.split("/")) for name in values}
         )
         root: dict[str, Any] = {}
         for name, path in paths.items():
             branch = root
             for key in path[:-1]:
                 branch = branch.setdefault(key, _Branch())
-            branch[path[-1]] = _value(bundle, name)
-        what = "{!r:.200} (elements of TensorFlow's type {}, which holdfast does not read)"
-        lines = [what.format(name, bundle.tensors[name].kind) for name in left_out]
-        found = cls.of(prefix, _with_lists(root), bundle.nbytes, left_out=lines)
+            branch[path[-1]] = values[name]
+        found = cls.of(prefix, _with_lists(root), bundle.nbytes, left_out=left_out)
         assert isinstance(found, cls)
         found._objects = objects
         found._tensor_names = {name: join(path) for name, path in paths.items()}

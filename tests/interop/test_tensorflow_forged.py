@@ -270,6 +270,17 @@ def test_elements_of_an_unknown_type_are_left_out(tmp_path: Path) -> None:
         variables.read("odd")
 
 
+def test_text_that_would_be_very_many_leaves_is_left_out(tmp_path: Path) -> None:
+    stored, checksum = text_bytes([b"\0"] * 70_000)
+    path = write(tmp_path, [(b"t", text_entry([70_000], stored, checksum)), (b"u", text_entry([0], b"", 0))], stored)
+
+    assert hf.load(path).keys() == {"u"}
+    assert BundleTree.open(hf.as_location(path)).left_out == (
+        "'t' (70000 pieces of text that no array of numpy can hold)",
+    )
+    assert graph.load_checkpoint(path).get_variable_to_shape_map().keys() >= {"u"}
+
+
 @pytest.mark.parametrize("header", [message((3, message((2, 2)))), message((3, message((1, 3), (3, 1))))])
 def test_newer_versions_are_refused(tmp_path: Path, header: bytes) -> None:
     with pytest.raises(hf.FormatVersionError, match=r"forged\.index: it needs version"):
@@ -340,6 +351,20 @@ def test_tables_that_cannot_be(tmp_path: Path, make: Callable[[], bytes]) -> Non
         with pytest.raises(hf.DamagedCheckpointError, match=r"x\.index"):
             hf.load(tmp_path / "x")
         assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_same_text_over_and_over(tmp_path: Path) -> None:
+    stored, checksum = text_bytes([b"x" * 100_000])
+    pairs = [(b"%05d" % number, text_entry([1], stored, checksum)) for number in range(2000)]
+    path = write(tmp_path, pairs, stored)
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(hf.DamagedCheckpointError, match="its text claims"):
+            hf.load(path)
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
     finally:
         tracemalloc.stop()
 
