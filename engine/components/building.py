@@ -96,7 +96,7 @@ class _Building:
         if path == import_path(base):
             return base
         try:
-            kind = self._permissions.resolve(path, where)
+            kind = self._permissions.resolve(path, where, made=True)
         except (NotAllowedError, OptionError):
             if self._fallback and base is self._base:
                 _logger.warning("%s: %s is not known; fallback=True makes a %s", where, path, base.__qualname__)
@@ -165,7 +165,7 @@ class _Building:
         if not isinstance(recipe.get("args"), list) or not isinstance(recipe.get("kwargs"), dict):
             raise TypeError(f"expected a recipe, found {content!r:.80}")
         where = str(self._root.location)
-        kind = self._permissions.resolve(content.get("class"), where)
+        kind = self._permissions.resolve(content.get("class"), where, made=True)
         if not isinstance(kind, type):
             raise TypeError(f"{content.get('class')!r:.80} is no class")
         return self._construct(kind, recipe, {}, where)

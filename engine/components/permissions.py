@@ -99,12 +99,14 @@ class Permissions:
         self._renamed = {**_renamed, **{_checked(old): new for old, new in (renamed or {}).items()}}
         self._base = base
 
-    def resolve(self, path: Any, where: str) -> Any:
+    def resolve(self, path: Any, where: str, *, made: bool = False) -> Any:
         """Returns the class or function of an import path.
 
         Args:
             path: The path, not trusted in any way.
             where: Who names it, for messages.
+            made: Whether an instance is to be made of it, with arguments that are not trusted either. Layers and
+                optimizers of torch need a permission for that.
 
         Raises:
             NotAllowedError: It is not allowed.
@@ -119,7 +121,7 @@ class Permissions:
             path = _checked(new)
         if path in self._allowed:
             return self._allowed[path]
-        found = self._loaded(path)
+        found = self._loaded(path, made)
         if found is not None:
             return found
         if self._trust or any(fnmatch.fnmatchcase(path, pattern) for pattern in self._patterns):
@@ -130,13 +132,13 @@ class Permissions:
             "from; renamed={'" + path + "': ...} if it is called otherwise now"
         )
 
-    def _loaded(self, path: str) -> Any | None:
+    def _loaded(self, path: str, made: bool) -> Any | None:
         """Returns a class that is loaded already and harmless: one of components, or a layer or optimizer of torch."""
         found = [] if self._base is None else [kind for kind in _subclasses(self._base) if import_path(kind) == path]
         if found:
             return found[-1]  # the newest: an older one of the same name was defined anew, as in a notebook
         module, name = path.split(":")
-        for prefix, home, base in _FRAMEWORK_CLASSES:
+        for prefix, home, base in () if made else _FRAMEWORK_CLASSES:
             root = sys.modules.get(home)
             kind = vars(sys.modules[module]).get(name) if module.startswith(prefix) and module in sys.modules else None
             if root is not None and isinstance(kind, type) and issubclass(kind, getattr(root, base)):

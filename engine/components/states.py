@@ -24,7 +24,8 @@ from ..graph.flax_objects import is_nnx_object
 from ..graph.torch_objects import is_module, is_optimizer
 from ..graph.views import Leaf
 from ..item import SavedLeaf
-from ..storage import Location, as_location
+from ..storage import Location
+from ..storage.local import LocalBackend
 from ..tree import expand, flatten
 from ..tree.frameworks import is_torch_tensor
 from .live import LiveComponent, attributes_of, holds_component, is_component
@@ -39,6 +40,17 @@ Keep = Callable[[Path, SavedLeaf | None], bool]
 
 GRAPH = "__graph__"
 """Key of a state under which stands, as text, which objects its values belong to, where their names do not say that."""
+
+
+class _Given(Location):
+    """Stands, in messages, for where a state came from that somebody has given."""
+
+    @property
+    def url(self) -> str:
+        return "the state"
+
+
+_GIVEN = _Given(LocalBackend(), "/")
 
 
 class _Part:
@@ -161,7 +173,7 @@ def set_default_state(
     """Gives its state to a component that does not do that itself; see :func:`set_own_state`."""
     if not isinstance(state, Mapping):
         raise TreeMismatchError(f"{_called(component)}: expected a dictionary as state, found {type(state).__name__}")
-    source = source or as_location("state")
+    source = source or _GIVEN
     values = {key: value for key, value in state.items() if key != GRAPH}
     if is_module(component.value):
         values = _nested(values)

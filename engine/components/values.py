@@ -147,7 +147,7 @@ class ValueDecoder:
 
     def _object(self, value: Any, depth: int) -> Any:
         path, fields = _items(value, 2)
-        kind = self._permissions.resolve(path, self._where)
+        kind = self._permissions.resolve(path, self._where, made=True)
         if not isinstance(kind, type):
             raise ValueError(f"{path} is no class")
         return kind(**self._named(fields, depth))

@@ -276,6 +276,19 @@ def test_r08_states_of_some_parts(components: Any, not_components: Any, expected
     assert leaves(trained().get_state(components, not_components=not_components)) == expected
 
 
+def test_r08_a_state_that_is_given_is_what_is_saved(place: str) -> None:
+    trainer = trained()
+    state = trainer.get_state(components=CUSTOM)
+    state["iterations"] = 50
+    path = trainer.save_to_path(place, state=state)
+    assert set(state) == {"lr", "iterations", "learner"}, "the caller's dictionary is not changed"
+    running = Trainer()
+    report = running.restore_from_path(path)
+    assert running.iterations == 50
+    assert set(report.missing) == {"learner/rl_module/p0", "runner"}
+    assert hf.load(Trainer().save_to_path(f"{place}/empty", state={})) == {}
+
+
 def test_r08_unknown_parts_are_errors() -> None:
     for arguments in ({"components": "leaner"}, {"not_components": ["learner", "typo"]}, {"components": "x/*"}):
         with pytest.raises(hf.TreeMismatchError, match="Trainer has no component"):
@@ -570,11 +583,30 @@ def test_r16_the_commit_of_the_program_is_known(tmp_path: Path, monkeypatch: pyt
     assert commit_of("no such module") == commit
 
 
-def test_r16_released_versions_load() -> None:
-    path = Path(__file__).parent / "released" / "1.0"
-    state = hf.load(path, item="counters/a")
-    assert state == {"count": 3}
+class Counter(Checkpointable):
+    """What a checkpoint of version 1.0 has in it."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.count = start
+        self.array = np.zeros(4, np.float32)
+
+
+class Counters(Checkpointable):
+    """What that checkpoint was made of."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.counters = {name: Counter() for name in names}
+
+
+@pytest.mark.parametrize("form", ["arrays", "msgpack"])
+def test_r16_released_versions_load(form: str) -> None:
+    path = Path(__file__).parent / "released" / "1.0" / form
     assert hf.verify(path).ok
+    with pytest.raises(hf.NotAllowedError, match="__main__:Counters"):
+        Counters.from_checkpoint(path)
+    found = Counters.from_checkpoint(path, renamed={"__main__:Counters": Counters}, strict=True)
+    assert [counter.count for counter in found.counters.values()] == [3, 0]
+    assert found.counters["a"].array.tolist() == [0, 1, 2, 3]
 
 
 def test_r16_the_callers_configuration_wins(place: str) -> None:

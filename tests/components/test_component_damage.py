@@ -162,9 +162,10 @@ def test_verify_finds_what_is_flipped(saved: Path) -> None:
         {"args": [], "kwargs": {"rate": {"enum": ["antigravity:Fly", "NOW"]}}},
         {"args": [], "kwargs": {"rate": {"recipe": {"class": "os:system", "constructor": {"args": [], "kwargs": {}}}}}},
         {"args": [{"name": "builtins:eval"}], "kwargs": {}},
+        {"args": [{"object": ["torch.nn.modules.linear:Linear", [["in_features", 1 << 40]]]}], "kwargs": {}},
         {"args": [{"name": "__main__:os.system"}], "kwargs": {}},
     ],
-    ids=["function", "partial", "object", "enum", "nested", "builtin", "attribute of a module"],
+    ids=["function", "partial", "object", "enum", "nested", "builtin", "layer of torch", "attribute of a module"],
 )
 def test_recipes_that_would_run_code(saved: Path, recipe: dict[str, Any]) -> None:
     import sys
@@ -290,6 +291,21 @@ def test_graphs_that_make_no_sense(tmp_path: Path, graph: Any) -> None:
         Part().restore_from_path(path)
 
 
+def test_graphs_that_lead_back_to_themselves(tmp_path: Path) -> None:
+    nodes = [{"edges": {"again": 0, "weights": 1, "label": 0}}, {"value": "weights"}]
+    state = {"weights": np.ones(3), "__graph__": json.dumps({"nodes": nodes})}
+    path = Part().save_to_path(tmp_path / "x", state=state)
+    part = Part()
+    part.again = part  # type: ignore[attr-defined]  # as the checkpoint has it
+    report = part.restore_from_path(path)
+    assert part.weights.tolist() == [1, 1, 1]
+    assert report.missing_values == ("(root): label",)
+    chain = [{"edges": {"next": number + 1}} for number in range(100_000)]
+    state["__graph__"] = json.dumps({"nodes": [*chain, {"value": "weights"}]})
+    with pytest.raises((hf.TreeMismatchError, hf.DamagedCheckpointError)):
+        Part().restore_from_path(Part().save_to_path(tmp_path / "y", state=state))
+
+
 def test_one_that_does_not_fit_leaves_the_others(saved: Path) -> None:
     running = Whole()
     running.b.weights = np.zeros(5)
@@ -298,6 +314,13 @@ def test_one_that_does_not_fit_leaves_the_others(saved: Path) -> None:
     with pytest.raises(hf.TreeMismatchError, match=r"weights: expected float64\[5\] \(program\), found float64\[2\]"):
         running.restore_from_path(saved)
     assert values(running) == before
+
+
+def test_a_state_that_does_not_fit_says_so() -> None:
+    with pytest.raises(hf.TreeMismatchError, match=r"the state: nothing in it matches Part.*It has 'typo'"):
+        Part().set_state({"typo": 1})
+    with pytest.raises(hf.TreeMismatchError, match="expected a dictionary, found int"):
+        Part().set_state(5)  # type: ignore[arg-type]  # what is tested
 
 
 def test_checkpoints_of_other_kinds(tmp_path: Path) -> None:
