@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..commit import read_record
+from ..errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError
 from ..record import CheckpointRecord, ItemRecord
 from ..storage import Location
 from .names import OWN, Path
@@ -17,8 +19,20 @@ METADATA = "metadata.json"
 COMPONENT = "component.json"
 """Name of the file in a state's folder that says what the component is and how it is made."""
 KIND = "pytree"
+_LEVELS = 32  # directories above a path that are searched for the tree it belongs to
 
-__all__ = ["COMPONENT", "KIND", "METADATA", "OWN", "below", "folders_of", "item_name", "part_record", "parts_of"]
+__all__ = [
+    "COMPONENT",
+    "KIND",
+    "METADATA",
+    "OWN",
+    "below",
+    "folders_of",
+    "item_name",
+    "part_record",
+    "parts_of",
+    "whole_around",
+]
 
 
 def item_name(path: Path) -> str:
@@ -61,3 +75,27 @@ def part_record(record: CheckpointRecord, path: Path) -> CheckpointRecord:
         if other[: len(path)] == path
     }
     return replace(record, items=items, replaced=())
+
+
+def whole_around(location: Location) -> tuple[Location, CheckpointRecord, Path] | None:
+    """Finds the tree that a directory lies in.
+
+    Args:
+        location: The directory; a tree that begins right here does not count.
+
+    Returns:
+        The nearest tree's directory, its record, and the path from there; None if there is none.
+    """
+    names: tuple[str, ...] = ()
+    place = location
+    for _ in range(_LEVELS):
+        if place.parent == place or not place.name:
+            return None
+        names = (place.name, *names)
+        place = place.parent
+        try:
+            record = read_record(place)
+        except (CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError):
+            continue
+        return (place, record, names) if () in parts_of(record) else None
+    return None

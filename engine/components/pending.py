@@ -25,7 +25,7 @@ from ..errors import (
 )
 from ..record import DELETED, PARTIAL, RECORD, CheckpointRecord
 from ..storage import Location
-from .layout import METADATA, OWN, below, folders_of, part_record, parts_of
+from .layout import METADATA, OWN, below, folders_of, part_record, parts_of, whole_around
 from .names import Path
 
 _logger = logging.getLogger("holdfast")
@@ -50,6 +50,12 @@ class PendingTree:
         self.root = root
         if root.is_local and root.exists() and not root.is_directory():
             raise CheckpointExistsError(f"{root}: a file is there; choose another path")
+        whole = whole_around(root)
+        if whole is not None and whole[2] in parts_of(whole[1]):
+            raise CheckpointExistsError(
+                f"{root} is a part of the tree at {whole[0]}, which would not be whole any more; save to another path, "
+                "or save the whole tree anew"
+            )
         self._token = uuid.uuid4().hex
         self._old = self._replaceable(overwrite)
         taken = {*(() if self._old is None else folders_of(self._old))}

@@ -11,9 +11,7 @@ from ..commit import read_record
 from ..errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
-    FormatVersionError,
     ObjectNotFoundError,
-    StorageError,
 )
 from ..format import DOCUMENT_LIMIT, crc32c
 from ..item import TreeReader, load_tree
@@ -21,11 +19,10 @@ from ..record import RECORD, CheckpointRecord
 from ..storage import Location, as_location
 from ..tree import LeafRequest, collection_paused
 from .description import Description
-from .layout import COMPONENT, below, part_record, parts_of
+from .layout import COMPONENT, below, part_record, parts_of, whole_around
 from .names import Path, written
 from .rllib import RLlibComponent, looks_like_rllib
 
-_LEVELS = 32  # directories above a path that are searched for the tree it belongs to
 _FRAMEWORKS = {"jax": "jax", "torch": "torch", "key": "jax"}
 
 
@@ -162,28 +159,19 @@ def read_state(path: Place) -> Any:
 
 def _part_of_a_whole(location: Location) -> SavedComponent:
     """Opens a part whose own record is missing, by the record of what it is part of."""
-    names: list[str] = []
-    place = location
-    for _ in range(_LEVELS):
-        names.insert(0, place.name)
-        if place.parent == place or not place.name:
-            break
-        place = place.parent
-        try:
-            record = read_record(place)
-        except (CheckpointNotFoundError, StorageError, FormatVersionError):
-            continue
-        path = tuple(names)
-        known = parts_of(record)
-        if path in known:
-            return NativeComponent(location, part_record(record, path))
-        inside = [written(other) for other in known if other[: len(path)] == path]
-        more = f"; below it are {', '.join(inside)}" if inside else ""
-        raise CheckpointNotFoundError(f"{location}: {place} has no such component{more}; it has {_names(known)}")
-    raise CheckpointNotFoundError(
-        f"{location}: there is no tree of components here"
-        + ("" if location.exists() else "; there is nothing at this path")
-    )
+    found = whole_around(location)
+    if found is None:
+        raise CheckpointNotFoundError(
+            f"{location}: there is no tree of components here"
+            + ("" if location.exists() else "; there is nothing at this path")
+        )
+    root, record, path = found
+    known = parts_of(record)
+    if path in known:
+        return NativeComponent(location, part_record(record, path))
+    inside = [written(other) for other in known if other[: len(path)] == path]
+    more = f"; below it are {', '.join(inside)}" if inside else ""
+    raise CheckpointNotFoundError(f"{location}: {root} has no such component{more}; it has {_names(known)}")
 
 
 def _names(known: Mapping[Path, Any]) -> str:

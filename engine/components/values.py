@@ -60,6 +60,7 @@ class ValueDecoder:
         self._component = component
         self._nested = nested
         self._where = where
+        self._missing: list[str] = []
         self._kinds: dict[str, Callable[[Any, int], Any]] = {
             "float": lambda value, _: _float(value),
             "complex": lambda value, _: complex(*(float.fromhex(part) for part in _items(value, 2))),
@@ -72,7 +73,7 @@ class ValueDecoder:
             "slice": lambda value, depth: slice(*self._all(_items(value, 3), depth)),
             "path": lambda value, _: FilePath(_text(value)),
             "namespace": lambda value, depth: types.SimpleNamespace(**self._named(value, depth)),
-            "component": lambda value, _: self._component(_text(value)),
+            "component": lambda value, _: self._noted(self._component(_text(value))),
             "recipe": lambda value, _: self._nested(value),
             "enum": self._enum,
             "partial": self._partial,
@@ -87,18 +88,20 @@ class ValueDecoder:
             "nnx.Rngs": lambda value, _: _framework("flax.nnx").Rngs(
                 **{_identifier(name): 0 for name in _items(value)}
             ),
-            MISSING: lambda value, _: Missing(_text(value)),
+            MISSING: lambda value, _: self._noted(Missing(_text(value))),
         }
 
     def decode(self, value: Any) -> Any:
-        """Makes one argument.
+        """Makes one argument; a `Missing` where it, or a part of it, was not kept.
 
         Raises:
             DamagedCheckpointError: It is not what a recipe holds.
             NotAllowedError: It names something that is not allowed.
         """
+        self._missing.clear()
         try:
-            return self._decode(value, 0)
+            found = self._decode(value, 0)
+            return Missing(", ".join(self._missing)) if self._missing else found
         except (ValueError, TypeError, KeyError, OverflowError, binascii.Error, RecursionError) as error:
             if isinstance(error, DamagedCheckpointError | FormatVersionError | OptionError):
                 raise
@@ -119,6 +122,11 @@ class ValueDecoder:
         if kind not in self._kinds:
             raise ValueError(f"values of the kind {kind!r:.80} are not known")
         return self._kinds[kind](content, depth + 1)
+
+    def _noted(self, value: Any) -> Any:
+        if isinstance(value, Missing):
+            self._missing.append(value.reason)
+        return value
 
     def _all(self, values: Any, depth: int) -> list[Any]:
         return [self._decode(item, depth + 1) for item in _items(values)]

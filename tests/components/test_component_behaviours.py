@@ -192,6 +192,39 @@ def test_r03_a_part_may_be_copied_elsewhere(tmp_path: Path) -> None:
     assert hf.verify(tmp_path / "deployed").ok
 
 
+class Injected(Checkpointable):
+    """Is given its components."""
+
+    def __init__(self, first: Policy, others: dict[str, Policy]) -> None:
+        self.others = {"one": first, **others}
+
+
+class Outer(Checkpointable):
+    """Gives components to another."""
+
+    def __init__(self, policy: Policy, inner: Injected | None = None) -> None:
+        self.policy = policy
+        self.inner = inner if inner is not None else Injected(policy, {"two": Policy(3)})
+
+
+def test_r03_components_that_were_given_to_the_constructor(place: str) -> None:
+    outer = Outer(Policy(3))
+    path = outer.save_to_path(place)
+    found = Outer.from_checkpoint(path, strict=True)
+    assert found.inner.others["one"] is found.policy
+    assert same(weights(found.policy), weights(outer.policy))
+    assert same(weights(found.inner.others["two"]), weights(outer.inner.others["two"]))
+    alone = f"{path}/inner"
+    with pytest.raises(
+        hf.OptionError, match=r"pass them by name: first \(it is the component policy, which is not part"
+    ):
+        Injected.from_checkpoint(alone)
+    part = Injected.from_checkpoint(alone, first=found.policy)
+    assert same(weights(part.others["two"]), weights(outer.inner.others["two"]))
+    again = Outer(Policy(3), outer.inner).save_to_path(f"{place}/again")
+    assert Outer.from_checkpoint(again, strict=True).inner.others["one"] is not None
+
+
 def test_r04_constructor_arguments_are_overridden(place: str) -> None:
     path = trained(lr=0.5).save_to_path(place)
     found = Trainer.from_checkpoint(path, lr=9.0)

@@ -323,6 +323,12 @@ def test_a_state_that_does_not_fit_says_so() -> None:
         Part().set_state(5)  # type: ignore[arg-type]  # what is tested
 
 
+def test_a_part_of_a_tree_is_not_replaced(saved: Path) -> None:
+    with pytest.raises(hf.CheckpointExistsError, match=r"/a is a part of the tree at .*/x"):
+        Part().save_to_path(saved / "a", overwrite=True)
+    assert hf.verify(saved).ok
+
+
 def test_checkpoints_of_other_kinds(tmp_path: Path) -> None:
     hf.save(tmp_path / "tree", {"a": 1})
     with pytest.raises(hf.CheckpointNotFoundError, match="none of components"):
