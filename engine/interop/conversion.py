@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
 
 from ..checkpointer import Place
 from ..clock import SystemClock
+from ..coordination import Coordinator
 from ..errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -22,6 +23,7 @@ from ..saving import ItemToSave, Save
 from ..storage import Location, as_location
 from ..tree import EXTERNAL, PLACEHOLDER, display
 from .native import NativeCheckpoint
+from .once import done_once
 from .places import find_checkpoint, is_foreign, open_at, open_checkpoint, step_locations
 from .rewriting import TreeSourceHandler
 from .source import JSON, METRICS, TREE, CheckpointSource, TreeSource
@@ -55,17 +57,23 @@ class Conversion:
     left_out: tuple[str, ...]
 
 
-def import_checkpoint(source: Place, destination: Place, *, overwrite: bool = False) -> list[Conversion]:
+def import_checkpoint(
+    source: Place, destination: Place, *, overwrite: bool = False, coordinator: Coordinator | None = None
+) -> list[Conversion]:
     """Makes checkpoints of another library into checkpoints of holdfast: atomic, checksummed, verified when it returns.
 
     A directory of steps becomes one, with the metrics and times of its steps; anything else a single checkpoint. Of
     the arrays, only some are in memory at a time.
+
+    In a program of several processes that all call this, process 0 does it and the others wait.
 
     Args:
         source: What another library wrote: Orbax, safetensors, torch, Lightning, torch.distributed.checkpoint, Flax,
             TensorFlow.
         destination: Where to; nothing may be there yet.
         overwrite: Replace a checkpoint that is there, or the steps that are.
+        coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
+            initialized; ``hf.Alone()`` does it in this process alone.
 
     Returns:
         What was done, one entry for each checkpoint, in the order of the steps.
@@ -77,8 +85,14 @@ def import_checkpoint(source: Place, destination: Place, *, overwrite: bool = Fa
             whole.
         UnsupportedLeafError: The source holds objects that cannot be read without running code.
         OptionError: The source is one of holdfast's own.
+        PeerFailedError: It failed on process 0; raised on the others.
     """
     origin, target = as_location(source), as_location(destination)
+    about = [origin.url, target.url, overwrite]
+    return _once("import_checkpoint", about, lambda: _imports(origin, target, overwrite), coordinator)
+
+
+def _imports(origin: Location, target: Location, overwrite: bool) -> list[Conversion]:
     if not overwrite and (target.exists() and (not target.is_directory() or target.entries())):
         raise CheckpointExistsError(f"{target} exists already; choose another path, or pass overwrite=True")
     steps = {} if is_foreign(origin) or not origin.is_directory() else step_locations(origin)
@@ -95,8 +109,11 @@ def export_checkpoint(
     step: int | None = None,
     item: str | None = None,
     overwrite: bool = False,
+    coordinator: Coordinator | None = None,
 ) -> list[Conversion]:
     """Writes a checkpoint in the format of another library.
+
+    In a program of several processes that all call this, process 0 does it and the others wait.
 
     Args:
         source: A checkpoint, of holdfast or of another library, or a directory of steps.
@@ -107,6 +124,8 @@ def export_checkpoint(
         step: Which step of a directory of steps; None is the newest, and for Orbax all of them.
         item: Which item, if the checkpoint has several trees; for Orbax None is all of them.
         overwrite: Replace a file that is there.
+        coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
+            initialized; ``hf.Alone()`` does it in this process alone.
 
     Returns:
         What was written, one entry for each checkpoint.
@@ -117,15 +136,33 @@ def export_checkpoint(
         UnsupportedLeafError: Leaves do not fit into the format; all of them are named, and nothing was written.
         OptionError: It has several trees, and no item is named; or the format is not known.
         DamagedCheckpointError: What is read does not verify.
+        PeerFailedError: It failed on process 0; raised on the others.
     """
     if to not in get_args(ExportFormat):
         raise OptionError(f"to={to!r} is not one of {', '.join(map(repr, get_args(ExportFormat)))}")
-    target = as_location(destination)
-    if to == "orbax":
-        if overwrite:
-            raise OptionError("overwrite does not apply to Orbax: remove what is there, or choose another path")
-        return _export_orbax(as_location(source), target, step, item)
-    checkpoint = open_at(find_checkpoint(as_location(source), step))
+    if to == "orbax" and overwrite:
+        raise OptionError("overwrite does not apply to Orbax: remove what is there, or choose another path")
+    origin, target = as_location(source), as_location(destination)
+
+    def work() -> list[Conversion]:
+        if to == "orbax":
+            return _export_orbax(origin, target, step, item)
+        return _export_file(origin, target, to, step, item, overwrite)
+
+    return _once("export_checkpoint", [origin.url, target.url, to, step, item, overwrite], work, coordinator)
+
+
+def _once(
+    what: str, about: list[Any], work: Callable[[], list[Conversion]], coordinator: Coordinator | None
+) -> list[Conversion]:
+    found = done_once(what, about, lambda: [asdict(done) for done in work()], coordinator)
+    return [Conversion(**{**fields, "left_out": tuple(fields["left_out"])}) for fields in found]
+
+
+def _export_file(
+    origin: Location, target: Location, to: ExportFormat, step: int | None, item: str | None, overwrite: bool
+) -> list[Conversion]:
+    checkpoint = open_at(find_checkpoint(origin, step))
     tree, left_out = without_placeholders(_only_tree(checkpoint, item))
     external = [display(leaf.name) for leaf in tree.leaves if leaf.saved.kind == EXTERNAL]
     if external:

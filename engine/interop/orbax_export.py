@@ -11,12 +11,14 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ..checkpointer import Place
+from ..coordination import Coordinator
 from ..errors import CheckpointExistsError, CheckpointNotFoundError, OptionError, StorageError
 from ..format import encode_array_metadata, storage_dtype
 from ..record import RECORD
 from ..storage import Location, as_location
 from ..storage.statuses import map_status
 from .native import NativeCheckpoint
+from .once import done_once
 from .orbax import UNFINISHED
 from .orbax_documents import JSON_HANDLER, TREE_HANDLER, OrbaxPlan, checkpoint_document, json_file, plan_orbax
 from .places import find_checkpoint, is_run, open_at, open_checkpoint, step_locations
@@ -72,16 +74,22 @@ def export_orbax(
     return [target / str(number) for number in places]
 
 
-def add_orbax_metadata(source: Place, *, step: int | None = None) -> list[Location]:
+def add_orbax_metadata(
+    source: Place, *, step: int | None = None, coordinator: Coordinator | None = None
+) -> list[Location]:
     """Makes checkpoints of holdfast readable for Orbax where they are: adds its metadata beside the data.
 
     No array is copied, and the checkpoints stay what they are for holdfast. Orbax finds the items under their names:
     ``StandardCheckpointer().restore(path / "state")``, or ``CheckpointManager(run).restore(step,
     args=Composite(state=StandardRestore(template)))``.
 
+    In a program of several processes that all call this, process 0 does it and the others wait.
+
     Args:
         source: A checkpoint, or a directory of steps.
         step: Which step of such a directory; None is all of them.
+        coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
+            initialized; ``hf.Alone()`` does it in this process alone.
 
     Returns:
         The directories of the checkpoints.
@@ -91,8 +99,17 @@ def add_orbax_metadata(source: Place, *, step: int | None = None) -> list[Locati
         UnsupportedLeafError: Leaves that Orbax cannot read where they are; names them all. Nothing was written.
         OptionError: The checkpoint was not written by holdfast.
         DamagedCheckpointError: The structure of the checkpoint does not verify.
+        PeerFailedError: It failed on process 0; raised on the others.
     """
     origin = as_location(source)
+
+    def work() -> list[str]:
+        return [place.url for place in _add_metadata(origin, step)]
+
+    return list(map(as_location, done_once("add_orbax_metadata", [origin.url, step], work, coordinator)))
+
+
+def _add_metadata(origin: Location, step: int | None) -> list[Location]:
     if step is not None:
         places = [find_checkpoint(origin, step)]
     elif (origin / RECORD).exists():
