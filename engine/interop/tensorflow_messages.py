@@ -20,7 +20,7 @@ STRING, VARIANT = 7, 21
 _VERSION = 1  # of the format, as the header counts
 _LARGEST = 1 << 62
 _ESCAPES = {0: b"\0\xff", 0xFF: b"\xff\0"}
-_MOST_AXES = 64  # of numpy's arrays; TensorFlow's tensors have up to 254
+_MOST_AXES = 32  # of arrays of numpy 1; TensorFlow's tensors may have up to 254
 
 _PLAIN = {
     1: np.float32,

@@ -55,7 +55,7 @@ def as_leaves(texts: list[bytes], entry: BundleEntry) -> Any:
         return texts[0]
     longest = max(map(len, texts), default=0)
     fits = max(longest, 1) * len(texts) <= _PADDING * sum(map(len, texts)) + _SMALL
-    if entry.kind != VARIANT and fits and not any(text.endswith(b"\0") for text in texts):
+    if not texts or (entry.kind != VARIANT and fits and not any(text.endswith(b"\0") for text in texts)):
         return np.array(texts, f"S{max(longest, 1)}").reshape(shape)
     if len(texts) > MOST_LEAVES:
         raise UnsupportedLeafError(f"{len(texts)} pieces of text that no array of numpy can hold")

@@ -270,6 +270,15 @@ def test_elements_of_an_unknown_type_are_left_out(tmp_path: Path) -> None:
         variables.read("odd")
 
 
+@pytest.mark.parametrize("kind", [FLOAT, STRING, 21])
+@pytest.mark.parametrize("sizes", [(1 << 57, 0), (0, 1 << 50), (0,) * 32])
+def test_huge_shapes_of_nothing(tmp_path: Path, kind: int, sizes: tuple[int, ...]) -> None:
+    path = write(tmp_path, [(b"w", entry(kind, sizes, b""))])
+
+    assert hf.load(path)["w"].shape == sizes
+    assert graph.load_checkpoint(path).get_tensor("w").shape == sizes
+
+
 def test_text_that_would_be_very_many_leaves_is_left_out(tmp_path: Path) -> None:
     stored, checksum = text_bytes([b"\0"] * 70_000)
     path = write(tmp_path, [(b"t", text_entry([70_000], stored, checksum)), (b"u", text_entry([0], b"", 0))], stored)
@@ -294,7 +303,7 @@ HOSTILE: dict[str, tuple[bytes, bytes]] = {
     "nothing of something huge": (b"w", entry(FLOAT, [1 << 60, 0, 1 << 60], b"")),
     "a negative size": (b"w", entry(FLOAT, [-1], b"")),
     "an unknown shape": (b"w", message((1, FLOAT), (2, message((3, 1))), (5, 4))),
-    "too many axes": (b"w", entry(FLOAT, [1] * 65, ONE)),
+    "too many axes": (b"w", entry(FLOAT, [1] * 33, ONE)),
     "another data file": (b"w", entry(FLOAT, [1], ONE, 0, (3, 1))),
     "a negative data file": (b"w", entry(FLOAT, [1], ONE, 0, (3, -1))),
     "a negative offset": (b"w", entry(FLOAT, [1], ONE, -4)),
