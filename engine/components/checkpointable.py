@@ -77,6 +77,8 @@ class Checkpointable:
         state: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         use_msgpack: bool = False,
+        step: int | None = None,
+        metrics: Mapping[str, Any] | None = None,
     ) -> str:
         """Saves this component and all below it, each into a directory of its own; one atomic checkpoint.
 
@@ -85,6 +87,8 @@ class Checkpointable:
             state: What to save in the place of ``get_state()``; of the components below only those that are in it.
             overwrite: Replace a tree of components that is there; a crash leaves the old one or the new one, whole.
             use_msgpack: Keep a component's arrays in one msgpack file, rather than in a database.
+            step: The number of the step, for ``holdfast ls`` on a directory of several: ``runs/x/1200`` for step 1200.
+            metrics: Metrics to keep with it: numbers by name.
 
         Returns:
             The path or URL, which can be given to everything that restores.
@@ -94,7 +98,7 @@ class Checkpointable:
             CheckpointExistsError: Something is there already.
             StorageError: The storage refused; what was there before is whole.
         """
-        return save(self, path, state=state, overwrite=overwrite, use_msgpack=use_msgpack)
+        return save(self, path, state=state, overwrite=overwrite, use_msgpack=use_msgpack, step=step, metrics=metrics)
 
     def restore_from_path(
         self, path: Place, *, component: str | None = None, keep: Patterns | None = None, strict: bool = False

@@ -15,6 +15,7 @@ from ..coordination import Member
 from ..errors import OptionError
 from ..format import crc32c
 from ..handlers import PreparedItem, PyTreeCheckpointHandler, SaveArgs
+from ..metrics import plain_metrics
 from ..record import CheckpointRecord, FileRecord, ItemRecord
 from ..storage import Location, as_location
 from ..tree import collection_paused
@@ -38,6 +39,8 @@ def save(
     state: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     use_msgpack: bool = False,
+    step: int | None = None,
+    metrics: Mapping[str, Any] | None = None,
 ) -> str:
     """Saves a component and all below it: atomic, durable and checksummed when this returns.
 
@@ -47,6 +50,8 @@ def save(
         state: The state to save in the place of the component's own; of its components only those that are in it.
         overwrite: Replace a tree of components that is there; a crash leaves the old one or the new one, whole.
         use_msgpack: Keep all arrays of a component in one msgpack file, rather than in a database.
+        step: The number of the step, for ``holdfast ls`` on a directory of several: ``runs/x/1200`` for step 1200.
+        metrics: Metrics to keep with it: numbers by name.
 
     Returns:
         The path or URL, which can be given to everything that restores.
@@ -58,6 +63,9 @@ def save(
     """
     location = _temporary() if path is None else as_location(path)
     live = live_tree(root)
+    numbers = plain_metrics(metrics)
+    if step is not None and (type(step) is not int or step < 0):
+        raise OptionError(f"step={step!r} must be a whole number, 0 or more")
     if state is not None and not isinstance(state, Mapping):
         raise OptionError(f"state= must be a dictionary as get_state() returns it, found {type(state).__name__}")
     states = _states(live) if state is None else _given(live, state)
@@ -71,7 +79,8 @@ def save(
         items = {
             item_name(path): _write(pending.folders[path], path, prepared[path], described[path]) for path in states
         }
-        pending.commit(CheckpointRecord(items=items, time=SystemClock().now()), described)
+        record = CheckpointRecord(items=items, time=SystemClock().now(), step=step, metrics=numbers)
+        pending.commit(record, described)
     except BaseException:
         pending.abort()
         raise

@@ -704,3 +704,22 @@ def test_r18_a_scheduler_that_knows_nothing(place: str) -> None:
     best = scheduler.saved[0][1]
     again = Scheduler(f"{place}/again", keep=1).run(Trainer, 1, 1, lambda made: made.restore_from_path(best))
     assert again.iterations == 5
+
+
+def test_r18_steps_are_listed_with_their_metrics(place: str) -> None:
+    trainer = Trainer()
+    for step, loss in ((1, 0.5), (2, np.float32(0.25)), (3, 0.75)):
+        trainer.train()
+        trainer.save_to_path(f"{place}/{step}", step=step, metrics={"loss": loss})
+    listed = hf.list_checkpoints(place)
+    assert [(one.step, one.metrics, one.damage) for one in listed] == [
+        (1, {"loss": 0.5}, None),
+        (2, {"loss": 0.25}, None),
+        (3, {"loss": 0.75}, None),
+    ]
+    best = min(listed, key=lambda one: (one.metrics or {})["loss"])
+    assert Trainer.from_checkpoint(best.path).iterations == 2
+    assert hf.verify(place).ok
+    for wrong in ({"step": -1}, {"step": True}, {"metrics": {"loss": "x"}}):
+        with pytest.raises(hf.OptionError):
+            trainer.save_to_path(f"{place}/x", **wrong)  # type: ignore[arg-type]  # what is tested
