@@ -227,10 +227,7 @@ def _shape(message: bytes) -> tuple[int, ...]:
     sizes = []
     for number, value in fields(message):
         if number == 2:
-            sizes.append(0)
-            for inner, size in fields(content(value)):
-                if inner == 1:
-                    sizes[-1] = signed(size)
+            sizes.append(signed(dict(fields(content(value))).get(1, 0)))
         elif number == 3 and unsigned(value):
             raise DamagedCheckpointError("its shape is not known")
     if len(sizes) > _MOST_AXES or min(sizes, default=0) < 0 or math.prod(size or 1 for size in sizes) > _LARGEST >> 4:
@@ -243,10 +240,5 @@ def _messages(message: bytes, wanted: int) -> list[bytes]:
 
 
 def _extent(message: bytes) -> tuple[int, int] | None:
-    first, length = 0, None
-    for number, value in fields(message):
-        if number == 1:
-            first = signed(value)
-        elif number == 2:
-            length = signed(value)
-    return None if length is None else (first, length)
+    parts = dict(fields(message))
+    return (signed(parts.get(1, 0)), signed(parts[2])) if 2 in parts else None

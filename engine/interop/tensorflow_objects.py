@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import DamagedCheckpointError
 from ..tree import escape_key
-from .tensorflow_wire import content, fields, signed, text, unsigned
+from .tensorflow_wire import content, fields, signed, text
 
 GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
 """What the tensor is called that holds the graph."""
@@ -127,24 +127,15 @@ def graph_document(nodes: Sequence[ObjectNode], names: Mapping[str, str]) -> dic
 def _node(message: bytes) -> ObjectNode:
     node = ObjectNode()
     for number, value in fields(message):
+        if number not in (1, 2, 3):
+            continue
+        parts = dict(fields(content(value)))  # of a field that is there twice, the last counts
         if number == 1:
-            child, name = 0, ""
-            for inner, part in fields(content(value)):
-                child, name = (signed(part), name) if inner == 1 else (child, text(part) if inner == 2 else name)
-            node.children[name] = child
+            node.children[text(parts.get(2, b""))] = signed(parts.get(1, 0))
         elif number == 2:
-            name, key = "", ""
-            for inner, part in fields(content(value)):
-                name, key = (text(part), key) if inner == 1 else (name, text(part) if inner == 3 else key)
-            node.attributes.append((name, key))
-        elif number == 3:
-            numbers, name = [0, 0], ""
-            for inner, part in fields(content(value)):
-                if inner == 2:
-                    name = text(part)
-                elif inner in (1, 3):
-                    numbers[inner // 2] = unsigned(part)
-            node.slots.append((numbers[0], name, numbers[1]))
+            node.attributes.append((text(parts.get(1, b"")), text(parts.get(3, b""))))
+        else:
+            node.slots.append((signed(parts.get(1, 0)), text(parts.get(2, b"")), signed(parts.get(3, 0))))
     return node
 
 
