@@ -142,10 +142,12 @@ class _Building:
                 break
             args.append(given.pop(name))
         try:
-            return kind(*args, *rest, **given)
+            signature.bind(*args, *rest, **given)
         except TypeError as error:
-            error.add_note(f"while {kind.__qualname__} was made by the recipe in {where}")
-            raise
+            raise OptionError(
+                f"{where}: {kind.__qualname__} cannot be made of the saved arguments: {error}; pass it by name"
+            ) from error
+        return kind(*args, *rest, **given)
 
     def _component(self, reference: str) -> Any:
         """Returns the component that a recipe refers to by its path in the tree that was saved."""

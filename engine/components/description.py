@@ -126,7 +126,7 @@ def _below(name: Any) -> Path:
 
 
 def _path(name: Any) -> Path:
-    segments = tuple(_text(name).split("/")) if name else ()
+    segments = tuple(_text(name).split("/")) if name != "" else ()
     for segment in segments:
         unescape_key(segment)
     return segments

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ..errors import OptionError
 from ..graph.flax_objects import is_nnx_object, nnx_children
-from ..graph.torch_objects import is_module
+from ..graph.torch_objects import is_module, is_optimizer
+from ..stateful import is_stateful
+from ..tree.frameworks import is_jax_array, is_torch_tensor
 from .names import Path, named_path
 from .recipes import CtorArguments
 
@@ -129,6 +133,38 @@ def attributes_of(value: Any) -> dict[str, Any]:
         for name, child in getattr(value, "__dict__", {}).items()
         if name not in left_out and not isinstance(child, CtorArguments)
     }
+
+
+def attributes_with_state(component: LiveComponent) -> dict[str, Any]:
+    """Returns the attributes of a torch module that torch does not know of and that are surely no configuration.
+
+    Args:
+        component: The module.
+    """
+    below = {id(child.value) for child in component.children}
+    return {
+        name: value
+        for name, value in attributes_of(component.value).items()
+        if id(value) not in below and not is_component(value) and not name.startswith("_") and _has_state(value, 0)
+    }
+
+
+def _has_state(value: Any, depth: int) -> bool:
+    if isinstance(value, np.ndarray) or is_torch_tensor(value) or is_jax_array(value) or is_optimizer(value):
+        return True
+    if isinstance(value, dict | list | tuple):
+        return depth < _DEPTH and any(_has_state(child, depth + 1) for _, child in _elements(value))
+    return is_stateful(value) and not is_module(value) and not is_component(value)
+
+
+def unnamed(value: Any, known: Collection[int]) -> list[str]:
+    """Returns the attributes of a component that are components, and that nobody has named as such.
+
+    Args:
+        value: The component.
+        known: The identities of all components of the tree.
+    """
+    return [name for name, child in discovered(value) if id(child) not in known]
 
 
 def discovered(value: Any) -> list[tuple[str, Any]]:

@@ -21,7 +21,7 @@ from ..storage import Location, as_location
 from ..tree import collection_paused
 from .description import Description
 from .layout import COMPONENT, KIND, item_name
-from .live import RECIPE, LiveComponent, is_component, live_tree, method_of
+from .live import RECIPE, LiveComponent, is_component, live_tree, method_of, unnamed
 from .names import Path, written
 from .pending import PendingTree
 from .permissions import import_path
@@ -92,6 +92,14 @@ def _temporary() -> Location:
 
 
 def _states(live: LiveComponent) -> dict[Path, Any]:
+    known = {id(one.value) for one in live.walk()}
+    for one in live.walk():
+        for name in unnamed(one.value, known):
+            _logger.warning(
+                "component %s: %s is a component that get_checkpointable_components() does not name; it is not saved",
+                written(one.path) or "(root)",
+                name,
+            )
     return {one.path: own_state(one, snapshot=False) for one in live.walk()}
 
 

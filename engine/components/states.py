@@ -19,18 +19,17 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import DamagedCheckpointError, TreeMismatchError, UnsupportedLeafError
-from ..graph import LiveGraph, LiveNode, Node, Restoration, StoredGraph, capture, shown, walk
-from ..graph.flax_objects import is_nnx_object
+from ..graph import Restoration, StoredGraph, capture, shown
 from ..graph.torch_objects import is_module, is_optimizer
-from ..graph.views import Leaf
 from ..item import SavedLeaf
 from ..storage import Location
 from ..storage.local import LocalBackend
 from ..tree import expand, flatten
 from ..tree.frameworks import is_torch_tensor
-from .live import LiveComponent, attributes_of, holds_component, is_component
+from .live import LiveComponent
 from .memory import MemoryTree
-from .names import OWN, Names, Path, written
+from .names import Names, Path, written
+from .own_graph import called, own_graph, stand_in
 
 _logger = logging.getLogger("holdfast")
 
@@ -51,10 +50,6 @@ class _Given(Location):
 
 
 _GIVEN = _Given(LocalBackend(), "/")
-
-
-class _Part:
-    """Stands for an object that belongs to a component below: its parameters are known by their paths, no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +104,15 @@ def own_state(component: LiveComponent, *, snapshot: bool) -> Any:
 
 def default_state(component: LiveComponent, *, snapshot: bool) -> dict[str, Any]:
     """Takes the state of a component that says nothing of it itself; see :func:`own_state`."""
-    root = _stand_in(component)
-    graph, skipped = _own_graph(component, root)
+    root = stand_in(component)
+    graph, skipped = own_graph(component, root)
     for path, reason in skipped.items():
         _logger.warning("component %s: %s is not saved: it %s", written(component.path) or "(root)", path, reason)
     found = capture(graph)
     state: dict[str, Any] = dict(found.tree)
     if _says_more(found.document, found.tree):
         if GRAPH in state:
-            raise UnsupportedLeafError(f"{_called(component)} has an attribute {GRAPH!r}, a name that is taken")
+            raise UnsupportedLeafError(f"{called(component)} has an attribute {GRAPH!r}, a name that is taken")
         state[GRAPH] = json.dumps(found.document, separators=(",", ":"))
     return dict(copied(state)) if snapshot else state
 
@@ -172,26 +167,26 @@ def set_default_state(
 ) -> OwnReport:
     """Gives its state to a component that does not do that itself; see :func:`set_own_state`."""
     if not isinstance(state, Mapping):
-        raise TreeMismatchError(f"{_called(component)}: expected a dictionary as state, found {type(state).__name__}")
+        raise TreeMismatchError(f"{called(component)}: expected a dictionary as state, found {type(state).__name__}")
     source = source or _GIVEN
     values = {key: value for key, value in state.items() if key != GRAPH}
     if is_module(component.value):
         values = _nested(values)
     stored = StoredGraph(MemoryTree(values, _document(state, source), source), source)
-    root = _stand_in(component)
+    root = stand_in(component)
     before = dict(vars(root))
-    graph, _ = _own_graph(component, root)
+    graph, _ = own_graph(component, root)
     own = {shown(node.path) for node in graph.leaves()}
     restoration = Restoration(stored, root, exclude=_excluded(stored, keep) or None)
     restoration.outcome.partial = True  # what is left over is in the report
     restoration.advance()
     for name, value in vars(root).items():
-        if before.get(name) is not value and not is_module(component.value):
+        if before.get(name) is not value:
             setattr(component.value, name, value)
     report = restoration.report(root)
     if stored.leaves and own and not set(report.restored) & own:
         raise TreeMismatchError(
-            f"{source}: nothing in it matches {_called(component)}, and nothing was changed. It has "
+            f"{source}: nothing in it matches {called(component)}, and nothing was changed. It has "
             f"{_some(report.pending + report.unused)}; the component has {_some(sorted(own))}"
         )
     return OwnReport(tuple(path for path in report.missing if path in own), report.pending + report.unused)
@@ -218,89 +213,6 @@ def _excluded(stored: StoredGraph, keep: Keep | None) -> list[str]:
     paths = [(stored.graph.path(number), node.value) for number, node in stored.graph.values()]
     kept = [shown(path) for path, value in paths if keep(path, stored.leaves.get(value or ""))]
     return [re.sub(r"([*?[])", r"[\1]", path) for path in kept]
-
-
-# ---- from a component to a graph
-
-
-def _stand_in(component: LiveComponent) -> Node:
-    """Returns a node with the component's own attributes, and with the components below under their names."""
-    node = Node()
-    value = component.value
-    if is_module(value) or is_nnx_object(value):
-        object.__setattr__(node, "_holdfast_root", value)
-    elif is_optimizer(value) or isinstance(value, np.ndarray) or is_torch_tensor(value):
-        vars(node)[OWN] = value  # an object without a name of its own
-    else:
-        _fill(node, component)
-    return node
-
-
-def _fill(node: Any, component: LiveComponent) -> None:
-    below = {id(child.value) for child in component.children}
-    attributes = attributes_of(component.value)
-    if not attributes and not hasattr(component.value, "__dict__"):
-        raise UnsupportedLeafError(
-            f"{_called(component)} is a {type(component.value).__qualname__}, which has no attributes that could be "
-            "restored in place: make it an attribute of a component, or give it get_state() and set_state(state)"
-        )
-    for name, value in attributes.items():
-        if id(value) not in below and not is_component(value) and not holds_component(value):
-            vars(node)[name] = value
-    for child in component.children:
-        *between, last = component.relative(child)
-        holder = node
-        for segment in between:
-            holder = vars(holder).setdefault(segment, _Part())
-        name = last if last not in vars(holder) else f"{last} (component)"
-        vars(holder)[name] = _part(child)
-
-
-def _part(component: LiveComponent) -> Any:
-    value = component.value
-    if is_module(value) or is_nnx_object(value) or is_optimizer(value) or not hasattr(value, "__dict__"):
-        return value
-    part = _Part()
-    _fill(part, component)
-    return part
-
-
-def _own_graph(component: LiveComponent, root: Node) -> tuple[LiveGraph, dict[str, str]]:
-    """Walks over a component, and keeps only values that are its own; returns what is its own and cannot be saved."""
-    graph = walk(root)
-    own = {id(graph.root)}
-    skipped = {shown(path): reason for path, reason in graph.skipped.items()}
-    queue = [graph.root]
-    for node in queue:
-        for segment, child in node.edges.items():
-            if isinstance(child.value, _Part) or _is_below(component, child.value):
-                path = shown((*node.path, segment))
-                skipped = {one: why for one, why in skipped.items() if one != path and not one.startswith(f"{path}/")}
-            elif id(child) not in own:
-                own.add(id(child))
-                queue.append(child)
-        own.update(id(value) for _, _, value in node.slots)
-    if any(node.slots or node.groups for node in graph.nodes if id(node) in own):
-        for node in graph.nodes:
-            if id(node) not in own:
-                _hide(node)
-        return graph, skipped
-    for node in graph.nodes:
-        node.edges = {segment: child for segment, child in node.edges.items() if id(child) in own}
-    return LiveGraph([node for node in graph.nodes if id(node) in own], graph.skipped, graph.notes), skipped
-
-
-def _is_below(component: LiveComponent, value: Any) -> bool:
-    return value is not component.value and (
-        is_component(value) or any(child.value is value for child in component.children)
-    )
-
-
-def _hide(node: LiveNode) -> None:
-    """Keeps a node of a component below as a name without a value."""
-    node.slots, node.groups = [], []
-    if isinstance(node.view, Leaf):
-        node.view = Leaf(node.view.cell, node.view.shared, ready=False)
 
 
 def _says_more(document: Mapping[str, Any], tree: Any) -> bool:
@@ -339,12 +251,6 @@ def copied(tree: Any) -> Any:
         if contents is not None:
             return contents.build([copied(child) for child in contents.values])
     return copy.copy(tree) if isinstance(tree, set) else tree
-
-
-def _called(component: LiveComponent) -> str:
-    path: Path = component.path
-    name = type(component.value).__qualname__
-    return f"component {written(path)} ({name})" if path else name
 
 
 def _some(names: Any) -> str:

@@ -722,4 +722,4 @@ def test_r18_steps_are_listed_with_their_metrics(place: str) -> None:
     assert hf.verify(place).ok
     for wrong in ({"step": -1}, {"step": True}, {"metrics": {"loss": "x"}}):
         with pytest.raises(hf.OptionError):
-            trainer.save_to_path(f"{place}/x", **wrong)  # type: ignore[arg-type]  # what is tested
+            trainer.save_to_path(f"{place}/x", **wrong)

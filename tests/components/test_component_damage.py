@@ -221,6 +221,21 @@ def test_recipes_that_make_no_sense(saved: Path, value: Any) -> None:
     assert RAN == []
 
 
+def test_recipes_with_too_few_arguments(saved: Path, tmp_path: Path) -> None:
+    class Needy(Checkpointable):
+        def __init__(self, size: int) -> None:
+            self.weights = np.zeros(size)
+
+    path = Path(Needy(2).save_to_path(tmp_path / "needy"))
+    forge(path, "", lambda body: body.update(constructor={"args": [], "kwargs": {}}))
+    with pytest.raises(hf.OptionError, match="missing a required argument: 'size'"):
+        Needy.from_checkpoint(path)
+    forge(path, "", lambda body: body.update(constructor={"args": [1, 2], "kwargs": {"other": 1}}))
+    with pytest.raises(hf.OptionError, match="does not take the arguments any more"):
+        Needy.from_checkpoint(path)
+    assert Whole.from_checkpoint(saved).count == 7
+
+
 def test_deep_recipes(saved: Path) -> None:
     value: Any = 1
     for _ in range(150):

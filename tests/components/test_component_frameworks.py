@@ -290,6 +290,73 @@ def test_a_state_dict_is_a_state() -> None:
     assert torch.equal(one.net.weight + 1, other.net.weight)
 
 
+class Normalising(Checkpointable, torch.nn.Module):
+    """A module with values that torch does not know of."""
+
+    def __init__(self, size: int = 2) -> None:
+        super().__init__()
+        self.size, self.name = size, "configuration"
+        self.net = torch.nn.Linear(size, size)
+        self.mean = np.zeros(size)
+        self.history: dict[str, Any] = {"last": torch.zeros(1)}
+        self.random = np.random.default_rng(0)
+        self.key = jax.random.key(0)
+
+
+def test_modules_have_more_than_torch_knows(place: str) -> None:
+    one, other = Normalising(), Normalising()
+    one.mean += 1
+    one.history["last"] += 2
+    one.random.normal()
+    one.key = jax.random.key(7)
+    one.name = "another"
+    report = other.restore_from_path(one.save_to_path(place), strict=True)
+    assert report.complete
+    assert other.mean.tolist() == [1, 1]
+    assert other.history["last"].tolist() == [2]
+    assert other.random.normal() == one.random.normal()
+    assert jax.random.key_data(other.key).tolist() == jax.random.key_data(one.key).tolist()
+    assert other.name == "configuration"
+
+
+class Callback:
+    """Refers back to what it belongs to."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.calls = 0
+
+
+class Called(Checkpointable):
+    """Has something that refers back to it, and a component that it forgets."""
+
+    def __init__(self) -> None:
+        self.callback = Callback(self)
+        self.forgotten = Statistics()
+        self.net = torch.nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+
+    def get_checkpointable_components(self) -> list[tuple[str, Any]]:
+        """Returns none."""
+        return []
+
+
+def test_references_back_and_forgotten_components(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    one, other = Called(), Called()
+    one.callback.calls = 5
+    one.net(torch.ones(1)).sum().backward()
+    one.optimizer.step()
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        path = one.save_to_path(place)
+    assert "forgotten is a component that get_checkpointable_components() does not name" in caplog.text
+    other.restore_from_path(path, strict=True)
+    assert other.callback.calls == 5
+    assert other.callback.owner is other
+    assert torch.equal(other.net.weight, one.net.weight)
+    slots = [entry["momentum_buffer"] for entry in other.optimizer.state.values()]
+    assert [slot.tolist() for slot in slots] == [[[1.0]], [1.0]]
+
+
 class WithHooks(Statistics):
     """Does more when it is restored."""
 
