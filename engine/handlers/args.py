@@ -31,7 +31,8 @@ class SaveArgs:
         aggregate: Put it into the one file that all such leaves share, instead of among the arrays; for small leaves.
             Text, bytes, None and long integers stand in ``tree.json`` in any case.
         dtype: Cast its elements to this before they are saved. Python numbers are cast, too; what holds no numbers
-            (text, bytes, None, PRNG keys) stays as it is.
+            (text, bytes, None, PRNG keys) stays as it is. Precision may be lost; a value that the dtype cannot hold
+            (a fraction or NaN in an integer, a finite number that would become infinite) fails the save.
         compression: Level of zstd, 1 to 22; 0 stores the bytes as they are; None leaves it to the handler.
         chunk_bytes: Largest chunk of the array, in bytes; None leaves it to the handler.
     """
@@ -57,7 +58,8 @@ class RestoreArgs:
     Attributes:
         restore_type: ``jax.Array``, ``np.ndarray``, ``torch.Tensor``, ``int``, ``float``, ``bool``, ``complex`` or
             ``str``; None leaves it to the template, or else to what was saved.
-        dtype: Cast its elements to this; None never casts.
+        dtype: Cast its elements to this; None never casts. Precision may be lost; a value that the dtype cannot hold
+            (a fraction or NaN in an integer, a finite number that would become infinite) is an error.
     """
 
     restore_type: Any = None

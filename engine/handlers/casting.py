@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..errors import UnsupportedLeafError
 from ..format import storage_dtype
 from ..item import AGGREGATE_LIMIT, AggregateHandler, aggregate_details
-from ..tree import ArrayLeaf, Piece, ValueLeaf, display
+from ..tree import ArrayLeaf, CastProblem, Piece, ValueLeaf, cast_checked, display
 from ..tree.leaves import NUMBER_KINDS, report_problems
 from ..tree.numpy_leaves import number_kind
 from .args import SaveArgs
@@ -31,7 +31,8 @@ def cast(name: str, leaf: Leaf, dtype: np.dtype[Any]) -> Leaf:
         The leaf with another dtype; or as it is, if it holds no numbers.
 
     Raises:
-        UnsupportedLeafError: It holds complex numbers, and the dtype has no imaginary part.
+        UnsupportedLeafError: It holds complex numbers, and the dtype has no imaginary part; or a value that the dtype
+            cannot hold, which in most cases shows only while it is written.
     """
     if isinstance(leaf, ValueLeaf) or leaf.details["kind"] in {"key", "str", "bytes"} or leaf.dtype == dtype:
         return leaf
@@ -48,9 +49,15 @@ def cast(name: str, leaf: Leaf, dtype: np.dtype[Any]) -> Leaf:
     pieces, volatile = leaf.pieces, leaf.volatile
     if storage_dtype(dtype).extra is not None:
         # Others are cast chunk by chunk while they are written; these are written as bytes.
-        with np.errstate(all="ignore"):
-            pieces, volatile = [Piece(piece.start, piece.array.astype(dtype)) for piece in pieces], False
+        pieces, volatile = [Piece(piece.start, _checked(name, piece.array, dtype)) for piece in pieces], False
     return ArrayLeaf(dtype, leaf.shape, pieces, volatile, details, leaf.parts)
+
+
+def _checked(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    try:
+        return cast_checked(array, dtype)
+    except CastProblem as problem:
+        raise UnsupportedLeafError(f"{display(name)}: {problem}; nothing was written") from None
 
 
 def aggregate(
@@ -86,7 +93,7 @@ def aggregate(
         if size > AGGREGATE_LIMIT:
             problems.append((name, f"makes the aggregate larger than {AGGREGATE_LIMIT} bytes; it is for small leaves"))
             break
-        arrays[name] = array.astype(leaf.dtype, copy=False)
+        arrays[name] = array if array.dtype == leaf.dtype else _checked(name, array, leaf.dtype)
         kept[index] = ValueLeaf({**leaf.details, **aggregate_details(arrays[name], handler)})
     report_problems(problems, "these leaves cannot be aggregated, and nothing was written")
     return kept, {handler.filename: handler.serialize(arrays)} if arrays else {}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import StateError
+from ..errors import StateError, UnsupportedLeafError
 from ..format import crc32c, extend
-from ..tree import Piece
+from ..tree import CastProblem, Piece, cast_checked, display
 from .plan import CHECKSUM_BYTES, ArraySpec, PlannedSegment
 
 Bytes = NDArray[np.uint8]
@@ -27,13 +27,15 @@ class Source(NamedTuple):
     Attributes:
         spec: The array as it is stored.
         dtype: Its element type as it is stored, little endian.
-        pieces: Host arrays that together cover once what this process is to write of it; each already has the
-            stored element type or differs from it in byte order only.
+        pieces: Host arrays that together cover once what this process is to write of it; those of another element
+            type are cast chunk by chunk.
+        name: The leaf's name, for errors.
     """
 
     spec: ArraySpec
     dtype: np.dtype[np.generic]
     pieces: Sequence[Piece]
+    name: str = ""
 
 
 def segment_parts(segment: PlannedSegment, sources: Sequence[Source]) -> Iterator[Bytes]:
@@ -155,7 +157,11 @@ def _gather(source: Source, starts: Sequence[int], extent: Sequence[int]) -> Byt
             there.append(slice(low - begin, high - begin))
         else:
             part = piece.array[tuple(there)]
-            chunk[tuple(here)] = part
+            place: Any = (*here, ...)  # a view, also of an array without axes
+            try:
+                cast_checked(part, source.dtype, chunk[place])
+            except CastProblem as problem:
+                raise UnsupportedLeafError(f"{display(source.name)}: {problem}") from None
             missing -= part.size
     if missing:
         raise StateError(

@@ -107,7 +107,8 @@ class TreeWriter:
 
         Raises:
             StorageError: The storage refused; what was written so far stays behind for the caller to remove.
-            UnsupportedLeafError: An array is divided among processes in a way that it cannot be written.
+            UnsupportedLeafError: An array is divided among processes in a way that it cannot be written, or has a
+                value that the dtype to which it is to be cast cannot hold.
         """
         catalog = self._catalog
         data = location / "d"
@@ -193,7 +194,7 @@ class TreeWriter:
                 assert isinstance(leaf, ArrayLeaf)
                 extra = form.stored.extra
                 pieces = leaf.pieces if extra is None else [_raw(piece, extra) for piece in leaf.pieces]
-            sources.append(Source(form.spec, form.stored.numpy, pieces))
+            sources.append(Source(form.spec, form.stored.numpy, pieces, self._tree.names[position]))
         return sources
 
 

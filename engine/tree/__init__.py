@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .boxes import Box, box_of, whole
+from .casts import CastProblem, cast_checked
 from .comparison import compare, spell
 from .containers import expand
 from .description import describe
@@ -28,6 +29,7 @@ __all__ = [
     "ArrayLeaf",
     "Box",
     "Call",
+    "CastProblem",
     "Computed",
     "Details",
     "ExternalLeaf",
@@ -49,6 +51,7 @@ __all__ = [
     "ValueLeaf",
     "apply_transformations",
     "box_of",
+    "cast_checked",
     "collection_paused",
     "compare",
     "describe",

@@ -10,6 +10,7 @@ import numpy as np
 from ..errors import DamagedCheckpointError, TreeMismatchError
 from . import jax_placement, torch_placement
 from .boxes import whole
+from .casts import CastProblem, cast_checked, cast_number
 from .comparison import spell
 from .garbage import collection_paused
 from .leaves import ARRAY_KINDS, NUMBER_KINDS, Saved
@@ -59,7 +60,8 @@ def materialize(
         scalars and Python values as they were saved.
 
     Raises:
-        TreeMismatchError: A number has a value that the template's dtype cannot hold exactly.
+        TreeMismatchError: A number has a value that the template's dtype cannot hold exactly, or an array has one that
+            the dtype to which it is to be cast cannot hold (see `casts`).
         DamagedCheckpointError: What is said of a leaf contradicts itself.
     """
     with collection_paused():
@@ -166,7 +168,8 @@ def _number(target: Target, value: Any, array: NDArray[Any] | None, name: str) -
     kind = _PYTHON[target.kind]
     try:
         plain = kind(value)
-        exact = not target.cast or plain == value or value != value
+        nan = value != value and target.kind in {"float", "complex"}
+        exact = not target.cast or plain == value or nan
     except (ValueError, OverflowError):  # int of something that is not finite
         exact = False
     if not exact:
@@ -205,18 +208,24 @@ def _fitted(target: Target, leaf: Saved, array: NDArray[Any] | None, name: str) 
     assert target.dtype is not None
     if leaf.kind in NUMBER_KINDS:
         value = _plain(leaf, array, name)
-        exact = _cast(np.asarray(value), target.dtype) if target.cast else exact_cast(value, target.dtype)
+        if target.cast:
+            return _cast(target, value, name)
+        exact = exact_cast(value, target.dtype)
         if exact is None:
             raise _inexact(target, value, name)
         return exact
     if array is None:
         raise DamagedCheckpointError(f"leaf {display(name)} is of kind {leaf.kind!r:.80}, but no array is stored")
-    return array if array.dtype == target.dtype else _cast(array, target.dtype)
+    return array if array.dtype == target.dtype else _cast(target, array, name)
 
 
-def _cast(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    with np.errstate(all="ignore"):
-        return array.astype(dtype)
+def _cast(target: Target, value: Any, name: str) -> NDArray[Any]:
+    """An array, or a Python number, cast to the target's dtype."""
+    assert target.dtype is not None
+    try:
+        return cast_checked(value, target.dtype) if isinstance(value, np.ndarray) else cast_number(value, target.dtype)
+    except CastProblem as problem:
+        raise _Inexact(f"{display(name)}: {problem} (the {target.origin} asks for {target.dtype})") from None
 
 
 def _sized(array: NDArray[Any], box: Box, stored: Box) -> NDArray[Any]:

@@ -54,7 +54,7 @@ NUMPY: dict[str, tuple[str, dict[str, Any], Any]] = {
     "numpy": ("w", {"kind": "numpy"}, W),
     "wider": ("w", {"dtype": np.float64}, W.astype(np.float64)),
     "narrower": ("w", {"dtype": ml_dtypes.bfloat16}, W.astype(ml_dtypes.bfloat16)),
-    "whole numbers": ("w", {"dtype": np.int8}, W.astype(np.int8)),
+    "whole numbers": ("half", {"dtype": np.int8}, np.arange(4, dtype=np.int8)),
     "same shape": ("w", {"shape": (3, 4)}, W),
     "resized": ("w", {"shape": (5, 2), "resize": True}, PADDED),
     "resized and cast": ("w", {"shape": (5, 2), "resize": True, "dtype": np.float64}, PADDED.astype(np.float64)),
@@ -117,8 +117,8 @@ def test_a_request_goes_before_the_template(reader: TreeReader) -> None:
     assert isinstance(found, torch.nn.Parameter)
     assert found.dtype == torch.float64
     assert torch.equal(found, torch.tensor(W, dtype=torch.float64))
-    whole = ask(reader, "w", parameter, dtype=np.int32)
-    assert torch.equal(whole, torch.tensor(W).to(torch.int32))
+    whole = ask(reader, "half", torch.nn.Parameter(torch.zeros(4)), dtype=np.int32)
+    assert torch.equal(whole, torch.arange(4, dtype=torch.int32))
     assert not whole.requires_grad
     with pytest.raises(hf.TreeMismatchError, match="torch has no such dtype"):
         ask(reader, "w", parameter, dtype=ml_dtypes.float8_e3m4)
@@ -126,9 +126,9 @@ def test_a_request_goes_before_the_template(reader: TreeReader) -> None:
     assert torch.equal(resized, torch.tensor(PADDED))
     assert isinstance(ask(reader, "w", parameter, kind="numpy"), np.ndarray)
     [device] = jax.devices()[2:3]
-    array = ask(reader, "w", jax.device_put(jax.numpy.zeros((3, 4)), device), dtype=np.int32)
+    array = ask(reader, "w", jax.device_put(jax.numpy.zeros((3, 4)), device), dtype=np.float16)
     assert array.devices() == {device}
-    assert array.dtype == np.int32
+    assert array.dtype == np.float16
     assert ask(reader, "step", np.zeros(()), kind="int") == 7
     assert ask(reader, "w", ..., dtype=np.float64).dtype == np.float64
 
@@ -137,8 +137,8 @@ def test_resized_on_devices(reader: TreeReader) -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
     for spec, shape in {("x",): (8, 3), (None, "x"): (2, 8), (): (3, 4)}.items():
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-        found = ask(reader, "w", shape=shape, resize=True, sharding=sharding, dtype=np.int32)
-        expected = np.zeros(shape, np.int32)
+        found = ask(reader, "w", shape=shape, resize=True, sharding=sharding, dtype=np.float16)
+        expected = np.zeros(shape, np.float16)
         expected[: min(3, shape[0]), : min(4, shape[1])] = W[: shape[0], : shape[1]]
         assert found.sharding == sharding
         np.testing.assert_array_equal(np.asarray(found), expected)
@@ -148,6 +148,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "another shape": ("w", {"shape": (5, 2)}, r"w: expected float32\[5, 2\] \(request\), found float32\[3, 4\]"),
     "other axes": ("w", {"shape": (12,), "resize": True}, r"w: expected float32\[12\]"),
     "imaginary part": ("phase", {"kind": "float"}, "phase: expected float .*found complex"),
+    "not whole, in an array": ("w", {"dtype": np.int8}, r"w: expected values that int8 can hold, found 0\.125"),
     "not whole": ("rate", {"kind": "int"}, "rate: expected a Python int .request., found 0.5"),
     "no number": ("name", {"kind": "int"}, "name: expected int .request., found str"),
     "no array": ("name", {"kind": "jax"}, "name: expected jax .request., found str"),
