@@ -202,10 +202,3 @@ def _elements(value: Any) -> Sequence[tuple[Any, Any]]:
     if is_module(value):  # a ModuleDict, a ModuleList, or a module that is no component
         return [(key, child) for key, child in value._modules.items() if child is not None]
     return nnx_children(value) if is_nnx_object(value) else []
-
-
-def holds_component(value: Any, depth: int = 0) -> bool:
-    """Whether there is a component somewhere in a container."""
-    return depth < _DEPTH and any(
-        is_component(child) or holds_component(child, depth + 1) for _, child in _elements(value)
-    )

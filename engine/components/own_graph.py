@@ -12,7 +12,7 @@ from ..graph.flax_objects import is_nnx_object
 from ..graph.torch_objects import is_module, is_optimizer
 from ..graph.views import Leaf
 from ..tree.frameworks import is_torch_tensor
-from .live import LiveComponent, attributes_of, attributes_with_state, holds_component, is_component
+from .live import LiveComponent, attributes_of, attributes_with_state, is_component
 from .names import OWN, Path, written
 
 
@@ -44,15 +44,19 @@ def _fill(node: Any, component: LiveComponent) -> None:
             "restored in place: make it an attribute of a component, or give it get_state() and set_state(state)"
         )
     for name, value in attributes.items():
-        if id(value) not in below and not is_component(value) and not holds_component(value):
+        if id(value) not in below and not is_component(value):
             vars(node)[name] = value
+    kept = set(vars(node))
     for child in component.children:
-        *between, last = component.relative(child)
-        holder = node
-        for segment in between:
-            holder = vars(holder).setdefault(segment, _Part())
-        name = last if last not in vars(holder) else f"{last} (component)"
-        vars(holder)[name] = _part(child)
+        path = component.relative(child)
+        if path[0] not in kept:
+            *between, last = path
+            holder = node
+            for segment in between:
+                holder = vars(holder).setdefault(segment, _Part())
+            vars(holder)[last] = _part(child)
+        elif isinstance(part := _part(child), _Part):  # others are found where they are, in a container
+            vars(node)[f"{'/'.join(path)} (component)"] = part
 
 
 def _part(component: LiveComponent) -> Any:

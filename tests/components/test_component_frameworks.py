@@ -380,6 +380,43 @@ def test_methods_may_be_extended(place: str) -> None:
     assert other.inner.history == [-1.0]
 
 
+class Mixed(Checkpointable):
+    """Keeps components in containers with other things."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Any] = {
+            "net": Normalising(),
+            "rating": 1500.0,
+            "plain": Statistics(),
+            "wins": np.zeros(2),
+        }
+        self.pairs = [(Normalising(), 1), (Statistics(), 2)]
+        parameters = [*self.by_name["net"].parameters(), *self.pairs[0][0].parameters()]  # type: ignore[attr-defined]
+        self.optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def test_containers_of_components_and_other_things(place: str) -> None:
+    one, other = Mixed(), Mixed()
+    one.by_name["rating"] = 1700.0
+    one.by_name["wins"] += 3
+    one.by_name["plain"].total += 1
+    one.pairs[0] = (one.pairs[0][0], 11)
+    one.pairs[1][0].total += 2  # type: ignore[attr-defined]  # it has one
+    one.by_name["net"].net(torch.ones(2)).sum().backward()
+    one.optimizer.step()
+    path = one.save_to_path(place)
+    assert set(hf.load(path)) == {"state", "by_name/net", "by_name/plain", "pairs/0/0", "pairs/1/0"}
+    plain = other.by_name["plain"]
+    other.restore_from_path(path, strict=True)
+    assert other.by_name["plain"] is plain
+    assert (other.by_name["rating"], other.by_name["wins"].tolist(), plain.total.tolist()) == (1700.0, [3, 3], [1, 1])
+    assert other.pairs[0][1] == 11
+    assert other.pairs[1][0].total.tolist() == [2, 2]  # type: ignore[attr-defined]  # it has one
+    slots = [entry["momentum_buffer"].tolist() for entry in other.optimizer.state.values()]
+    assert slots == [entry["momentum_buffer"].tolist() for entry in one.optimizer.state.values()]
+    assert len(slots) == 2
+
+
 def test_what_components_share_is_saved_once(place: str) -> None:
     class Pair(Checkpointable):
         def __init__(self, shared: bool = True) -> None:
