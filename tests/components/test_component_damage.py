@@ -221,6 +221,22 @@ def test_recipes_that_make_no_sense(saved: Path, value: Any) -> None:
     assert RAN == []
 
 
+@pytest.mark.parametrize(
+    ("folder", "error"),
+    [("../x/a/state", "unexpected content"), ("/etc", "unexpected content"), ("b/state", "not in the commit record")],
+)
+def test_records_that_lead_elsewhere(saved: Path, folder: str, error: str) -> None:
+    location = as_location(saved)
+    record = read_record(location)
+    items = {**record.items}
+    items["a"] = items["a"].__class__(folder, items["a"].kind, items["b"].files)
+    write_record(location, record.__class__(items=items, time=record.time))
+    running = Whole()
+    with pytest.raises(hf.DamagedCheckpointError, match=error):
+        running.restore_from_path(saved)
+    assert values(running) == values(Whole())
+
+
 def test_recipes_with_too_few_arguments(saved: Path, tmp_path: Path) -> None:
     class Needy(Checkpointable):
         def __init__(self, size: int) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import enum
+import functools
 import json
 import logging
 import pickle
 import random
 import subprocess
 import sys
+import types
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -259,6 +262,82 @@ def test_constructors_that_take_objects(place: str) -> None:
     assert Configured.from_checkpoint(path, allowed=[Config, Limits], part=Statistics(3)).rate == 0.5
     with pytest.raises(hf.TreeMismatchError, match="total"):
         Configured.from_checkpoint(path, allowed=[Config, Limits], part=part)
+
+
+@allow
+class Colour(enum.Enum):
+    """An enumeration."""
+
+    RED = 1
+
+
+@allow
+def add(one: int, other: int) -> int:
+    """A function."""
+    return one + other
+
+
+class Anything(Checkpointable):
+    """Made with anything."""
+
+    __untracked__ = ("given",)
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        -(1 << 70),
+        0.1,
+        float("nan"),
+        2 - 1j,
+        "text \u20ac",
+        b"bytes",
+        [1, [2, (3, {"a": {4}})]],
+        frozenset({1, 2}),
+        {1: "int", "1": "text", (1, 2): "tuple"},
+        range(1, 9, 2),
+        slice(None, 5),
+        Path("a/b"),
+        types.SimpleNamespace(a=1, b=[2]),
+        np.dtype(">i2"),
+        np.arange(6, dtype=">f4").reshape(2, 3),
+        np.float32(1.5),
+        torch.bfloat16,
+        torch.device("cpu"),
+        torch.arange(3),
+        jnp.bfloat16,
+        jnp.arange(3.0),
+        jax.random.key(3),
+        torch.nn.ReLU,
+        torch.optim.Adam,
+        Colour.RED,
+        add,
+        Limits(0.5, 1.5),
+        Config(0.5),
+        Statistics,
+    ],
+    ids=repr,
+)
+def test_arguments_of_all_kinds(place: str, value: Any) -> None:
+    found = Anything.from_checkpoint(Anything(value).save_to_path(place), allowed=[Config]).given
+    assert type(found) is type(value)
+    if hasattr(value, "shape") and not isinstance(value, np.dtype):
+        assert found.dtype == value.dtype
+        assert repr(found) == repr(value)
+    else:
+        assert found == value or repr(found) == repr(value)
+
+
+def test_functions_with_some_of_their_arguments(place: str) -> None:
+    found = Anything.from_checkpoint(Anything(functools.partial(add, 1, other=2)).save_to_path(place)).given
+    assert found() == 3
+    with pytest.raises(hf.OptionError, match="is a lambda, which has no name"):
+        Anything.from_checkpoint(Anything(lambda: 0).save_to_path(f"{place}/x"))
 
 
 def test_arguments_that_cannot_be_kept(place: str, caplog: pytest.LogCaptureFixture) -> None:
