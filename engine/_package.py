@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from .engine.errors import StoragePermissionError as StoragePermissionError
     from .engine.errors import StorageUnavailableError as StorageUnavailableError
     from .engine.errors import TreeMismatchError as TreeMismatchError
+    from .engine.errors import UnknownArgumentError as UnknownArgumentError
     from .engine.errors import UnmatchedObjectsError as UnmatchedObjectsError
     from .engine.errors import UnsupportedLeafError as UnsupportedLeafError
     from .engine.handlers import ArrayCheckpointHandler as ArrayCheckpointHandler
@@ -121,6 +122,7 @@ _HOMES = {
         "StoragePermissionError",
         "StorageUnavailableError",
         "TreeMismatchError",
+        "UnknownArgumentError",
         "UnmatchedObjectsError",
         "UnsupportedLeafError",
     ),
@@ -163,7 +165,10 @@ _HOMES = {
     "transformed": ("load_transformed",),
     "tree": ("Transform", "apply_transformations"),
 }
-_FRONTS = ("components", "graph")  # modules of the package with names of their own, found without an import of their own
+_FRONTS = (
+    "components",
+    "graph",
+)  # modules of the package with names of their own, found without an import of their own
 _SUBMODULES = ("checkpoint_utils", "type_handlers")
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from .errors import SaveFailedError, StateError
+from .errors import SaveFailedError, StateError, told
 
 _logger = logging.getLogger("holdfast")
 
@@ -58,7 +58,7 @@ class BackgroundSave:
                 if isinstance(error, SaveFailedError):
                     self._fail(error)
                     return
-                failure = SaveFailedError(f"{what} was not saved: {error}", step)
+                failure = SaveFailedError(f"{what} was not saved: {told(error)}", step)
                 failure.__cause__ = error
                 self._fail(failure)
             finally:

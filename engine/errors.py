@@ -13,6 +13,7 @@
     ├── SaveFailedError              (RuntimeError)        a background save failed; names the lost step
     ├── NoWholeCheckpointError       (RuntimeError)        checkpoints exist, but none of them is whole
     ├── OptionError                  (ValueError)          an option has a value that makes no sense
+    │   └── UnknownArgumentError     (TypeError)           a handler is given an argument that it does not know
     ├── StateError                   (RuntimeError)        a call that the object's state does not allow
     ├── OwnershipError               (RuntimeError)        another run writes to this directory
     ├── NotAllowedError              (PermissionError)     a checkpoint names code that it may not use
@@ -102,6 +103,10 @@ class OptionError(HoldfastError, ValueError):
     """An option has a value that makes no sense."""
 
 
+class UnknownArgumentError(OptionError, TypeError):
+    """A handler is given an argument that it does not know."""
+
+
 class StateError(HoldfastError, RuntimeError):
     """The object is not in a state that allows this call, such as a closed manager."""
 
@@ -164,3 +169,8 @@ class StorageUnavailableError(StorageError, ConnectionError):
 
 class InvalidLocationError(StorageError, ValueError):
     """A path or URL that cannot be used as a location."""
+
+
+def told(error: BaseException) -> str:
+    """Returns an error's message with the notes that were added to it, for those who will not see the error itself."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])

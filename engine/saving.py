@@ -9,6 +9,7 @@ from typing import Any
 
 from .coordination import Group, Member
 from .digests import seal
+from .errors import UnknownArgumentError
 from .handlers import (
     AsyncCheckpointHandler,
     CheckpointHandler,
@@ -90,6 +91,12 @@ class Save:
 
     def _begin(self, name: str, item: ItemToSave) -> PreparedItem:
         """Does what cannot wait, and returns what writes the rest."""
+        try:
+            return self._prepared(name, item)
+        except UnknownArgumentError as error:
+            raise UnknownArgumentError(f"{self._location}: item {name!r} was not saved: {error}") from None
+
+    def _prepared(self, name: str, item: ItemToSave) -> PreparedItem:
         if isinstance(item.handler, PreparedCheckpointHandler):
             return item.handler.prepare(item.value, snapshot=self._background, **item.kwargs)
         folder = self._part.open()[name]

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Sequence
 from urllib.parse import quote
 
-from ..errors import BarrierTimeoutError, PeerFailedError
+from ..errors import BarrierTimeoutError, PeerFailedError, told
 from .cleaning import retire
 from .coordinator import Coordinator
 from .framing import announced, join, part_names, split
@@ -199,9 +199,9 @@ class Group:
 
     def fail(self, error: BaseException) -> None:
         """Tells all others that this process has given up, and why. Never raises."""
-        told = {"process": self.index, "error": type(error).__name__, "message": str(error)[:_MESSAGE_LIMIT]}
+        failure = {"process": self.index, "error": type(error).__name__, "message": told(error)[:_MESSAGE_LIMIT]}
         try:
-            self._coordinator.put(f"{self._prefix}/failed", json.dumps(told).encode())
+            self._coordinator.put(f"{self._prefix}/failed", json.dumps(failure).encode())
         except Exception as problem:
             _logger.debug("%s: the others could not be told of a failure: %s", self.name, problem)
 

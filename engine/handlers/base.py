@@ -7,15 +7,19 @@ A handler is not concerned with atomicity or threads: a :class:`~holdfast.Checkp
 from __future__ import annotations
 
 import abc
+import difflib
 import functools
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..digests import check_files
-from ..errors import OptionError
+from ..errors import OptionError, UnknownArgumentError
 from ..record import ItemRecord
 from ..storage import Location
 from .saves import Files, Later, PreparedItem, SaveFuture, finish, run_coroutine, write_alone
+
+_OURS = frozenset({"snapshot", "files"})  # arguments that callers of a checkpointer do not give
 
 
 class CheckpointHandler(abc.ABC):
@@ -138,10 +142,13 @@ def restore_item(
             f"{folder} was written by a handler of kind {saved.kind!r:.80}; {type(handler).__name__} is of kind "
             f"{handler.kind!r}. Restore it with the handler that it was saved with"
         )
-    if handler.verifies:
-        return handler.restore(folder, item, files=saved.files, **kwargs)
-    check_files(folder, saved.files)
-    return handler.restore(folder, item, **kwargs)
+    try:
+        if handler.verifies:
+            return handler.restore(folder, item, files=saved.files, **kwargs)
+        check_files(folder, saved.files)
+        return handler.restore(folder, item, **kwargs)
+    except UnknownArgumentError as error:
+        raise UnknownArgumentError(f"{folder} was not restored: {error}") from None
 
 
 def has_structure(handler: CheckpointHandler) -> bool:
@@ -160,7 +167,24 @@ def item_structure(handler: CheckpointHandler, folder: Location, saved: ItemReco
     return handler.structure(folder, files=saved.files) if handler.verifies else handler.structure(folder)
 
 
-def no_arguments(handler: CheckpointHandler, kwargs: Mapping[str, Any]) -> None:
-    """Raises TypeError if there are arguments that a handler does not know."""
-    if kwargs:
-        raise TypeError(f"{type(handler).__name__} does not know these arguments: {', '.join(sorted(kwargs))}")
+def no_arguments(handler: CheckpointHandler, kwargs: Mapping[str, Any], method: Callable[..., Any]) -> None:
+    """Raises an error if there are arguments that a handler does not know.
+
+    Args:
+        handler: The handler.
+        kwargs: The arguments that were left over.
+        method: What was called; the arguments that it has by name are those that are known.
+
+    Raises:
+        UnknownArgumentError: There are such arguments.
+    """
+    if not kwargs:
+        return
+    parameters = inspect.signature(method).parameters.values()
+    known = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in _OURS]
+    close = [match for name in sorted(kwargs) for match in difflib.get_close_matches(name, known, 1)]
+    raise UnknownArgumentError(
+        f"{type(handler).__name__} does not know these arguments: {', '.join(sorted(kwargs))}; "
+        + (f"did you mean {', '.join(close)}? " if close else "")
+        + (f"It knows {', '.join(known)}" if known else "It takes none")
+    )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..digests import check_files, seal
@@ -63,14 +64,20 @@ class ExternalLeaves:
                 found.setdefault(handler.name, (handler, []))[1].append(number)
         for handler, numbers in found.values():
             mine = [values[number] for number in numbers]
-            infos = handler.param_infos(mine, [names[number] for number in numbers])
+            leaves = [(names[number], class_name(value)) for number, value in zip(numbers, mine, strict=True)]
+            with _explained(handler, "param_infos", leaves):
+                infos = handler.param_infos(mine, [names[number] for number in numbers])
             if len(infos) != len(mine):
-                raise OptionError(f"the handler {handler.name!r} gave {len(infos)} infos for {len(mine)} leaves")
+                raise OptionError(
+                    f"the TypeHandler {handler.name!r} gave {len(infos)} infos for {len(mine)} leaves: "
+                    f"{_some(leaves)}; its param_infos must return one for each; nothing was written"
+                )
             for number, value, info in zip(numbers, mine, infos, strict=True):
                 note = {"kind": EXTERNAL, "handler": handler.name, "type": class_name(value), "facts": _facts(info)}
                 self.notes[number] = ValueLeaf(note)
             if snapshot:
-                mine = [handler.snapshot(value) for value in mine]
+                with _explained(handler, "snapshot", leaves):
+                    mine = [handler.snapshot(value) for value in mine]
             asked = [args[number] or SaveArgs() for number in numbers]
             self._groups.append(_Group(handler, numbers, mine, infos, asked))
 
@@ -90,7 +97,9 @@ class ExternalLeaves:
             for place in places:
                 place.make_directory(sync=False)
             full = [dataclasses.replace(info, folder=place) for info, place in zip(infos, places, strict=True)]
-            finish(completed(handler.serialize(values, full, args)))
+            leaves = [(info.name, class_name(value)) for info, value in zip(infos, values, strict=True)]
+            with _explained(handler, "serialize", leaves, folder):
+                finish(completed(handler.serialize(values, full, args)))
         files = seal(folder / FOLDER, f"{FOLDER}/")
         folder.sync_directory()
         return files
@@ -147,12 +156,36 @@ def resolve(
     for handler, positions in groups.values():
         leaves: list[ExternalLeaf] = [values[position] for position in positions]
         infos = [_info(leaf, folder, numbers[leaf.name], files) for leaf in leaves]
-        found = completed(handler.deserialize(infos, [args.get(leaf.name) or RestoreArgs() for leaf in leaves]))
-        if len(found) != len(leaves):
-            raise OptionError(f"the handler {handler.name!r} gave {len(found)} values for {len(leaves)} leaves")
+        kinds = [(leaf.name, f"{leaf.details.get('type')!s:.80}") for leaf in leaves]
+        with _explained(handler, "deserialize", kinds, folder):
+            found = completed(handler.deserialize(infos, [args.get(leaf.name) or RestoreArgs() for leaf in leaves]))
+            count = len(found)
+        if count != len(leaves):
+            raise OptionError(
+                f"{folder}: the TypeHandler {handler.name!r} gave {count} values for {len(leaves)} leaves: "
+                f"{_some(kinds)}; its deserialize must return one for each"
+            )
         for position, value in zip(positions, found, strict=True):
             values[position] = value
     return unflatten(flat.structure, values)
+
+
+@contextlib.contextmanager
+def _explained(
+    handler: TypeHandler, method: str, leaves: Sequence[tuple[str, str]], folder: Location | None = None
+) -> Iterator[None]:
+    """Lets what a method of the user's own raises say which leaves it was called for, and where they lie."""
+    try:
+        yield
+    except Exception as error:
+        place = "" if folder is None else f" in {folder}"
+        error.add_note(f"raised by {method} of the TypeHandler {handler.name!r} for {_some(leaves)}{place}")
+        raise
+
+
+def _some(leaves: Sequence[tuple[str, str]]) -> str:
+    more = f" and {len(leaves) - 8} more" if len(leaves) > 8 else ""
+    return ", ".join(f"{display(name)} ({kind})" for name, kind in leaves[:8]) + more
 
 
 def _info(leaf: ExternalLeaf, folder: Location, number: int, files: Mapping[str, FileRecord] | None) -> ParamInfo:

@@ -26,7 +26,7 @@ class JsonCheckpointHandler(PreparedCheckpointHandler):
 
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
         """Makes an item ready to be written. Raises UnsupportedLeafError if JSON cannot hold it."""
-        no_arguments(self, kwargs)
+        no_arguments(self, kwargs, self.prepare)
         try:
             content = encode_document("json", {"data": item})
         except (TypeError, ValueError) as error:
@@ -37,7 +37,7 @@ class JsonCheckpointHandler(PreparedCheckpointHandler):
 
     def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
         """Reads the item back; ``item`` is not needed."""
-        no_arguments(self, kwargs)
+        no_arguments(self, kwargs, self.restore)
         place = directory / self._filename
         try:
             content = place.read_bytes(limit=DOCUMENT_LIMIT)

@@ -91,7 +91,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             UnsupportedLeafError: A leaf cannot be saved; names every such leaf.
             OptionError: ``save_args`` do not fit the tree.
         """
-        no_arguments(self, kwargs)
+        no_arguments(self, kwargs, self.prepare)
         flat = flatten(item, self._registry.leaf_types)
         args: list[SaveArgs | None] = [None] * len(flat.names)
         if save_args is not None:
@@ -155,7 +155,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             OptionError: ``transforms`` come without a template or with ``select``; ``restore_args`` do not fit a tree,
                 or a leaf's own handler is not at hand.
         """
-        no_arguments(self, kwargs)
+        no_arguments(self, kwargs, self.restore)
         if transforms is not None and (item is None or item is ... or select is not None):
             raise OptionError("transforms= needs a template (item=) that says what comes out, and no select=")
         with collection_paused():

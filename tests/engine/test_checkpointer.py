@@ -155,9 +155,27 @@ def test_only_async_handlers_save_in_the_background() -> None:
 
 def test_arguments_that_nobody_knows(tmp_path: Path) -> None:
     for checkpointer in (hf.PyTreeCheckpointer(), hf.Checkpointer(hf.JsonCheckpointHandler())):
-        with pytest.raises(TypeError, match="does not know these arguments: colour"):
+        with pytest.raises(TypeError, match="does not know these arguments: colour") as caught:
             checkpointer.save(tmp_path / "one", {}, colour="blue")
-    assert not (tmp_path / "one").exists()
+        assert isinstance(caught.value, hf.OptionError)
+        assert not (tmp_path / "one").exists()
+    hf.save(tmp_path / "one", {"a": 1})
+    with pytest.raises(hf.OptionError, match=r"one/state was not restored: .*: restor_args; did you mean restore_args"):
+        hf.PyTreeCheckpointer().restore(tmp_path / "one", restor_args={})
+
+
+def test_arguments_that_nobody_knows_name_item_and_step(tmp_path: Path) -> None:
+    with hf.CheckpointManager(
+        tmp_path, {"net": hf.PyTreeCheckpointer(), "meta": hf.Checkpointer(hf.JsonCheckpointHandler())}
+    ) as manager:
+        items: dict[str, Any] = {"net": {"a": 1}, "meta": {}}
+        with pytest.raises(
+            hf.UnknownArgumentError, match=r"7.*: item 'net' was not saved: .*sav_args; did you mean save_"
+        ):
+            manager.save(7, items, save_kwargs={"net": {"sav_args": hf.SaveArgs()}})
+        with pytest.raises(hf.UnknownArgumentError, match=r"item 'meta' .*arguments: indent; It takes none"):
+            manager.save(7, items, save_kwargs={"meta": {"indent": 2}})
+        assert manager.all_steps() == []
 
 
 def test_nothing_is_replaced_unless_asked(tmp_path: Path) -> None:
