@@ -81,7 +81,6 @@ if TYPE_CHECKING:
     from .engine.interop.orbax_export import add_orbax_metadata as add_orbax_metadata
     from .engine.item import AggregateHandler as AggregateHandler
     from .engine.item import Layout as Layout
-    from .engine.item import LeafMetadata as LeafMetadata
     from .engine.item import MsgpackHandler as MsgpackHandler
     from .engine.item import Problem as Problem
     from .engine.manager import CheckpointManager as CheckpointManager
@@ -91,6 +90,7 @@ if TYPE_CHECKING:
     from .engine.storage import Location as Location
     from .engine.storage import as_location as as_location
     from .engine.transformed import load_transformed as load_transformed
+    from .engine.tree import LeafMetadata as LeafMetadata
     from .engine.tree import Transform as Transform
     from .engine.tree import apply_transformations as apply_transformations
 
@@ -156,14 +156,14 @@ _HOMES = {
     ),
     "interop.conversion": ("Conversion", "export_checkpoint", "import_checkpoint"),
     "interop.orbax_export": ("add_orbax_metadata",),
-    "item": ("AggregateHandler", "Layout", "LeafMetadata", "MsgpackHandler", "Problem"),
+    "item": ("AggregateHandler", "Layout", "MsgpackHandler", "Problem"),
     "manager": ("CheckpointManager",),
     "options": ("CheckpointManagerOptions",),
     "policy": ("Decision",),
     "report": ("SaveReport",),
     "storage": ("Location", "as_location"),
     "transformed": ("load_transformed",),
-    "tree": ("Transform", "apply_transformations"),
+    "tree": ("LeafMetadata", "Transform", "apply_transformations"),
 }
 _FRONTS = (
     "components",

@@ -70,8 +70,12 @@ class RestoreArgs:
             object.__setattr__(self, "dtype", number_dtype(self.dtype))
         _kind(self.restore_type)
 
-    def request(self) -> LeafRequest:
-        """Returns the same, as what loads trees is told it."""
+    def request(self, name: str | None = None) -> LeafRequest:
+        """Returns the same, as what loads trees is told it.
+
+        Args:
+            name: The leaf's name, for errors.
+        """
         return LeafRequest(kind=_kind(self.restore_type), dtype=self.dtype)
 
 
@@ -112,24 +116,35 @@ class ArrayRestoreArgs(RestoreArgs):
         if not self.strict and shape is None:
             raise OptionError("strict=False pads or truncates to global_shape=; say what that is")
 
-    def request(self) -> LeafRequest:
-        """Returns the same, as what loads trees is told it."""
+    def request(self, name: str | None = None) -> LeafRequest:
+        """Returns the same, as what loads trees is told it.
+
+        Args:
+            name: The leaf's name, for errors.
+        """
         return LeafRequest(
             kind=_kind(self.restore_type) or "jax",
             dtype=self.dtype,
             shape=None if self.global_shape is None else tuple(self.global_shape),
             resize=not self.strict,
-            sharding=self._sharding(),
+            sharding=self._sharding(name),
         )
 
-    def _sharding(self) -> Any:
+    def _sharding(self, name: str | None) -> Any:
         if self.mesh is None:
             return self.sharding
         shardings: Any = importlib.import_module("jax").sharding  # whoever has a mesh has jax
         axes = self.mesh_axes
         if not isinstance(axes, shardings.PartitionSpec):
             axes = shardings.PartitionSpec(*((axes,) if isinstance(axes, str) else axes))
-        return shardings.NamedSharding(self.mesh, axes)
+        try:
+            return shardings.NamedSharding(self.mesh, axes)
+        except (ValueError, TypeError) as error:
+            where = "" if name is None else f"{display(name)}: "
+            raise OptionError(
+                f"{where}mesh_axes={axes} must name axes of the mesh, each at most once; it has the axes "
+                f"{', '.join(map(str, self.mesh.axis_names))} ({str(error).splitlines()[0]:.200})"
+            ) from error
 
 
 def spread(given: Any, structure: Node | None, kind: type[T], what: str) -> list[T | None]:

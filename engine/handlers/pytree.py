@@ -171,7 +171,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 args = {name: one for name, one in zip(names, asked, strict=True) if one is not None}
             kept = {leaf.name: number for number, leaf in enumerate(reader.leaves) if leaf.saved.kind == EXTERNAL}
             ordinary = (args.keys() if transforms is not None else set(saved)) - kept.keys() if args else set()
-            requests = {name: one.request() for name, one in args.items() if name in ordinary}
+            requests = {name: one.request(name) for name, one in args.items() if name in ordinary}
             if transforms is not None:
                 to_original = transforms_default_to_original
                 tree = load_transformed_tree(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .aggregation import AGGREGATE_LIMIT, AggregateHandler, MsgpackHandler, aggregate_details
 from .database import MANIFEST, ArrayDatabase, Problem, naming
-from .loading import LeafMetadata, Select, load_tree, tree_metadata
+from .loading import Select, load_tree, tree_metadata
 from .plan import Layout
 from .reader import SavedLeaf, TreeReader
 from .staging import StagingBuffer
@@ -18,7 +18,6 @@ __all__ = [
     "ArrayDatabase",
     "HostTree",
     "Layout",
-    "LeafMetadata",
     "MsgpackHandler",
     "Problem",
     "SavedLeaf",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import NDArray
@@ -13,14 +12,17 @@ from numpy.typing import NDArray
 from ..errors import OptionError, TreeMismatchError
 from ..tree import (
     Flattened,
+    LeafMetadata,
     LeafRequest,
     Partition,
     Target,
     compare,
+    compare_metadata,
     describe_template,
     display,
     flatten,
     materialize,
+    metadata_of,
     partition,
     requested,
     spell,
@@ -32,24 +34,6 @@ from .reader import SavedLeaf, TreeReader
 Select = str | Sequence[str]
 """Patterns of leaf paths such as ``"params/**"``: ``*``, ``?`` and ``[ab]`` match within one key, ``**`` matches any
 number of whole keys."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeafMetadata:
-    """What is known of a saved leaf without reading it.
-
-    Attributes:
-        kind: What it was: ``"numpy"``, ``"jax"``, ``"torch"``, ``"key"``, ``"int"``, ``"str"``, ...
-        shape: Its shape; ``()`` for a value that is no array.
-        dtype: The name of its element type, or None for a value that is no array.
-    """
-
-    kind: str
-    shape: tuple[int, ...]
-    dtype: str | None
-
-    def __str__(self) -> str:
-        return self.kind if self.dtype is None else f"{self.dtype}{list(self.shape)}"
 
 
 def load_tree(
@@ -92,14 +76,7 @@ def load_tree(
 
 def tree_metadata(reader: TreeReader) -> Any:
     """Returns the saved containers with a :class:`LeafMetadata` in the place of every leaf; no data is read."""
-    return reader.skeleton.build(
-        [
-            LeafMetadata(
-                leaf.saved.kind, leaf.saved.shape or (), None if leaf.saved.dtype is None else str(leaf.saved.dtype)
-            )
-            for leaf in reader.leaves
-        ]
-    )
+    return reader.skeleton.build([metadata_of(leaf.saved) for leaf in reader.leaves])
 
 
 def _values(reader: TreeReader, leaves: Sequence[SavedLeaf], targets: Sequence[Target | None]) -> list[Any]:
@@ -177,6 +154,7 @@ def _matching(
     saved = {leaf.name: leaf for leaf in reader.leaves}
     chosen = {leaf.name for leaf, wanted in zip(reader.leaves, _chosen(reader.leaves, select), strict=True) if wanted}
     asked = {target.name for target in targets}
+    originals = targets
     if requests:
         targets = [
             requested(target.name, requests[target.name], saved[target.name].saved, target)
@@ -185,10 +163,12 @@ def _matching(
             for target in targets
         ]
     differences = []
-    for target in targets:
+    for target, wanted in zip(targets, originals, strict=True):
         leaf = saved.get(target.name)
         if leaf is not None and target.name in chosen:
             difference = compare(target, leaf.saved)
+            if difference is None and isinstance(wanted.template, LeafMetadata) and not target.resize:
+                difference = compare_metadata(target.name, wanted.template, leaf.saved)
         else:
             expected = spell(target.kind, target.dtype, target.shape, target.variant)
             why = "not in the checkpoint" if leaf is None else "not selected"

@@ -13,6 +13,7 @@ from .flatten import Flattened, flatten
 from .garbage import collection_paused
 from .leaves import ArrayLeaf, Details, Part, Piece, Saved, ValueLeaf
 from .materialization import materialize
+from .metadata import LeafMetadata, compare_metadata, metadata_of
 from .names import display, escape_key, join, split, unescape_key
 from .partition import Partition, partition
 from .requests import LeafRequest, requested
@@ -36,6 +37,7 @@ __all__ = [
     "Flattened",
     "Kept",
     "Key",
+    "LeafMetadata",
     "LeafRequest",
     "Node",
     "Origin",
@@ -54,6 +56,7 @@ __all__ = [
     "cast_checked",
     "collection_paused",
     "compare",
+    "compare_metadata",
     "describe",
     "describe_template",
     "display",
@@ -64,6 +67,7 @@ __all__ = [
     "has_values",
     "join",
     "materialize",
+    "metadata_of",
     "partition",
     "parts",
     "plan_transformations",

@@ -12,6 +12,7 @@ from .frameworks import is_jax_abstract, is_jax_array, is_torch_tensor
 from .garbage import collection_paused
 from .jax_leaves import JaxDescriber, is_key, is_tracer
 from .leaves import ArrayLeaf, LeafProblem, ValueLeaf, report_problems
+from .metadata import LeafMetadata
 from .numpy_leaves import describe_numpy
 from .python_leaves import describe_python, is_python_value
 from .torch_leaves import TorchDescriber, is_dtensor
@@ -86,6 +87,8 @@ def _refuse(value: Any) -> ArrayLeaf:
     kind = class_name(value)
     if is_jax_abstract(value):
         raise LeafProblem("is a jax.ShapeDtypeStruct, which has no values; it can only be a template")
+    if isinstance(value, LeafMetadata):
+        raise LeafProblem("is a LeafMetadata, which has no values; it can only be a template")
     if hasattr(value, "state_dict"):
         raise LeafProblem(f"is of type {kind}; store its state_dict()")
     if hasattr(value, "get_state"):

@@ -11,11 +11,12 @@ from ..errors import UnsupportedLeafError
 from .containers import expand
 from .frameworks import is_jax_abstract, is_jax_array, is_torch_tensor
 from .garbage import collection_paused
+from .metadata import LeafMetadata
 from .names import display
 from .structure import MAX_DEPTH, KeyProblem, Node, key_segments
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, set, frozenset)
-_LEAF_TYPES: set[type] = {*_SCALARS, np.ndarray}  # grows with the array types of the frameworks in use
+_LEAF_TYPES: set[type] = {*_SCALARS, np.ndarray, LeafMetadata}  # grows with the array types of the frameworks in use
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from . import jax_leaves, jax_placement, torch_leaves
 from .containers import class_name
 from .frameworks import is_jax_abstract, is_jax_array, is_torch_tensor
 from .leaves import NUMBER_KINDS, LeafProblem, report_problems
+from .metadata import LeafMetadata
 from .numpy_leaves import why_not_storable
 from .python_leaves import is_python_value
 
@@ -107,7 +108,7 @@ def _torch_target(name: str, value: Any) -> Target:
 
 
 def _python_target(name: str, value: Any) -> Target:
-    if value is ...:
+    if value is ... or isinstance(value, LeafMetadata):
         return Target(name, "any", None, None, value)
     if is_python_value(value):
         return Target(name, _python_kind(value), None, None, value)

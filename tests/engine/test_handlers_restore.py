@@ -105,3 +105,54 @@ def test_a_train_state_on_another_mesh(place: str) -> None:
     equal = jax.tree.map(lambda one, other: bool(np.array_equal(one, other)), found, state)
     assert all(jax.tree.leaves(equal))
     assert len(jax.tree.leaves(found)) == len(jax.tree.leaves(state))
+
+
+def test_unknown_axes_of_a_mesh(place: str, checkpointer: hf.PyTreeCheckpointer) -> None:
+    restore_args = {"w": hf.ArrayRestoreArgs(mesh=MESH, mesh_axes=Spec("q"))}
+    with pytest.raises(hf.OptionError, match=r"w: mesh_axes=.*'q'.* must name axes of the mesh.* has the axes x, y"):
+        checkpointer.restore(place, restore_args=restore_args)
+
+
+SAVED: dict[str, Any] = {
+    "jax": jnp.arange(8.0).reshape(4, 2),
+    "half": jnp.ones(4, jnp.bfloat16),
+    "numpy": [np.arange(3), np.array(["a", "bc"])],
+    "torch": torch.ones(2, 3),
+    "scalar": np.float64(0.5),
+    "key": jax.random.key(3),
+    "values": (1, 0.5, True, "text", None, b"bytes"),
+}
+
+
+def test_what_structure_returns_is_a_template(place: str, assert_same: Callable[[Any, Any], None]) -> None:
+    checkpointer = hf.PyTreeCheckpointer()
+    checkpointer.save(place, SAVED)
+    metadata = checkpointer.structure(place)
+    assert_same(checkpointer.restore(place, metadata), checkpointer.restore(place))
+    assert_same(hf.load(place, like=metadata), hf.load(place))
+    changed = {**metadata, "half": hf.LeafMetadata("jax", (5,), "bfloat16"), "key": hf.LeafMetadata("str", (), None)}
+    for args in (None, hf.RestoreArgs()):
+        with pytest.raises(hf.TreeMismatchError) as caught:
+            checkpointer.restore(place, changed, restore_args=args)
+        half, key = caught.value.differences
+        assert half == "half: expected bfloat16[5] (template), found bfloat16[4] (checkpoint)"
+        assert key.startswith("key: expected str (template), found key")
+    with pytest.raises(hf.UnsupportedLeafError, match="half: is a LeafMetadata, which has no values"):
+        hf.save(place + "-other", metadata)
+
+
+@pytest.mark.parametrize("as_template", [False, True])
+def test_args_from_what_structure_returns(place: str, as_template: bool) -> None:
+    checkpointer = hf.PyTreeCheckpointer()
+    checkpointer.save(place, SAVED)
+    metadata = checkpointer.structure(place)
+    sharding = NamedSharding(MESH, Spec("x"))
+    restore_args = hf.checkpoint_utils.construct_restore_args(metadata, sharding)
+    found = checkpointer.restore(place, metadata if as_template else None, restore_args=restore_args)
+    assert found["jax"].sharding == found["half"].sharding == sharding
+    assert found["half"].dtype == jnp.bfloat16
+    assert isinstance(found["torch"], torch.Tensor)
+    assert [type(one) for one in found["numpy"]] == [np.ndarray, np.ndarray]
+    assert found["values"] == SAVED["values"]
+    assert jax.random.bits(found["key"]) == jax.random.bits(SAVED["key"])
+    assert found["scalar"] == 0.5
