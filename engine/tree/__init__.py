@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .boxes import Box, box_of, whole
 from .casts import CastProblem, cast_checked
-from .comparison import compare, spell
+from .comparison import compare, compare_metadata, spell
 from .containers import expand
 from .description import describe
 from .document import Skeleton, from_document, to_document
@@ -13,7 +13,7 @@ from .flatten import Flattened, flatten
 from .garbage import collection_paused
 from .leaves import ArrayLeaf, Details, Part, Piece, Saved, ValueLeaf
 from .materialization import materialize
-from .metadata import LeafMetadata, compare_metadata, metadata_of
+from .metadata import LeafMetadata, metadata_of
 from .names import display, escape_key, join, split, unescape_key
 from .partition import Partition, partition
 from .requests import LeafRequest, requested

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from . import jax_leaves, torch_placement
 from .external import PLACEHOLDER
 from .leaves import ARRAY_KINDS, NUMBER_KINDS, Saved
+from .metadata import LeafMetadata, metadata_of
 from .names import display
 from .numpy_leaves import number_kind
 
@@ -32,7 +33,8 @@ def compare(target: Target, saved: Saved, path: str | None = None) -> str | None
         ``params/w: expected float32[10, 3] (template), found float32[10, 4] (checkpoint)``.
     """
     if target.kind == "any":
-        return None
+        wanted = target.template
+        return compare_metadata(target.name, wanted, saved) if isinstance(wanted, LeafMetadata) else None
     reason = ""
     if target.kind == "jax" and target.dtype is not None:
         actual = jax_leaves.narrowed(target.dtype)
@@ -47,6 +49,28 @@ def compare(target: Target, saved: Saved, path: str | None = None) -> str | None
     expected = spell(target.kind, target.dtype, target.shape, target.variant)
     found = spell(saved.kind, saved.dtype, saved.shape, variant_of(saved))
     return f"{where}: expected {expected} ({target.origin}), found {found} (checkpoint){reason}"
+
+
+def compare_metadata(name: str, wanted: LeafMetadata, saved: Saved) -> str | None:
+    """Compares a leaf of a template that was made from a checkpoint with the leaf that was saved.
+
+    Args:
+        name: The leaf's name.
+        wanted: The leaf of the template.
+        saved: What the checkpoint says.
+
+    Returns:
+        None if they fit, otherwise a line as `compare` writes it.
+    """
+    found = metadata_of(saved)
+    arrays = ARRAY_KINDS - {"key"}
+    alike = wanted.kind == found.kind or {wanted.kind, found.kind} <= arrays
+    free = wanted.kind in {"str", "bytes"} or wanted.kind in NUMBER_KINDS  # how these are stored depends on the value
+    if alike and (free or (wanted.shape, wanted.dtype) == (found.shape, found.dtype)):
+        return None
+    expected = wanted.kind if free else str(wanted)
+    actual = spell(saved.kind, saved.dtype, saved.shape, variant_of(saved))
+    return f"{display(name)}: expected {expected} (template), found {actual} (checkpoint)"
 
 
 def _fits(target: Target, saved: Saved) -> bool:

@@ -141,6 +141,15 @@ def test_what_structure_returns_is_a_template(place: str, assert_same: Callable[
         hf.save(place + "-other", metadata)
 
 
+def test_metadata_as_the_new_tree_of_transformations(place: str) -> None:
+    hf.save(place, {"a": np.arange(4.0)})
+    transforms = {"z": hf.Transform(original_key="a")}
+    found = hf.load_transformed(place, transforms, {"z": hf.LeafMetadata("numpy", (4,), "float64")})
+    np.testing.assert_array_equal(found["z"], np.arange(4.0))
+    with pytest.raises(hf.TreeMismatchError, match=r"z: expected float64\[9\] \(template\)|a.*expected float64\[9\]"):
+        hf.load_transformed(place, transforms, {"z": hf.LeafMetadata("numpy", (9,), "float64")})
+
+
 @pytest.mark.parametrize("as_template", [False, True])
 def test_args_from_what_structure_returns(place: str, as_template: bool) -> None:
     checkpointer = hf.PyTreeCheckpointer()
