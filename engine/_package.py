@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from .engine.errors import FormatVersionError as FormatVersionError
     from .engine.errors import HoldfastError as HoldfastError
     from .engine.errors import InvalidLocationError as InvalidLocationError
-    from .engine.errors import NoWholeCheckpointError as NoWholeCheckpointError
     from .engine.errors import NotAllowedError as NotAllowedError
+    from .engine.errors import NoWholeCheckpointError as NoWholeCheckpointError
     from .engine.errors import ObjectNotFoundError as ObjectNotFoundError
     from .engine.errors import OptionError as OptionError
     from .engine.errors import OwnershipError as OwnershipError
