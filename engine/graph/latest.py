@@ -67,7 +67,7 @@ def _latest_foreign(location: Location) -> str | None:
             return None
         steps = recognise_steps(location)
         if steps is not None:
-            return str(steps.steps[max(steps.steps)])
+            return str(steps.steps[max(steps.steps) if steps.newest is None else steps.newest])
         found = recognise(location)  # TensorFlow's directories say themselves which one it is
     except DamagedCheckpointError as error:
         _logger.warning("%s is damaged and passed over: %s", location, error)

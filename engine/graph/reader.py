@@ -64,6 +64,9 @@ class GraphView:
 class CheckpointReader:
     """One checkpoint, opened for reading.
 
+    Values are called by their paths; those that TensorFlow wrote by TensorFlow's names, such as
+    ``net/l1/kernel/.ATTRIBUTES/VARIABLE_VALUE``, and can be read by their paths as well.
+
     Args:
         stored: The graph that it holds.
 
@@ -77,24 +80,33 @@ class CheckpointReader:
         self.path = str(stored.checkpoint)
         self.graph = GraphView(stored.graph)
         self._values = dict(self._leaves())
+        self._named = frozenset(() if stored.variables is None else stored.variables.shapes())
 
     def get_variable_to_shape_map(self) -> dict[str, list[int]]:
-        """Returns the shapes of all values by their paths, such as ``net/l1/weight``."""
+        """Returns the shapes of all values by their paths, such as ``net/l1/weight``, or TensorFlow's names."""
+        if self._stored.variables is not None:
+            return self._stored.variables.shapes()
         return {path: list(self._stored.leaves[name].saved.shape or ()) for path, name in self._values.items()}
 
     def get_variable_to_dtype_map(self) -> dict[str, np.dtype[Any] | None]:
-        """Returns the dtypes of all values by their paths; None for text and other values that are no arrays."""
+        """Returns the dtypes of all values; None for text and other values that are no arrays.
+
+        Text of TensorFlow has the dtype of objects, as it is read into arrays of those.
+        """
+        if self._stored.variables is not None:
+            return self._stored.variables.dtypes()
         return {path: self._stored.leaves[name].saved.dtype for path, name in self._values.items()}
 
     def has_tensor(self, path: str) -> bool:
-        """Tells whether a path, any of those that lead there, leads to a value."""
-        return path in self._values or self._name(path) is not None
+        """Tells whether a path, any of those that lead there, leads to a value; or a name of TensorFlow's."""
+        return path in self._named or path in self._values or self._name(path) is not None
 
     def get_tensor(self, path: str) -> Any:
         """Reads a value.
 
         Args:
-            path: Any path that leads to it; of the state of an iterator and the like also the path of the whole.
+            path: Any path that leads to it; of the state of an iterator and the like also the path of the whole. Or the
+                name that TensorFlow has for it.
 
         Returns:
             A numpy array or a Python value; a tree of those for a state.
@@ -103,9 +115,11 @@ class CheckpointReader:
             ObjectNotFoundError: Nothing is there.
             DamagedCheckpointError: It does not verify.
         """
+        if self._stored.variables is not None and path in self._named:
+            return self._stored.variables.read(path)
         name = self._values.get(path) or self._name(path)
         if name is None:
-            some = ", ".join(list(self._values)[:8])
+            some = ", ".join(list(self._named or self._values)[:8])
             raise ObjectNotFoundError(f"{self.path} has no value at {path!r}; it has {some}, ...")
         return self._stored.load(name)
 

@@ -6,14 +6,16 @@ import copy
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from ..coordination import Member, current_coordinator
 from ..errors import CheckpointNotFoundError, DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
 from ..format import DOCUMENT_LIMIT, crc32c, decode_document, encode_document
 from ..handlers import Files, PreparedItem, PyTreeCheckpointHandler, write_alone
+from ..interop.graph_document import GRAPH, KIND
 from ..interop.native import NativeCheckpoint
 from ..interop.places import open_checkpoint
 from ..interop.source import TREE, TreeSource, as_reader
@@ -26,9 +28,6 @@ from .capture import OWN, CapturedGraph
 from .paths import Path
 from .saved import SavedGraph
 
-GRAPH = "graph.json"
-"""Name of the file, beside the tree's own, that says which objects and edges there were."""
-_KIND = "graph"
 _OWN_FOLDER = "own"
 
 _logger = logging.getLogger("holdfast")
@@ -45,7 +44,7 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
         assert isinstance(item, CapturedGraph)
         tree = super().prepare(item.tree, snapshot=snapshot, **kwargs)
         try:
-            document = encode_document(_KIND, item.document)
+            document = encode_document(KIND, item.document)
         except ValueError as error:
             raise UnsupportedLeafError(f"this graph cannot be described: {error}; nothing was written") from error
         own = None if item.own is None else PyTreeCheckpointHandler().prepare(dict(item.own), snapshot=snapshot)
@@ -101,11 +100,28 @@ class _PreparedGraph:
         return {**files, GRAPH: FileRecord(len(self._document), crc32c(self._document))}
 
 
+class NamedVariables(Protocol):
+    """Values by the names that the library has for them that wrote the checkpoint."""
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Returns the shape of every value."""
+        ...
+
+    def dtypes(self) -> dict[str, np.dtype[Any] | None]:
+        """Returns the dtype of every value, None where there is none."""
+        ...
+
+    def read(self, name: str) -> Any:
+        """Reads a value."""
+        ...
+
+
 class StoredGraph:
     """A graph on disk, opened for reading: its structure is known, no data has been read.
 
     Args:
-        source: The tree of values. One that has a method ``graph_document()`` says itself which objects there were.
+        source: The tree of values. One that has a method ``graph_document()`` says itself which objects there were; one
+            that has ``variables`` has names of its own for its values.
         checkpoint: Where the checkpoint is that it belongs to, for messages.
         files: What the commit record says of the item's files, or None where there is none.
 
@@ -117,12 +133,14 @@ class StoredGraph:
         location: The item's folder.
         graph: The nodes and edges. A tree that was saved without a graph is one of containers.
         leaves: The leaves by their storage names.
+        variables: The values by the names of the library that wrote them; None where those are their paths.
     """
 
     def __init__(self, source: TreeSource, checkpoint: Location, files: Mapping[str, FileRecord] | None = None) -> None:
         self.checkpoint = checkpoint
         self._source = source
         self.location = source.location
+        self.variables: NamedVariables | None = getattr(source, "variables", None)
         self.leaves: dict[str, SavedLeaf] = {leaf.name: leaf for leaf in source.leaves}
         self._own = _own_tree(source.location, files or {})
         own = {} if self._own is None else _containers(self._own.skeleton.structure, "")
@@ -236,7 +254,7 @@ def _document(source: TreeSource, files: Mapping[str, FileRecord] | None) -> Any
         raise DamagedCheckpointError(f"{place} is missing: the checkpoint is not whole") from error
     if len(content) != known.size or crc32c(content) != known.crc32c:
         raise DamagedCheckpointError(f"{place} is not what was saved: its size or checksum differs")
-    return decode_document(content, _KIND, source=str(place))
+    return decode_document(content, KIND, source=str(place))
 
 
 def _own_tree(location: Location, files: Mapping[str, FileRecord]) -> TreeReader | None:
