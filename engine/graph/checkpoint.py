@@ -254,8 +254,12 @@ class Checkpoint(Node):
         """Takes what is attached for a save, after whatever could still be restored has been."""
         pending: list[str] = []
         for place, restoration in enumerate(self._holdfast_restorations):
-            if restoration.outcome.unrestored():
+            if before := set(restoration.outcome.unrestored()):
                 restoration.advance()
+                late = sorted(map(shown, before.difference(restoration.outcome.unrestored())))
+                if late:
+                    what = "before this save, objects that were built since got their values from %s:\n%s"
+                    _logger.warning(what, restoration.outcome.where, "\n".join(lines("restored", late)))
             if not restoration.outcome.partial:
                 later = [other.wanted() for other in self._holdfast_restorations[place + 1 :]]
                 left = [

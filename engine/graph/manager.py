@@ -76,9 +76,12 @@ class CheckpointManager:
     ) -> None:
         if checkpoint_interval is not None and step_counter is None:
             raise OptionError("checkpoint_interval= counts steps: give the step_counter, too")
-        if checkpoint_interval is not None and checkpoint_interval < 1:
+        if not isinstance(checkpoint, Checkpoint):
+            raise OptionError(f"checkpoint={checkpoint!r:.80} must be a Checkpoint that the objects are attached to")
+        if checkpoint_interval is not None and not (isinstance(checkpoint_interval, int) and checkpoint_interval >= 1):
             raise OptionError(f"checkpoint_interval={checkpoint_interval!r} must be at least 1 step, or None")
-        if keep_checkpoint_every_n_hours is not None and not keep_checkpoint_every_n_hours > 0:
+        hours = keep_checkpoint_every_n_hours
+        if hours is not None and not (isinstance(hours, int | float) and hours > 0):
             raise OptionError(
                 f"keep_checkpoint_every_n_hours={keep_checkpoint_every_n_hours!r} must be above 0, or None"
             )
@@ -269,4 +272,7 @@ class CheckpointManager:
 def _number(counter: Any) -> int:
     """Returns a counter's number, whatever library it is of."""
     value = counter() if callable(counter) and not hasattr(counter, "__int__") else counter
-    return int(value)
+    try:
+        return int(value)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"{value!r:.80} is not a whole number, as counters and numbers of checkpoints are") from error

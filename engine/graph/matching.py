@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,12 +13,14 @@ from ..tree import unescape_key
 from ..tree.frameworks import is_torch_tensor
 from .cells import Cell
 from .contents import EntryCell, ListCell, PlainValues, is_plain
-from .paths import Path
+from .paths import Path, shown
 from .saved import SavedGraph, SavedNode
 from .slots import OptimizerView
 from .tracked import Node
-from .views import Branch, Leaf, Position, View, look
+from .views import Branch, Leaf, Position, View, edge_at, look
 from .walk import GROUPS, SLOTS, root_view
+
+_logger = logging.getLogger("holdfast")
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +68,7 @@ class _Visit(NamedTuple):
         within: What it is a part of, up to where things are no objects of their own. Such things are visited wherever
             they are, as each place is built anew; in themselves they are not visited again.
         position: Where it hangs; None for a root.
+        only: The one edge to follow; None for all of them.
     """
 
     number: int
@@ -73,6 +77,7 @@ class _Visit(NamedTuple):
     path: Path
     within: frozenset[int] = frozenset()
     position: Position | None = None
+    only: str | None = None
 
 
 @dataclass(slots=True)
@@ -104,14 +109,23 @@ class Matching:
         """Generates the values for everything that can be reached from a root."""
         yield from self._match(deque([_Visit(0, root, root_view(root), ())]), anew=True)
 
-    def from_holder(self, holder: Any) -> Iterator[Assignment]:
-        """Generates the values for what has turned up below a holder that is known already."""
+    def from_holder(self, holder: Any, key: object = None) -> Iterator[Assignment]:
+        """Generates the values for what has turned up below a holder that is known already.
+
+        Args:
+            holder: The holder.
+            key: The key under which it has turned up, as a holder of ours knows it; None where that is not known.
+        """
+        edge = None if key is None else edge_at(holder, key)
+        only = None if edge is None else edge.segment
         for number, binding in self._bound_to(holder):
             target = None if binding.reference is None else binding.reference()
             target = holder if target is None else target  # the checkpoint that it was the root of may be gone
-            view = look(target, Position(target, (), None))
+            position = Position(target, (), None)
+            # With thousands of children, looking at all of them whenever one is added takes minutes.
+            view = look(target, position) if edge is None else Branch("", [edge])
             yield from self._match(
-                deque([_Visit(number, target, view, binding.path, position=Position(target, (), None))]), anew=False
+                deque([_Visit(number, target, view, binding.path, position=position, only=only)]), anew=False
             )
 
     def node_at(self, holder: Any, segment: str) -> int | None:
@@ -167,7 +181,10 @@ class Matching:
         edges = {edge.segment: edge for edge in view.edges}
         special = {GROUPS} if view.optimizer is not None else frozenset()
         within = visit.within | {id(value)} if view.functional else frozenset()
-        for segment, child in self.graph.nodes[visit.number].edges.items():
+        saved = self.graph.nodes[visit.number].edges
+        if visit.only is not None:
+            saved = {visit.only: saved[visit.only]} if visit.only in saved else {}
+        for segment, child in saved.items():
             below = (*path, segment)
             if segment in edges:
                 edge = edges[segment]
@@ -245,6 +262,13 @@ class Matching:
         if fixed:
             others = [binding for binding in bindings if binding.identity not in (None, identity) and _lives(binding)]
             if others:
+                if self.conflicts.get(number) != (others[0].path, path):
+                    _logger.warning(
+                        "%s is one object in the checkpoint, but %s and %s are two; only the first of them is restored",
+                        shown(self.graph.path(number)),
+                        shown(others[0].path),
+                        shown(path),
+                    )
                 self.conflicts[number] = others[0].path, path
                 return False
         reference = weakref.ref(value) if fixed and type(value).__weakrefoffset__ != 0 else None

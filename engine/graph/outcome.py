@@ -29,9 +29,13 @@ class Outcome:
     restored: set[int] = field(default_factory=set)
     partial: bool = False
 
+    def left(self) -> list[int]:
+        """Returns the nodes of the values that were not restored."""
+        return [number for number in self.paths if number in self.wanted and number not in self.restored]
+
     def unrestored(self) -> list[Path]:
-        """Returns the values that were not restored."""
-        return [path for number, path in self.paths.items() if number in self.wanted and number not in self.restored]
+        """Returns the paths of the values that were not restored."""
+        return [self.paths[number] for number in self.left()]
 
     def warn(self) -> None:
         """Tells what was never restored, once nothing can ask for it any more."""

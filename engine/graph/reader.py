@@ -99,7 +99,7 @@ class CheckpointReader:
 
     def has_tensor(self, path: str) -> bool:
         """Tells whether a path, any of those that lead there, leads to a value; or a name of TensorFlow's."""
-        return path in self._named or path in self._values or self._name(path) is not None
+        return path in self._named or path in self._values or (path != "" and self._name(path) is not None)
 
     def get_tensor(self, path: str) -> Any:
         """Reads a value.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -31,6 +32,7 @@ from .tracked import Node, expect, forget
 from .views import COUNTER
 from .walk import walk
 
+_logger = logging.getLogger("holdfast")
 _waiting: weakref.WeakSet[Restoration] = weakref.WeakSet()
 
 
@@ -113,9 +115,9 @@ class Restoration:
             with collection_paused():
                 self._apply(list(self._matching.from_root(root)))
 
-    def resume(self, holder: object) -> None:
-        """Restores what has turned up below a holder since."""
-        self._apply(list(self._matching.from_holder(holder)))
+    def resume(self, holder: object, key: object = None) -> None:
+        """Restores what has turned up below a holder since: under one key, or anywhere."""
+        self._apply(list(self._matching.from_holder(holder, key)))
 
     def expects_below(self, holder: object, key: object) -> bool:
         """Tells whether there are values for what may be attached below a key of a holder."""
@@ -151,7 +153,7 @@ class Restoration:
             elif self._chooses(node.path):
                 missing.append(shown(node.path))
         unused = self._matching.unused
-        left = [number for number in self._paths if number in self._wanted - self.outcome.restored]
+        left = self.outcome.left()
         conflicts = self._matching.conflicts.items()
         return RestoreReport(
             checkpoint=self.outcome.where,
@@ -174,7 +176,7 @@ class Restoration:
 
     def _apply(self, found: list[Assignment]) -> None:
         due: list[Assignment] = []
-        taken: set[tuple[int, Path]] = set()
+        taken: dict[tuple[int, Path], Assignment] = {}
         for one in found:
             if one.path in self._settled or not all(
                 number in self._wanted and self._chooses(path) for number, path in _values(one)
@@ -183,8 +185,11 @@ class Restoration:
             place = id(one.cell.anchor), one.cell.trail
             if last_restore(one.cell) >= self._number or place in taken:
                 self._note(one)  # by a later restore, or by way of another path
+                if (first := taken.get(place)) and first.saved != one.saved:
+                    what = "%s and %s are one object, and two in the checkpoint; it gets the value of the first"
+                    _logger.warning(what, shown(first.path), shown(one.path))
                 continue
-            taken.add(place)
+            taken[place] = one
             due.append(one)
         self._write(due)
         for one in due:
@@ -200,7 +205,7 @@ class Restoration:
 
     def _wait(self) -> None:
         """Has holders tell of what is attached to them, as long as values wait for that."""
-        left = bool(self._wanted - self.outcome.restored)
+        left = not self.outcome.restored >= self._wanted
         for holder in self._matching.waiting:
             for target in (holder, holder.__holdfast_root__() if isinstance(holder, Node) else None):
                 if left and not self._retired and expect(target, self):
@@ -273,7 +278,7 @@ class Restoration:
             for target, leaf in zip(targets, saved, strict=True)
             if (difference := compare(target, leaf)) is not None
         ]
-        differences += [what for one, leaf in zip(due, saved, strict=True) if (what := self._slot_problem(one, leaf))]
+        differences += [what for one, leaf in zip(due, saved, strict=True) if (what := self._problem(one, leaf))]
         if differences:
             raise TreeMismatchError(
                 f"{self.outcome.where}: {len(differences)} objects do not fit their values in the checkpoint; "
@@ -299,8 +304,10 @@ class Restoration:
             used.add(name)
         return arrays
 
-    def _slot_problem(self, one: Assignment, leaf: Saved) -> str | None:
-        """Says why what an optimizer kept for a parameter does not fit it, where it was as large as the parameter."""
+    def _problem(self, one: Assignment, leaf: Saved) -> str | None:
+        """Says why a tensor cannot take its value, or what an optimizer kept does not fit its parameter."""
+        if isinstance(one.cell, TensorCell) and one.cell.overlaps:
+            return f"{shown(one.path)}: elements of this tensor share memory, as after expand(); make a copy of it"
         if one.likeness is None or not leaf.shape or one.cell.get() not in (None, ...):
             return None
         own = tuple(TensorCell(one.likeness[0]).template(leaf.shape).shape)

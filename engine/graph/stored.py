@@ -191,15 +191,18 @@ class StoredGraph:
         Args:
             name: The storage name of a leaf or container.
         """
+        if name in self.leaves:
+            return self._values([name])[0]
         source = self._own if name.startswith(OWN) and self._own is not None else self._source
         structure = source.skeleton.structure
         for key in name.removeprefix(OWN).split(".") if name else []:
             structure = None if structure is None else _inside(structure).get(key)
-        names = [leaf for leaf in self.leaves if leaf == name or leaf.startswith(f"{name}.")]
+        return unflatten(structure, self._values([leaf for leaf in self.leaves if leaf.startswith(f"{name}.")]))
+
+    def _values(self, names: Sequence[str]) -> list[Any]:
         arrays = self.read(names)
         with naming(self.location):
-            values = materialize([None] * len(names), [self.leaves[leaf].saved for leaf in names], arrays, names)
-        return unflatten(structure, values)
+            return materialize([None] * len(names), [self.leaves[leaf].saved for leaf in names], arrays, names)
 
     def key_of(self, name: str) -> Any:
         """Returns the key of a leaf or container in the container that it is in.

@@ -78,6 +78,15 @@ class TensorCell:
         """Returns the tensor."""
         return self.anchor
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether elements share memory, as after ``expand``, so that they cannot be changed one by one."""
+        torch: Any = loaded("torch")
+        tensor = self.anchor
+        if is_uninitialized(tensor) or tensor.layout != torch.strided:
+            return False
+        return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
     def template(self, shape: Iterable[int]) -> Any:
         """Returns a tensor to compare with: itself, or for a lazy parameter what it would become.
 

@@ -12,8 +12,8 @@ from ..errors import OptionError, UnsupportedLeafError
 class Resumable(Protocol):
     """A restore that has values for objects which do not exist yet."""
 
-    def resume(self, holder: object) -> None:
-        """Restores what has turned up below a holder since."""
+    def resume(self, holder: object, key: object = None) -> None:
+        """Restores what has turned up below a holder since: under one key, or anywhere."""
         ...
 
     def expects_below(self, holder: object, key: object) -> bool:
@@ -115,7 +115,7 @@ class Node:
         return node
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _reserved(type(self)):
+        if name in _reserved(type(self)) or name in _OWN:
             raise OptionError(
                 f"{name!r} is a name of {type(self).__name__} itself; attach the object under another one"
             )
@@ -125,7 +125,7 @@ class Node:
             return
         self._holdfast_untracked.discard(name)
         object.__setattr__(self, name, _tracked(self, name, value))
-        resume(self)
+        resume(self, name)
 
     if TYPE_CHECKING:
 
@@ -175,7 +175,7 @@ class TrackedList(list[Any]):
     def append(self, element: Any) -> None:
         """Adds an element, and restores it."""
         super().append(_tracked(self, len(self), element))
-        resume(self)
+        resume(self, len(self) - 1)
 
     def extend(self, elements: Iterable[Any]) -> None:
         """Adds elements, and restores them."""
@@ -214,7 +214,7 @@ class TrackedDict(dict[Any, Any]):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         super().__setitem__(key, _tracked(self, key, value))
-        resume(self)
+        resume(self, key)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         """Returns an entry, after making and restoring it where there is none."""
@@ -283,10 +283,15 @@ def forget(holder: object, restore: Resumable) -> None:
         holder._holdfast_pending.remove(restore)
 
 
-def resume(holder: Node | TrackedList | TrackedDict) -> None:
-    """Tells all restores that wait for a holder that something has been attached to it; the latest goes first."""
+def resume(holder: Node | TrackedList | TrackedDict, key: object = None) -> None:
+    """Tells all restores that wait for a holder that something has been attached to it; the latest goes first.
+
+    Args:
+        holder: The holder.
+        key: The name, key or place of what has been attached; None where that may be several things.
+    """
     for restore in reversed(list(holder._holdfast_pending)):
-        restore.resume(holder)
+        restore.resume(holder, key)
 
 
 def _tracked(holder: Node | TrackedList | TrackedDict, key: object, value: Any) -> Any:
@@ -296,6 +301,7 @@ def _tracked(holder: Node | TrackedList | TrackedDict, key: object, value: Any) 
     return value
 
 
+_OWN = frozenset(Node.__slots__) - {"__dict__", "__weakref__"}
 _RESERVED: dict[type, frozenset[str]] = {Node: frozenset()}
 
 

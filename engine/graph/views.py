@@ -24,7 +24,7 @@ from .ledger import proxy
 from .paths import Path
 from .slots import OptimizerView
 from .torch_objects import TensorCell, is_module, is_optimizer, is_uninitialized, module_children
-from .tracked import Node, Untracked, Value
+from .tracked import Node, TrackedDict, TrackedList, Untracked, Value
 
 COUNTER = "save_counter"
 """Name of the edge to the number of a checkpoint's last numbered save."""
@@ -197,6 +197,30 @@ def _node(node: Node, position: Position) -> View:
         return Nothing(f"the root is a {class_name(root)}, which cannot hold other objects; give it a name instead")
     names = {edge.segment for edge in view.edges}
     return replace(view, edges=[*view.edges, *(edge for edge in edges if edge.segment not in names)])
+
+
+def edge_at(holder: Any, key: object) -> Edge | None:
+    """Returns one edge of a holder of ours, as `look` would.
+
+    Args:
+        holder: The holder.
+        key: The name of an attribute, the key of an entry, or a place in a list.
+
+    Returns:
+        The edge; None where only all of the edges together tell what it is called, or whether it is one.
+    """
+    position = Position(holder, (), None)
+    if isinstance(holder, Node) and isinstance(key, str):
+        if holder.__holdfast_root__() is not None or key in holder._holdfast_untracked or key not in vars(holder):
+            return None
+        return _attributes(holder, [(key, vars(holder)[key])], position)[0]
+    if isinstance(holder, TrackedList) and isinstance(key, int) and not is_python_value(holder[key]):
+        segment = str(key)
+    elif isinstance(holder, TrackedDict) and type(key) is str and not key.lstrip("-").isdigit():
+        (segment,) = key_segments([key])
+    else:
+        return None
+    return Edge(segment, key, holder[key], Position(holder, (segment,), partial(_set_item, holder, key)))
 
 
 def _attributes(holder: Any, children: Iterable[tuple[str, Any]], position: Position) -> list[Edge]:

@@ -223,6 +223,16 @@ def test_t09_options_that_make_no_sense(place: str) -> None:
         graph.CheckpointManager(graph.Checkpoint(), place, 0)
     with pytest.raises(hf.OptionError, match="hours"):
         graph.CheckpointManager(graph.Checkpoint(), place, 1, 0)
+    wrong: Any = "3"
+    with pytest.raises(hf.OptionError, match="hours"):
+        graph.CheckpointManager(graph.Checkpoint(), place, 1, wrong)
+    with pytest.raises(hf.OptionError, match="checkpoint_interval"):
+        graph.CheckpointManager(graph.Checkpoint(), place, 1, step_counter=graph.Value(), checkpoint_interval=wrong)
+    with pytest.raises(hf.OptionError, match="must be a Checkpoint"):
+        graph.CheckpointManager(wrong, place, 1)
+    manager = graph.CheckpointManager(graph.Checkpoint(a=1), place, 1)
+    with manager, pytest.raises(hf.OptionError, match="'x' is not a whole number"):
+        manager.save("x")
 
 
 def test_t09_a_failed_save_leaves_interval_and_counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
