@@ -46,8 +46,8 @@ class CheckpointManagerOptions:
         best_mode: Whether the largest or the smallest value is best.
         keep_checkpoints_without_metrics: Never delete checkpoints without metrics. By default they are kept or deleted
             by the other rules.
-        step_prefix: Steps live in directories named ``<step_prefix>_<step>`` instead of ``<step>``; there is no underscore
-            after a prefix that ends in ``-``.
+        step_prefix: Steps live in directories named ``<step_prefix>_<step>`` instead of ``<step>``; a prefix that ends
+            in ``-`` needs no underscore.
         read_only: Only look: nothing is saved, deleted or swept, and the directory may belong to another run.
         save_timeout_secs: How long waiting for a save may take before it is an error: seconds, or ``"10m"``.
         barrier_timeout_secs: How long a process waits for the others of its program before that is an error that names

@@ -27,10 +27,11 @@ def train(process: Process, directory: str, terminate: int | None) -> tuple[int,
     from jax.sharding import NamedSharding, PartitionSpec
 
     mesh = jax.make_mesh((process.count,), ("process",))
-    sharding = NamedSharding(mesh, PartitionSpec("process"))
+    sharding = NamedSharding(mesh, PartitionSpec("process"))  # type: ignore[no-untyped-call]  # jax leaves it unannotated
 
     def spread(part: Any) -> Any:
-        return jax.make_array_from_process_local_data(sharding, part)
+        make: Any = jax.make_array_from_process_local_data  # unannotated in jax
+        return make(sharding, part)
 
     @jax.jit
     def update(state: Any, batch: Any) -> Any:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.processes.harness import Process, run_processes
@@ -31,8 +32,9 @@ def train(process: Process, directory: str) -> None:
 
     os.chdir(directory)
     sys.stdout = open("output", "a", buffering=1)  # noqa: SIM115 - the process ends with the program
-    torch.distributed.init_process_group = lambda backend: None
-    torch.distributed.destroy_process_group = lambda: None
+    distributed: Any = torch.distributed
+    distributed.init_process_group = lambda backend: None
+    distributed.destroy_process_group = lambda: None
     exec(compile(TORCH, "train.py", "exec"), {"__name__": "__main__"})
 
 

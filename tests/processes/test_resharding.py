@@ -41,7 +41,7 @@ def jax_tree(count: int) -> dict[str, Any]:
     mesh = jax.make_mesh((count, DEVICES), ("process", "device"))
 
     def put(array: Any, *spec: Any) -> Any:
-        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))  # type: ignore[no-untyped-call]  # jax leaves it unannotated
         return jax.make_array_from_callback(np.shape(array), sharding, lambda index: array[index])
 
     values = arrays()
