@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import collections
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.processes.harness import Process, run_processes
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -100,29 +99,23 @@ def test_a_selection_reads_nothing_else(tmp_path: Path) -> None:
     assert [problem.leaf for problem in opened(path).verify()] == ["a"]
 
 
-PROGRAM = """
-import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-rank, folder = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-mesh = init_device_mesh("cpu", (2,))
-whole = torch.arange(35.0).reshape(7, 5)
-dcp.save({
-    "rows": distribute_tensor(whole, mesh, [Shard(0)]),
-    "columns": distribute_tensor(whole, mesh, [Shard(1)]),
-    "replicated": distribute_tensor(whole, mesh, [Replicate()]),
-    "plain": torch.ones(2),
-}, checkpoint_id=f"{folder}/dcp")
-dist.destroy_process_group()
-"""
+def save_tensors(process: Process, folder: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (process.count,))
+    whole = torch.arange(35.0).reshape(7, 5)
+    state = {
+        "rows": distribute_tensor(whole, mesh, [Shard(0)]),
+        "columns": distribute_tensor(whole, mesh, [Shard(1)]),
+        "replicated": distribute_tensor(whole, mesh, [Replicate()]),
+        "plain": torch.ones(2),
+    }
+    cast("Any", dcp).save(state, checkpoint_id=f"{folder}/dcp")
 
 
 def test_tensors_that_two_processes_saved(tmp_path: Path) -> None:
-    processes = [
-        subprocess.Popen([sys.executable, "-W", "ignore", "-c", PROGRAM, str(rank), str(tmp_path)]) for rank in range(2)
-    ]
-    assert [process.wait(120) for process in processes] == [0, 0]
+    run_processes(save_tensors, 2, str(tmp_path), backend="torch")
 
     found = loaded(tmp_path / "dcp")
 
