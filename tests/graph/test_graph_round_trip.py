@@ -18,6 +18,7 @@ from holdfast.engine.storage import as_location
 
 KINDS = ("node", "dict", "list", "tuple", "numpy", "jax", "value", "int", "text")
 HOLDERS = ("node", "dict", "list", "tuple")
+CONTAINERS = ("dict", "list", "tuple")
 KEYS = ("a", "b.c", "d/e", "", "1", "slots", 1, -7, True)
 
 Spec = list[tuple[str, list[tuple[Any, int]]]]
@@ -103,15 +104,25 @@ def same_items(one: dict[Any, Any], other: dict[Any, Any], seen: dict[int, Any])
 
 
 def holds_itself(spec: Spec) -> bool:
-    """Whether something immutable, which cannot be built anew around itself, is a part of itself."""
+    """Whether something immutable, or a dictionary or list inside of that, is a part of itself: such things are built
+    anew, which is impossible around themselves."""
 
-    def reaches(start: int, target: int, seen: set[int]) -> bool:
-        for _, child in spec[start][1]:
-            if child == target or (child not in seen and reaches(child, target, seen | {child})):
-                return True
-        return False
+    def reached(start: int, kinds: tuple[str, ...]) -> set[int]:
+        """Returns what can be reached from an object by way of objects of some kinds."""
+        seen: set[int] = set()
+        queue = [start]
+        for number in queue:
+            for _, child in spec[number][1]:
+                if child not in seen:
+                    seen.add(child)
+                    queue += [child] if spec[child][0] in kinds else []
+        return seen
 
-    return any(kind == "tuple" and reaches(number, number, set()) for number, (kind, _) in enumerate(spec))
+    tuples = [number for number, (kind, _) in enumerate(spec) if kind == "tuple"]
+    inside = {child for number in tuples for child in reached(number, CONTAINERS) if spec[child][0] in CONTAINERS}
+    return any(number in reached(number, HOLDERS) for number in tuples) or any(
+        number in reached(number, CONTAINERS) for number in inside
+    )
 
 
 def shared_in_tuples(spec: Spec) -> bool:
