@@ -9,17 +9,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ...engine.checkpointer import AsyncCheckpointer, Place
-from ...engine.errors import CheckpointNotFoundError, SaveFailedError, StateError
+from ...engine.errors import StateError
 from ...engine.handlers import PerProcessCheckpointHandler
 from ...engine.manager import CheckpointManager
 from ..options import BestFn, BestMode, CallbackOptions, Resume
 from ..preemption import PreemptionSignal
-from .checks import check_metrics, check_step, missing_extras, warn_of_counter
+from .checks import check_metrics, check_step, missing_extras
 from .initialization import with_weights
-from .laststep import LastStep
-from .metrics import host_metrics
 from .outcome import StepOutcome
 from .resuming import check_resume, restore
+from .saver import StepSaver
 
 if TYPE_CHECKING:
     from ...engine.clock import Clock
@@ -145,13 +144,12 @@ class CheckpointCallback:
             metadata=metadata,
             clock=clock,
         )
+        self._saver = StepSaver(self._manager)
         self._preemption = PreemptionSignal()
         self._names: frozenset[str] = frozenset()
-        self._last: LastStep | None = None
         self._begun = False
         self._closed = False
         self._should_stop = False
-        self._saved: int | None = None
         self.extras: dict[str, Any] = {}
 
     @property
@@ -228,16 +226,13 @@ class CheckpointCallback:
         check_step(step, state, metrics)
         if not self._names <= extras.keys():
             raise StateError(missing_extras(self._names - extras.keys()))
-        last = self._last
-        if last is None:
-            last = self._last = LastStep(step)
-        last.see(step, state, metrics, extras)
+        self._saver.see(step, state, metrics, extras)
         decision = self._manager.decide(step, metrics=metrics)
         if self._preemption.reached(step):
             return self._on_preemption(decision.save, decision.reason)
         if not decision.save:
             return _NOTHING_DUE
-        self._save(decision.reason)
+        self._saver.save(decision.reason)
         return StepOutcome(True, decision.reason, should_stop=False)
 
     def on_eval(self, step: int, metrics: Mapping[str, Any]) -> StepOutcome:
@@ -254,21 +249,14 @@ class CheckpointCallback:
         """
         check_metrics(metrics)
         step = operator.index(step)
-        if self._is_saved(step):
-            try:
-                self._manager.record_metrics(step, host_metrics(metrics))
-            except CheckpointNotFoundError:
-                self._manager.wait_until_finished()  # says so if its save has failed
-                raise
+        if self._saver.record(step, metrics):
             return StepOutcome(False, f"metrics recorded with step {step}", self._should_stop)
-        last = self._last
-        if last is None or last.step != step:
+        decision = self._saver.reconsider(step, metrics)
+        if decision is None:
             return StepOutcome(False, f"step {step} is not saved, so its metrics are not kept", self._should_stop)
-        last.metrics = {**(last.metrics or {}), **metrics}
-        decision = self._manager.decide(step, metrics=last.metrics)
-        if not decision.save or last.why_lost() is not None:
+        if not decision.save or self._saver.why_lost() is not None:
             return StepOutcome(False, decision.reason, self._should_stop)
-        self._save(decision.reason)
+        self._saver.save(decision.reason)
         return StepOutcome(True, decision.reason, self._should_stop)
 
     def close(self) -> None:
@@ -281,7 +269,8 @@ class CheckpointCallback:
             return
         self._closed = True
         try:
-            self._save_last()
+            if not self._saver.is_saved and (self._options.save_at_end or self.preempted):
+                self._saver.save_at_end()
         finally:
             try:
                 self._manager.close()
@@ -325,45 +314,15 @@ class CheckpointCallback:
                 "restore_or_initialize before the loop, or choose another directory"
             )
 
-    def _save(self, reason: str) -> None:
-        last = self._last
-        assert last is not None
-        if self._saved is None:
-            warn_of_counter(last.step, last.state)
-        metrics = None if last.metrics is None else host_metrics(last.metrics)
-        try:
-            items = last.items(alone=self._manager.alone)
-            self._manager.save(last.step, items, metrics=metrics, force=True, reason=reason)
-        except SaveFailedError:  # of the save before; this step is saved nevertheless
-            self._saved = last.step
-            raise
-        self._saved = last.step
-
-    def _is_saved(self, step: int) -> bool:
-        return step == self._saved or step in self._manager.all_steps()
-
     def _on_preemption(self, due: bool, why: str) -> StepOutcome:
         if self._should_stop:  # asked before, and the loop goes on: save by the ordinary rules
             if due:
-                self._save(why)
+                self._saver.save(why)
             return StepOutcome(due, why, should_stop=True)
-        assert self._last is not None
-        save = not self._is_saved(self._last.step)
+        save = not self._saver.is_saved
         if save:
-            self._save("preempted")
+            self._saver.save("preempted")
         self._manager.wait_until_finished()
         self._should_stop = True
-        logger.info("preempted: step %d is saved in %s; stopping", self._last.step, self._manager.directory)
+        logger.info("preempted: step %d is saved in %s; stopping", self._saver.step, self._manager.directory)
         return StepOutcome(save, "preempted", should_stop=True)
-
-    def _save_last(self) -> None:
-        last = self._last
-        if last is None or self._is_saved(last.step):
-            return
-        if not (self._options.save_at_end or self.preempted):
-            return
-        lost = last.why_lost()
-        if lost is not None:
-            logger.warning("step %d is not saved at the end: %s", last.step, lost)
-            return
-        self._save("at the end")
