@@ -1,4 +1,4 @@
-"""Digests of whole files: for items that carry no checksums of their own."""
+"""Digests of whole files: for small files, and for items that carry no checksums of their own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from .errors import DamagedCheckpointError, ObjectNotFoundError
-from .format import extend
+from .format import crc32c, extend
 from .record import FileRecord
 from .storage import Buffer, DataReader, Location
 
@@ -48,6 +48,34 @@ def seal(folder: Location, prefix: str = "") -> dict[str, FileRecord]:
                 os.fsync(written.fileno())
     folder.sync_directory()
     return found
+
+
+def read_checked(place: Location, known: FileRecord | None, *, limit: int) -> bytes:
+    """Reads a small file and compares it with the commit record.
+
+    Args:
+        place: The file.
+        known: What the record says about it; None where there is none to compare with.
+        limit: The most bytes that are sensible.
+
+    Returns:
+        Its content.
+
+    Raises:
+        DamagedCheckpointError: It is missing, or not what was saved.
+    """
+    try:
+        content = place.read_bytes(limit=limit if known is None else min(limit, known.size))
+    except ObjectNotFoundError as error:
+        raise DamagedCheckpointError(f"{place} is missing: the checkpoint is not whole") from error
+    if known is not None:
+        found = crc32c(content)
+        if len(content) != known.size or (known.crc32c is not None and found != known.crc32c):
+            raise DamagedCheckpointError(
+                f"{place} is not what was saved: expected {known.size} bytes with crc32c {known.crc32c or 0:08x}, "
+                f"found {len(content)} bytes with {found:08x}"
+            )
+    return content
 
 
 def check_file(place: Location, known: FileRecord) -> None:

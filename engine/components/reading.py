@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 from ..checkpointer import Place
 from ..commit import read_record
+from ..digests import read_checked
 from ..errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
-    ObjectNotFoundError,
 )
-from ..format import DOCUMENT_LIMIT, crc32c
+from ..format import DOCUMENT_LIMIT
 from ..item import TreeReader, load_tree
 from ..record import RECORD, CheckpointRecord
 from ..storage import Location, as_location
@@ -106,13 +106,7 @@ class NativeComponent:
 
     def _describe(self) -> Description:
         place = self._folder / COMPONENT
-        known = self._item.files[COMPONENT]
-        try:
-            content = place.read_bytes(limit=min(DOCUMENT_LIMIT, known.size))
-        except ObjectNotFoundError as error:
-            raise DamagedCheckpointError(f"{place} is missing: the checkpoint is not whole") from error
-        if len(content) != known.size or crc32c(content) != known.crc32c:
-            raise DamagedCheckpointError(f"{place} is not what was saved: its size or checksum differs")
+        content = read_checked(place, self._item.files[COMPONENT], limit=DOCUMENT_LIMIT)
         return Description.decode(content, source=str(place))
 
 

@@ -11,15 +11,16 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..coordination import Member, current_coordinator
-from ..errors import CheckpointNotFoundError, DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
+from ..coordination import Member
+from ..digests import read_checked
+from ..errors import CheckpointNotFoundError, UnsupportedLeafError
 from ..format import DOCUMENT_LIMIT, crc32c, decode_document, encode_document
-from ..handlers import Files, PreparedItem, PyTreeCheckpointHandler, write_alone
+from ..handlers import Files, PreparedItem, ProcessShare, PyTreeCheckpointHandler, own_share
 from ..interop.graph_document import GRAPH, KIND
 from ..interop.native import NativeCheckpoint
 from ..interop.places import open_checkpoint
-from ..interop.source import TREE, TreeSource, as_reader
-from ..item import SavedLeaf, TreeReader, load_tree, naming
+from ..interop.source import TREE, TreeSource
+from ..item import SavedLeaf, TreeReader, naming
 from ..record import FileRecord
 from ..storage import Location
 from ..tree import Node, materialize, unflatten
@@ -47,7 +48,9 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
             document = encode_document(KIND, item.document)
         except ValueError as error:
             raise UnsupportedLeafError(f"this graph cannot be described: {error}; nothing was written") from error
-        own = None if item.own is None else PyTreeCheckpointHandler().prepare(dict(item.own), snapshot=snapshot)
+        own = None
+        if item.own is not None:
+            own = ProcessShare(super().prepare(dict(item.own), snapshot=snapshot))
         return _PreparedGraph(tree, document, own)
 
     def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
@@ -77,24 +80,17 @@ class _PreparedGraph:
         fragment = self._tree.write(folder, member)
         if self._own is None:
             return fragment
-        (folder / _OWN_FOLDER).make_directory()
-        place = folder / _OWN_FOLDER / str(member.index)
+        place = folder / _OWN_FOLDER
         place.make_directory()
-        files = write_alone(self._own, place)
-        (folder / _OWN_FOLDER).sync_directory()
-        share = {path: [file.size, file.crc32c] for path, file in files.items()}
-        return json.dumps([share, fragment.hex()]).encode()
+        return json.dumps([self._own.write(place, member).hex(), fragment.hex()]).encode()
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
         own: Files = {}
         if self._own is not None:
-            shares = [json.loads(fragment) for fragment in fragments]
-            fragments = [bytes.fromhex(fragment) for _, fragment in shares]
-            own = {
-                f"{_OWN_FOLDER}/{process}/{path}": FileRecord(*facts)
-                for process, (share, _) in enumerate(shares)
-                for path, facts in share.items()
-            }
+            pairs = [[bytes.fromhex(part) for part in json.loads(fragment)] for fragment in fragments]
+            shares, fragments = zip(*pairs, strict=True)
+            files = self._own.merge(folder / _OWN_FOLDER, shares)
+            own = {f"{_OWN_FOLDER}/{path}": known for path, known in files.items()}
         files = {**self._tree.merge(folder, fragments), **own}
         folder.sync_directory()
         return {**files, GRAPH: FileRecord(len(self._document), crc32c(self._document))}
@@ -218,10 +214,6 @@ class StoredGraph:
             return int(segment)
         return dict(zip(key_segments(structure.keys), structure.keys, strict=True))[segment]
 
-    def load_all(self) -> Any:
-        """Reads the whole tree of values."""
-        return load_tree(as_reader(self._source))
-
 
 def open_graph(location: Location) -> StoredGraph:
     """Opens the graph that a checkpoint holds.
@@ -251,40 +243,15 @@ def _document(source: TreeSource, files: Mapping[str, FileRecord] | None) -> Any
     if known is None:
         return None
     place = source.location / GRAPH
-    try:
-        content = place.read_bytes(limit=min(DOCUMENT_LIMIT, known.size))
-    except ObjectNotFoundError as error:
-        raise DamagedCheckpointError(f"{place} is missing: the checkpoint is not whole") from error
-    if len(content) != known.size or crc32c(content) != known.crc32c:
-        raise DamagedCheckpointError(f"{place} is not what was saved: its size or checksum differs")
+    content = read_checked(place, known, limit=DOCUMENT_LIMIT)
     return decode_document(content, KIND, source=str(place))
 
 
 def _own_tree(location: Location, files: Mapping[str, FileRecord]) -> TreeReader | None:
-    """Opens what this process has of its own, if processes have; where there were fewer, they are dealt out again."""
-    folders: dict[str, dict[str, FileRecord]] = {}
-    for path, known in files.items():
-        folder, _, rest = path.partition("/")
-        process, _, name = rest.partition("/")
-        if folder == _OWN_FOLDER and name:
-            folders.setdefault(process, {})[name] = known
-    if not folders:
-        return None
-    coordinator = current_coordinator()
-    process = str(coordinator.process_index % len(folders))
-    if process not in folders:
-        raise DamagedCheckpointError(f"{location}: what process {process} had of its own is missing")
-    if len(folders) != coordinator.process_count:
-        _logger.warning(
-            "%s was saved by %d processes and is restored by %d: process %d takes the data iterators and the like of "
-            "process %s",
-            location,
-            len(folders),
-            coordinator.process_count,
-            coordinator.process_index,
-            process,
-        )
-    return TreeReader(location / _OWN_FOLDER / process, folders[process])
+    """Opens what this process has of its own, if processes have."""
+    begin = f"{_OWN_FOLDER}/"
+    own = {path.removeprefix(begin): known for path, known in files.items() if path.startswith(begin)}
+    return TreeReader(*own_share(location / _OWN_FOLDER, own)) if own else None
 
 
 def _inside(structure: Node) -> dict[str, Node | None]:

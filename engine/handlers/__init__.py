@@ -13,7 +13,7 @@ from .base import (
     restore_item,
 )
 from .json import JsonCheckpointHandler
-from .per_process import PerProcessCheckpointHandler
+from .per_process import PerProcessCheckpointHandler, ProcessShare, own_share
 from .pytree import PyTreeCheckpointHandler
 from .saves import Files, PreparedItem, SaveFuture, finish, run_coroutine, write_alone
 from .type_handlers import DEFAULT_REGISTRY, ParamInfo, TypeHandler, TypeHandlerRegistry, register_type_handler
@@ -30,6 +30,7 @@ __all__ = [
     "PerProcessCheckpointHandler",
     "PreparedCheckpointHandler",
     "PreparedItem",
+    "ProcessShare",
     "PyTreeCheckpointHandler",
     "RestoreArgs",
     "SaveArgs",
@@ -39,6 +40,7 @@ __all__ = [
     "finish",
     "has_structure",
     "item_structure",
+    "own_share",
     "register_type_handler",
     "restore_item",
     "run_coroutine",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
+from ..digests import read_checked
+from ..errors import UnsupportedLeafError
 from ..format import DOCUMENT_LIMIT, decode_document, encode_document
 from ..storage import Location
 from .base import PreparedCheckpointHandler, no_arguments
@@ -39,10 +40,7 @@ class JsonCheckpointHandler(PreparedCheckpointHandler):
         """Reads the item back; ``item`` is not needed."""
         no_arguments(self, kwargs, self.restore)
         place = directory / self._filename
-        try:
-            content = place.read_bytes(limit=DOCUMENT_LIMIT)
-        except ObjectNotFoundError as error:
-            raise DamagedCheckpointError(f"{place} is missing: the checkpoint is not whole") from error
+        content = read_checked(place, None if files is None else files.get(self._filename), limit=DOCUMENT_LIMIT)
         return decode_document(content, "json", source=str(place)).get("data")
 
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from .plan import Layout
 from .reader import SavedLeaf, TreeReader
 from .staging import StagingBuffer
 from .transformed import load_transformed_tree
-from .writer import HostTree, TreeWriter, write_tree
+from .writer import HostTree, TreeWriter
 
 __all__ = [
     "AGGREGATE_LIMIT",
@@ -30,5 +30,4 @@ __all__ = [
     "load_tree",
     "naming",
     "tree_metadata",
-    "write_tree",
 ]

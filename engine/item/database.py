@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..digests import read_checked
 from ..errors import DamagedCheckpointError, FormatVersionError, ObjectNotFoundError
 from ..format import (
     METADATA_LIMIT,
     ArrayMetadata,
-    crc32c,
     decode_array_metadata,
     decode_database,
     decode_fill_value,
@@ -95,20 +95,8 @@ class ArrayDatabase:
             DamagedCheckpointError: It is missing or not what was saved.
         """
         known = None if self._files is None else self._files.get(path)
-        place = self._location / path
-        limit = _SMALL_FILE_LIMIT if known is None else min(_SMALL_FILE_LIMIT, known.size)
-        try:
-            content = place.read_bytes(limit=limit)
-            self.bytes_read += len(content)
-        except ObjectNotFoundError as error:
-            raise DamagedCheckpointError(f"{place} is missing: the checkpoint is not whole") from error
-        if known is not None:
-            found = crc32c(content)
-            if len(content) != known.size or (known.crc32c is not None and found != known.crc32c):
-                raise DamagedCheckpointError(
-                    f"{place} is not what was saved: expected {known.size} bytes with crc32c {known.crc32c or 0:08x}, "
-                    f"found {len(content)} bytes with {found:08x}"
-                )
+        content = read_checked(self._location / path, known, limit=_SMALL_FILE_LIMIT)
+        self.bytes_read += len(content)
         return content
 
     @property

@@ -198,25 +198,6 @@ class TreeWriter:
         return sources
 
 
-def write_tree(location: Location, tree: HostTree, layout: Layout) -> dict[str, FileRecord]:
-    """Writes a tree from one process into a folder that holds nothing else yet.
-
-    Args:
-        location: The folder; it is made if need be.
-        tree: What to write.
-        layout: Sizes of chunks, segments and data files.
-
-    Returns:
-        The files that were written, by their path inside the folder; contents and names are durable.
-
-    Raises:
-        StorageError: The storage refused; what was written so far stays behind for the caller to remove.
-        UnsupportedLeafError: The tree has too many leaves, or too much text outside of arrays, for one description.
-    """
-    writer = TreeWriter(tree, layout)
-    return writer.merge(location, [writer.write(location, Member())])
-
-
 def _segment(segment: PlannedSegment, sources: Sequence[Source]) -> Segment:
     def parts() -> Iterator[Bytes]:
         return segment_parts(segment, sources)
