@@ -73,7 +73,8 @@ class HoldfastJax(_Jax):
 
     @override
     def load(self, path: Path, shapes: Mapping[str, Shape]) -> Tree:
-        tree = jax.block_until_ready(hf.load(path, like=self.template(shapes)))  # type: ignore[no-untyped-call]
+        tree = hf.load(path, like=self.template(shapes))
+        jax.block_until_ready(tree)  # type: ignore[no-untyped-call]  # jax leaves it unannotated
         assert isinstance(tree, dict)
         return tree
 
@@ -96,7 +97,8 @@ class Orbax(_Jax):
 
     @override
     def load(self, path: Path, shapes: Mapping[str, Shape]) -> Tree:
-        tree = jax.block_until_ready(self._checkpointer.restore(path, self.template(shapes)))  # type: ignore[no-untyped-call]
+        tree = self._checkpointer.restore(path, self.template(shapes))
+        jax.block_until_ready(tree)  # type: ignore[no-untyped-call]  # jax leaves it unannotated
         assert isinstance(tree, dict)
         return tree
 

@@ -4,36 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.processes.threads import together
 
 import holdfast as hf
 from holdfast.engine.coordination.coordinator import Coordinator
-from holdfast.engine.coordination.memory import memory_coordinators
-
-
-def together(count: int, work: Callable[[Coordinator], Any], *, timeout: float = 30.0) -> list[Any]:
-    """Runs work in as many threads as there are processes; returns what came of it, errors among it, in their order."""
-    results: list[Any] = [None] * count
-
-    def run(coordinator: Coordinator) -> None:
-        try:
-            results[coordinator.process_index] = work(coordinator)
-        except BaseException as error:  # handed to the test
-            results[coordinator.process_index] = error
-
-    threads = [threading.Thread(target=run, args=(one,), daemon=True) for one in memory_coordinators(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout)
-    assert not any(thread.is_alive() for thread in threads), "a member hangs"
-    return results
 
 
 def unwrap(results: list[Any]) -> list[Any]:

@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.processes.harness import Backend, Process, run_processes
+from tests.processes.threads import together
 
 import holdfast as hf
 from holdfast.engine.coordination.coordinator import Coordinator
-from holdfast.engine.coordination.memory import memory_coordinators
 
 ocp: Any = pytest.importorskip("orbax.checkpoint")
 
 COUNT = 3
-
-
-def together(work: Callable[[Coordinator], Any]) -> list[Any]:
-    """Runs work in threads that play processes; returns what came of it, errors among it, in their order."""
-    results: list[Any] = [None] * COUNT
-
-    def run(coordinator: Coordinator) -> None:
-        try:
-            results[coordinator.process_index] = work(coordinator)
-        except Exception as error:  # handed to the test
-            results[coordinator.process_index] = error
-
-    threads = [threading.Thread(target=run, args=(one,), daemon=True) for one in memory_coordinators(COUNT)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads), "a process hangs"
-    return results
 
 
 @pytest.fixture
@@ -50,7 +29,9 @@ def run(tmp_path: Path) -> Path:
 def test_an_import(run: Path, tmp_path: Path) -> None:
     hf.export_checkpoint(run, tmp_path / "orbax", "orbax")
 
-    results = together(lambda one: hf.import_checkpoint(tmp_path / "orbax", tmp_path / "imported", coordinator=one))
+    results = together(
+        COUNT, lambda one: hf.import_checkpoint(tmp_path / "orbax", tmp_path / "imported", coordinator=one)
+    )
 
     assert results[0] == results[1] == results[2]
     assert [done.step for done in results[0]] == [1, 2]
@@ -60,7 +41,7 @@ def test_an_import(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", ["safetensors", "torch", "orbax"])
 def test_an_export(run: Path, tmp_path: Path, to: Any) -> None:
-    results = together(lambda one: hf.export_checkpoint(run, tmp_path / "out", to, step=2, coordinator=one))
+    results = together(COUNT, lambda one: hf.export_checkpoint(run, tmp_path / "out", to, step=2, coordinator=one))
 
     assert results[0] == results[1] == results[2]
     assert [done.format for done in results[0]] == [to]
@@ -68,7 +49,7 @@ def test_an_export(run: Path, tmp_path: Path, to: Any) -> None:
 
 
 def test_an_export_in_place(run: Path) -> None:
-    results = together(lambda one: hf.add_orbax_metadata(run, coordinator=one))
+    results = together(COUNT, lambda one: hf.add_orbax_metadata(run, coordinator=one))
 
     assert results == [[hf.as_location(run / str(step)) for step in (1, 2)]] * COUNT
     with ocp.CheckpointManager(run) as manager:
@@ -80,7 +61,7 @@ def test_a_failure_is_told_to_all(run: Path, tmp_path: Path) -> None:
     def work(one: Coordinator) -> Any:
         return hf.import_checkpoint(tmp_path / "nothing", tmp_path / "imported", coordinator=one)
 
-    results = together(work)
+    results = together(COUNT, work)
 
     assert isinstance(results[0], hf.CheckpointNotFoundError)
     for result in results[1:]:
@@ -93,7 +74,7 @@ def test_processes_that_ask_for_different_things(run: Path, tmp_path: Path) -> N
         target = tmp_path / f"{one.process_index == 2}.safetensors"
         return hf.export_checkpoint(run, target, "safetensors", coordinator=one)
 
-    results = together(work)
+    results = together(COUNT, work)
 
     assert results[0] == results[1]
     assert isinstance(results[2], hf.StateError)
@@ -105,7 +86,9 @@ def test_one_process_alone(run: Path, tmp_path: Path) -> None:
         target = tmp_path / f"{one.process_index}.safetensors"
         return hf.export_checkpoint(run, target, "safetensors", coordinator=hf.Alone() if one.process_index else one)
 
-    assert [done.path for (done,) in together(work)] == [str(tmp_path / f"{i}.safetensors") for i in range(COUNT)]
+    assert [done.path for (done,) in together(COUNT, work)] == [
+        str(tmp_path / f"{i}.safetensors") for i in range(COUNT)
+    ]
 
 
 def convert(process: Process, directory: str) -> list[Any]:
