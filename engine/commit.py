@@ -144,10 +144,17 @@ class PendingCheckpoint:
         self.location.sync_directory()
         self.location.parent.sync_directory()
         replaced = tuple(sorted(self._old - {folder.name for folder in self.folders.values()}))
+        self._stays = True  # from here on its data may be all that there is, also where a person interrupts
         try:
             write_record(self.location, dataclasses.replace(record, replaced=replaced))
-        except StorageError:
+        except BaseException as error:
             self._take_back()
+            if self._stays:
+                error.add_note(
+                    f"{self.location}: the record is in place and could not be taken back: although its save has "
+                    "failed, this checkpoint is listed as long as the storage keeps it. It is whole; to be sure of it, "
+                    "save it again, replacing it, or delete it"
+                )
             raise
         with _leftover(self.location):
             for folder in replaced:
@@ -159,6 +166,7 @@ class PendingCheckpoint:
         """Undoes a commit that failed half-way: the record was renamed, and making its name durable failed."""
         with contextlib.suppress(StorageError):
             if not self._is_visible():
+                self._stays = False
                 return
             if self._old_record is None:
                 (self.location / RECORD).rename(DELETED)

@@ -87,6 +87,32 @@ def test_a_replacement_that_is_given_up(place: hf.Location) -> None:
     assert names(place) == ["checkpoint.json", "item"]
 
 
+@pytest.mark.parametrize(("call", "found"), [("write_bytes", "one"), ("remove_tree", "two"), ("remove", "two")])
+def test_an_interrupted_replacement_loses_nothing(
+    place: hf.Location, monkeypatch: pytest.MonkeyPatch, call: str, found: str
+) -> None:
+    """As a person does it by pressing Ctrl-C while the record is written, or the old data are removed."""
+    commit(place, "one")
+    pending = PendingCheckpoint(place, ["item"], overwrite=True)
+    record = write(pending, "two")
+
+    real = getattr(hf.Location, call)
+
+    def interrupted(*arguments: object, **options: object) -> None:
+        monkeypatch.setattr(hf.Location, call, real)  # once
+        real(*arguments, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hf.Location, call, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pending.commit(record)
+    pending.abort()
+    assert content(place) == found
+    commit(place, "three", overwrite=True)
+    assert content(place) == "three"
+    assert len(names(place)) == 2
+
+
 def test_leftovers_of_a_replacement_go_with_the_next(place: hf.Location) -> None:
     commit(place, "one")
     for _ in range(3):

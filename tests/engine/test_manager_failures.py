@@ -122,6 +122,7 @@ def test_failure_at_every_call(root: Path, fault: Fault, error: int, calls: tupl
             with pytest.raises(hf.SaveFailedError, match="step 2 of") as caught:
                 manager.save(3, tree(3))
             assert caught.value.step == 2
+            assert ("could not be taken back" in str(caught.value)) is in_doubt
             assert isinstance(caught.value.__cause__, hf.StorageError)
             assert caught.value.__cause__.errno == error
         else:
