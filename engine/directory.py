@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +15,7 @@ from .commit import delete_checkpoint, remove_temporary, sweep, write_record
 from .errors import HoldfastError, ObjectNotFoundError, OptionError, OwnershipError, StorageError
 from .format import decode_document, encode_document
 from .options import CheckpointManagerOptions
-from .ownership import Ownership
+from .ownership import OWNER, Ownership
 from .policy import Rule, reasons
 from .record import RECORD, CheckpointRecord
 from .steps import StepIndex
@@ -91,13 +93,21 @@ class RunDirectory:
         self.ownership.take()
         remove_temporary(self.location, [entry.name for entry in self.location.entries()])
         for _, location in list(self.steps.directories()):
-            sweep(location)
+            if not sweep(location) and location.is_local:
+                self._remove_empty(location)
         self.steps.reload()
         if facts is not None:
             (self.location / _METADATA).make_directory()
             (self.location / _METADATA / _METADATA_FILE).write_bytes(facts)
         (self.location / OPTIONS).write_bytes(encode_document("options", {"options": options.to_document()}))
         self._swept = True
+
+    def _remove_empty(self, location: Location) -> None:
+        """Removes the folder of a step that an earlier run has made and was killed before it could mark it."""
+        with contextlib.suppress(OSError):  # above all where it is not empty
+            # One clock, that of the file system; a folder that is newer may be one that somebody is about to fill.
+            if os.lstat(location).st_mtime_ns <= os.stat(self.location / OWNER).st_mtime_ns:
+                os.rmdir(location)
 
     def metadata(self) -> Mapping[str, Any] | None:
         """Returns the facts about the run, or None."""

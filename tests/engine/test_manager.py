@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -383,6 +384,25 @@ def test_strangers_are_left_alone(tmp_path: Path) -> None:
         assert manager.all_steps() == [10]
     after = {path: path.read_bytes() if path.is_file() else None for path in before}
     assert after == before
+
+
+def test_empty_folders_of_steps_are_swept(tmp_path: Path) -> None:
+    """A process may be killed between making the folder and marking it."""
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.save(1, tree(1))
+    for name in ("2", "3", "07", "notes"):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (1e9, 1e9))
+    ahead = time.time() + 1e4
+    os.utime(tmp_path / "3", (ahead, ahead))
+    (tmp_path / "4").symlink_to(tmp_path / "notes")
+    with hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(read_only=True)) as looking:
+        assert looking.all_steps() == [1]
+    assert (tmp_path / "2").exists(), "who only looks removes nothing"
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.acquire()
+        left = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+        assert left == {"1", "3", "4", "07", "notes"}, "newer ones may be about to be filled"
 
 
 def test_a_step_in_the_directory_of_another(tmp_path: Path) -> None:
