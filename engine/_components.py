@@ -24,6 +24,7 @@ from __future__ import annotations
 from holdfast.engine.components import (
     Checkpointable,
     Component,
+    ComponentCheckpointHandler,
     ComponentReport,
     Description,
     allow,
@@ -31,4 +32,13 @@ from holdfast.engine.components import (
     rename,
 )
 
-__all__ = ["Checkpointable", "Component", "ComponentReport", "Description", "allow", "read_state", "rename"]
+__all__ = [
+    "Checkpointable",
+    "Component",
+    "ComponentCheckpointHandler",
+    "ComponentReport",
+    "Description",
+    "allow",
+    "read_state",
+    "rename",
+]

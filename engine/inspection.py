@@ -241,7 +241,17 @@ def _verify(location: Location, step: int | None) -> CheckpointVerification:
         for problem in _verify_item(location / item.folder, item):
             leaf = problem.leaf if len(parts) == 1 or not problem.leaf else f"{name}: {problem.leaf}"
             problems.append(Problem(f"{item.folder}/{problem.file}", leaf, problem.what))
+    problems += _verify_beside(location, record, parts)
     return CheckpointVerification(step=record.step, path=str(location), bytes=record.nbytes, problems=tuple(problems))
+
+
+def _verify_beside(location: Location, record: CheckpointRecord, parts: Mapping[str, ItemRecord]) -> Iterator[Problem]:
+    """Checks files of items that belong to none of the trees in them, such as the records of components."""
+    read = {f"{part.folder}/{file}" for part in parts.values() for file in part.files}
+    for item in record.items.values():
+        for file in item.files:
+            if f"{item.folder}/{file}" not in read and (problem := _digest_problem(location / item.folder, file, item)):
+                yield problem._replace(file=f"{item.folder}/{file}")
 
 
 def _verify_foreign(location: Location, step: int | None) -> CheckpointVerification:

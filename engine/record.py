@@ -26,6 +26,10 @@ TREES = "pytree"
 """Kind of an item that is a tree."""
 PROCESSES = "processes"
 """Kind of an item of which every process has a tree of its own."""
+COMPONENTS = "components"
+"""Kind of an item that is a tree of components, each of which has a tree of its own."""
+COMPONENT = "component.json"
+"""Name of the file that says what a component is, in the folder of its tree."""
 
 _KIND = "checkpoint"
 
@@ -49,7 +53,8 @@ class ItemRecord:
 
     Attributes:
         folder: The folder's path inside the checkpoint's directory: one name, or several with slashes between them.
-        kind: What wrote it: ``"pytree"``, ``"json"``, ``"processes"``, or ``"files"`` for a handler of the user's own.
+        kind: What wrote it: ``"pytree"``, ``"json"``, ``"processes"``, ``"components"``, or ``"files"`` for a
+            handler of the user's own.
         files: The files by their path inside the folder.
     """
 
@@ -77,6 +82,24 @@ class ItemRecord:
                 f"{self.folder}: expected folders 0, 1, 2, ... of processes, found {sorted(found)}"
             )
         return [ItemRecord(f"{self.folder}/{index}", TREES, found[str(index)]) for index in range(len(found))]
+
+    def components(self) -> dict[str, ItemRecord]:
+        """Returns the trees of an item of kind ``"components"`` by the component's path, ``""`` for the root.
+
+        The folder of a component's tree lies in the component's directory. Files that belong to none are left out.
+        """
+        folders = {path.removesuffix(f"/{COMPONENT}") for path in self.files if path.endswith(f"/{COMPONENT}")}
+        found: dict[str, dict[str, FileRecord]] = {}
+        for path, record in self.files.items():
+            parts = path.split("/")
+            above = ("/".join(parts[:length]) for length in range(1, len(parts)))
+            folder = next((one for one in above if one in folders), None)
+            if folder is not None:
+                found.setdefault(folder, {})[path.removeprefix(f"{folder}/")] = record
+        return {
+            folder.rpartition("/")[0]: ItemRecord(f"{self.folder}/{folder}", TREES, files)
+            for folder, files in found.items()
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +130,10 @@ class CheckpointRecord:
         return sum(item.nbytes for item in self.items.values())
 
     def parts(self) -> dict[str, ItemRecord]:
-        """Returns the items by name; those of which every process has its own as ``name/0``, ``name/1`` and so on.
+        """Returns the items by name, and the trees within items by the item's name and their own.
+
+        Of an item of which every process has its own these are ``name/0``, ``name/1`` and so on; of a tree of
+        components ``name`` is the root's own, and ``name/learner`` that of its component ``learner``.
 
         Raises:
             DamagedCheckpointError: The folders of one are not those of processes 0, 1, 2 and so on.
@@ -116,6 +142,8 @@ class CheckpointRecord:
         for name, item in self.items.items():
             if item.kind == PROCESSES:
                 found |= {f"{name}/{index}": share for index, share in enumerate(item.shares())}
+            elif item.kind == COMPONENTS and (components := item.components()):
+                found |= {f"{name}/{path}" if path else name: one for path, one in components.items()}
             else:
                 found[name] = item
         return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .building import build
 from .checkpointable import Checkpointable, Component
 from .description import Description
+from .handler import ComponentCheckpointHandler
 from .names import component_path, written
 from .permissions import Permissions, allow, rename
 from .reading import SavedComponent, all_components, open_component, read_state
@@ -15,6 +16,7 @@ from .saving import save
 __all__ = [
     "Checkpointable",
     "Component",
+    "ComponentCheckpointHandler",
     "ComponentReport",
     "Description",
     "Permissions",

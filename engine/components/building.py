@@ -7,7 +7,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from ..checkpointer import Place
 from ..errors import DamagedCheckpointError, NotAllowedError, OptionError
 from ..item import SavedLeaf
 from ..tree import escape_key
@@ -15,7 +14,7 @@ from ..tree.leaves import ARRAY_KINDS
 from .live import live_tree
 from .names import Path, written
 from .permissions import Permissions, import_path
-from .reading import SavedComponent, open_component
+from .reading import SavedComponent
 from .restoring import descend, restore_saved
 from .values import Missing, ValueDecoder, on_this_machine
 
@@ -24,7 +23,7 @@ _logger = logging.getLogger("holdfast")
 
 def build(
     base: type,
-    path: Place,
+    saved: SavedComponent,
     *,
     permissions: Permissions,
     fallback: bool = False,
@@ -35,7 +34,7 @@ def build(
 
     Args:
         base: What the component's class must be, or derive from.
-        path: The directory of a tree of components, or of one of its parts.
+        saved: What was saved.
         permissions: Which classes and functions the checkpoint may name.
         fallback: Use ``base`` and the overrides where the saved class is not known any more.
         strict: Whether components and values that only one side has are errors.
@@ -50,7 +49,6 @@ def build(
             was not kept and is not given.
         DamagedCheckpointError: It does not verify.
     """
-    saved = open_component(path)
     value = _Building(saved, base, permissions, fallback).make(saved, base, overrides)
     # What the caller has asked for wins over plain values of that name in the state: attributes, options of optimizers.
     names = {escape_key(name) for name in overrides}

@@ -7,16 +7,20 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, Self, runtime_checkable
 
 from ..checkpointer import Place
+from ..coordination import Coordinator
 from ..errors import TreeMismatchError
 from ..graph import Patterns
+from ..item import Layout
 from .building import build
 from .live import RECIPE, LiveComponent, discovered, live_tree
 from .names import Names, Selection, written
 from .permissions import Permissions
+from .preparing import kept_arguments
+from .reading import open_component
 from .recipes import CtorArguments
 from .report import ComponentReport
 from .restoring import restore
-from .saving import kept_arguments, save
+from .saving import save
 from .states import call_get_state, default_state, inherited, overrides, set_default_state
 
 _logger = logging.getLogger("holdfast")
@@ -76,19 +80,27 @@ class Checkpointable:
         *,
         state: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        layout: Layout | None = None,
         use_msgpack: bool = False,
         step: int | None = None,
         metrics: Mapping[str, Any] | None = None,
+        coordinator: Coordinator | None = None,
     ) -> str:
         """Saves this component and all below it, each into a directory of its own; one atomic checkpoint.
+
+        In a program of several processes it is process 0 that saves. The others may call this, too, with the same path:
+        they wait until that is done.
 
         Args:
             path: Where: a path or a URL (``memory://``, ``s3://``, ``gs://``); None makes a new temporary directory.
             state: What to save in the place of ``get_state()``; of the components below only those that are in it.
             overwrite: Replace a tree of components that is there; a crash leaves the old one or the new one, whole.
+            layout: Sizes of chunks and data files, and how chunks are compressed: ``hf.Layout(compression=3)``.
             use_msgpack: Keep a component's arrays in one msgpack file, rather than in a database.
             step: The number of the step, for ``holdfast ls`` on a directory of several: ``runs/x/1200`` for step 1200.
             metrics: Metrics to keep with it: numbers by name.
+            coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of
+                them is initialized; ``hf.Alone()`` saves what this process has, whichever it is.
 
         Returns:
             The path or URL, which can be given to everything that restores.
@@ -96,9 +108,21 @@ class Checkpointable:
         Raises:
             UnsupportedLeafError: A state cannot be saved; names what. Nothing was written.
             CheckpointExistsError: Something is there already.
+            StorageConflictError: Another save to the same path has begun since.
             StorageError: The storage refused; what was there before is whole.
+            PeerFailedError: Process 0 of several could not save.
         """
-        return save(self, path, state=state, overwrite=overwrite, use_msgpack=use_msgpack, step=step, metrics=metrics)
+        return save(
+            self,
+            path,
+            state=state,
+            overwrite=overwrite,
+            layout=layout,
+            use_msgpack=use_msgpack,
+            step=step,
+            metrics=metrics,
+            coordinator=coordinator,
+        )
 
     def restore_from_path(
         self, path: Place, *, component: str | None = None, keep: Patterns | None = None, strict: bool = False
@@ -161,7 +185,8 @@ class Checkpointable:
             DamagedCheckpointError: What is there does not verify.
         """
         permissions = Permissions(trust=trust, allowed=allowed, renamed=renamed, base=Checkpointable)
-        found = build(cls, path, permissions=permissions, fallback=fallback, strict=strict, overrides=overrides)
+        saved = open_component(path)
+        found = build(cls, saved, permissions=permissions, fallback=fallback, strict=strict, overrides=overrides)
         assert isinstance(found, cls)
         return found
 

@@ -10,19 +10,20 @@ from dataclasses import replace
 
 from ..commit import read_record
 from ..errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError
-from ..record import CheckpointRecord, ItemRecord
+from ..record import COMPONENT, TREES, CheckpointRecord, ItemRecord
 from ..storage import Location
 from .names import OWN, Path
 
 METADATA = "metadata.json"
 """What people read about a component; a copy of what is in its state's folder."""
-COMPONENT = "component.json"
-"""Name of the file in a state's folder that says what the component is and how it is made."""
-KIND = "pytree"
+KIND = TREES
+"""Kind of the items of a tree of components."""
+DATA = "d"
+"""The folder for arrays in a state's folder: made beforehand, so that the names of both become durable at once."""
 _LEVELS = 32  # directories above a path that are searched for the tree it belongs to
 
 __all__ = [
-    "COMPONENT",
+    "DATA",
     "KIND",
     "METADATA",
     "OWN",

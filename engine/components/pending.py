@@ -25,7 +25,7 @@ from ..errors import (
 )
 from ..record import DELETED, PARTIAL, RECORD, CheckpointRecord
 from ..storage import Location
-from .layout import METADATA, OWN, below, folders_of, part_record, parts_of, whole_around
+from .layout import DATA, METADATA, OWN, below, folders_of, part_record, parts_of, whole_around
 from .names import Path
 
 _logger = logging.getLogger("holdfast")
@@ -73,7 +73,7 @@ class PendingTree:
         marker = json.dumps({"format": "holdfast", "token": self._token, "folders": folders})
         (self.root / PARTIAL).write_bytes(marker.encode(), atomic=False)
         for folder in self.folders.values():
-            folder.make_directory(sync=False)
+            (folder / DATA).make_directory(sync=False)
 
     def commit(self, record: CheckpointRecord, metadata: Mapping[Path, bytes]) -> None:
         """Makes the tree exist; the folders must be durable.
@@ -83,9 +83,7 @@ class PendingTree:
             metadata: For every component what people read about it.
         """
         if _marker(self.root).get("token") != self._token:
-            raise StorageConflictError(
-                f"{self.root}: another save to the same path has begun since; only one at a time can be committed"
-            )
+            raise self.conflict()
         for path in sorted(self.folders, key=len, reverse=True):
             below(self.root, path).sync_directory()
         self._sync_between()
@@ -96,17 +94,31 @@ class PendingTree:
             record = dataclasses.replace(record, replaced=tuple(sorted(replaced)))
         write_record(self.root, record)
         for path in self.folders:
+            place = below(self.root, path)
+            (place / METADATA).write_bytes(metadata[path], atomic=self._old is not None)
             if path:
-                write_record(below(self.root, path), part_record(record, path))
-            (below(self.root, path) / METADATA).write_bytes(metadata[path])
+                write_record(place, part_record(record, path))  # which makes the names of both durable
         with _leftover(self.root):
             self._tidy(record)
             (self.root / DELETED).remove()
             (self.root / PARTIAL).remove()
+            self.root.sync_directory()
+
+    @property
+    def lost(self) -> bool:
+        """Whether another save to the same path has begun since."""
+        return self._begun and _marker(self.root).get("token", self._token) != self._token
+
+    def conflict(self) -> StorageConflictError:
+        """Returns the error that says so."""
+        return StorageConflictError(
+            f"{self.root}: another save to the same path has begun since; only one at a time can be committed. Let one "
+            "of them save, or give each a path of its own"
+        )
 
     def abort(self) -> None:
-        """Removes what was written; the tree that was to be replaced, if any, stays as it was."""
-        if not self._begun:
+        """Removes what was written; the tree that was to be replaced, or that another save makes, stays as it is."""
+        if not self._begun or self.lost:
             return
         with _leftover(self.root):
             names = {entry.name for entry in self.root.entries()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
@@ -19,22 +20,35 @@ def versions() -> dict[str, str]:
     """Returns the versions of Python, of holdfast, and of the libraries that are in use."""
     found = {"python": platform.python_version()}
     for name in ("holdfast", *_LIBRARIES):
-        if name == "holdfast" or name in sys.modules:
-            try:
-                found[name] = metadata.version(name)
-            except metadata.PackageNotFoundError:
-                continue
+        version = _version(name) if name == "holdfast" or name in sys.modules else None
+        if version is not None:
+            found[name] = version
     return found
 
 
+@functools.cache
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
 def commit_of(module: str) -> str | None:
     """Returns the commit of the git repository that a module lies in, or None; runs nothing.
+
+    Asked once for a module: what is in the repository later is not what this process has loaded.
 
     Args:
         module: The module's name.
     """
     file = getattr(sys.modules.get(module), "__file__", None)
-    start = FilePath(file).resolve().parent if isinstance(file, str) else FilePath.cwd()
+    return commit_in(FilePath(file).resolve().parent if isinstance(file, str) else FilePath.cwd())
+
+
+def commit_in(start: FilePath) -> str | None:
+    """Returns the commit of the git repository around a folder, or None; runs nothing."""
     try:
         for folder in (start, *start.parents):
             git = folder / ".git"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -14,12 +14,12 @@ from ..errors import (
     DamagedCheckpointError,
 )
 from ..format import DOCUMENT_LIMIT
-from ..item import TreeReader, load_tree
-from ..record import RECORD, CheckpointRecord
+from ..item import TreeReader, load_tree, tree_metadata
+from ..record import COMPONENT, RECORD, CheckpointRecord
 from ..storage import Location, as_location
 from ..tree import LeafRequest, collection_paused
 from .description import Description
-from .layout import COMPONENT, below, part_record, parts_of, whole_around
+from .layout import below, part_record, parts_of, whole_around
 from .names import Path, written
 from .rllib import RLlibComponent, looks_like_rllib
 
@@ -81,10 +81,10 @@ class NativeComponent:
         self.description = self._describe()
 
     @cached_property
-    def children(self) -> Mapping[Path, SavedComponent]:
+    def children(self) -> Mapping[Path, NativeComponent]:
         """The components below it by their paths from it."""
         known = parts_of(self._record)
-        found: dict[Path, SavedComponent] = {}
+        found: dict[Path, NativeComponent] = {}
         for path in self.description.components:
             if (*self.path, *path) not in known:
                 raise DamagedCheckpointError(
@@ -103,6 +103,10 @@ class NativeComponent:
                 if leaf.saved.kind in _FRAMEWORKS
             }
             return load_tree(reader, requests=requests)
+
+    def structure(self) -> Any:
+        """Returns its own state with a description of every leaf in its place; no data is read."""
+        return tree_metadata(TreeReader(self._folder, self._item.files))
 
     def _describe(self) -> Description:
         place = self._folder / COMPONENT
@@ -123,16 +127,20 @@ def open_component(path: Place) -> SavedComponent:
     """
     location = as_location(path)
     if (location / RECORD).exists():
-        record = read_record(location)
-        if () not in parts_of(record):
-            raise CheckpointNotFoundError(
-                f"{location}: the checkpoint here is none of components; read it with hf.load, or restore it with "
-                f"what saved it. Its items are {', '.join(sorted(record.items))}"
-            )
-        return NativeComponent(location, record)
+        return of_record(location, read_record(location))
     if looks_like_rllib(location):
         return RLlibComponent(location)
     return _part_of_a_whole(location)
+
+
+def of_record(location: Location, record: CheckpointRecord) -> NativeComponent:
+    """Opens the tree of components that a commit record describes; see :func:`open_component`."""
+    if () not in parts_of(record):
+        raise CheckpointNotFoundError(
+            f"{location}: the checkpoint here is none of components; read it with hf.load, or restore it with "
+            f"what saved it. Its items are {', '.join(sorted(record.items))}"
+        )
+    return NativeComponent(location, record)
 
 
 def read_state(path: Place) -> Any:
@@ -181,9 +189,17 @@ def all_components(component: SavedComponent) -> Iterator[SavedComponent]:
 
 def full_state(component: SavedComponent) -> Any:
     """Reads the state of a component with those of all below it, as ``get_state`` returns it."""
-    state = component.state()
+    return _nested(component, component.state(), full_state)
+
+
+def full_structure(component: NativeComponent) -> Any:
+    """Returns the same with a description of every leaf in its place; no data is read."""
+    return _nested(component, component.structure(), full_structure)
+
+
+def _nested(component: SavedComponent, own: Any, of: Callable[[Any], Any]) -> Any:
     for path, child in component.children.items():
-        if not isinstance(state, dict):
+        if not isinstance(own, dict):
             raise DamagedCheckpointError(f"{component.location}: its state is no dictionary, but it has components")
-        state[written(path)] = full_state(child)
-    return state
+        own[written(path)] = of(child)
+    return own

@@ -42,10 +42,13 @@ def restore(
     live = live_tree(root)
     target = live if component is None else locate(live, component)
     saved = open_component(path)
-    chosen = None if keep is None else PathFilter(keep)
-    return restore_saved(
-        target, saved, strict=strict, keep=None if chosen is None else lambda at, _: chosen.chooses(at)
-    )
+    return restore_saved(target, saved, strict=strict, keep=None if keep is None else keeping(keep))
+
+
+def keeping(patterns: Patterns) -> Keep:
+    """Tells of the paths of values whether one of the patterns matches."""
+    chosen = PathFilter(patterns)
+    return lambda at, _: chosen.chooses(at)
 
 
 def locate(live: LiveComponent, component: str) -> LiveComponent:

@@ -554,8 +554,8 @@ def test_r14_a_failed_save_leaves_the_old_one_whole(tmp_path: Path, monkeypatch:
     first = trained()
     path = first.save_to_path(tmp_path / "x")
     files = sorted(str(file) for file in Path(path).rglob("*"))
-    for target in ("write_record", "_write"):
-        module = "pending" if target == "write_record" else "saving"
+    for target in ("write_record", "write_file"):
+        module = "pending" if target == "write_record" else "preparing"
 
         def fail(*_: Any) -> None:
             raise hf.StorageFullError("no space")
@@ -604,16 +604,16 @@ def test_r16_metadata_and_versions(tmp_path: Path) -> None:
     assert Trainer.from_checkpoint(path).iterations == 2
 
 
-def test_r16_the_commit_of_the_program_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.engine.components.provenance import commit_of
+def test_r16_the_commit_of_the_program_is_known(tmp_path: Path) -> None:
+    from holdfast.engine.components.provenance import commit_in
 
-    monkeypatch.chdir(tmp_path)
     commit = "0123456789abcdef0123456789abcdef01234567"
+    (tmp_path / "src").mkdir()
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "HEAD").write_text("ref: refs/heads/main\n")
-    assert commit_of("no such module") is None
+    assert commit_in(tmp_path / "src") is None
     (tmp_path / ".git" / "packed-refs").write_text(f"# pack-refs\n{commit} refs/heads/main\n")
-    assert commit_of("no such module") == commit
+    assert commit_in(tmp_path / "src") == commit
 
 
 class Counter(Checkpointable):

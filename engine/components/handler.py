@@ -1,0 +1,188 @@
+"""Trees of components as items of checkpoints, saved at once or in the background."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..clock import SystemClock
+from ..commit import read_record
+from ..coordination import Member
+from ..digests import read_checked
+from ..errors import OptionError
+from ..format import DOCUMENT_LIMIT
+from ..graph import Patterns
+from ..handlers import Files, PreparedCheckpointHandler, PreparedItem, PyTreeCheckpointHandler
+from ..handlers.base import no_arguments
+from ..item import Layout
+from ..record import COMPONENTS, RECORD, CheckpointRecord, FileRecord
+from ..storage import Location
+from .building import build
+from .checkpointable import Checkpointable
+from .layout import DATA, METADATA, OWN, below, part_record
+from .live import live_tree
+from .names import Path
+from .permissions import Permissions
+from .preparing import PreparedComponents, prepare, write_file
+from .reading import NativeComponent, full_structure, of_record
+from .restoring import keeping, restore_saved
+
+
+class ComponentCheckpointHandler(PreparedCheckpointHandler):
+    """Saves a component and all below it, and restores a running one in place.
+
+    The item's folder is a tree of components as ``save_to_path`` makes it: it can be given to ``restore_from_path``
+    and ``from_checkpoint``, and so can every directory of a component in it.
+
+    In a program of several processes it is process 0 whose components are saved, and all of them get these back.
+
+    Args:
+        layout: Sizes of chunks and data files, and how chunks are compressed.
+        compression: Level of zstd that chunks are compressed with, instead of the layout's.
+        use_msgpack: Keep a component's arrays in one msgpack file, rather than in a database.
+
+    >>> import tempfile, numpy as np
+    >>> from holdfast import AsyncCheckpointer, CheckpointManager
+    >>> from holdfast.components import Checkpointable
+    >>> class Policy(Checkpointable):
+    ...     def __init__(self, size):
+    ...         self.weights = np.zeros(size)
+    >>> policy = Policy(2)
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     with CheckpointManager(directory, AsyncCheckpointer(ComponentCheckpointHandler())) as manager:
+    ...         for step in range(3):
+    ...             policy.weights += 1
+    ...             _ = manager.save(step, policy)
+    ...         manager.restore(1, policy).weights
+    array([2., 2.])
+    """
+
+    kind = COMPONENTS
+    verifies = True
+
+    def __init__(
+        self, *, layout: Layout | None = None, compression: int | None = None, use_msgpack: bool = False
+    ) -> None:
+        if compression is not None:
+            layout = dataclasses.replace(layout or Layout(), compression=compression)
+        self._layout = layout
+        self._use_msgpack = use_msgpack
+        self._handlers: dict[Path, PyTreeCheckpointHandler] = {}
+
+    def prepare(
+        self, item: Any, *, snapshot: bool, state: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> PreparedItem:
+        """Takes the states of a component and of all below it.
+
+        Args:
+            item: The component.
+            snapshot: Whether it may change between this call and the writing.
+            state: What to save in the place of its state; of the components below only those that are in it.
+            **kwargs: None are known.
+
+        Returns:
+            What writes the tree into a folder.
+
+        Raises:
+            UnsupportedLeafError: A state cannot be saved; names what.
+        """
+        no_arguments(self, kwargs, self.prepare)
+        prepared = prepare(
+            item,
+            state=state,
+            use_msgpack=self._use_msgpack,
+            layout=self._layout,
+            handlers=self._handlers if snapshot else None,
+        )
+        return _PreparedTree(prepared)
+
+    def restore(
+        self,
+        directory: Location,
+        item: Any = None,
+        *,
+        files: Files | None = None,
+        strict: bool = True,
+        keep: Patterns | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        trust: bool = False,
+        allowed: Iterable[Any] | str = (),
+        renamed: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Restores a running component, or makes a new one.
+
+        Args:
+            directory: The folder.
+            item: The running component; or the class, or None, of what is to be made.
+            files: What the commit record says about the folder.
+            strict: Whether components and values that only the program or only the checkpoint has are errors.
+            keep: For a running component: patterns of paths such as ``"**/lr"``; values that match stay as they are.
+            overrides: For a new one: constructor arguments by name, in the place of the saved ones.
+            trust: For a new one: import whatever the checkpoint names.
+            allowed: For a new one: classes, functions and patterns of import paths that the checkpoint may name.
+            renamed: For a new one: what import paths in the checkpoint stand for now.
+            **kwargs: None are known.
+
+        Returns:
+            The component.
+
+        Raises:
+            DamagedCheckpointError: What is stored does not verify.
+            TreeMismatchError: Program and checkpoint do not match.
+            NotAllowedError: The checkpoint names what is not allowed.
+        """
+        no_arguments(self, kwargs, self.restore)
+        saved = _opened(directory, files)
+        if item is not None and not isinstance(item, type):
+            if overrides or trust or allowed or renamed:
+                raise OptionError(
+                    "overrides=, trust=, allowed= and renamed= say how a component is made; a running one was given"
+                )
+            restore_saved(live_tree(item), saved, strict=strict, keep=None if keep is None else keeping(keep))
+            return item
+        if keep is not None:
+            raise OptionError("keep= is for a running component, and none was given; name values in overrides=")
+        permissions = Permissions(trust=trust, allowed=allowed, renamed=renamed, base=Checkpointable)
+        return build(item or object, saved, permissions=permissions, strict=strict, overrides=overrides or {})
+
+    def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
+        """Returns the state with a description of every leaf in its place; no data is read."""
+        return full_structure(_opened(directory, files))
+
+
+def _opened(directory: Location, files: Files | None) -> NativeComponent:
+    if files is None or RECORD not in files:
+        return of_record(directory, read_record(directory))
+    content = read_checked(directory / RECORD, files[RECORD], limit=DOCUMENT_LIMIT)
+    return of_record(directory, CheckpointRecord.decode(content, source=str(directory / RECORD)))
+
+
+class _PreparedTree:
+    """A tree of components on its way into a folder, where the checkpoint around it makes it exist."""
+
+    def __init__(self, prepared: PreparedComponents) -> None:
+        self._prepared = prepared
+        self._files: dict[str, FileRecord] = {}
+
+    def write(self, folder: Location, member: Member) -> bytes:
+        """Writes the tree; only process 0 is asked to."""
+        folders = {path: below(folder, path) / OWN for path in self._prepared.states}
+        for own in folders.values():
+            (own / DATA).make_directory(sync=False)
+        items = self._prepared.write(folders)
+        self._files = {f"{item.folder}/{file}": known for item in items.values() for file, known in item.files.items()}
+        record = CheckpointRecord(items=items, time=SystemClock().now())
+        for path in folders:
+            said = {RECORD: part_record(record, path).encode(), METADATA: self._prepared.descriptions[path]}
+            for name, content in said.items():
+                self._files["/".join((*path, name))] = write_file(below(folder, path) / name, content)
+        directories = {path[:length] for path in folders for length in range(len(path) + 1)}
+        for path in sorted(directories, key=len, reverse=True):
+            below(folder, path).sync_directory()
+        return b""
+
+    def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
+        """Tells the files."""
+        return self._files
