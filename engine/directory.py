@@ -55,6 +55,9 @@ class RunDirectory:
         drain: Ends the save that is under way; called before a newer manager of this process takes over.
         writes: Whether this process changes what is on disk; otherwise another one does the same at the same time, and
             this one keeps the books alike.
+
+    Attributes:
+        last_saved: The step that this run has saved last, or None.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class RunDirectory:
         self._rules = rules
         self._writes = writes
         self._swept = False
+        self.last_saved: int | None = None
         self._changing = threading.Lock()  # records are rewritten and steps deleted one after the other
 
     def acquire(self, metadata: Mapping[str, Any] | None, options: CheckpointManagerOptions) -> None:
@@ -154,6 +158,14 @@ class RunDirectory:
                 self.steps.record(step)
             self._delete(step)
 
+    def delete_after(self, step: int) -> list[int]:
+        """Deletes the steps after one, whole or damaged, the latest first; returns them in ascending order."""
+        with self._changing:
+            later = sorted(one for one in {*self.steps.steps(), *self.steps.damage} if one > step)
+            for one in reversed(later):
+                self._delete(one)
+        return later
+
     def _delete(self, step: int) -> None:
         if not self._writes:
             self.steps.remove(step)
@@ -169,8 +181,12 @@ class RunDirectory:
         self.steps.remove(step)
 
     def kept(self) -> dict[int, tuple[str, ...]]:
-        """Returns the steps that some rule keeps, each with every reason."""
-        return reasons(self.steps.infos(), self._rules)
+        """Returns the steps that some rule keeps, each with every reason, and the one that was saved last."""
+        found = reasons(self.steps.infos(), self._rules)
+        last = self.last_saved
+        if last is not None and last not in found and last in self.steps:  # later steps are of another branch
+            found[last] = ("saved last",)
+        return found
 
     def collect(self) -> None:
         """Deletes the steps that no rule keeps. A failure is logged; the next call tries again."""

@@ -11,23 +11,22 @@ from typing import Any, Self
 from .checkpointer import Checkpointer, Place
 from .clock import Clock
 from .coordination import Coordinator
+from .curation import CheckpointCuration
 from .decisions import SaveDecisions
-from .errors import (
-    SaveFailedError,
-    StateError,
-)
-from .history import CheckpointHistory, valid_step
-from .metrics import LateMetrics, plain_metrics
+from .errors import SaveFailedError
+from .history import valid_step
+from .metrics import plain_metrics
 from .options import CheckpointManagerOptions
 from .policy import Decision, StepInfo
 from .record import CheckpointRecord, ItemRecord
 from .report import SaveReport
+from .rollback import Rollback
 from .saving import Save
 
 _logger = logging.getLogger("holdfast")
 
 
-class CheckpointManager(CheckpointHistory):
+class CheckpointManager(CheckpointCuration):
     """Keeps the checkpoints of one run in one directory.
 
     A manager is used from one thread. Any number may read a directory; one at a time writes to it. In a program of
@@ -66,12 +65,9 @@ class CheckpointManager(CheckpointHistory):
     ) -> None:
         super().__init__(directory, checkpointers, options, metadata=metadata, clock=clock, coordinator=coordinator)
         self._listeners: list[Callable[[SaveReport], None]] = []
-        self._closed = False
-        self._in_flight: int | None = None
-        self._late = LateMetrics()
         self._decisions = SaveDecisions(self.options.triggers(), self._clock, self._together)
         self._decisions.previous = self.latest_step()
-        self._acquired = False
+        self._rollback = Rollback(self.directory, self._steps, warns=self._together.leads)
 
     # ---- saving
 
@@ -84,7 +80,7 @@ class CheckpointManager(CheckpointHistory):
             step: The number of optimizer updates done.
             metrics: The metrics of this step, for ``save_on_best``.
         """
-        saved = step in self._steps or step == self._in_flight
+        saved = (step in self._steps and not self._rollback.replaces(step)) or step == self._in_flight
         return self._decisions.decide(step, metrics, saved=saved, earlier=self._earlier)
 
     def should_save(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
@@ -107,7 +103,8 @@ class CheckpointManager(CheckpointHistory):
             step: The number of optimizer updates in the items, 0 or more.
             items: The item, or a dictionary of items if the manager has several.
             metrics: Numbers to store with the checkpoint and to rank it by.
-            force: Save although nothing is due; a checkpoint of the same step is replaced, atomically.
+            force: Save although nothing is due; a checkpoint of the same step is replaced, atomically. After
+                :meth:`restore` of an older step, the steps after it are replaced in this way without being forced.
             save_kwargs: Further arguments for the handler, or a dictionary of them by item.
             reason: Why it is saved, for the log and the record, instead of what the triggers say.
 
@@ -138,12 +135,13 @@ class CheckpointManager(CheckpointHistory):
         save = Save(
             self._steps.location(step),
             values,
-            overwrite=force or step in self._steps.damage,
+            overwrite=force or step in self._steps.damage or self._rollback.replaces(step),
             began=began,
             record=lambda found: self._record(step, found, reason or decision.reason),
             group=group,
             timeout=self._together.timeout,
         )
+        self._rollback.saving(step)
         self._late.open(step, numbers)
         self._decisions.note_save(step)
         if not save.in_background:
@@ -156,89 +154,6 @@ class CheckpointManager(CheckpointHistory):
         if earlier is not None:
             raise earlier
         return True
-
-    def record_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Stores metrics with a step that has been saved, or is being saved; new values replace old ones.
-
-        Args:
-            step: The step.
-            metrics: Numbers, possibly nested.
-
-        Raises:
-            CheckpointNotFoundError: There is no such step.
-        """
-        self._check_writable()
-        found = plain_metrics(metrics) or {}
-
-        def record() -> dict[str, Any] | None:
-            if self._late.add(step, found):
-                return None  # the record is yet to be written, and will hold them
-            self._change(step, found)
-            return found
-
-        self.acquire()
-        recorded = self._together.decide(f"metrics of step {step}", record)
-        if recorded is None:
-            return
-        if not self._together.leads:
-            self._change(step, recorded)
-        if not self._background.running:  # a save that is under way collects when it is done
-            self._background.start(self._run.collect, what=f"{self.directory}: deleting old steps")
-
-    def _change(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if step == self._in_flight:
-            self._background.join()
-        self._run.change(step, lambda record: record.with_metrics(metrics))
-
-    def pin(self, step: int) -> None:
-        """Keeps a step whatever the rules say, until it is unpinned."""
-        self._check_writable()
-        self.acquire()
-        self._everywhere(f"pin {step}", lambda: self._run.pin(step, True))
-
-    def unpin(self, step: int) -> None:
-        """Leaves a step to the rules again."""
-        self._check_writable()
-        self.acquire()
-        self._everywhere(f"unpin {step}", lambda: self._run.pin(step, False))
-
-    def delete(self, step: int) -> None:
-        """Deletes a step.
-
-        Args:
-            step: The step.
-
-        Raises:
-            CheckpointNotFoundError: There is no such step.
-        """
-        self._check_writable()
-        if step == self._in_flight:
-            self._background.join()
-        self.acquire()
-        self._everywhere(f"delete {step}", lambda: self._run.delete(step))
-
-    def _everywhere(self, what: str, work: Callable[[], None]) -> None:
-        """Does something on process 0, and then, where that went well, in the books of the others."""
-        self._together.decide(what, work)
-        if not self._together.leads:
-            work()
-
-    def acquire(self) -> None:
-        """Takes the right to write to the directory, and removes what interrupted runs have left in it.
-
-        Saving does this by itself; doing it early tells a second run that it is one before it has trained for an hour.
-
-        Raises:
-            OwnershipError: Another run writes to this directory.
-        """
-        self._check_writable()
-        if self._acquired:
-            self._run.ownership.check_not_lost()
-            return
-        self._together.decide("acquire", lambda: self._run.acquire(self._metadata, self.options))
-        if not self._together.leads:
-            self._steps.reload()
-        self._acquired = True
 
     def add_listener(self, listener: Callable[[SaveReport], None]) -> None:
         """Calls a function after every commit, on the thread that committed.
@@ -295,6 +210,8 @@ class CheckpointManager(CheckpointHistory):
         try:
             record, report = save.complete()
             self._steps.add(step, record)
+            self._rollback.saved(step)
+            self._run.last_saved = step
         finally:
             self._in_flight = None
             self._late.close()
@@ -311,6 +228,7 @@ class CheckpointManager(CheckpointHistory):
 
     def _reached(self, step: int) -> None:
         self._decisions.previous = step
+        self._rollback.restored(step)
 
     def _earlier(self) -> Sequence[StepInfo]:
         """Returns the steps that a new best has to beat, the one that is being saved among them."""
@@ -325,9 +243,3 @@ class CheckpointManager(CheckpointHistory):
         return CheckpointRecord(
             items=items, time=self._clock.now(), step=step, reason=reason, metrics=self._late.close()
         )
-
-    def _check_writable(self) -> None:
-        if self._closed:
-            raise StateError(f"{self.directory}: this manager is closed; make a new one")
-        if self.options.read_only:
-            raise StateError(f"{self.directory}: this manager was made with read_only=True")

@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("participation", "together", "agreement"),
     ("decisions",),
     ("saving", "checkpointer"),
-    ("steps", "items", "directory", "history", "manager"),
+    ("steps", "items", "directory", "rollback", "history", "curation", "manager"),
     ("interop",),
     ("api", "inspection", "transformed"),
     ("graph",),
@@ -165,5 +165,5 @@ def test_importing_the_package_loads_next_to_nothing() -> None:
 
 def test_imports_are_found() -> None:
     found = set(imports(ROOT / "engine" / "manager.py"))
-    assert {"holdfast.engine.history.CheckpointHistory", "holdfast.engine.policy.Decision", "logging"} <= found
+    assert {"holdfast.engine.curation.CheckpointCuration", "holdfast.engine.policy.Decision", "logging"} <= found
     assert "holdfast.engine.manager.CheckpointManager" in set(imports(ROOT / "engine" / "_package.py"))

@@ -238,6 +238,8 @@ def test_metrics_pins_and_deletions_reach_all(tmp_path: Path) -> None:
         several.record_metrics(1, {"accuracy": 0.7 if coordinator.process_index == 0 else 0.2})
         several.pin(0)
         several.delete(2)
+        several.save(4, tree(4))
+        assert several.delete_after(3) == [4]
         several.wait_until_finished()
         found = several.all_steps(), several.best_step(), several.metrics(3), several.why_kept(0)[-1]
         several.close()
