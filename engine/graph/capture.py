@@ -84,9 +84,10 @@ def _value(node: LiveNode) -> Any:
 def _nested(
     graph: LiveGraph, places: dict[int, _Place], numbers: dict[int, int], chosen: PathFilter, elsewhere: set[int]
 ) -> Any:
-    """Returns containers that hold the number of every value, and none without values."""
+    """Returns containers that hold the number of every value; of those without values, only what is an empty one."""
     inside: dict[Path, dict[Any, Any]] = {(): {}}
-    sequences: dict[Path, type] = {}
+    kinds: dict[int, type] = {}
+    empty: dict[int, type] = {}
     too_deep = [node for node in graph.leaves() if len(node.path) > MAX_DEPTH]
     if too_deep:
         raise UnsupportedLeafError(
@@ -101,7 +102,9 @@ def _nested(
                 branch = inside[child.path] = {}
                 inside[node.path][node.keys[segment]] = branch
                 if child.view.sequence:
-                    sequences[child.path] = tuple if child.view.label == "tuple" else list
+                    kinds[id(branch)] = tuple if child.view.label == "tuple" else list
+                if not child.view.edges and (child.view.sequence or isinstance(child.value, dict)):
+                    empty[id(branch)] = kinds.get(id(branch), dict)
             elif child.has_value and chosen.chooses(child.path) and id(child) not in elsewhere:
                 place = places[numbers[id(child)]] = _Place(numbers[id(child)])
                 inside[node.path][node.keys[segment]] = place
@@ -113,19 +116,21 @@ def _nested(
                 branch = branch.setdefault(unescape_key(segment), {})
             place = places[numbers[id(child)]] = _Place(numbers[id(child)])
             branch[unescape_key(child.path[-1])] = place
-    kinds = {id(inside[path]): kind for path, kind in sequences.items()}
-    return _pruned(inside[()], kinds) or {}
+    return _pruned(inside[()], kinds, empty) or {}
 
 
-def _pruned(branch: dict[Any, Any], kinds: Mapping[int, type]) -> Any:
-    """Returns a container without empty ones in it; a list or tuple where all elements of one are stored here."""
+def _pruned(branch: dict[Any, Any], kinds: Mapping[int, type], empty: Mapping[int, type]) -> Any:
+    """Returns a container without those in it that have nothing to store, and are not empty containers of the program.
+
+    It is a list or tuple where all elements of one are stored here.
+    """
     kept = {}
     for key, child in branch.items():
-        below = _pruned(child, kinds) if isinstance(child, dict) else child
+        below = _pruned(child, kinds, empty) if isinstance(child, dict) else child
         if below is not None:
             kept[key] = below
     if not kept:
-        return None
+        return empty[id(branch)]() if id(branch) in empty else None
     kind = kinds.get(id(branch))
     whole = kind is not None and len(kept) == len(branch) and list(kept) == list(range(len(kept)))
     return kind(kept.values()) if kind is not None and whole else kept

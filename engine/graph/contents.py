@@ -6,8 +6,10 @@ not: a list or dictionary that holds nothing else gets those that were saved, ho
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..tree import unescape_key
 from ..tree.leaves import NUMBER_KINDS
 from ..tree.python_leaves import is_python_value
 from ..tree.structure import MAX_DEPTH
@@ -19,8 +21,8 @@ PLAIN_KINDS = NUMBER_KINDS | {"str", "bytes", "none", "set", "frozenset", "numpy
 """Kinds of leaves that need no object of the program."""
 
 _CONTAINERS = (list, dict, tuple, TrackedList, TrackedDict)
-_SEQUENCES = frozenset({"list", "tuple", f"{TrackedList.__module__}.{TrackedList.__name__}"})
-_LABELS = _SEQUENCES | {"dict", f"{TrackedDict.__module__}.{TrackedDict.__name__}"}
+_SEQUENCES = {"list": list, "tuple": tuple, f"{TrackedList.__module__}.{TrackedList.__name__}": list}
+_LABELS = frozenset({*_SEQUENCES, "dict", f"{TrackedDict.__module__}.{TrackedDict.__name__}"})
 
 
 class ListCell:
@@ -50,12 +52,14 @@ class EntryCell:
     """An entry that a dictionary does not have yet.
 
     Attributes:
+        holder: The node of the dictionary.
         key: Its key, once that is known.
     """
 
-    def __init__(self, entries: dict[Any, Any], anchor: Any, trail: Path) -> None:
+    def __init__(self, entries: dict[Any, Any], anchor: Any, trail: Path, holder: int) -> None:
         self.anchor = anchor
         self.trail = trail
+        self.holder = holder
         self.key: Any = None
         self._entries = entries
 
@@ -96,6 +100,28 @@ class PlainValues:
         """Returns the same of a list or tuple, and None for everything else."""
         return self.below(number) if self._graph.nodes[number].type in _SEQUENCES else None
 
+    def build(self, number: int, values: Mapping[int, Any], keys: Callable[[int], Mapping[str, Any]]) -> Any:
+        """Returns a value, or a container with all that is in it.
+
+        Args:
+            number: A node for which `below` has an answer.
+            values: The values by their nodes.
+            keys: Returns the keys of a container as it was saved, by the names of its edges.
+        """
+        if number in values:
+            return values[number]
+        node = self._graph.nodes[number]
+        if node.type in _SEQUENCES:
+            order = sorted(node.edges, key=int)
+            return _SEQUENCES[node.type](self.build(node.edges[segment], values, keys) for segment in order)
+        known = keys(number)
+        order = [segment for segment in known if segment in node.edges]
+        order += [segment for segment in node.edges if segment not in known]
+        return {
+            known.get(segment, unescape_key(segment)): self.build(node.edges[segment], values, keys)
+            for segment in order
+        }
+
     def _look(self, number: int) -> list[tuple[int, Path]] | None:
         found: list[tuple[int, Path]] = []
         queue: list[tuple[int, Path]] = [(number, ())]
@@ -106,6 +132,8 @@ class PlainValues:
             known = self._graph.nodes[node]
             if known.value is not None or known.type not in _LABELS or known.slots or len(path) > MAX_DEPTH:
                 return None
+            if known.type in _SEQUENCES and not all(map(_is_index, known.edges)):
+                return None  # renamed
             for segment, child in known.edges.items():
                 if self._graph.above(child) != (node, segment):
                     return None  # stored elsewhere, or around itself
@@ -113,10 +141,22 @@ class PlainValues:
         return found
 
 
-def is_plain(value: Any, depth: int = 0) -> bool:
+def _is_index(segment: str) -> bool:
+    return segment.isascii() and segment.isdigit()
+
+
+def is_plain(value: Any) -> bool:
     """Tells whether something in the program is a plain value, or a container of nothing else."""
+    return _is_plain(value, 0, {})
+
+
+def _is_plain(value: Any, depth: int, known: dict[int, bool]) -> bool:
     if is_python_value(value):
         return True
     if type(value) not in _CONTAINERS or depth > MAX_DEPTH:
         return False
-    return all(is_plain(child, depth + 1) for child in (value.values() if isinstance(value, dict) else value))
+    if id(value) not in known:
+        known[id(value)] = False  # while it is looked into: nothing plain holds itself
+        children = value.values() if isinstance(value, dict) else value
+        known[id(value)] = all(_is_plain(child, depth + 1, known) for child in children)
+    return known[id(value)]

@@ -166,17 +166,17 @@ class Matching:
             return
         if self.graph.nodes[visit.number].value is not None:
             yield Assignment(visit.number, leaf.cell, visit.path)
-        elif visit.value is None and (covers := self.plain.below(visit.number)):
+        elif visit.value is None and (covers := self.plain.below(visit.number)) is not None:
             yield Assignment(visit.number, leaf.cell, visit.path, covers=covers)
 
     def _branch(self, visit: _Visit, view: Branch, queue: deque[_Visit]) -> Iterator[Assignment]:
         """Follows the edges that both graphs have; plain values need none in the program."""
-        value, path, position = visit.value, visit.path, visit.position
-        grows = position is not None and not view.functional
-        if grows and position is not None and isinstance(value, list) and is_plain(value):
+        value, path = visit.value, visit.path
+        grows = None if view.functional else visit.position
+        if grows is not None and isinstance(value, list):
             covers = self.plain.elements(visit.number)
-            if covers is not None:
-                yield Assignment(visit.number, ListCell(value, position.anchor, position.trail), path, covers=covers)
+            if covers is not None and is_plain(value):
+                yield Assignment(visit.number, ListCell(value, grows.anchor, grows.trail), path, covers=covers)
                 return
         edges = {edge.segment: edge for edge in view.edges}
         special = {GROUPS} if view.optimizer is not None else frozenset()
@@ -190,8 +190,8 @@ class Matching:
                 edge = edges[segment]
                 found = look(edge.value, edge.position)
                 queue.append(_Visit(child, edge.value, found, below, within, edge.position))
-            elif grows and position is not None and isinstance(value, dict) and (covers := self.plain.below(child)):
-                cell = EntryCell(value, position.anchor, (*position.trail, segment))
+            elif grows is not None and isinstance(value, dict) and (covers := self.plain.below(child)) is not None:
+                cell = EntryCell(value, grows.anchor, (*grows.trail, segment), visit.number)
                 yield Assignment(child, cell, below, covers=covers)
             elif segment not in special and self.graph.has_values_below(child):
                 self.waiting.append(value)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..errors import TreeMismatchError
 from ..item import SavedLeaf, naming
-from ..tree import Saved, collection_paused, compare, describe_template, display, materialize
+from ..tree import Saved, collection_paused, compare, describe_template, display, materialize, unescape_key
 from ..tree.frameworks import is_torch_tensor
 from ..tree.python_leaves import is_python_value
 from ..tree.structure import KeyProblem, key_segments
@@ -22,7 +22,7 @@ from .contents import PLAIN_KINDS, EntryCell, PlainValues
 from .ledger import Proxy, last_restore, next_number, note_restore
 from .matching import Assignment, Matching
 from .outcome import Outcome
-from .paths import Path, PathFilter, Patterns, shown, storage_name
+from .paths import Path, PathFilter, Patterns, shown
 from .report import RestoreReport
 from .saved import Rename
 from .slots import is_simple
@@ -228,7 +228,8 @@ class Restoration:
         trees: list[Assignment] = []
         leaves: list[Assignment] = []
         for one in due:
-            is_tree = isinstance(one.cell, StateCell | EntryCell) or self._value(one) not in self._stored.leaves
+            whole = one.covers is not None or isinstance(one.cell, StateCell)
+            is_tree = whole or self._value(one) not in self._stored.leaves
             (trees if is_tree else leaves).append(one)
         changes: list[tuple[Cell, Any]] = [(one.cell, self._tree(one)) for one in trees]
         changes += zip([one.cell for one in leaves], self._materialized(leaves), strict=True)
@@ -239,25 +240,33 @@ class Restoration:
                 self._proxies.append(one.cell.anchor)  # what was noted of it is known as long as it lives
 
     def _value(self, one: Assignment) -> str:
-        """Returns the storage name of a value, or of the container that holds several."""
-        if one.covers:
-            number, below = one.covers[0]
-            name = str(self._matching.graph.nodes[number].value)
-            return name.removesuffix("." + storage_name(below)) if below else name
+        """Returns the storage name of a value."""
         return self._matching.graph.nodes[one.saved].value or ""
 
     def _tree(self, one: Assignment) -> Any:
-        if one.covers == []:
-            return []
-        if isinstance(one.cell, EntryCell):
-            one.cell.key = self._stored.key_of(self._value(one))
-        elif one.covers is None and not isinstance(one.cell, StateCell):
+        if one.covers is not None:
+            return self._contents(one, one.covers)
+        if not isinstance(one.cell, StateCell):
             live = one.cell.get()
             if live is not ... and is_simple(live) and live is not None and not is_python_value(live):
                 raise TreeMismatchError(
                     f"{shown(one.path)}: expected one array (program), found a tree of values (checkpoint)"
                 )
         return self._stored.load(self._value(one))
+
+    def _contents(self, one: Assignment, covers: list[tuple[int, Path]]) -> Any:
+        """Returns a plain value, or a container of such values and of empty ones."""
+        graph, plain = self._matching.graph, self._matching.plain
+
+        def keys(number: int) -> dict[str, Any]:
+            return self._stored.keys_at(graph.place(number))
+
+        if isinstance(one.cell, EntryCell):
+            segment = one.cell.trail[-1]
+            one.cell.key = keys(one.cell.holder).get(segment, unescape_key(segment))
+        numbers = [number for number, _ in covers]
+        values = self._stored.values([str(graph.nodes[number].value) for number in numbers])
+        return plain.build(one.saved, dict(zip(numbers, values, strict=True)), keys)
 
     def _materialized(self, due: list[Assignment]) -> list[Any]:
         """Returns the values for leaves, each like what is in the program."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import DamagedCheckpointError, OptionError, TreeMismatchError
 from ..tree import unescape_key
-from .paths import Path, parse_path, shown
+from .paths import Path, parse_path, shown, storage_name
 from .walk import SLOTS
 
 Transform = Callable[[Any], Any]
@@ -46,13 +46,15 @@ class SavedGraph:
 
     Args:
         nodes: The nodes; the first is the root. Cycles are fine.
+        before: What this was made from, and which node of that is the root now.
 
     Attributes:
         nodes: The nodes.
     """
 
-    def __init__(self, nodes: Sequence[SavedNode]) -> None:
+    def __init__(self, nodes: Sequence[SavedNode], before: tuple[SavedGraph, int] | None = None) -> None:
         self.nodes = list(nodes)
+        self._before = before
         # Not the paths themselves: in a graph that somebody forged they may be as long as there are nodes.
         self._above: dict[int, tuple[int, str]] = {0: (0, "")}
         self._slots: dict[int, tuple[int, int, str]] = {}
@@ -101,6 +103,17 @@ class SavedGraph:
             number = next((value for value in self._slots if self.path(value) == path), None)
         return number
 
+    def place(self, number: int) -> str:
+        """Returns the storage name of a container, under which its values lie.
+
+        Args:
+            number: The container's node.
+        """
+        if self._before is None:
+            return storage_name(self.path(number))
+        before, start = self._before
+        return before.place({0: start, start: 0}.get(number, number))
+
     def at(self, path: Path) -> SavedGraph:
         """Returns the graph as it is seen from another node, which becomes the root.
 
@@ -124,7 +137,7 @@ class SavedGraph:
             node.edges = {segment: moved(child) for segment, child in node.edges.items()}
             node.slots = [(moved(parameter), slot, moved(value)) for parameter, slot, value in node.slots]
             node.groups = [[moved(parameter) for parameter in group] for group in node.groups]
-        return SavedGraph(nodes)
+        return SavedGraph(nodes, (self, start))
 
     def renamed(self, table: Rename) -> SavedGraph:
         """Returns the graph with other paths.
@@ -152,7 +165,7 @@ class SavedGraph:
             moved.append((new, number))
         for new, number in sorted(moved, key=lambda move: len(move[0])):
             _attach(nodes, new, number)
-        return SavedGraph(nodes)
+        return SavedGraph(nodes, (self, 0))
 
     def has_values_below(self, number: int) -> bool:
         """Whether a node or something below it has a value."""
@@ -185,7 +198,10 @@ class SavedGraph:
             kinds: The kinds of the containers by their storage names.
         """
         nodes = [SavedNode(type=kinds.get("", ""))]
-        for name in names:
+        names = list(names)
+        filled = {name.rpartition(".")[0] for name in (*names, *kinds)}
+        leaves = frozenset(names)
+        for name in [*names, *(name for name in kinds if name not in filled)]:
             number = 0
             segments = name.split(".") if name else []
             for depth, segment in enumerate(segments, 1):
@@ -194,7 +210,7 @@ class SavedGraph:
                     edges[segment] = len(nodes)
                     nodes.append(SavedNode(type=kinds.get(".".join(segments[:depth]), "")))
                 number = edges[segment]
-            nodes[number].value = name
+            nodes[number].value = name if name in leaves else None
         _split_keys(nodes)
         return cls(nodes)
 

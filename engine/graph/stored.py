@@ -139,14 +139,16 @@ class StoredGraph:
         self.variables: NamedVariables | None = getattr(source, "variables", None)
         self.leaves: dict[str, SavedLeaf] = {leaf.name: leaf for leaf in source.leaves}
         self._own = _own_tree(source.location, files or {})
+        self._containers = _containers(source.skeleton.structure, "")
         own = {} if self._own is None else _containers(self._own.skeleton.structure, "")
         if self._own is not None:
             self.leaves.update({OWN + leaf.name: leaf for leaf in self._own.leaves})
         document = _document(source, files)
         if document is None:
-            self.graph = SavedGraph.of_names(self.leaves, _containers(source.skeleton.structure, ""))
+            kinds = {name: container.kind for name, container in self._containers.items()}
+            self.graph = SavedGraph.of_names(self.leaves, kinds)
         else:
-            names = [*self.leaves, *_containers(source.skeleton.structure, ""), *(OWN + name for name in own)]
+            names = [*self.leaves, *self._containers, *(OWN + name for name in own)]
             self.graph = SavedGraph.of_document(document, names, str(self.location / GRAPH))
 
     def at(self, path: Path) -> StoredGraph:
@@ -188,31 +190,34 @@ class StoredGraph:
             name: The storage name of a leaf or container.
         """
         if name in self.leaves:
-            return self._values([name])[0]
+            return self.values([name])[0]
         source = self._own if name.startswith(OWN) and self._own is not None else self._source
         structure = source.skeleton.structure
         for key in name.removeprefix(OWN).split(".") if name else []:
             structure = None if structure is None else _inside(structure).get(key)
-        return unflatten(structure, self._values([leaf for leaf in self.leaves if leaf.startswith(f"{name}.")]))
+        return unflatten(structure, self.values([leaf for leaf in self.leaves if leaf.startswith(f"{name}.")]))
 
-    def _values(self, names: Sequence[str]) -> list[Any]:
+    def values(self, names: Sequence[str]) -> list[Any]:
+        """Reads leaves as they are without a template.
+
+        Args:
+            names: Their storage names.
+        """
         arrays = self.read(names)
         with naming(self.location):
             return materialize([None] * len(names), [self.leaves[leaf].saved for leaf in names], arrays, names)
 
-    def key_of(self, name: str) -> Any:
-        """Returns the key of a leaf or container in the container that it is in.
+    def keys_at(self, name: str) -> dict[str, Any]:
+        """Returns the keys of a container by the names of its edges; none where there is no such container.
 
         Args:
             name: Its storage name.
         """
-        *above, segment = name.split(".")
-        structure = self._source.skeleton.structure
-        for key in above:
-            structure = None if structure is None else _inside(structure).get(key)
-        if structure is None or structure.keys is None:
-            return int(segment)
-        return dict(zip(key_segments(structure.keys), structure.keys, strict=True))[segment]
+        container = self._containers.get(name)
+        if container is None:
+            return {}
+        keys = range(len(container.children)) if container.keys is None else container.keys
+        return dict(zip(_segments(container), keys, strict=True))
 
 
 def open_graph(location: Location) -> StoredGraph:
@@ -254,17 +259,19 @@ def _own_tree(location: Location, files: Mapping[str, FileRecord]) -> TreeReader
     return TreeReader(*own_share(location / _OWN_FOLDER, own)) if own else None
 
 
+def _segments(structure: Node) -> list[str]:
+    return [*map(str, range(len(structure.children)))] if structure.keys is None else key_segments(structure.keys)
+
+
 def _inside(structure: Node) -> dict[str, Node | None]:
-    keys = list(range(len(structure.children))) if structure.keys is None else structure.keys
-    segments = map(str, keys) if structure.keys is None else key_segments(keys)
-    return dict(zip(segments, structure.children, strict=True))
+    return dict(zip(_segments(structure), structure.children, strict=True))
 
 
-def _containers(structure: Node | None, name: str) -> dict[str, str]:
-    """Returns the kinds of all containers by their storage names."""
+def _containers(structure: Node | None, name: str) -> dict[str, Node]:
+    """Returns all containers by their storage names."""
     if structure is None:
         return {}
-    found = {name: structure.kind}
+    found = {name: structure}
     for segment, child in _inside(structure).items():
         found.update(_containers(child, f"{name}.{segment}" if name else segment))
     return found

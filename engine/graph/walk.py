@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import OptionError, UnsupportedLeafError
+from ..tree.python_leaves import is_python_value
 from ..tree.structure import key_segments
 from .flax_objects import parameter_like
 from .paths import Path, shown
@@ -150,7 +151,7 @@ class _Walk:
         if isinstance(view, Leaf) and not view.ready:
             self.skipped[path] = "has no shape yet; run the module once"
         node = LiveNode(edge.value, view)
-        if isinstance(view, Branch) or view.shared:
+        if view.shared if isinstance(view, Leaf) else not _is_constant(edge.value):
             self._known[id(edge.value)] = node
         return node
 
@@ -198,6 +199,13 @@ class _Walk:
             value = LiveNode(kept[name], Leaf(cell, shared=True), path)
             node.slots.append((parameter, segment, value))
             nodes.append(value)
+
+
+def _is_constant(value: Any, depth: int = 4) -> bool:
+    """Whether something is a tuple of plain values: Python makes one object of several that are written alike."""
+    return type(value) is tuple and all(
+        is_python_value(child) or (depth > 0 and _is_constant(child, depth - 1)) for child in value
+    )
 
 
 def _ordered(start: LiveNode) -> list[LiveNode]:

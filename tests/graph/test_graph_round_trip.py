@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import uuid
 from typing import Any
 
@@ -151,6 +152,41 @@ def test_random_graphs(spec: Spec) -> None:
             assert same(checkpoint.top, live, {})
     paths = [leaf.path for leaf in hf.describe(path)]
     assert len(paths) == len(set(paths))
+    as_location(place).remove_tree()
+
+
+PLAIN = st.recursive(
+    st.none() | st.integers(-3, 3) | st.sampled_from(["", "a", b"b"]),
+    lambda below: (
+        st.lists(below, max_size=3)
+        | st.lists(below, max_size=3).map(tuple)
+        | st.dictionaries(st.sampled_from(KEYS), below, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+def typed(value: Any) -> Any:
+    """A value with the types of everything in it, as True is 1 and the order of a dictionary does not count."""
+    if isinstance(value, dict):
+        return dict, [(key, type(key), typed(child)) for key, child in value.items()]
+    return type(value), [typed(child) for child in value] if isinstance(value, list | tuple) else value
+
+
+@given(PLAIN, PLAIN)
+@settings(deadline=None, max_examples=60)
+def test_random_plain_contents(value: Any, blank: Any) -> None:
+    place = f"memory://tests/{uuid.uuid4().hex}"
+    listed, mapped, single = [copy.deepcopy(value), 1], {"a.b": copy.deepcopy(value), "c": 1}, copy.deepcopy(value)
+    path = graph.Checkpoint(listed=listed, mapped=mapped, single=single).write(place)
+    assert typed(hf.load(path)) == typed({"listed": listed, "mapped": mapped, "single": single})
+    checkpoint = graph.Checkpoint(listed=[blank], mapped={}, single=None)
+    checkpoint.read(path).assert_consumed()
+    assert typed(vars(checkpoint)) == typed({"listed": listed, "mapped": mapped, "single": single})
+    late = graph.Checkpoint()
+    late.read(path, partial=True, rename={"listed": "moved/list", "mapped/a.b": "mapped/x"})
+    late.moved, late.mapped = graph.Node(list=[]), {}
+    assert (list(late.moved.list), dict(late.mapped)) == (listed, {"x": value, "c": 1})
     as_location(place).remove_tree()
 
 
