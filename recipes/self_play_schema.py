@@ -76,7 +76,5 @@ class SelfPlay(Config):
         if self.game.connect > max(self.game.rows, self.game.columns):
             text = f"expected a line that fits on {self.game.rows} x {self.game.columns}, found {self.game.connect}"
             yield ("game", "connect"), text
-        if self.checkpoint.compression is not None:
-            yield ("checkpoint", "compression"), "expected null, as components are not compressed"
         if self.swap.path is None and self.swap.at_step:
             yield ("swap", "at_step"), "expected a path as well: where the other policy comes from"

@@ -10,7 +10,7 @@ from typing import Any
 from ..checkpointer import Place
 from ..clock import SystemClock
 from ..coordination import Coordinator
-from ..errors import OptionError, StorageError
+from ..errors import BarrierTimeoutError, OptionError, StorageError
 from ..interop.once import done_once
 from ..item import Layout
 from ..metrics import plain_metrics
@@ -54,6 +54,8 @@ def save(
         CheckpointExistsError: Something is there already.
         StorageConflictError: Another save to the same path has begun since.
         StorageError: The storage refused; what was there before is whole.
+        PeerFailedError: Process 0 of several could not save.
+        BarrierTimeoutError: Process 0 of several does not save to this path.
     """
     location = None if path is None else as_location(path)
     numbers = plain_metrics(metrics)
@@ -77,7 +79,11 @@ def save(
         return place.url
 
     where = "a temporary directory" if location is None else location.url
-    return str(done_once(f"saving components to {where}", [], work, coordinator))
+    try:
+        return str(done_once(f"saving components to {where}", [], work, coordinator))
+    except BarrierTimeoutError as error:
+        message = f"{error}. Process 0 has to save there, too, or this one alone, with coordinator=hf.Alone()"
+        raise BarrierTimeoutError(message, error.missing) from None
 
 
 def _temporary() -> Location:

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from ...engine.checkpointer import AsyncCheckpointer, Place
 from ...engine.commit import read_record
+from ...engine.components import ComponentCheckpointHandler
 from ...engine.errors import CheckpointExistsError, CheckpointNotFoundError, SaveFailedError
 from ...engine.interop.places import find_checkpoint
 from ...engine.interop.weights import load_weights
@@ -17,7 +18,6 @@ from ...engine.record import RECORD
 from ...engine.storage import Location, as_location
 from ...integrations.options import CallbackOptions
 from ...integrations.preemption import PreemptionSignal
-from .handler import ComponentCheckpointHandler
 from .trainer import NAMES, Trainer
 
 logger = logging.getLogger("holdfast.recipes")
@@ -42,8 +42,9 @@ class TrainerCheckpoints:
         self._trainer = trainer
         self._metrics: Mapping[str, float] = {}
         self._saved: int | None = None
+        handler = ComponentCheckpointHandler(compression=self._options.compression)
         self._manager = CheckpointManager(
-            directory, {ITEM: AsyncCheckpointer(ComponentCheckpointHandler())}, self._options.manager_options()
+            directory, {ITEM: AsyncCheckpointer(handler)}, self._options.manager_options()
         )
         self._preemption = PreemptionSignal()
 

@@ -17,13 +17,15 @@ import torch
 
 import holdfast as hf
 from holdfast.cli.main import main
+from holdfast.engine.components.preparing import PreparedComponents
+from holdfast.engine.item import ArrayDatabase
 from holdfast.recipes.configuration import load_configuration
 from holdfast.recipes.context import Outcome
 from holdfast.recipes.problems import ConfigError
 from holdfast.recipes.progress import Progress
 from holdfast.recipes.runner import run
 from holdfast.recipes.self_play import ActionPipeline, ObservationPipeline, Policy, Rules, Trainer, take_turn
-from holdfast.recipes.self_play.handler import ComponentCheckpointHandler
+from holdfast.recipes.self_play.checkpoints import TrainerCheckpoints
 
 SMALL = {
     "model.hidden": "[6]",
@@ -153,27 +155,36 @@ def test_a_checkpoint_holds_what_was_when_it_was_saved() -> None:
     first.train_step()
     before = state_of(first)
 
-    with hf.CheckpointManager("run", hf.AsyncCheckpointer(ComponentCheckpointHandler())) as manager:
-        manager.save(1, first)
+    with TrainerCheckpoints("run", first, save_interval_steps=1, save_at_end=False) as checkpoints:
+        checkpoints.on_step({})
         for _ in range(20):  # while it is being written
             first.train_step()
-        manager.wait_until_finished()
-        assert state_of(first) != before
-        assert manager.restore(1, first) is first
+    assert state_of(first) != before
+    with TrainerCheckpoints("run", first, save_at_end=False) as checkpoints:
+        checkpoints.resume()
     assert state_of(first) == before
     assert hf.verify("run").ok
+
+
+def test_arrays_are_compressed_when_asked() -> None:
+    train("train.steps=1", "checkpoint.compression=3")
+
+    database = ArrayDatabase(hf.as_location(saved("runs/self_play", 1)) / "learner/policies/p0/state")
+    found = database.metadata(database.names)
+    assert {one.compression for one in found if one is not None} == {3}
+    assert train("train.steps=2") == Outcome(start=1, step=2, preempted=False)
 
 
 def test_the_first_error_is_the_one_that_is_raised(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(self: Trainer, *args: Any, **kwargs: Any) -> str:
+    def fail(self: PreparedComponents, folders: Any) -> Any:
         raise OSError("no space left")
 
     def stop(self: Trainer, games: int = 0) -> dict[str, float]:
         raise KeyError("in the loop")
 
-    monkeypatch.setattr(Trainer, "save_to_path", fail)
+    monkeypatch.setattr(PreparedComponents, "write", fail)
     with pytest.raises(hf.SaveFailedError, match="no space left"):
         train("train.eval_interval_steps=100")
     monkeypatch.setattr(Trainer, "evaluate", stop)
@@ -314,9 +325,8 @@ def test_both_policies_may_begin_with_the_weights_of_one(caplog: pytest.LogCaptu
     [
         ("swap.at_step=3", r"swap\.at_step: expected a path as well"),
         ("game.connect=6", r"game\.connect: expected a line that fits on 4 x 5, found 6"),
-        ("checkpoint.compression=3", r"checkpoint\.compression: expected null, as components are not compressed"),
     ],
-    ids=["swap", "connect", "compression"],
+    ids=["swap", "connect"],
 )
 def test_configurations_that_make_no_sense(argument: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

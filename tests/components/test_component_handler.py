@@ -1,0 +1,349 @@
+"""Trees of components as items of managers and checkpointers, and what the ordinary commands see of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import holdfast as hf
+from holdfast.cli.main import main
+from holdfast.components import Checkpointable, ComponentCheckpointHandler, allow
+from holdfast.engine.item import ArrayDatabase
+
+
+class Policy(Checkpointable, nn.Module):
+    def __init__(self, size: int = 3) -> None:
+        super().__init__()
+        self.l1 = nn.Linear(size, 2)
+
+
+class Trainer(Checkpointable):
+    def __init__(self, names: tuple[str, ...] = ("main", "past"), rate: float = 0.1) -> None:
+        self.policies = {name: Policy() for name in names}
+        self.rate = rate
+        self.mean = np.zeros(2000)
+        self.steps = 0
+
+
+class Better(Trainer):
+    """What derives from it."""
+
+
+def trained(steps: int = 1) -> Trainer:
+    trainer = Trainer()
+    for number, policy in enumerate(trainer.policies.values()):
+        nn.init.constant_(policy.l1.weight, steps + number)
+    trainer.mean += steps
+    trainer.steps = steps
+    return trainer
+
+
+def looks(trainer: Trainer) -> tuple[Any, ...]:
+    weights = [policy.l1.weight[0, 0].item() for policy in trainer.policies.values()]
+    return trainer.steps, trainer.mean[0], *weights
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    with hf.CheckpointManager(tmp_path / "run", components()) as manager:
+        for step in (1, 2):
+            manager.save(step, {"trainer": trained(step), "note": {"step": step}})
+    return tmp_path / "run"
+
+
+def components(**arguments: Any) -> dict[str, hf.Checkpointer]:
+    return {
+        "trainer": hf.AsyncCheckpointer(ComponentCheckpointHandler(**arguments)),
+        "note": hf.Checkpointer(hf.JsonCheckpointHandler()),
+    }
+
+
+# ---- saving and restoring
+
+
+def test_what_is_saved_is_what_was_when_it_was_saved(tmp_path: Path) -> None:
+    trainer = trained(1)
+    with hf.CheckpointManager(tmp_path / "run", components()) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"trainer": trainer, "note": {}})
+            trainer.mean += 1  # while it is being written
+            trainer.steps += 1
+            with torch.no_grad():
+                trainer.policies["main"].l1.weight.add_(1)
+        manager.wait_until_finished()
+        for step in (1, 2, 3):
+            found = Trainer.from_checkpoint(tmp_path / "run" / str(step) / "trainer")
+            assert looks(found) == (step, step, step, 2)
+    assert hf.verify(tmp_path / "run").ok
+
+
+def test_a_running_component_is_restored_in_place(run: Path) -> None:
+    trainer = Trainer(rate=0.5)
+    mean, weight = trainer.mean, trainer.policies["main"].l1.weight
+    with hf.CheckpointManager(run, components()) as manager:
+        assert manager.restore(1, {"trainer": trainer})["trainer"] is trainer
+        assert looks(trainer) == (1, 1, 1, 2)
+        assert trainer.rate == 0.1
+        manager.restore(2, {"trainer": trainer}, restore_kwargs={"trainer": {"keep": "rate"}})
+    trainer.rate = 0.5
+    assert looks(trainer) == (2, 2, 2, 3)
+    assert trainer.mean is mean
+    assert trainer.policies["main"].l1.weight is weight
+
+
+def test_components_that_differ_are_errors_unless_that_is_said(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = Trainer(("main", "new"))
+    with hf.CheckpointManager(run, components()) as manager:
+        with pytest.raises(hf.TreeMismatchError, match="policies/new"):
+            manager.restore(2, {"trainer": trainer})
+        assert trainer.steps == 0
+        manager.restore(2, {"trainer": trainer}, restore_kwargs={"trainer": {"strict": False}})
+    assert trainer.steps == 2
+    assert any("policies/new" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("item", [None, Trainer, Checkpointable], ids=str)
+def test_a_new_component_is_made(run: Path, item: Any) -> None:
+    checkpointer = components()["trainer"]
+    found = checkpointer.handler.restore(hf.as_location(run) / "2/trainer", item)
+    assert type(found) is Trainer
+    assert looks(found) == (2, 2, 2, 3)
+    found = checkpointer.handler.restore(hf.as_location(run) / "2/trainer", item, overrides={"rate": 7.0})
+    assert found.rate == 7.0
+
+
+@pytest.mark.parametrize(
+    ("item", "arguments", "error", "message"),
+    [
+        (Better, {}, hf.OptionError, "holds a .*Trainer, which is no .*Better"),
+        (None, {"keep": "rate"}, hf.OptionError, "keep= is for a running component"),
+        (Trainer(), {"overrides": {"rate": 1}}, hf.OptionError, "say how a component is made; a running one was given"),
+        (Trainer(), {"stric": False}, hf.UnknownArgumentError, "did you mean strict"),
+    ],
+    ids=["class", "keep", "overrides", "typo"],
+)
+def test_arguments_that_make_no_sense(
+    run: Path, item: Any, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        ComponentCheckpointHandler().restore(hf.as_location(run) / "2/trainer", item, **arguments)
+
+
+def test_what_cannot_be_saved_stops_nothing_that_is_there(run: Path) -> None:
+    trainer = trained(3)
+    trainer.mean = np.array([object()])
+    with hf.CheckpointManager(run, components()) as manager:
+        with pytest.raises(hf.UnsupportedLeafError, match="mean"):
+            manager.save(3, {"trainer": trainer, "note": {}})
+        assert manager.all_steps() == [1, 2]
+    assert sorted(path.name for path in run.iterdir() if path.name.isdigit()) == ["1", "2"]
+
+
+@pytest.mark.parametrize("arguments", [{"compression": 3}, {"layout": hf.Layout(compression=3)}], ids=str)
+def test_arrays_are_compressed_when_asked(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    checkpointer = hf.Checkpointer(ComponentCheckpointHandler(**arguments))
+    checkpointer.save(tmp_path / "x", trained(2))
+    assert levels(tmp_path / "x" / "state" / "state") == {3}
+    trainer = Trainer()
+    checkpointer.restore(tmp_path / "x", trainer)
+    assert looks(trainer) == (2, 2, 2, 3)
+
+
+def test_the_layout_of_a_path(tmp_path: Path) -> None:
+    path = trained(2).save_to_path(tmp_path / "x", layout=hf.Layout(compression=3, chunk_bytes=4096))
+    assert levels(Path(path) / "state") == {3}
+    assert levels(Path(path) / "policies" / "main" / "state") == {3}
+    database = ArrayDatabase(hf.as_location(path) / "state")
+    assert [one.grid for one in database.metadata(["mean"]) if one is not None] == [(4,)]
+    assert looks(Trainer.from_checkpoint(path)) == (2, 2, 2, 3)
+    with pytest.raises(hf.OptionError, match="msgpack are not compressed"):
+        trained().save_to_path(tmp_path / "y", layout=hf.Layout(compression=3), use_msgpack=True)
+    with pytest.raises(hf.OptionError, match="must be a Layout"):
+        trained().save_to_path(tmp_path / "y", layout={"compression": 3})  # type: ignore[arg-type]
+    assert not (tmp_path / "y").exists()
+
+
+def levels(folder: Path) -> set[int | None]:
+    database = ArrayDatabase(hf.as_location(folder))
+    return {one.compression for one in database.metadata(database.names) if one is not None}
+
+
+def test_msgpack(tmp_path: Path) -> None:
+    checkpointer = hf.Checkpointer(ComponentCheckpointHandler(use_msgpack=True))
+    checkpointer.save(tmp_path / "x", trained(2))
+    assert (tmp_path / "x" / "state" / "policies" / "main" / "state" / "aggregate.msgpack").exists()
+    assert looks(checkpointer.restore(tmp_path / "x")) == (2, 2, 2, 3)
+
+
+# ---- what others see
+
+
+LEAVES = {
+    ("trainer", "mean"),
+    ("trainer", "rate"),
+    ("trainer", "steps"),
+    *((f"trainer/policies/{name}", f"l1/{leaf}") for name in ("main", "past") for leaf in ("weight", "bias")),
+}
+
+
+def test_every_leaf_of_every_component_is_described(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = {(leaf.item, leaf.path): leaf for leaf in hf.describe(run, 1)}
+    assert found.keys() == {*LEAVES, ("note", "data.json")}
+    assert found["trainer/policies/main", "l1/weight"].shape == (2, 3)
+    assert found["trainer/policies/main", "l1/weight"].kind == "torch"
+
+    assert main(["show", str(run), "2"]) == 0
+    shown = [line.split()[:2] for line in capsys.readouterr().out.splitlines() if "policies" in line]
+    assert [f"{item}: {leaf}" for item, leaf in shown] == [
+        f"trainer/policies/{name}: l1/{leaf}" for name in ("main", "past") for leaf in ("weight", "bias")
+    ]
+    assert main(["show", f"{run}/2/trainer"]) == 0
+    assert "policies/main" in capsys.readouterr().out
+    assert main(["show", f"{run}/2/trainer/policies/main"]) == 0
+    assert "l1/weight" in capsys.readouterr().out
+
+
+def test_components_are_loaded_as_data(run: Path) -> None:
+    found = hf.load(run)
+    assert found.keys() == {"trainer", "trainer/policies/main", "trainer/policies/past", "note"}
+    assert found["trainer"]["steps"] == 2
+    assert found["trainer/policies/past"]["l1"]["weight"].tolist() == [[3] * 3] * 2
+    alone = hf.load(run, item="trainer/policies/main", select="**/bias")
+    assert list(alone["l1"]) == ["bias"]
+    assert isinstance(
+        hf.load(run, item="trainer/policies/main", like={"l1": {"weight": ..., "bias": torch.zeros(2)}})["l1"]["bias"],
+        torch.Tensor,
+    )
+    with pytest.raises(hf.CheckpointNotFoundError, match="trainer/policies/past"):
+        hf.load(run, item="trainer/policies/new")
+
+
+def test_the_structure_is_known_without_reading(run: Path) -> None:
+    with hf.CheckpointManager(run, components()) as manager:
+        found = manager.structure(2)["trainer"]
+    assert found["policies/main"]["l1"]["weight"].shape == (2, 3)
+    assert found["mean"].dtype == "float64"
+    assert found["steps"].shape == ()
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
+def test_a_policy_is_exported(run: Path, tmp_path: Path, to: Any) -> None:
+    hf.export_checkpoint(run, tmp_path / "out", to, item="trainer/policies/main", step=2)
+    loaded = hf.load(tmp_path / "out")
+    assert loaded["l1"]["weight"].tolist() == [[2] * 3] * 2
+
+
+# ---- damage
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "trainer/state/d/*.0.0",
+        "trainer/policies/main/state/d/*.0.0",
+        "trainer/policies/main/state/component.json",
+        "trainer/policies/main/state/tree.json",
+        "trainer/checkpoint.json",
+        "trainer/policies/main/checkpoint.json",
+        "trainer/metadata.json",
+    ],
+)
+def test_whatever_is_flipped_is_found(run: Path, pattern: str) -> None:
+    (file,) = (run / "2").glob(pattern)
+    content = bytearray(file.read_bytes())
+    content[1] ^= 1
+    file.write_bytes(content)
+
+    report = hf.verify(run)
+    (problem,) = {one.file for checkpoint in report.checkpoints for one in checkpoint.problems}
+    assert problem == str(file.relative_to(run / "2"))
+    trainer = Trainer()
+    with hf.CheckpointManager(run, components()) as manager:
+        if pattern in ("trainer/policies/main/checkpoint.json", "trainer/metadata.json"):
+            manager.restore(2, {"trainer": trainer})  # which needs neither
+            return
+        with pytest.raises(hf.DamagedCheckpointError):
+            manager.restore(2, {"trainer": trainer})
+        assert looks(trainer)[:2] == (0, 0)
+        restored = manager.restore_latest({"trainer": trainer})
+        assert restored is not None
+        assert restored.step == 1
+
+
+def test_whatever_is_missing_is_found(run: Path) -> None:
+    (run / "2" / "trainer" / "checkpoint.json").unlink()
+    assert not hf.verify(run).ok
+    with hf.CheckpointManager(run, components()) as manager, pytest.raises(hf.DamagedCheckpointError, match="missing"):
+        manager.restore(2, {"trainer": Trainer()})
+
+
+def test_a_record_that_belongs_to_another_tree(run: Path) -> None:
+    other = trained(9).save_to_path(run.parent / "other")
+    (run / "2" / "trainer" / "checkpoint.json").write_bytes((Path(other) / "checkpoint.json").read_bytes())
+    with hf.CheckpointManager(run, components()) as manager, pytest.raises(hf.DamagedCheckpointError):
+        manager.restore(2, {"trainer": Trainer()})
+
+
+# ---- compatibility
+
+
+class EarlierHandler(hf.AsyncCheckpointHandler):
+    """How a recipe saved components before: by itself, and every file digested."""
+
+    kind = "components"
+
+    async def async_save(self, directory: hf.Location, item: Trainer, **kwargs: Any) -> list[Any]:
+        return [_Future(lambda: item.save_to_path(directory))]
+
+    def restore(self, directory: hf.Location, item: Any = None, **kwargs: Any) -> Any:
+        raise AssertionError("it is read by the one of today")
+
+
+class _Future:
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+
+    def result(self, timeout: float | None = None) -> None:
+        self._work()
+
+
+def test_checkpoints_of_earlier_recipes(tmp_path: Path) -> None:
+    with hf.AsyncCheckpointer(EarlierHandler()) as earlier:
+        earlier.save(tmp_path / "x", trained(4))
+    checkpointer = hf.Checkpointer(ComponentCheckpointHandler())
+    trainer = Trainer()
+    assert looks(checkpointer.restore(tmp_path / "x", trainer)) == (4, 4, 4, 5)
+    assert hf.verify(tmp_path / "x").ok
+    assert ("state/policies/main", "l1/weight") in {(leaf.item, leaf.path) for leaf in hf.describe(tmp_path / "x")}
+
+
+class Listing(hf.CheckpointHandler):
+    """Somebody else's handler, whose kind happens to have the same name."""
+
+    kind = "components"
+
+    def save(self, directory: hf.Location, item: Any, **kwargs: Any) -> None:
+        (directory / "list.json").write_bytes(json.dumps(item).encode())
+
+    def restore(self, directory: hf.Location, item: Any = None, **kwargs: Any) -> Any:
+        return json.loads((directory / "list.json").read_bytes())
+
+
+def test_a_handler_of_ones_own_of_the_same_kind(tmp_path: Path) -> None:
+    checkpointer = hf.Checkpointer(Listing())
+    checkpointer.save(tmp_path / "x", ["bolt", "nut"])
+    assert checkpointer.restore(tmp_path / "x") == ["bolt", "nut"]
+    assert [leaf.path for leaf in hf.describe(tmp_path / "x")] == ["list.json"]
+    assert hf.verify(tmp_path / "x").ok
+    with pytest.raises(hf.HoldfastError, match="no checkpoint here"):
+        hf.Checkpointer(ComponentCheckpointHandler()).restore(tmp_path / "x", Trainer())
+
+
+allow(Trainer)

@@ -1,0 +1,142 @@
+"""Trees of components in programs of several processes: process 0 saves, each restores for itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.processes.harness import Backend, Process, run_processes
+
+import holdfast as hf
+from holdfast.components import Checkpointable, ComponentCheckpointHandler
+from holdfast.engine.coordination.coordinator import Coordinator
+from holdfast.engine.coordination.memory import memory_coordinators
+
+COUNT = 3
+
+
+class Runner(Checkpointable):
+    def __init__(self, index: int = -1) -> None:
+        self.seen = np.full(1000, index)
+
+
+class Trainer(Checkpointable):
+    def __init__(self, index: int = -1) -> None:
+        self.runner = Runner(index)
+        self.index = index
+
+
+def together(work: Callable[[Coordinator], Any]) -> list[Any]:
+    """Does something on as many processes as there are; returns what each of them returned or raised."""
+    found: list[Any] = [None] * COUNT
+
+    def run(index: int, one: Coordinator) -> None:
+        try:
+            found[index] = work(one)
+        except Exception as error:
+            found[index] = error
+
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(memory_coordinators(COUNT))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_process_0_saves_for_all(tmp_path: Path) -> None:
+    def work(one: Coordinator) -> Any:
+        trainer = Trainer(one.process_index)
+        return [trainer.save_to_path(tmp_path / "x", overwrite=turn > 0, coordinator=one) for turn in range(2)]
+
+    assert together(work) == [[str(tmp_path / "x")] * 2] * COUNT
+    assert Trainer.from_checkpoint(tmp_path / "x").index == 0
+
+
+def test_all_learn_of_the_temporary_directory() -> None:
+    paths = together(lambda one: Trainer(one.process_index).save_to_path(coordinator=one))
+    assert len(set(paths)) == 1
+    assert Trainer.from_checkpoint(paths[0]).index == 0
+
+
+def test_process_0_may_save_by_itself_now_and_then(tmp_path: Path) -> None:
+    def work(one: Coordinator) -> Any:
+        trainer = Trainer(one.process_index)
+        if one.process_index == 0:
+            trainer.save_to_path(tmp_path / "alone", coordinator=one)
+        return trainer.save_to_path(tmp_path / "all", coordinator=one)
+
+    assert together(work) == [str(tmp_path / "all")] * COUNT
+
+
+def test_a_process_saves_what_is_its_own(tmp_path: Path) -> None:
+    def work(one: Coordinator) -> Any:
+        return Trainer(one.process_index).save_to_path(tmp_path / str(one.process_index), coordinator=hf.Alone())
+
+    assert [Trainer.from_checkpoint(path).index for path in together(work)] == [0, 1, 2]
+
+
+def test_a_failure_is_told_to_all(tmp_path: Path) -> None:
+    hf.save(tmp_path / "x", {"taken": 1})
+    first, *others = together(lambda one: Trainer(one.process_index).save_to_path(tmp_path / "x", coordinator=one))
+    assert isinstance(first, hf.CheckpointExistsError)
+    for other in others:
+        assert isinstance(other, hf.PeerFailedError)
+        assert "process 0 failed: CheckpointExistsError" in str(other)
+
+
+def test_process_0_saves_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.engine.interop.once._MEETING", 0.2)
+    first, *others = together(
+        lambda one: Trainer(one.process_index).save_to_path(tmp_path / str(one.process_index), coordinator=one)
+    )
+    assert first == str(tmp_path / "0")
+    for other in others:
+        assert isinstance(other, hf.BarrierTimeoutError)
+        assert other.missing == (0,)
+        assert "coordinator=hf.Alone()" in str(other)
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+def test_another_save_to_the_same_path_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two programs that know nothing of each other: the later one takes the place, and the earlier one leaves it."""
+    from holdfast.engine.components import pending, preparing
+
+    real = preparing.PreparedComponents.write
+    mine: list[str] = []
+
+    def interrupted(self: Any, folders: Any) -> Any:
+        if not mine:
+            mine.append("begun")
+            mine.append(Trainer(2).save_to_path(tmp_path / "x"))  # sweeps away what it takes for a leftover
+            pending.PendingTree(hf.as_location(tmp_path / "x"), [()], overwrite=True).begin()  # and a third one begins
+        return real(self, folders)
+
+    monkeypatch.setattr(preparing.PreparedComponents, "write", interrupted)
+    with pytest.raises(hf.StorageConflictError, match="another save to the same path"):
+        Trainer(1).save_to_path(tmp_path / "x")
+    assert (tmp_path / "x" / "checkpoint.partial").exists()  # of the third
+
+
+def manage(process: Process, directory: str) -> list[Any]:
+    trainer = Trainer(process.index + 5)
+    checkpointer = hf.AsyncCheckpointer(ComponentCheckpointHandler())
+    with hf.CheckpointManager(f"{directory}/run", checkpointer) as manager:
+        for step in (1, 2):
+            manager.save(step, trainer, force=True)
+        manager.wait_until_finished()
+        found = manager.restore(2, Trainer())
+        path = trainer.save_to_path(f"{directory}/all")
+        own = trainer.save_to_path(f"{directory}/{process.index}", coordinator=hf.Alone())
+    trees = [found, Trainer.from_checkpoint(path), Trainer.from_checkpoint(own)]
+    return [tree.index for tree in trees] + [int(tree.runner.seen[0]) for tree in trees]
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_real_processes(tmp_path: Path, backend: Backend) -> None:
+    assert run_processes(manage, 2, str(tmp_path), backend=backend) == [[5] * 6, [5, 5, 6] * 2]
+    assert hf.verify(tmp_path / "run").ok
