@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -28,6 +29,7 @@ from .errors import (
 )
 from .record import DELETED, PARTIAL, RECORD, CheckpointRecord
 from .storage import TEMPORARY_PREFIX, Location
+from .storage.statuses import os_errors
 
 _logger = logging.getLogger("holdfast")
 
@@ -89,13 +91,19 @@ class PendingCheckpoint:
             raise CheckpointExistsError(f"{location}: a file is there; choose another path")
         taken = {entry.name for entry in location.entries()}
         self._old = self._replaceable(taken, overwrite=overwrite)
-        if {PARTIAL, DELETED} & taken:
+        untouched = not {PARTIAL, DELETED} & taken
+        if not untouched:
             sweep(location)
             taken = {entry.name for entry in location.entries()}
         unique = uuid.uuid4().hex[:8]
         self.token = uuid.uuid4().hex
-        self.folders = {name: location / (f"{name}.{unique}" if name in taken else name) for name in items}
+        # What was swept may be of a save that is still alive somewhere: it must not write into the folders of this one.
+        self.folders = {
+            name: location / (name if untouched and name not in taken else f"{name}.{unique}") for name in items
+        }
         self._begun = False
+        self._claimed = False
+        self._marked = False
         self._stays = False
 
     def begin(self) -> None:
@@ -104,11 +112,43 @@ class PendingCheckpoint:
             return
         self._begun = True
         self.location.make_directory()
+        if self.location.is_local:
+            self._claim()
+        self._claimed = True
         folders = [folder.name for folder in self.folders.values()]
         marker = json.dumps({"format": "holdfast", "token": self.token, "folders": folders})
         (self.location / PARTIAL).write_bytes(marker.encode(), atomic=False)
+        self._marked = True
         for folder in self.folders.values():
             folder.make_directory()
+
+    def _claim(self) -> None:
+        """Makes sure, on a file system, that nobody has saved or is saving here since this save was made.
+
+        Raises:
+            StorageConflictError: Somebody has, or is.
+        """
+        mark = self.location / PARTIAL
+        with os_errors(mark.url, "write"):
+            try:
+                os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+            except FileExistsError:
+                raise self._conflict() from None
+        names = {entry.name for entry in self.location.entries()}
+        record = (self.location / RECORD).read_bytes(limit=_RECORD_LIMIT) if RECORD in names else None
+        if record != self._old_record or names.intersection(folder.name for folder in self.folders.values()):
+            mark.remove()
+            raise self._conflict()
+
+    def _conflict(self) -> StorageConflictError:
+        return StorageConflictError(
+            f"{self.location}: another save to the same path has begun since; only one at a time can be committed. "
+            "Do all processes of one program save alone, as they are not connected?"
+        )
+
+    def _is_claimed(self) -> bool:
+        """Tells whether the mark is still that of this save."""
+        return _marker(self.location).get("token") == self.token
 
     def _replaceable(self, taken: set[str], *, overwrite: bool) -> frozenset[str]:
         """Returns the folders of the checkpoint that will be replaced."""
@@ -137,16 +177,17 @@ class PendingCheckpoint:
         Args:
             record: What it holds; this adds which folders it replaces.
         """
-        if _marker(self.location).get("token") != self.token:
-            raise StorageConflictError(
-                f"{self.location}: another save to the same path has begun since; only one at a time can be committed"
-            )
+        if not self._is_claimed():
+            raise self._conflict()
         self.location.sync_directory()
         self.location.parent.sync_directory()
         replaced = tuple(sorted(self._old - {folder.name for folder in self.folders.values()}))
         self._stays = True  # from here on its data may be all that there is, also where a person interrupts
         try:
             write_record(self.location, dataclasses.replace(record, replaced=replaced))
+            if self.location.is_local and not self._is_claimed():
+                # In this very moment; what was found without a record was swept.
+                raise self._conflict()
         except BaseException as error:
             self._take_back()
             if self._stays:
@@ -189,9 +230,19 @@ class PendingCheckpoint:
         """Removes what was written; the checkpoint that was to be replaced, if any, stays as it was."""
         if not self._begun or self._stays:
             return
+        if self.location.is_local and not self._claimed:
+            # Whatever is there is not of this save, except perhaps the empty directory.
+            with contextlib.suppress(OSError):
+                os.rmdir(self.location)
+            return
         with _leftover(self.location):
+            ours = not self._marked or self._is_claimed()
+            if not ours and not self.location.is_local:
+                return  # what lies in these folders may be of the other save, as nobody can be sure to be the first
             for folder in self.folders.values():
                 folder.remove_tree()
+            if not ours:
+                return
             if any(entry.name == RECORD for entry in self.location.entries()):
                 (self.location / PARTIAL).remove()
             else:

@@ -133,6 +133,71 @@ def test_two_saves_to_one_path(place: hf.Location) -> None:
     assert content(place) == "two"
 
 
+def test_a_save_that_was_overtaken_does_no_harm(place: hf.Location) -> None:
+    """A second save cannot tell that the first is still alive; the first finds out, sooner or later."""
+    first = PendingCheckpoint(place, ["item"], overwrite=False)
+    record = write(first, "one")
+    commit(place, "two")
+    first.folders["item"].make_directory()
+    (first.folders["item"] / "file").write_bytes(b"late")
+    with pytest.raises(hf.StorageConflictError, match="another save to the same path has begun since"):
+        first.commit(record)
+    first.abort()
+    assert content(place) == "two"
+    commit(place, "three", overwrite=True)
+    assert content(place) == "three"
+
+
+def test_a_save_that_fails_leaves_the_one_that_has_overtaken_it(place: hf.Location) -> None:
+    first = PendingCheckpoint(place, ["item"], overwrite=False)
+    write(first, "one")
+    second = PendingCheckpoint(place, ["item"], overwrite=False)
+    record = write(second, "two")
+    first.abort()
+    second.commit(record)
+    assert content(place) == "two"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_saves_that_begin_at_the_same_moment(tmp_path: Path, overwrite: bool) -> None:
+    """As those of processes do that are not connected. On object stores, nobody can be sure to be the first."""
+    place = hf.as_location(tmp_path / "ckpt")
+    if overwrite:
+        commit(place, "none")
+    first, second, third = (PendingCheckpoint(place, ["item"], overwrite=overwrite) for _ in range(3))
+    record = write(first, "one")
+    with pytest.raises(hf.StorageConflictError, match="as they are not connected"):
+        second.begin()
+    second.abort()
+    first.commit(record)
+    with pytest.raises(hf.StorageConflictError):
+        third.begin()
+    third.abort()
+    assert content(place) == "one"
+    assert len(names(place)) == 2
+
+
+def test_data_that_another_save_has_swept_are_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the last look and the record there is a moment."""
+    place = hf.as_location(tmp_path / "ckpt")
+    first = PendingCheckpoint(place, ["item"], overwrite=False)
+    record = write(first, "one")
+    later: list[PendingCheckpoint] = []
+
+    def overtaken(location: hf.Location, record: CheckpointRecord) -> None:
+        if not later:
+            later.append(PendingCheckpoint(place, ["item"], overwrite=False))
+            write(later[0], "two")
+        write_record(location, record)
+
+    monkeypatch.setattr("holdfast.engine.commit.write_record", overtaken)
+    with pytest.raises(hf.StorageConflictError):
+        first.commit(record)
+    first.abort()
+    with pytest.raises(hf.CheckpointNotFoundError):
+        read_record(place)
+
+
 def test_delete(place: hf.Location) -> None:
     commit(place, "one")
     delete_checkpoint(place)
