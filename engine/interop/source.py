@@ -195,6 +195,7 @@ _FORMATS: tuple[_Entry, ...] = (
     _Entry("dcp", inside=(".metadata",)),
     _Entry("safetensors", inside=("*.safetensors", "*.safetensors.index.json"), files=("*",)),
     _Entry("torch_files", files=("*",)),
+    _Entry("tensorflow_v1", inside=("checkpoint",), files=("*",)),  # it is only refused, by its name
 )
 
 
