@@ -24,7 +24,7 @@ def checkpoints_at(place: str) -> Location:
         CheckpointNotFoundError: There is no such directory, and no file that is a checkpoint.
     """
     location = as_location(place)
-    if (location / RECORD).exists():
+    if (location / RECORD).is_there():
         return location
     inside = location / INSIDE_A_RUN
     if inside.is_directory() and not is_foreign(location):
@@ -37,4 +37,4 @@ def checkpoints_at(place: str) -> Location:
 
 def is_one_checkpoint(location: Location) -> bool:
     """Returns whether there is one checkpoint here, not a directory of many."""
-    return (location / RECORD).exists() or is_foreign(location)
+    return (location / RECORD).is_there() or is_foreign(location)

@@ -77,9 +77,13 @@ def load(path: Place, *, like: Any = None, select: Select | None = None, item: s
             them. Nothing was run, and ``select=`` loads the rest.
     """
     location = as_location(path)
-    if (location / MANIFEST).exists() and not (location / RECORD).exists() and recognise(location) is None:
+    checkpoint: CheckpointSource
+    if (location / RECORD).is_there():
+        checkpoint = NativeCheckpoint(location)
+    elif (location / MANIFEST).is_there() and recognise(location) is None:
         return _load_arrays(location, like, select)
-    checkpoint = open_checkpoint(location)
+    else:
+        checkpoint = open_checkpoint(location)
     items = checkpoint.items
     if item is not None and item not in items:
         raise CheckpointNotFoundError(f"{checkpoint.location}: no item {item!r}; it has {', '.join(sorted(items))}")

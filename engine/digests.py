@@ -65,7 +65,9 @@ def read_checked(place: Location, known: FileRecord | None, *, limit: int) -> by
         DamagedCheckpointError: It is missing, or not what was saved.
     """
     try:
-        content = place.read_bytes(limit=limit if known is None else min(limit, known.size))
+        content = place.read_bytes(
+            limit=limit if known is None else min(limit, known.size), size=None if known is None else known.size
+        )
     except ObjectNotFoundError as error:
         raise DamagedCheckpointError(f"{place} is missing: the checkpoint is not whole") from error
     if known is not None:

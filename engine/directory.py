@@ -19,7 +19,7 @@ from .ownership import OWNER, Ownership
 from .policy import Rule, reasons
 from .record import RECORD, CheckpointRecord
 from .steps import StepIndex
-from .storage import Location
+from .storage import Location, at_once, several
 
 _logger = logging.getLogger("holdfast")
 
@@ -96,15 +96,17 @@ class RunDirectory:
         facts = None if metadata is None else _encoded(metadata)
         self.ownership.take()
         remove_temporary(self.location, [entry.name for entry in self.location.entries()])
-        for _, location in list(self.steps.directories()):
-            if not sweep(location) and location.is_local:
-                self._remove_empty(location)
+        several(self._sweep, [location for _, location in self.steps.directories()], at_once(self.location))
         self.steps.reload()
         if facts is not None:
             (self.location / _METADATA).make_directory()
             (self.location / _METADATA / _METADATA_FILE).write_bytes(facts)
         (self.location / OPTIONS).write_bytes(encode_document("options", {"options": options.to_document()}))
         self._swept = True
+
+    def _sweep(self, location: Location) -> None:
+        if not sweep(location) and location.is_local:
+            self._remove_empty(location)
 
     def _remove_empty(self, location: Location) -> None:
         """Removes the folder of a step that an earlier run has made and was killed before it could mark it."""
@@ -175,7 +177,7 @@ class RunDirectory:
         try:
             delete_checkpoint(location)
         except StorageError:
-            if not (location / RECORD).exists():  # it is gone; what is left of it goes with the next sweep
+            if not (location / RECORD).is_there():  # it is gone; what is left of it goes with the next sweep
                 self.steps.remove(step)
             raise
         self.steps.remove(step)

@@ -226,7 +226,7 @@ def verify(path: Place, step: int | None = None) -> VerifyReport:
 
 
 def _verify(location: Location, step: int | None) -> CheckpointVerification:
-    if not (location / RECORD).exists():
+    if not (location / RECORD).is_there():
         return _verify_foreign(location, step)
     try:
         record = read_record(location)

@@ -50,6 +50,7 @@ class Ownership:
         self._close: weakref.finalize[..., Ownership] | None = None
         self._held = False
         self._lost = False
+        self._size: int | None = None  # of the file, once it is written
         self._key = os.path.realpath(directory.path) if directory.is_local else directory.url
 
     @property
@@ -148,6 +149,7 @@ class Ownership:
         content = json.dumps(
             {"token": self._token, "host": socket.gethostname(), "pid": os.getpid(), "since": self._clock.now()}
         ).encode()
+        self._size = len(content)
         if self._descriptor is None:
             (self._directory / OWNER).write_bytes(content)
             return
@@ -158,7 +160,7 @@ class Ownership:
 
     def _read(self) -> dict[str, object]:
         try:
-            found = json.loads((self._directory / OWNER).read_bytes(limit=4096))
+            found = json.loads((self._directory / OWNER).read_bytes(limit=4096, size=self._size))
         except (HoldfastError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}

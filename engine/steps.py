@@ -7,10 +7,10 @@ import threading
 from collections.abc import Iterator
 
 from .commit import read_record
-from .errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError
+from .errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, HoldfastError
 from .policy import StepInfo
 from .record import RECORD, CheckpointRecord
-from .storage import Location
+from .storage import Location, at_once, several
 
 
 class StepIndex:
@@ -54,16 +54,14 @@ class StepIndex:
         records: dict[int, CheckpointRecord] = {}
         damage: dict[int, str] = {}
         newer: dict[int, str] = {}
-        for step, location in self.directories():
-            try:
-                record = read_record(location)
-            except CheckpointNotFoundError:
+        found = list(self.directories())
+        for (step, location), record in zip(found, several(_read, found, at_once(self._directory)), strict=True):
+            if record is None:
                 continue  # a save that never finished, or somebody else's directory
-            except DamagedCheckpointError as error:
-                damage[step] = str(error)
-                continue
-            except FormatVersionError as error:
-                newer[step] = damage[step] = str(error)
+            if isinstance(record, HoldfastError):
+                damage[step] = str(record)
+                if isinstance(record, FormatVersionError):
+                    newer[step] = damage[step]
                 continue
             if record.step != step:
                 damage[step] = (
@@ -156,6 +154,16 @@ class StepIndex:
     def damage(self) -> dict[int, str]:
         """Returns the steps whose record does not verify, each with what is wrong."""
         return dict(self._damage)
+
+
+def _read(place: tuple[int, Location]) -> CheckpointRecord | DamagedCheckpointError | FormatVersionError | None:
+    """Returns the record of a step, what is wrong with it, or None where there is none."""
+    try:
+        return read_record(place[1])
+    except CheckpointNotFoundError:
+        return None
+    except (DamagedCheckpointError, FormatVersionError) as error:
+        return error
 
 
 def _listed(steps: list[int]) -> str:

@@ -126,7 +126,7 @@ def open_component(path: Place) -> SavedComponent:
         FormatVersionError: A newer version of holdfast wrote it.
     """
     location = as_location(path)
-    if (location / RECORD).exists():
+    if (location / RECORD).is_there():
         return of_record(location, read_record(location))
     if looks_like_rllib(location):
         return RLlibComponent(location)

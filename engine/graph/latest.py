@@ -48,7 +48,7 @@ def latest_checkpoint(directory: Place) -> str | None:
         for entry in location.entries()
         if entry.is_directory
         and (match := _NUMBERED.fullmatch(entry.name))
-        and (location / entry.name / RECORD).exists()
+        and (location / entry.name / RECORD).is_there()
     }
     newest: list[tuple[float, str]] = []
     for prefix in prefixes:
@@ -82,7 +82,7 @@ def locate(path: Place) -> Location:
         path: A checkpoint of any kind, or a directory of numbered ones, of which the newest is meant.
     """
     location = as_location(path)
-    if (location / RECORD).exists() or (location.exists() and not location.is_directory()):
+    if (location / RECORD).is_there() or (location.exists() and not location.is_directory()):
         return location
     newest = latest_checkpoint(location)
     return location if newest is None else as_location(newest)

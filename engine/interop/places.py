@@ -39,7 +39,7 @@ def open_checkpoint(location: Location, step: int | None = None) -> CheckpointSo
 
 def open_at(location: Location) -> CheckpointSource:
     """Opens the checkpoint at a place that :func:`find_checkpoint` has returned; see :func:`open_checkpoint`."""
-    if (location / RECORD).exists():
+    if (location / RECORD).is_there():
         return NativeCheckpoint(location)
     return recognise(location) or NativeCheckpoint(location)  # the latter says what is missing
 
@@ -100,14 +100,14 @@ def step_index(location: Location) -> StepIndex:
         raise CheckpointNotFoundError(f"{location}: this is a file; checkpoints are directories")
     for entry in location.entries():
         match = _NUMBERED.fullmatch(entry.name)
-        if match and entry.is_directory and (location / entry.name / RECORD).exists():
+        if match and entry.is_directory and (location / entry.name / RECORD).is_there():
             return StepIndex(location, match[1].removesuffix("_"))
     return StepIndex(location)
 
 
 def is_run(location: Location) -> bool:
     """Whether a path is to be searched for steps: no checkpoint lies right here, or steps of ours do."""
-    return not (location / RECORD).exists() and not is_foreign(location)
+    return not (location / RECORD).is_there() and not is_foreign(location)
 
 
 def is_foreign(location: Location) -> bool:
@@ -122,11 +122,11 @@ def is_foreign(location: Location) -> bool:
 
 def _is_ours(location: Location) -> bool:
     """Whether holdfast wrote a checkpoint or a step here; whatever lies beside them does not count."""
-    if (location / RECORD).exists():
+    if (location / RECORD).is_there():
         return True
     if not location.is_directory():
         return False
     return any(
-        entry.is_directory and entry.name[-1:].isdigit() and (location / entry.name / RECORD).exists()
+        entry.is_directory and entry.name[-1:].isdigit() and (location / entry.name / RECORD).is_there()
         for entry in location.entries()
     )

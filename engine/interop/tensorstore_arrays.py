@@ -24,8 +24,8 @@ from ..errors import (
     StorageUnavailableError,
 )
 from ..storage import Location, aligned_empty
-from ..storage.kvstore import shared_context, store_spec
 from ..storage.statuses import map_status
+from ..storage.stores import shared_context, store_spec
 from ..tree import Box
 
 if TYPE_CHECKING:

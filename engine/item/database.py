@@ -29,7 +29,7 @@ from ..storage import DataReader, Location
 from ..tree import Box
 from .assembly import Assembly
 from .chunks import Chunks, plausible
-from .extents import LOCAL_GAP, REMOTE_GAP, Extent, read_chunks
+from .extents import Extent, read_chunks
 from .index import Index, Place, Search
 from .sources import Bytes
 
@@ -203,15 +203,24 @@ class ArrayDatabase:
         return self._read_node(*found)
 
     def _read_node(self, path: str, offset: int, length: int) -> bytes:
-        with self._open(path) as file:
+        with self._open(path) as file, self._missing(path):
             self.bytes_read += length
             return file.read(offset, length).tobytes()
 
     def _open(self, path: str) -> DataReader:
+        known = None if self._files is None else self._files.get(path)
+        with self._missing(path):
+            return (self._location / path).open_data(size=None if known is None else known.size)
+
+    @contextlib.contextmanager
+    def _missing(self, path: str) -> Iterator[None]:
         try:
-            return (self._location / path).open_data()
-        except ObjectNotFoundError as error:
-            raise DamagedCheckpointError(f"{self._location / path} is missing: the checkpoint is not whole") from error
+            yield
+        except ObjectNotFoundError as error:  # from a disk when it is opened, from an object store when it is read
+            raise DamagedCheckpointError(self._is_missing(path)) from error
+
+    def _is_missing(self, path: str) -> str:
+        return f"{self._location / path} is missing: the checkpoint is not whole"
 
     def _fetch(self, names: Sequence[str], assembly: Assembly) -> list[Problem]:
         """Reads the chunks of arrays and hands them over; returns what is wrong."""
@@ -236,7 +245,9 @@ class ArrayDatabase:
         found = self._index.find(names, assembly, Search(report, accept, fill), sparse=self._files is None)
 
         def failed(table: Chunks, row: int, error: object) -> None:
-            report(table.file(row), int(table.arrays[row]), str(error))
+            file = table.file(row)
+            what = self._is_missing(file) if isinstance(error, ObjectNotFoundError) else str(error)
+            report(file, int(table.arrays[row]), what)
 
         def use(extent: Extent, data: Bytes) -> None:
             rows = range(extent.first, extent.stop)
@@ -254,8 +265,9 @@ class ArrayDatabase:
                         failed(found, row, error)
             sizes = {path: self._size(path, file) for path, file in files.items()}
             chunks = plausible(found, sizes, partial(failed, found))
-            gap = LOCAL_GAP if self._location.is_local else REMOTE_GAP
-            self.bytes_read += read_chunks(files, chunks, use, partial(failed, chunks), gap=gap)
+            self.bytes_read += read_chunks(
+                files, chunks, use, partial(failed, chunks), remote=not self._location.is_local
+            )
         return sorted(set(problems))
 
     def _size(self, path: str, file: DataReader) -> int:

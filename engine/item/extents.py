@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import DamagedCheckpointError, ObjectNotFoundError, StorageError
-from ..storage import Buffer, DataReader
+from ..storage import REQUESTS, Buffer, DataReader
 from .chunks import Chunks
 from .sources import Bytes
 
@@ -23,8 +23,8 @@ _FEW = 32  # extents; to wait for more of them one by one takes longer than to r
 _SMALL = 16 << 10  # bytes; smaller ranges take longer to handle than to read
 LOCAL_GAP = 4 << 10
 """Bytes between two chunks that are cheaper to read than to skip: a page of the disk."""
-REMOTE_GAP = 64 << 10
-"""The same where every request goes over a network."""
+REMOTE_GAP = 1 << 20
+"""The same where every request goes over a network, and waits as long as this takes to come."""
 _FOREIGN = 16  # one byte in so many of memory that is kept may be of others: gaps, and ranges that are copied out
 
 
@@ -58,7 +58,7 @@ def read_chunks(
     use: Use,
     failed: Callable[[int, Exception], None],
     *,
-    gap: int = LOCAL_GAP,
+    remote: bool = False,
 ) -> int:
     """Reads chunks and hands them to ``use``.
 
@@ -68,7 +68,7 @@ def read_chunks(
         use: Called from several threads with runs of chunks and their bytes; every chunk that could be read is in one.
         failed: Called instead, with the chunk's position, where the bytes are not there, or cannot be read any more;
             other chunks are still read.
-        gap: Bytes between two chunks that are rather read than skipped.
+        remote: Whether files are objects of a store, where most of the time is spent waiting.
 
     Returns:
         How many bytes were read.
@@ -77,7 +77,7 @@ def read_chunks(
         StorageError: The storage refuses, or does not answer: nothing is known of the bytes.
         BaseException: Whatever ``use`` or ``failed`` raises; the first of it, after all threads have stopped.
     """
-    extents = list(plan_extents(chunks, gap))
+    extents = list(plan_extents(chunks, REMOTE_GAP if remote else LOCAL_GAP))
     pending = iter(extents)
     lock = threading.Lock()
     stop: list[BaseException] = []
@@ -100,6 +100,8 @@ def read_chunks(
     count = min(_THREADS, max(1, total // (buffer * _SHARE)))
     if len(extents) <= _FEW and total <= max(_EXTENT // 4, _SMALL * len(chunks)):
         count = 1  # little to read, or more work for the interpreter, which threads only get in the way of
+    if remote:
+        count = max(1, min(REQUESTS, len(extents)))
     threads = [threading.Thread(target=work, name=f"holdfast-read-{i}", daemon=True) for i in range(count - 1)]
     for thread in threads:
         thread.start()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -33,8 +33,9 @@ class Layout:
     Attributes:
         chunk_bytes: Largest chunk of an array, the unit of partial reads.
         segment_bytes: How much one writer thread takes at a time.
-        data_file_bytes: Data files are closed before they pass this size (a single chunk may); on object stores, the
-            size of an upload.
+        data_file_bytes: Data files are closed before they pass this size (a single chunk may).
+        upload_bytes: The same in object stores, where each data file is one upload: eight of them are in memory, and
+            under way, at a time.
         compression: The level of zstd, from 1 (fastest) to 22 (smallest), that chunks are compressed with. None
             stores them as they are, which is fastest: parameters and optimizer state hardly get smaller.
     """
@@ -42,12 +43,17 @@ class Layout:
     chunk_bytes: int = 16 << 20
     segment_bytes: int = 16 << 20
     data_file_bytes: int = 4 << 30
+    upload_bytes: int = 64 << 20
     compression: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("chunk_bytes", "segment_bytes", "data_file_bytes"):
+        for name in ("chunk_bytes", "segment_bytes", "data_file_bytes", "upload_bytes"):
             check_size(name, getattr(self, name))
         check_level("compression", self.compression)
+
+    def for_uploads(self) -> Layout:
+        """Returns the layout of the same checkpoint in an object store."""
+        return replace(self, data_file_bytes=min(self.data_file_bytes, self.upload_bytes))
 
 
 def check_size(name: str, size: object) -> None:

@@ -160,8 +160,10 @@ class TreeReader:
             if known.crc32c is not None:
                 check_file(self.location / path, known)
                 return ""
+            if (self.location / path).has_size(known.size):
+                return ""
             with (self.location / path).open_data() as file:
-                return "" if file.size == known.size else f"expected {known.size} bytes, found {file.size}"
+                return f"expected {known.size} bytes, found {file.size}"
         except (HoldfastError, OSError) as error:
             return str(error)
 

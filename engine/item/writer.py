@@ -19,7 +19,7 @@ from ..coordination import Member
 from ..errors import OptionError, UnsupportedLeafError
 from ..format import crc32c, encode_document
 from ..record import FileRecord
-from ..storage import Location, Segment
+from ..storage import DataFile, Location, Segment
 from ..tree import ArrayLeaf, Node, Piece, display, to_document
 from .catalog import Catalog, Chunks, HostLeaf
 from .compressing import ChunkToCompress, write_compressed
@@ -120,15 +120,25 @@ class TreeWriter:
         sources = self._sources(chunks)
         specs = [form.spec for form in catalog.forms]
 
+        layout = self._layout if location.is_local else self._layout.for_uploads()
+
         def write_file(number: int, size: int, segments: Sequence[Segment]) -> None:
             (location / data_path(token, member.index, number)).write_data(size, segments)
 
-        files = plan_files(specs, self._layout, plain)
-        for number, file in enumerate(files):
-            write_file(number, file.size, [_segment(segment, sources) for segment in file.segments])
+        files = plan_files(specs, layout, plain)
+        location.write_data_files(
+            [
+                DataFile(
+                    data_path(token, member.index, number),
+                    file.size,
+                    [_segment(segment, sources) for segment in file.segments],
+                )
+                for number, file in enumerate(files)
+            ]
+        )
         places, sizes = planned_places(files, specs), [file.size for file in files]
         if packed:
-            compressed, more = write_compressed(packed, sources, self._layout, len(files), write_file)
+            compressed, more = write_compressed(packed, sources, layout, len(files), write_file)
             places = np.concatenate((places, np.array(compressed, np.int64)))
             sizes += more
         if not alone:  # otherwise merging is next and syncs this directory, too

@@ -42,14 +42,20 @@ class Backend(Protocol):
     def exists(self, key: str) -> bool:
         """Returns whether a file, an object or a directory has this key."""
 
+    def is_there(self, key: str) -> bool:
+        """Returns whether a file, a directory or an object has just this key; one request where there are any."""
+
     def is_directory(self, key: str) -> bool:
         """Returns whether the key is a directory; on an object store, whether any object lies below it."""
 
     def entries(self, key: str) -> list[Entry]:
         """Returns what lies directly inside, sorted by name; nothing when the directory is missing."""
 
-    def read_bytes(self, key: str, limit: int | None) -> bytes:
-        """Returns the whole content, refusing more than ``limit`` bytes before reading them where possible."""
+    def read_bytes(self, key: str, limit: int | None, size: int | None) -> bytes:
+        """Returns the whole content, refusing more than ``limit`` bytes before reading them; see ``Location``."""
+
+    def has_size(self, key: str, size: int) -> bool:
+        """Returns whether a file or object has just this length, without reading it where possible."""
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
         """Writes a small object and make its content durable, see ``Location.write_bytes``."""
@@ -72,5 +78,5 @@ class Backend(Protocol):
     def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
         """Writes one bulk data file of ``size`` bytes and make its content durable."""
 
-    def open_data(self, key: str) -> DataReader:
+    def open_data(self, key: str, size: int | None) -> DataReader:
         """Opens a bulk data file for reading by many threads."""

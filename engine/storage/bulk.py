@@ -32,6 +32,21 @@ class Segment:
     parts: Callable[[], Iterator[NDArray[np.uint8]]]
 
 
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A data file to be written.
+
+    Attributes:
+        name: Where, below the directory that it belongs to.
+        size: Its length in bytes.
+        segments: Its content, in ascending order; gaps are zero.
+    """
+
+    name: str
+    size: int
+    segments: Sequence[Segment]
+
+
 class DataReader(Protocol):
     """A bulk data file that is open for reading; every method may be called from many threads at once."""
 

@@ -2,89 +2,40 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 import json
-import os
 import threading
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
-
-import numpy as np
 
 from ..errors import DamagedCheckpointError, HoldfastError, ObjectNotFoundError
 from .backend import Entry
-from .buffers import Buffer, aligned_empty
-from .bulk import DataReader, Segment, check_extent, check_segments
-from .statuses import map_status
+from .bulk import DataReader, Segment, check_segments
+from .kv_reader import KvDataReader
+from .requests import finish
+from .several import REQUESTS, several
+from .stores import hint, shared_context, store_settings, store_spec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from types import TracebackType
+    from collections.abc import Callable, Sequence
 
     import tensorstore
-    from numpy.typing import NDArray
 
-RETRIES = 8
-"""Attempts at one request; they take about two minutes before an unreachable service is given up."""
-
-_LONGEST = 1 << 50
-"""Bytes; ranges that end behind it are refused without asking, as no store has objects of that size."""
-
-_context_lock = threading.Lock()
-
-
-@functools.cache
-def _new_context() -> tensorstore.Context:
-    import tensorstore
-
-    retries = {"max_retries": RETRIES}
-    return tensorstore.Context({"s3_request_retries": retries, "gcs_request_retries": retries})
-
-
-def shared_context() -> tensorstore.Context:
-    """Returns the one TensorStore context of this process, by which ``memory://`` is the same store everywhere."""
-    with _context_lock:
-        return _new_context()
-
-
-def store_spec(scheme: str, bucket: str) -> dict[str, Any]:
-    """Returns TensorStore's JSON specification of a store.
-
-    For S3, the environment variables that Amazon's own tools read give the rest: ``AWS_ENDPOINT_URL_S3`` or
-    ``AWS_ENDPOINT_URL`` (another vendor's service), ``AWS_REGION`` or ``AWS_DEFAULT_REGION``, and the credentials.
-
-    Args:
-        scheme: ``"memory"``, ``"s3"`` or ``"gs"``.
-        bucket: The bucket; empty for memory.
-    """
-    if scheme == "memory":
-        return {"driver": "memory"}
-    if scheme == "gs":
-        return {"driver": "gcs", "bucket": bucket}
-    spec: dict[str, Any] = {"driver": "s3", "bucket": bucket}
-    environment = os.environ
-    region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
-    endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
-    if endpoint:
-        spec |= {"endpoint": endpoint, "aws_region": region or "us-east-1"}
-    elif region:
-        spec["aws_region"] = region
-    if "AWS_ACCESS_KEY_ID" in environment:
-        # The default chain searches files and the network first, and complains about each that is not there.
-        spec["aws_credentials"] = {"type": "environment"}
-    return spec
+_PAGE = 1000
+"""How many names stores list at a time."""
+_UNTOLD = 1 << 30
+"""Bytes that an object of unknown length may have before it counts as slow."""
 
 
 def open_backend(scheme: str, bucket: str) -> KvStoreBackend:
     """Returns the backend for a bucket, the same one for the same settings."""
-    return _open_backend(scheme, bucket, json.dumps(store_spec(scheme, bucket)))
+    return _open_backend(scheme, bucket, json.dumps(store_settings(scheme, bucket)))
 
 
 @functools.lru_cache(maxsize=64)
-def _open_backend(scheme: str, bucket: str, spec: str) -> KvStoreBackend:
-    return KvStoreBackend(scheme, bucket, json.loads(spec))
+def _open_backend(scheme: str, bucket: str, settings: str) -> KvStoreBackend:  # noqa: ARG001 - a part of the key
+    return KvStoreBackend(scheme, bucket, store_spec(scheme, bucket))
 
 
 class KvStoreBackend:
@@ -101,6 +52,7 @@ class KvStoreBackend:
     is_local = False
 
     def __init__(self, scheme: str, bucket: str, spec: dict[str, Any]) -> None:
+        self._scheme = scheme
         self._root = f"{scheme}://{bucket}"
         self._separator = "/" if bucket else ""
         self._spec = spec
@@ -114,7 +66,14 @@ class KvStoreBackend:
 
     def exists(self, key: str) -> bool:
         """Returns whether an object has this key, or lies below it."""
-        return self._has_object(key) or self.is_directory(key)
+        return self.is_there(key) or self.is_directory(key)
+
+    def is_there(self, key: str) -> bool:
+        """Returns whether an object has this key."""
+        if not key:
+            return False
+        answer = self._ask(key, "look at", lambda: self._store().read(key, byte_range=slice(0, 0)))
+        return bool(answer.state == "value")
 
     def is_directory(self, key: str) -> bool:
         """Returns whether any object lies below this key; the root always counts as one."""
@@ -129,8 +88,16 @@ class KvStoreBackend:
                 kinds[head] = kinds.get(head, False) or bool(slash)
         return sorted(Entry(name, is_directory) for name, is_directory in kinds.items())
 
-    def read_bytes(self, key: str, limit: int | None) -> bytes:
-        """Returns the whole object; first asks for the byte behind the ``limit``, which should not be there."""
+    def read_bytes(self, key: str, limit: int | None, size: int | None) -> bytes:
+        """Returns the whole object: in one request where it is as long as it should be.
+
+        Otherwise the first request is for the byte behind the ``limit``, which should not be there.
+        """
+        if size is not None and (limit is None or size <= limit):
+            try:
+                return self.read_range(key, slice(0, size))
+            except DamagedCheckpointError:
+                pass  # it is shorter; or the server does not know ranges
         data = None
         if limit is None or not self._has_byte(key, limit):
             data = self.read_range(key, None)
@@ -138,10 +105,19 @@ class KvStoreBackend:
             raise DamagedCheckpointError(f"{self.url(key)} is longer than the {limit} bytes it may have")
         return data or b""
 
+    def has_size(self, key: str, size: int) -> bool:
+        """Returns whether an object has just this length, from its last byte and the one behind that."""
+        if self._has_byte(key, size):
+            return False
+        if size == 0:
+            return self.read_range(key, None) == b""
+        if self._has_byte(key, size - 1):
+            return True
+        return len(self.read_range(key, None)) == size  # for servers that do not know ranges
+
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
         """Writes an object; stores replace objects in one step and answer when they are durable."""
-        with self._statuses(key, "write"):
-            self._store().write(key, bytes(data)).result()
+        self._write(key, [bytes(data)])
 
     def make_directory(self, key: str, *, sync: bool) -> None:
         """Does nothing: prefixes need no creation."""
@@ -151,33 +127,25 @@ class KvStoreBackend:
 
     def rename(self, key: str, target: str) -> None:
         """Copies the object, or every object below, one after the other, then deletes the originals."""
-        names = [f"/{name}" for name in self._list(key)]
-        if self._has_object(key):
-            names.append("")
+        names = self._list_with(key)
         if not names:
             raise ObjectNotFoundError(f"cannot rename {self.url(key)}: there is nothing")
         for name in names:
-            self.write_bytes(target + name, self.read_range(key + name, None), atomic=True)
-        for name in names:
-            self.remove(key + name)
+            self._write(target + name.removeprefix(key), [self.read_range(name, None)])
+        several(self.remove, names, REQUESTS)
 
     def remove(self, key: str) -> None:
         """Deletes an object; missing is fine."""
-        with self._statuses(key, "remove"):
-            self._store().write(key, None).result()
+        self._ask(key, "remove", lambda: self._store().write(key, None))
 
     def remove_tree(self, key: str, last: str | None) -> None:
         """Deletes the object and every object below."""
-        prefix = f"{key}/" if key else ""
-        names = self._list(key)
-        with self._statuses(key, "remove"):
-            store = self._store()
-            for answer in [store.write(prefix + name, None) for name in names if name != last]:
-                answer.result()
-        if last in names:
-            self.remove(f"{prefix}{last}")
-        if key:
-            self.remove(key)
+        names = self._list_with(key)
+        final = [] if last is None else [f"{key}/{last}" if key else last]
+        several(self.remove, [name for name in names if name not in final], REQUESTS)
+        for name in final:
+            if name in names:
+                self.remove(name)
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
         """Writes one object, whose bytes are gathered in memory first: stores take a value as a whole."""
@@ -193,13 +161,15 @@ class KvStoreBackend:
                     f"the segment at offset {segment.offset} should have {segment.size} bytes, "
                     f"but its parts have {stream.tell() - segment.offset}"
                 )
-        self.write_bytes(key, stream.getvalue(), atomic=True)
+        content = [stream.getvalue()]
+        del stream
+        self._write(key, content)
 
-    def open_data(self, key: str) -> DataReader:
-        """Opens an object for reading ranges of it."""
-        if not self._has_object(key):
+    def open_data(self, key: str, size: int | None) -> DataReader:
+        """Opens an object for reading ranges of it; without asking for it now where its ``size`` is known."""
+        if size is None and not self.is_there(key):
             raise ObjectNotFoundError(f"cannot open {self.url(key)}: there is no such object")
-        return KvDataReader(self, key)
+        return KvDataReader(self, key, size)
 
     def read_range(self, key: str, byte_range: slice | None) -> bytes:
         """Returns a range of an object, or all of it.
@@ -208,12 +178,16 @@ class KvStoreBackend:
             ObjectNotFoundError: There is no such object.
             DamagedCheckpointError: It ends before the range does.
         """
-        with self._statuses(key, "read"):
-            answer = self._store().read(key, byte_range=byte_range).result()
+        length = _UNTOLD if byte_range is None else byte_range.stop - byte_range.start
+        answer = self._ask(key, "read", lambda: self._store().read(key, byte_range=byte_range), length)
         if answer.state != "value":
             raise ObjectNotFoundError(f"cannot read {self.url(key)}: there is no such object")
         value: bytes = answer.value
         return value
+
+    def _write(self, key: str, content: list[bytes]) -> None:
+        """Writes an object. TensorStore takes a copy of the bytes, so that those in the list need not stay, too."""
+        self._ask(key, "write", lambda: self._store().write(key, content.pop()), len(content[0]))
 
     def _store(self) -> tensorstore.KvStore:
         with self._lock:
@@ -223,21 +197,25 @@ class KvStoreBackend:
                 self._opened = tensorstore.KvStore.open(self._spec, context=shared_context()).result()
             return self._opened
 
-    def _has_object(self, key: str) -> bool:
-        if not key:
-            return False
-        with self._statuses(key, "look at"):
-            state = self._store().read(key, byte_range=slice(0, 0)).result().state
-        return bool(state == "value")
-
     def _list(self, key: str) -> list[str]:
         """Returns the names of all objects below a key, relative to it, sorted."""
+        prefix = f"{key}/" if key else ""
+        return [name.removeprefix(prefix) for name in self._names(key, prefix)]
+
+    def _list_with(self, key: str) -> list[str]:
+        """Returns the key, if there is such an object, and the names of all objects below it."""
+        below = f"{key}/" if key else ""
+        return [name for name in self._names(key, key) if name == key or name.startswith(below)]
+
+    def _names(self, key: str, prefix: str) -> list[str]:
+        """Returns the names of all objects from a prefix on, up to those that begin with the key and a "0"."""
         import tensorstore
 
-        prefix = f"{key}/" if key else ""
-        below = tensorstore.KvStore.KeyRange(prefix, f"{prefix[:-1]}0" if prefix else "")  # "0" follows "/".
-        with self._statuses(key, "list"):
-            names: list[bytes] = self._store().list(below, strip_prefix_length=len(prefix.encode())).result()
+        span = tensorstore.KvStore.KeyRange(prefix, f"{key}0" if key else "")  # "0" follows "/"
+        names: list[bytes] = self._ask(key, "list", lambda: self._store().list(span))
+        if self._scheme == "gs" and (not names or len(names) >= _PAGE):
+            # A list that Google refuses is an empty one for TensorStore 0.1.86; of an object, it passes the refusal on.
+            self.is_there(f"{prefix}.")
         return sorted(name.decode("utf-8", "surrogateescape") for name in names)
 
     def _has_byte(self, key: str, position: int) -> bool:
@@ -246,69 +224,8 @@ class KvStoreBackend:
         except DamagedCheckpointError:  # Out of range.
             return False
 
-    @contextlib.contextmanager
-    def _statuses(self, key: str, action: str) -> Iterator[None]:
-        """Raises holdfast's errors in place of TensorStore's."""
-        try:
-            yield
-        except HoldfastError:
-            raise
-        except (ValueError, IndexError, RuntimeError, OSError) as error:
-            raise map_status(error, self.url(key), action) from error
+    def _ask(self, key: str, action: str, start: Callable[[], tensorstore.Future[Any]], nbytes: int = 0) -> Any:
+        def advice(kind: type[HoldfastError]) -> str:
+            return hint(self._scheme, self._spec, kind)
 
-
-class KvDataReader:
-    """One object, read by ranges; as a whole, once, where the store does not serve ranges.
-
-    Args:
-        backend: Where it is.
-        key: Its name.
-    """
-
-    def __init__(self, backend: KvStoreBackend, key: str) -> None:
-        self._backend = backend
-        self._key = key
-        self._lock = threading.Lock()
-        self._whole: bytes | None = None
-
-    @property
-    def size(self) -> int:
-        """Length of the object in bytes. TensorStore does not tell, so the first look reads all of it."""
-        return len(self._read_whole())
-
-    def read(self, offset: int, length: int, buffer: Buffer | None = None) -> NDArray[np.uint8]:
-        """Reads exactly ``length`` bytes; see ``DataReader.read``."""
-        value = self._fetch(offset, length)
-        memory = aligned_empty(length) if buffer is None else buffer.view(length)
-        memory[:] = np.frombuffer(value, np.uint8)
-        return memory
-
-    def close(self) -> None:
-        """Forgets the object; arrays that were read stay valid."""
-        self._whole = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _fetch(self, offset: int, length: int) -> bytes | memoryview:
-        end = offset + length
-        if self._whole is None and 0 <= offset < end <= _LONGEST:
-            with contextlib.suppress(DamagedCheckpointError):
-                value = self._backend.read_range(self._key, slice(offset, end))
-                if len(value) == length:
-                    return value
-            # The object ends before the range does, or some servers answer with the range as if it were everything.
-        whole = self._read_whole()
-        check_extent(self._backend.url(self._key), len(whole), offset, length)
-        return memoryview(whole)[offset:end]
-
-    def _read_whole(self) -> bytes:
-        with self._lock:
-            if self._whole is None:
-                self._whole = self._backend.read_range(self._key, None)
-            return self._whole
+        return finish(start, self.url(key), action, advice, nbytes=nbytes)

@@ -42,6 +42,10 @@ class LocalBackend:
         """Returns whether a file or directory has this path; a link counts if what it points to does."""
         return self._stat(key) is not None
 
+    def is_there(self, key: str) -> bool:
+        """Returns whether a file or directory has this path."""
+        return self.exists(key)
+
     def is_directory(self, key: str) -> bool:
         """Returns whether the path is a directory, or a link to one."""
         status = self._stat(key)
@@ -69,7 +73,7 @@ class LocalBackend:
                     found.append(Entry(item.name, is_directory, size))
         return sorted(found)
 
-    def read_bytes(self, key: str, limit: int | None) -> bytes:
+    def read_bytes(self, key: str, limit: int | None, size: int | None) -> bytes:
         """Returns the whole content of a regular file."""
         with os_errors(key, "read"):
             # Opening a pipe would wait for its other end for ever.
@@ -79,6 +83,11 @@ class LocalBackend:
                 if limit is not None and size > limit:
                     raise DamagedCheckpointError(f"{key} has {size} bytes, more than the {limit} it may have")
                 return file.readall()
+
+    def has_size(self, key: str, size: int) -> bool:
+        """Returns whether a file has just this length."""
+        with os_errors(key, "look at"):
+            return os.stat(key).st_size == size
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
         """Writes a file and syncs it; with ``atomic``, under another name first, and syncs the directory, too."""
@@ -162,7 +171,7 @@ class LocalBackend:
         """Writes one bulk data file past the page cache where possible, and syncs it."""
         write_data_file(key, size, segments)
 
-    def open_data(self, key: str) -> DataReader:
+    def open_data(self, key: str, size: int | None) -> DataReader:
         """Opens a bulk data file for reading by many threads."""
         return LocalDataReader(key)
 

@@ -11,12 +11,13 @@ from urllib.parse import unquote
 from ..errors import InvalidLocationError
 from .kvstore import open_backend
 from .local import LocalBackend
+from .several import REQUESTS, UPLOADS, several
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .backend import Backend, Entry
-    from .bulk import DataReader, Segment
+    from .bulk import DataFile, DataReader, Segment
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _COLLAPSED = re.compile(r"(?:file|memory|s3|gs|gcs|https?|az|abfs|hdfs):/", re.IGNORECASE)
@@ -71,6 +72,11 @@ def as_location(place: str | os.PathLike[str] | Location) -> Location:
             raise InvalidLocationError(f"{text!r} names no bucket: write {scheme}://bucket/name")
         return Location(open_backend(scheme, bucket), _object_key(text, path))
     raise InvalidLocationError(f"{text!r} has an unknown scheme, {scheme!r}: expected {_KNOWN}")
+
+
+def at_once(place: Location) -> int:
+    """Returns how many small things are done at a time there: one on a disk, as that does not wait for a network."""
+    return 1 if place.is_local else REQUESTS
 
 
 def _object_key(text: str, path: str) -> str:
@@ -168,6 +174,10 @@ class Location:
         """Returns whether there is a file, an object or a directory here."""
         return self._backend.exists(self._key)
 
+    def is_there(self) -> bool:
+        """Like :meth:`exists`, for what is no directory: in an object store that takes one request instead of two."""
+        return self._backend.is_there(self._key)
+
     def is_directory(self) -> bool:
         """Returns whether this is a directory; in object stores, whether any object lies below."""
         return self._backend.is_directory(self._key)
@@ -176,17 +186,27 @@ class Location:
         """Returns what lies directly inside, sorted by name, without lock files; nothing if this is missing."""
         return self._backend.entries(self._key)
 
-    def read_bytes(self, limit: int | None = None) -> bytes:
+    def read_bytes(self, limit: int | None = None, *, size: int | None = None) -> bytes:
         """Returns the whole content.
 
         Args:
             limit: The most bytes that are sensible; None for no limit.
+            size: The length that it should have, if that is known: an object store is asked once then, and not twice.
+                What an object holds behind that is left away.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
             DamagedCheckpointError: It is longer than ``limit``; found out before it is read.
         """
-        return self._backend.read_bytes(self._key, limit)
+        return self._backend.read_bytes(self._key, limit, size)
+
+    def has_size(self, size: int) -> bool:
+        """Returns whether this has just so many bytes; reads none of them where the store says it otherwise.
+
+        Raises:
+            ObjectNotFoundError: There is no such file or object.
+        """
+        return self._backend.has_size(self._key, size)
 
     def write_bytes(self, data: bytes, *, atomic: bool = True) -> None:
         """Writes a small file or object, replacing what is there; its content is durable on return.
@@ -255,10 +275,26 @@ class Location:
         """
         self._backend.write_data(self._key, size, segments)
 
-    def open_data(self) -> DataReader:
+    def write_data_files(self, files: Sequence[DataFile]) -> None:
+        """Writes bulk data files below this directory, as :meth:`write_data` does each of them.
+
+        In an object store several are written at a time.
+
+        Args:
+            files: What to write.
+        """
+        several(
+            lambda file: (self / file.name).write_data(file.size, file.segments), files, 1 if self.is_local else UPLOADS
+        )
+
+    def open_data(self, *, size: int | None = None) -> DataReader:
         """Opens a bulk data file for reading; use it as a context manager, or close it.
+
+        Args:
+            size: The length that it should have, if that is known: an object store is not asked then before something
+                is read, nor for anything behind that, and reading is what shows that there is no such object.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
         """
-        return self._backend.open_data(self._key)
+        return self._backend.open_data(self._key, size)

@@ -69,6 +69,24 @@ STATUSES: dict[str, type[HoldfastError]] = {
 }
 """The canonical status names of Abseil, https://abseil.io/docs/cpp/guides/status-codes, which TensorStore reports."""
 
+_SERVICE_CODES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (
+    (re.compile(r"All \d+ retry attempts failed"), StorageUnavailableError),  # reported as ABORTED
+    (
+        re.compile(
+            r"ExpiredToken|InvalidToken|TokenRefreshRequired|AuthorizationHeaderMalformed|RequestTimeTooSkewed"
+            r"|IllegalLocationConstraint|credentials from provider"
+        ),
+        StoragePermissionError,
+    ),
+    (re.compile(r"was ignored by server|Content-Range header"), DamagedCheckpointError),  # it does not know ranges
+    (re.compile(r"StorageFull|QuotaExceeded|http_response_code='507'"), StorageFullError),
+    (re.compile(r"PermanentRedirect|http_response_code='30[178]'"), InvalidLocationError),
+)
+"""What object stores say that means something else than the status that TensorStore makes of it."""
+
+_BODY = re.compile(r" \[(?:http_response_body|x-amzn-requestid)='(?:[^'\\]|\\.)*'\]")
+"""What TensorStore adds to a message that has said the same in words."""
+
 _ADVICE: dict[type[HoldfastError], str] = {
     StoragePermissionError: "check the permissions or credentials",
     StorageFullError: "free some space or choose another directory",
@@ -119,13 +137,17 @@ def map_status(error: Exception, path: str, action: str) -> HoldfastError:
         return map_os_error(error, path, action)
     text = str(error)
     status = re.match(r"[A-Z_]+(?=:)", text)
-    if status is not None:
+    found = next((kind for pattern, kind in _SERVICE_CODES if pattern.search(text)), None)
+    kind: type[HoldfastError]
+    if found is not None:
+        kind = found
+    elif status is not None:
         kind = STATUSES.get(status.group(), StorageError)
     elif isinstance(error, ValueError):
         kind = InvalidLocationError  # TensorStore leaves the status name out for arguments it cannot use.
     else:
         kind = StorageError
-    return kind(_message(kind, action, path, text))
+    return kind(_message(kind, action, path, _BODY.sub("", text)))
 
 
 def _message(kind: type[HoldfastError], action: str, path: str, reason: str) -> str:

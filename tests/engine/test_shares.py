@@ -21,7 +21,7 @@ from holdfast.engine.coordination import Member
 from holdfast.engine.item import ArrayDatabase, HostTree, TreeReader, TreeWriter, load_tree
 from holdfast.engine.item.fragments import Fragment
 from holdfast.engine.storage import as_location
-from holdfast.engine.storage.kvstore import shared_context
+from holdfast.engine.storage.stores import shared_context
 from holdfast.engine.tree import ArrayLeaf, Part, Piece, describe, flatten
 
 Same = Callable[[Any, Any], None]

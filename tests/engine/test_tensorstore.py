@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as hnp
 import holdfast as hf
 from holdfast.engine.item import ArrayDatabase
 from holdfast.engine.storage import as_location
-from holdfast.engine.storage.kvstore import shared_context
+from holdfast.engine.storage.stores import shared_context
 
 Same = Callable[[Any, Any], None]
 

@@ -11,7 +11,8 @@ import tensorstore
 
 from holdfast.engine.errors import DamagedCheckpointError, ObjectNotFoundError
 from holdfast.engine.storage import Location, Segment, as_location
-from holdfast.engine.storage.kvstore import KvStoreBackend, open_backend, shared_context, store_spec
+from holdfast.engine.storage.kvstore import KvStoreBackend, open_backend
+from holdfast.engine.storage.stores import shared_context, store_spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

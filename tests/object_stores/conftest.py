@@ -1,0 +1,87 @@
+"""The fake stores, and the environment in which TensorStore finds them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from tests.object_stores.gcs_server import TOKEN, GcsServer
+from tests.object_stores.s3_server import KEY_ID, REGION, SECRET, S3Server
+from tests.object_stores.store_server import StoreServer
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Store:
+    """A bucket of a fake store that nobody else uses.
+
+    Attributes:
+        server: The store.
+        bucket: The bucket's name.
+        url: The bucket's URL.
+        environment: What a process of its own needs to find it.
+    """
+
+    server: StoreServer
+    bucket: str
+    url: str
+    environment: dict[str, str]
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """Returns the keys in the bucket that begin so."""
+        return self.server.keys(self.bucket, prefix)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    with S3Server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def gcs_server() -> Iterator[GcsServer]:
+    with GcsServer() as server:
+        yield server
+
+
+def _store(server: StoreServer, scheme: str, environment: dict[str, str], patch: pytest.MonkeyPatch) -> Store:
+    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "TENSORSTORE_"))]:
+        patch.delenv(name)
+    for name, value in environment.items():
+        patch.setenv(name, value)
+    bucket = f"bucket-{next(_numbers)}"
+    server.reset()
+    server.buckets[bucket] = {}
+    return Store(server, bucket, f"{scheme}://{bucket}", environment)
+
+
+@pytest.fixture
+def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """An empty bucket of the fake S3."""
+    environment = {
+        "AWS_ENDPOINT_URL": s3_server.url,
+        "AWS_REGION": REGION,
+        "AWS_ACCESS_KEY_ID": KEY_ID,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+    }
+    yield _store(s3_server, "s3", environment, monkeypatch)
+    s3_server.reset()
+
+
+@pytest.fixture
+def gs(gcs_server: GcsServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """An empty bucket of the fake Google Cloud Storage."""
+    environment = {"TENSORSTORE_GCS_HTTP_URL": gcs_server.url, "GOOGLE_AUTH_TOKEN_FOR_TESTING": TOKEN}
+    yield _store(gcs_server, "gs", environment, monkeypatch)
+    gcs_server.reset()
+
+
+@pytest.fixture(params=["s3", "gs"])
+def store(request: pytest.FixtureRequest) -> Store:
+    """An empty bucket of each of the fake stores."""
+    found: Store = request.getfixturevalue(request.param)
+    return found

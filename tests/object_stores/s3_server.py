@@ -1,0 +1,146 @@
+"""A fake S3: what TensorStore needs of the REST API, path-style, with signatures that are checked.
+
+https://docs.aws.amazon.com/AmazonS3/latest/API/API_Operations_Amazon_Simple_Storage_Service.html
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Mapping
+from urllib.parse import quote, unquote
+from xml.sax.saxutils import escape
+
+from tests.object_stores.store_server import Answer, Request, StoreServer, ranged
+
+KEY_ID = "AKIAIOSFODNN7EXAMPLE"
+SECRET = "of a test, and of nothing else"
+REGION = "eu-test-1"
+
+_XML = "<?xml version='1.0' encoding='UTF-8'?>\n"
+_AUTHORIZATION = re.compile(
+    r"AWS4-HMAC-SHA256 Credential=([^/]+)/(\d{8})/([^/]+)/s3/aws4_request, ?SignedHeaders=([^,]+), ?Signature=(\w+)"
+)
+
+
+class S3Server(StoreServer):
+    """One region of S3, with one pair of keys."""
+
+    def kind(self, request: Request) -> str:
+        """Returns the method, or ``LIST``."""
+        return "LIST" if "list-type" in request.query else request.method
+
+    def error(self, status: int, code: str) -> Answer:
+        """Returns an error as S3 words it."""
+        text = f"<Error><Code>{code}</Code><Message>{code} it is</Message><RequestId>1</RequestId></Error>"
+        return Answer(
+            status, f"<?xml version='1.0' encoding='UTF-8'?>\n{text}".encode(), {"Content-Type": "application/xml"}
+        )
+
+    def answer(self, request: Request) -> Answer:
+        """Does what is asked."""
+        bucket, _, key = unquote(request.path).lstrip("/").partition("/")
+        if request.method == "HEAD" and not key:  # the question for the region, which anybody may ask
+            return Answer(200 if bucket in self.buckets else 404, headers={"x-amz-bucket-region": REGION})
+        refused = self._refusal(request)
+        if refused is not None:
+            return refused
+        if bucket not in self.buckets:
+            return self.error(404, "NoSuchBucket")
+        if not key:
+            return self._list(bucket, request.query)
+        if request.method == "PUT":
+            return self._put(bucket, key, request)
+        if request.method == "DELETE":
+            self.buckets[bucket].pop(key, None)
+            return Answer(204)
+        return self._get(bucket, key, request.headers)
+
+    def _get(self, bucket: str, key: str, headers: Mapping[str, str]) -> Answer:
+        found = self.buckets[bucket].get(key)
+        if found is None:
+            return self.error(404, "NoSuchKey")
+        tag = _tag(found.content)
+        if headers.get("if-match", tag) != tag:
+            return self.error(412, "PreconditionFailed")
+        if headers.get("if-none-match") in (tag, "*"):
+            return Answer(304, headers={"ETag": tag})
+        part = ranged(found.content, headers.get("range"))
+        if part is None:
+            return self.error(416, "InvalidRange")
+        return Answer(part[0], part[1], {"ETag": tag, "Accept-Ranges": "bytes", **part[2]})
+
+    def _put(self, bucket: str, key: str, request: Request) -> Answer:
+        if "content-length" not in request.headers:
+            return self.error(411, "MissingContentLength")
+        if request.headers.get("x-amz-content-sha256") != hashlib.sha256(request.body).hexdigest():
+            return self.error(400, "XAmzContentSHA256Mismatch")
+        old = self.buckets[bucket].get(key)
+        if request.headers.get("if-none-match") == "*" and old is not None:
+            return self.error(412, "PreconditionFailed")
+        wanted = request.headers.get("if-match")
+        if wanted is not None and (old is None or _tag(old.content) != wanted):
+            return self.error(404, "NoSuchKey") if old is None else self.error(412, "PreconditionFailed")
+        self.put(bucket, key, request.body)
+        return Answer(200, headers={"ETag": _tag(request.body)})
+
+    def _list(self, bucket: str, query: Mapping[str, str]) -> Answer:
+        prefix = query.get("prefix", "")
+        after = query.get("continuation-token", "")
+        keys = [key for key in self.keys(bucket, prefix) if key > after]
+        size = min(self.page, int(query.get("max-keys", "1000")))
+        more = len(keys) > size
+        parts = [
+            f"<Contents><Key>{escape(key)}</Key><Size>{len(self.buckets[bucket][key].content)}</Size></Contents>"
+            for key in keys[:size]
+        ]
+        if more:
+            parts.append(f"<NextContinuationToken>{escape(keys[size - 1])}</NextContinuationToken>")
+        text = "".join(
+            [
+                f"{_XML}<ListBucketResult>",
+                f"<Name>{bucket}</Name><Prefix>{escape(prefix)}</Prefix><KeyCount>{min(size, len(keys))}</KeyCount>",
+                f"<MaxKeys>{size}</MaxKeys><IsTruncated>{str(more).lower()}</IsTruncated>",
+                *parts,
+                "</ListBucketResult>",
+            ]
+        )
+        return Answer(200, text.encode(), {"Content-Type": "application/xml"})
+
+    def _refusal(self, request: Request) -> Answer | None:
+        """Checks the signature as S3 does; returns the refusal, or None.
+
+        https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html
+        """
+        match = _AUTHORIZATION.fullmatch(request.headers.get("authorization", ""))
+        if match is None:
+            return self.error(403, "AccessDenied")
+        key_id, day, region, names, signature = match.groups()
+        if key_id != KEY_ID:
+            return self.error(403, "InvalidAccessKeyId")
+        if region != REGION:
+            return self.error(400, "AuthorizationHeaderMalformed")
+        pairs = sorted((quote(name, safe=""), quote(value, safe="")) for name, value in request.query.items())
+        canonical = "\n".join(
+            [
+                request.method,
+                quote(unquote(request.path), safe="/"),
+                "&".join(f"{name}={value}" for name, value in pairs),
+                *(f"{name}:{request.headers.get(name, '').strip()}" for name in names.split(";")),
+                "",
+                names,
+                request.headers.get("x-amz-content-sha256", ""),
+            ]
+        )
+        scope = f"{day}/{region}/s3/aws4_request"
+        digest = hashlib.sha256(canonical.encode()).hexdigest()
+        text = "\n".join(["AWS4-HMAC-SHA256", request.headers.get("x-amz-date", ""), scope, digest])
+        secret = f"AWS4{SECRET}".encode()
+        for part in (day, region, "s3", "aws4_request", text):
+            secret = hmac.digest(secret, part.encode(), "sha256")
+        return None if secret.hex() == signature else self.error(403, "SignatureDoesNotMatch")
+
+
+def _tag(content: bytes) -> str:
+    return f'"{hashlib.md5(content).hexdigest()}"'

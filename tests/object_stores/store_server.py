@@ -1,0 +1,291 @@
+"""What the fake object stores share: an HTTP server in a thread that counts its requests and fails when told to.
+
+A store answers requests with :class:`Answer`; how an answer goes over the wire, or fails to, is decided here. Where an
+answer is lost on its way, the store has done what it was asked, as a real one might have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import re
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Self
+from urllib.parse import parse_qsl, unquote
+
+How = Literal["whole", "reset", "cut", "never"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request as it came in.
+
+    Attributes:
+        method: ``"GET"``, ``"PUT"``, ...
+        path: The path as it was sent, without the query.
+        query: The query's parameters.
+        headers: The headers, by names in lower case.
+        body: What was sent.
+    """
+
+    method: str
+    path: str
+    query: Mapping[str, str]
+    headers: Mapping[str, str]
+    body: bytes = field(repr=False)
+
+    @property
+    def what(self) -> str:
+        """What is asked for, in a form that faults and counts can match: the decoded path, and what a list is of."""
+        ranges = "".join(
+            f" {name}={self.query[name]}" for name in ("prefix", "startOffset", "name") if name in self.query
+        )
+        return f"{self.method} {unquote(self.path)}{ranges}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is answered."""
+
+    status: int
+    body: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Fault:
+    """Something that goes wrong with some of the requests.
+
+    Attributes:
+        pattern: What a request's ``what`` has to contain: a regular expression.
+        times: How often it goes wrong.
+        answer: What is answered instead of doing what was asked.
+        how: How the answer goes over the wire: whole; reset half-way, as when a machine goes down; cut, an orderly end
+            half-way; or never.
+        skip: How many matching requests go well before.
+        act: Called when it happens.
+    """
+
+    pattern: str
+    times: int = 1
+    answer: Answer | None = None
+    how: How = "whole"
+    skip: int = 0
+    act: Callable[[], object] | None = None
+
+
+@dataclass
+class StoredObject:
+    """One object, with the number of the write that made it."""
+
+    content: bytes
+    generation: int
+
+
+class StoreServer:
+    """A fake object store; subclasses speak a protocol.
+
+    Attributes:
+        buckets: The objects by bucket and key.
+        log: The requests in the order in which they came.
+        latency: Seconds that pass before a request is looked at, as over a network.
+        page: How many keys one answer to a list may have.
+    """
+
+    page = 1000
+
+    def __init__(self) -> None:
+        self.buckets: dict[str, dict[str, StoredObject]] = {}
+        self.log: list[Request] = []
+        self.latency = 0.0
+        self.most_at_once = 0
+        self._at_once = 0
+        self._generation = 1000
+        self._faults: list[Fault] = []
+        self._lock = threading.RLock()
+        self._closing = threading.Event()
+        store = self
+
+        class Handler(_Handler):
+            server_store = store
+
+        class Server(http.server.ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 128
+
+            def handle_error(self, request: object, client_address: object) -> None:
+                """Says nothing: clients that are killed leave broken connections, which is what tests are about."""
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._closing.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def reset(self) -> None:
+        """Forgets requests and faults, and lets those go that wait for an answer; objects stay."""
+        self._closing.set()
+        with self._lock:
+            self._closing = threading.Event()
+            self._faults.clear()
+            self.log.clear()
+            self.latency, self.most_at_once = 0.0, 0
+
+    def fail(self, pattern: str, **how: object) -> Fault:
+        """Adds a fault; see :class:`Fault` for the arguments."""
+        fault = Fault(pattern, **how)  # type: ignore[arg-type]  # each test names what it needs
+        with self._lock:
+            self._faults.append(fault)
+        return fault
+
+    def keys(self, bucket: str, prefix: str = "") -> list[str]:
+        """Returns the keys of a bucket in order."""
+        return sorted(key for key in self.buckets[bucket] if key.startswith(prefix))
+
+    def counts(self) -> dict[str, int]:
+        """Returns how many requests there were of each kind, such as ``{"PUT": 3}``; lists are ``LIST``."""
+        with self._lock:
+            return dict(Counter(self.kind(request) for request in self.log))
+
+    def sent(self) -> list[str]:
+        """Returns what was asked for, in order."""
+        with self._lock:
+            return [request.what for request in self.log]
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[list[Request]]:
+        """Gives the requests that come while the block runs; complete when it ends."""
+        seen: list[Request] = []
+        before = len(self.log)
+        yield seen
+        with self._lock:
+            seen += self.log[before:]
+
+    # ---- for subclasses
+
+    def kind(self, request: Request) -> str:
+        """Returns what kind of request this is."""
+        raise AssertionError("each protocol says")
+
+    def answer(self, request: Request) -> Answer:
+        """Does what is asked; called by one thread at a time."""
+        raise AssertionError("each protocol says")
+
+    def error(self, status: int, code: str) -> Answer:
+        """Returns the answer for an error, in the form of the protocol."""
+        raise AssertionError("each protocol says")
+
+    def put(self, bucket: str, key: str, content: bytes) -> StoredObject:
+        """Stores an object."""
+        self._generation += 1
+        made = self.buckets[bucket][key] = StoredObject(content, self._generation)
+        return made
+
+    # ---- the wire
+
+    def handle(self, request: Request) -> tuple[Answer, How]:
+        """Decides on a request: what is answered, and how that goes."""
+        with self._lock:
+            self.log.append(request)
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+            latency = self.latency
+        try:
+            if latency:
+                time.sleep(latency)
+            with self._lock:
+                fault = self._fault(request)
+                if fault is not None and fault.act is not None:
+                    fault.act()
+                answer = self.answer(request) if fault is None or fault.answer is None else fault.answer
+                return answer, "whole" if fault is None else fault.how
+        finally:
+            with self._lock:
+                self._at_once -= 1
+
+    def wait_for_nothing(self) -> None:
+        """Returns when the server ends, or is reset."""
+        self._closing.wait()
+
+    def _fault(self, request: Request) -> Fault | None:
+        for fault in self._faults:
+            if re.search(fault.pattern, request.what) and fault.times:
+                if fault.skip:
+                    fault.skip -= 1
+                    continue
+                fault.times -= 1
+                return fault
+        return None
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server_store: StoreServer
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name is the base class's
+        pass
+
+    def handle_one_request(self) -> None:
+        with contextlib.suppress(ConnectionError):
+            super().handle_one_request()
+
+    def _any(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        path, _, query = self.path.partition("?")
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        request = Request(self.command, path, dict(parse_qsl(query, keep_blank_values=True)), headers, body)
+        answer, how = self.server_store.handle(request)
+        if how == "never":
+            self.server_store.wait_for_nothing()
+            self.close_connection = True
+            return
+        content = answer.body if self.command != "HEAD" else b""
+        lines = {"Content-Length": str(len(answer.body)), **answer.headers}
+        head = [f"HTTP/1.1 {answer.status} {http.HTTPStatus(answer.status).phrase}"]
+        head += [f"{name}: {value}" for name, value in lines.items()]
+        message = "\r\n".join([*head, "", ""]).encode("latin-1") + content
+        if how != "whole":
+            message = message[: len(message) - max(1, len(content) // 2)]
+            self.close_connection = True
+        self.wfile.write(message)
+        self.wfile.flush()
+        if how == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _any  # noqa: N815 - the names are the base class's
+
+
+def ranged(content: bytes, header: str | None) -> tuple[int, bytes, dict[str, str]] | None:
+    """Cuts a range out of an object.
+
+    Args:
+        content: All of it.
+        header: The request's ``Range``, or None.
+
+    Returns:
+        The status, the bytes and further headers; None if the object ends before the range begins.
+    """
+    if header is None:
+        return 200, content, {}
+    match = re.fullmatch(r"bytes=(\d*)-(\d*)", header)
+    if match is None or match[0] == "bytes=-":
+        return 200, content, {}  # what cannot be understood is ignored, RFC 9110 section 14.2
+    first = int(match[1]) if match[1] else max(0, len(content) - int(match[2]))
+    last = min(int(match[2]), len(content) - 1) if match[1] and match[2] else len(content) - 1
+    if first > last:
+        return None
+    return 206, content[first : last + 1], {"Content-Range": f"bytes {first}-{last}/{len(content)}"}
