@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..clock import SystemClock
-from ..errors import OptionError
+from ..coordination import current_coordinator
+from ..errors import OptionError, UnsupportedLeafError
 from ..format import crc32c
 from ..handlers import PreparedItem, PyTreeCheckpointHandler, SaveArgs, write_alone
 from ..item import Layout
 from ..record import COMPONENT, FileRecord, ItemRecord
 from ..storage import Location
-from ..tree import collection_paused
+from ..tree import collection_paused, display, flatten
+from ..tree.frameworks import is_jax_array, is_torch_tensor
 from .description import Description
 from .layout import KIND, item_name
 from .live import RECIPE, LiveComponent, is_component, live_tree, method_of, unnamed
@@ -111,9 +113,34 @@ def prepare(
             except TypeError as error:
                 error.add_note(f"in the state of the component {written(path) or '(root)'}; nothing was written")
                 raise
+    _refuse_divided(states)
     components = {one.path: one for one in live.walk()}
     known = {id(one.value): path for path, one in components.items()}
     return PreparedComponents(prepared, {path: _described(components[path], known, states).encode() for path in states})
+
+
+def _refuse_divided(states: Mapping[Path, Any]) -> None:
+    """Raises an error if there are arrays of which this process has only a part."""
+    if current_coordinator().process_count == 1:
+        return
+    divided = []
+    for path, tree in states.items():
+        flat = flatten(tree)
+        names = [display(name) for name, value in zip(flat.names, flat.values, strict=True) if _is_divided(value)]
+        divided += [f"{written(path) or '(root)'}: {name}" for name in names]
+    if divided:
+        raise UnsupportedLeafError(
+            "these arrays are divided among processes, and components are saved by one process; nothing was written. "
+            "Save them as a tree (hf.save, PyTreeCheckpointHandler), or gather them in get_state(): "
+            + ", ".join(divided[:20])
+        )
+
+
+def _is_divided(value: Any) -> bool:
+    if is_jax_array(value):
+        return not (value.is_fully_addressable or value.is_fully_replicated)
+    placements = getattr(value, "placements", None) if is_torch_tensor(value) else None
+    return placements is not None and not all(placement.is_replicate() for placement in placements)
 
 
 def _states(live: LiveComponent) -> dict[Path, Any]:

@@ -183,12 +183,14 @@ def _encode_of_framework(value: Any) -> dict[str, Any] | None:
     if torch is not None and isinstance(value, torch.device):
         return {"device": str(value)}
     if is_torch_tensor(value):
-        if value.numel() * value.element_size() > ARRAY_LIMIT or value.dtype not in _PLAIN_TORCH(torch):
-            raise NotData(f"is a tensor of {value.dtype}{list(value.shape)}; those belong to the state")
+        if value.numel() * value.element_size() > ARRAY_LIMIT or not _is_plain_tensor(value):
+            raise NotData(f"is a {type(value).__name__} of {value.dtype}{list(value.shape)}; those belong to the state")
         return {"array": ["torch", *_array(value.detach().cpu().numpy())]}
     if is_jax_array(value):
-        if sys.modules["jax"].dtypes.issubdtype(value.dtype, sys.modules["jax"].dtypes.prng_key):
-            jax: Any = sys.modules["jax"]
+        jax: Any = sys.modules["jax"]
+        if not value.is_fully_addressable or value.nbytes > ARRAY_LIMIT:
+            raise NotData(f"is an array of {value.dtype}{list(value.shape)} of jax; those belong to the state")
+        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
             return {"key": [str(jax.random.key_impl(value)), *_array(np.asarray(jax.random.key_data(value)))]}
         return {"array": ["jax", *_array(np.asarray(value))]}
     if type(value).__module__ == "jax._src.numpy.scalar_types" and isinstance(value.dtype, np.dtype):
@@ -199,11 +201,14 @@ def _encode_of_framework(value: Any) -> dict[str, Any] | None:
     return None
 
 
-def _PLAIN_TORCH(torch: Any) -> tuple[Any, ...]:  # noqa: N802 - as constant as it can be without importing torch
-    return (torch.float16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64) + (
-        torch.uint8,
-        torch.bool,
-    )
+_PLAIN_TENSORS = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
+
+
+def _is_plain_tensor(value: Any) -> bool:
+    """Whether a tensor has one place in memory, and elements that numpy has."""
+    torch: Any = sys.modules["torch"]
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    return plain and str(value.dtype).removeprefix("torch.") in _PLAIN_TENSORS
 
 
 def _array(array: Any) -> list[Any]:

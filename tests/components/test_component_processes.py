@@ -140,3 +140,39 @@ def manage(process: Process, directory: str) -> list[Any]:
 def test_real_processes(tmp_path: Path, backend: Backend) -> None:
     assert run_processes(manage, 2, str(tmp_path), backend=backend) == [[5] * 6, [5, 5, 6] * 2]
     assert hf.verify(tmp_path / "run").ok
+
+
+class Divided(Checkpointable):
+    def __init__(self, weights: Any = None) -> None:
+        self.inner = Inner(weights)
+
+
+class Inner(Checkpointable):
+    def __init__(self, weights: Any) -> None:
+        self.weights = weights
+
+
+def divided(process: Process, directory: str) -> list[str]:
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    found = []
+    for number, placement in enumerate((Shard(0), Replicate())):
+        component = Divided(distribute_tensor(torch.arange(8.0), mesh, [placement]))
+        try:
+            path = component.save_to_path(f"{directory}/{number}")
+            found.append(str(hf.load(path)["inner"]["weights"].tolist()))
+        except hf.HoldfastError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_arrays_that_are_divided_are_refused(tmp_path: Path) -> None:
+    first, second = run_processes(divided, 2, str(tmp_path), backend="torch")
+    assert first[0].startswith("UnsupportedLeafError: these arrays are divided among processes")
+    assert first[0].endswith(": inner: weights")
+    assert second[0].startswith("PeerFailedError")
+    assert first[1] == second[1] == str([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1"]
