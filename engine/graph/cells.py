@@ -7,6 +7,7 @@ else is replaced where it hangs: an attribute, an entry, or a part of something 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..stateful import restore_state, state_of
@@ -33,6 +34,25 @@ class Cell(Protocol):
     def set(self, value: Any) -> None:
         """Changes the value; it has the kind, dtype and shape of what `get` returns."""
         ...
+
+
+@dataclass(slots=True, eq=False)
+class Assignment:
+    """A value of the checkpoint and the cell that it belongs into.
+
+    Attributes:
+        saved: The node of the checkpoint.
+        cell: Where the value goes.
+        path: The path of that in the program.
+        likeness: What a tensor is made for that an optimizer does not have yet: the parameter, the name, the group.
+        covers: Of a container of plain values that is restored as a whole: its values, with their paths from it.
+    """
+
+    saved: int
+    cell: Cell
+    path: Path
+    likeness: tuple[Any, str, dict[str, Any]] | None = None
+    covers: list[tuple[int, Path]] | None = None
 
 
 class ArrayCell:

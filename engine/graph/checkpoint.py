@@ -8,14 +8,14 @@ from typing import Any, Self
 
 from ..checkpointer import Place
 from ..coordination import current_coordinator
-from ..errors import CheckpointNotFoundError, OptionError, SaveFailedError, StateError, TreeMismatchError
+from ..errors import CheckpointNotFoundError, OptionError, SaveFailedError, TreeMismatchError
 from ..item import Layout
 from ..storage import Location, as_location
 from ..tree import collection_paused
 from .capture import CapturedGraph, capture
 from .latest import locate, numbers_of
 from .paths import Path, Patterns, shown
-from .report import lines
+from .pending import check_restored
 from .restoration import Restoration
 from .saved import Rename
 from .saver import GraphSaver
@@ -251,31 +251,8 @@ class Checkpoint(Node):
         return status
 
     def _capture(self) -> CapturedGraph:
-        """Takes what is attached for a save, after whatever could still be restored has been."""
-        pending: list[str] = []
-        for place, restoration in enumerate(self._holdfast_restorations):
-            if before := set(restoration.outcome.unrestored()):
-                restoration.advance()
-                late = sorted(map(shown, before.difference(restoration.outcome.unrestored())))
-                if late:
-                    what = "before this save, objects that were built since got their values from %s:\n%s"
-                    _logger.warning(what, restoration.outcome.where, "\n".join(lines("restored", late)))
-            if not restoration.outcome.partial:
-                later = [other.wanted() for other in self._holdfast_restorations[place + 1 :]]
-                left = [
-                    path for path in restoration.outcome.unrestored() if not any(path in wanted for wanted in later)
-                ]
-                pending += [f"{shown(path)} ({restoration.outcome.where})" for path in left]
-        if pending:
-            raise StateError(
-                "\n".join(
-                    [
-                        "values that were restored still wait for their objects; this save would lose them:",
-                        *lines("waiting", pending),
-                        "Build the objects first, or say status.expect_partial() to leave the values behind",
-                    ]
-                )
-            )
+        """Takes what is attached for a save."""
+        check_restored(self._holdfast_restorations)
         with collection_paused():
             found = capture(walk(self), apart=current_coordinator().process_count > 1)
         told = {**found.skipped, **found.notes}

@@ -121,7 +121,7 @@ class CheckpointReader:
         if name is None:
             some = ", ".join(list(self._named or self._values)[:8])
             raise ObjectNotFoundError(f"{self.path} has no value at {path!r}; it has {some}, ...")
-        return self._stored.load(name)
+        return self._stored.load([name])[0]
 
     def _name(self, path: str) -> str | None:
         number = self._stored.graph.find(parse_path(path))

@@ -7,28 +7,20 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ..errors import TreeMismatchError
-from ..item import SavedLeaf, naming
-from ..tree import Saved, collection_paused, compare, describe_template, display, materialize, unescape_key
-from ..tree.frameworks import is_torch_tensor
-from ..tree.python_leaves import is_python_value
+from ..tree import collection_paused
 from ..tree.structure import KeyProblem, key_segments
 from .capture import OWN
-from .cells import Cell, StateCell, write
-from .contents import PLAIN_KINDS, EntryCell, PlainValues
+from .cells import Assignment, write
+from .contents import PLAIN_KINDS, PlainValues
 from .ledger import Proxy, last_restore, next_number, note_restore
-from .matching import Assignment, Matching
+from .matching import Matching
 from .outcome import Outcome
 from .paths import Path, PathFilter, Patterns, shown
 from .report import RestoreReport
 from .saved import Rename
-from .slots import is_simple
 from .stored import StoredGraph
-from .torch_objects import TensorCell, like_state_of
 from .tracked import Node, expect, forget
+from .values import Values
 from .views import COUNTER
 from .walk import walk
 
@@ -54,6 +46,8 @@ class Restoration:
 
     Attributes:
         outcome: Which values were restored.
+        retired: Whether a later restore has taken over all that it waits for.
+        told: The paths of values whose objects a save has found.
     """
 
     def __init__(
@@ -66,7 +60,6 @@ class Restoration:
         exclude: Patterns | None = None,
         ignore: Iterable[Path] = (),
     ) -> None:
-        self._stored = stored
         self._root = weakref.ref(root)
         self._number = next_number()
         graph = stored.graph.renamed(rename) if rename else stored.graph
@@ -79,6 +72,7 @@ class Restoration:
             and node.transform is None
         }
         self._matching = Matching(graph, PlainValues(graph, plain))
+        self._values = Values(stored, graph, self._matching.plain, str(stored.checkpoint))
         self._ignored = frozenset(ignore)
         self._filter = PathFilter(select, exclude)
         self._paths = {number: graph.path(number) for number, _ in graph.values()}
@@ -87,19 +81,20 @@ class Restoration:
         self.outcome = Outcome(self._paths, self._wanted, str(stored.checkpoint))
         weakref.finalize(self, self.outcome.warn).atexit = False
         self._proxies: list[Proxy] = []
-        self._kept_for = {value: one for node in graph.nodes for one, _, value in node.slots}
+        self._left = len(self._wanted)
         self._settled: set[Path] = set()
-        self._retired = False
+        self.retired = False
+        self.told: set[Path] = set()
         self._holders: list[weakref.ref[Any]] = []
 
     @property
     def done(self) -> bool:
         """Whether everything was restored, and nobody needs to know of that any more."""
-        return self._retired or not (self.outcome.unrestored() or self._proxies)
+        return self.retired or not (self.outcome.unrestored() or self._proxies)
 
     def retire(self) -> None:
         """Ends the restore: what turns up from now on is somebody else's."""
-        self._retired = True
+        self.retired = True
         self.outcome.partial = True
         self._stop_waiting()
 
@@ -113,11 +108,27 @@ class Restoration:
         root = self._root()
         if root is not None:
             with collection_paused():
-                self._apply(list(self._matching.from_root(root)))
+                self._apply(self._matching.from_root(root))
 
     def resume(self, holder: object, key: object = None) -> None:
-        """Restores what has turned up below a holder since: under one key, or anywhere."""
-        self._apply(list(self._matching.from_holder(holder, key)))
+        """Restores what has turned up below a holder since: under one key, or anywhere.
+
+        Raises:
+            TreeMismatchError: An object does not fit its value. Nothing has been changed, and what has turned up counts
+                as not having done so.
+        """
+        self._apply(self._matching.from_holder(holder, key))
+
+    def awaited(self) -> list[Path]:
+        """Returns the paths of values that `advance` would restore now; they stay as they are."""
+        root = self._root()
+        if root is None:
+            return []
+        due, known = self._sorted(self._matching.from_root(root))
+        for one in known:
+            self._note(one)
+        self._wait()
+        return [path for one in due for _, path in _values(one)]
 
     def expects_below(self, holder: object, key: object) -> bool:
         """Tells whether there are values for what may be attached below a key of a holder."""
@@ -134,7 +145,7 @@ class Restoration:
         graph = self._matching.graph
         return any(
             number != 0 and path != (COUNTER,) and (number not in self._paths or self._chooses(path))
-            for number in self._matching.bindings
+            for number in self._matching.bindings.numbers()
             if (path := graph.path(number)) is not None
         )
 
@@ -154,7 +165,7 @@ class Restoration:
                 missing.append(shown(node.path))
         unused = self._matching.unused
         left = self.outcome.left()
-        conflicts = self._matching.conflicts.items()
+        conflicts = self._matching.bindings.conflicts.items()
         return RestoreReport(
             checkpoint=self.outcome.where,
             restored=tuple(restored),
@@ -174,8 +185,21 @@ class Restoration:
 
     # ---- from values to cells
 
-    def _apply(self, found: list[Assignment]) -> None:
+    def _apply(self, found: Iterable[Assignment]) -> None:
+        try:
+            due, known = self._sorted(found)
+            self._write(due)
+        except BaseException:
+            self._matching.undo()
+            raise
+        for one in due + known:
+            self._note(one)
+        self._wait()
+
+    def _sorted(self, found: Iterable[Assignment]) -> tuple[list[Assignment], list[Assignment]]:
+        """Returns what is to be restored, and what was by a later restore, or is by way of another path."""
         due: list[Assignment] = []
+        known: list[Assignment] = []
         taken: dict[tuple[int, Path], Assignment] = {}
         for one in found:
             if one.path in self._settled or not all(
@@ -184,34 +208,33 @@ class Restoration:
                 continue
             place = id(one.cell.anchor), one.cell.trail
             if last_restore(one.cell) >= self._number or place in taken:
-                self._note(one)  # by a later restore, or by way of another path
+                known.append(one)
                 if (first := taken.get(place)) and first.saved != one.saved:
                     what = "%s and %s are one object, and two in the checkpoint; it gets the value of the first"
                     _logger.warning(what, shown(first.path), shown(one.path))
                 continue
             taken[place] = one
             due.append(one)
-        self._write(due)
-        for one in due:
-            self._note(one)
-        self._wait()
+        return due, known
 
     def _note(self, one: Assignment) -> None:
         self._settled.add(one.path)
         for number, path in _values(one):
+            if number in self._wanted and number not in self.outcome.restored:
+                self._left -= 1
             self.outcome.restored.add(number)
             self._settled.add(path)
             self._matching.unused.pop(number, None)
 
     def _wait(self) -> None:
         """Has holders tell of what is attached to them, as long as values wait for that."""
-        left = not self.outcome.restored >= self._wanted
+        left = self._left > 0
         for holder in self._matching.waiting:
             for target in (holder, holder.__holdfast_root__() if isinstance(holder, Node) else None):
-                if left and not self._retired and expect(target, self):
+                if left and not self.retired and expect(target, self):
                     self._holders.append(weakref.ref(target))
         self._matching.waiting.clear()
-        if left and not self._retired:
+        if left and not self.retired:
             _waiting.add(self)
         else:
             self._stop_waiting()
@@ -225,111 +248,11 @@ class Restoration:
 
     def _write(self, due: list[Assignment]) -> None:
         """Validates everything, reads everything, and only then changes anything."""
-        trees: list[Assignment] = []
-        leaves: list[Assignment] = []
-        for one in due:
-            whole = one.covers is not None or isinstance(one.cell, StateCell)
-            is_tree = whole or self._value(one) not in self._stored.leaves
-            (trees if is_tree else leaves).append(one)
-        changes: list[tuple[Cell, Any]] = [(one.cell, self._tree(one)) for one in trees]
-        changes += zip([one.cell for one in leaves], self._materialized(leaves), strict=True)
-        write(changes)
+        write(self._values.of(due))
         for one in due:
             note_restore(one.cell, self._number)
             if isinstance(one.cell.anchor, Proxy):
                 self._proxies.append(one.cell.anchor)  # what was noted of it is known as long as it lives
-
-    def _value(self, one: Assignment) -> str:
-        """Returns the storage name of a value."""
-        return self._matching.graph.nodes[one.saved].value or ""
-
-    def _tree(self, one: Assignment) -> Any:
-        if one.covers is not None:
-            return self._contents(one, one.covers)
-        if not isinstance(one.cell, StateCell):
-            live = one.cell.get()
-            if live is not ... and is_simple(live) and live is not None and not is_python_value(live):
-                raise TreeMismatchError(
-                    f"{shown(one.path)}: expected one array (program), found a tree of values (checkpoint)"
-                )
-        return self._stored.load(self._value(one))
-
-    def _contents(self, one: Assignment, covers: list[tuple[int, Path]]) -> Any:
-        """Returns a plain value, or a container of such values and of empty ones."""
-        graph, plain = self._matching.graph, self._matching.plain
-
-        def keys(number: int) -> dict[str, Any]:
-            return self._stored.keys_at(graph.place(number))
-
-        if isinstance(one.cell, EntryCell):
-            segment = one.cell.trail[-1]
-            one.cell.key = keys(one.cell.holder).get(segment, unescape_key(segment))
-        numbers = [number for number, _ in covers]
-        values = self._stored.values([str(graph.nodes[number].value) for number in numbers])
-        return plain.build(one.saved, dict(zip(numbers, values, strict=True)), keys)
-
-    def _materialized(self, due: list[Assignment]) -> list[Any]:
-        """Returns the values for leaves, each like what is in the program."""
-        nodes = [self._matching.graph.nodes[one.saved] for one in due]
-        saved = [self._stored.leaves[self._value(one)].saved for one in due]
-        arrays: list[NDArray[Any] | None] = []
-        if any(node.transform is not None for node in nodes):
-            arrays = self._read(due)
-            for index, node in enumerate(nodes):
-                if node.transform is not None:
-                    arrays[index] = changed = np.ascontiguousarray(node.transform(arrays[index]))
-                    saved[index] = Saved({"kind": "numpy"}, changed.dtype, changed.shape)
-        templates = [_template(one, leaf) for one, leaf in zip(due, saved, strict=True)]
-        names = [".".join(one.path) for one in due]
-        targets = describe_template(names, templates)
-        differences = [
-            difference
-            for target, leaf in zip(targets, saved, strict=True)
-            if (difference := compare(target, leaf)) is not None
-        ]
-        differences += [what for one, leaf in zip(due, saved, strict=True) if (what := self._problem(one, leaf))]
-        if differences:
-            raise TreeMismatchError(
-                f"{self.outcome.where}: {len(differences)} objects do not fit their values in the checkpoint; "
-                "nothing was changed. Leave them out with exclude=, or change them:",
-                [line.replace("(template)", "(program)") for line in differences],
-            )
-        if not arrays:
-            arrays = self._read(due)
-        with naming(self._stored.location):
-            values = materialize(targets, saved, arrays, names)
-        return [_likened(one, leaf, value) for one, leaf, value in zip(due, saved, values, strict=True)]
-
-    def _read(self, due: list[Assignment]) -> list[NDArray[Any] | None]:
-        """Reads arrays; one that has several places in the program is copied, as each becomes a part of the result."""
-        names = [self._value(one) for one in due]
-        unique = list(dict.fromkeys(names))
-        found = dict(zip(unique, self._stored.read(unique), strict=True))
-        used: set[str] = set()
-        arrays = []
-        for name in names:
-            array = found[name]
-            arrays.append(array.copy() if array is not None and name in used else array)
-            used.add(name)
-        return arrays
-
-    def _problem(self, one: Assignment, leaf: Saved) -> str | None:
-        """Says why a tensor cannot take its value, or what an optimizer kept does not fit its parameter."""
-        if isinstance(one.cell, TensorCell) and one.cell.overlaps:
-            return f"{shown(one.path)}: elements of this tensor share memory, as after expand(); make a copy of it"
-        if one.likeness is None or not leaf.shape or one.cell.get() not in (None, ...):
-            return None
-        own = tuple(TensorCell(one.likeness[0]).template(leaf.shape).shape)
-        kept_for = self._kept_for.get(one.saved)
-        parameter = None if kept_for is None else self._leaf(kept_for)
-        if parameter is None or not parameter.saved.shape == leaf.shape != own:
-            return None
-        where = display(".".join(one.path))
-        return f"{where}: expected shape {list(own)} (its parameter), found {list(leaf.shape)} (checkpoint)"
-
-    def _leaf(self, number: int) -> SavedLeaf | None:
-        value = self._matching.graph.nodes[number].value
-        return None if value is None else self._stored.leaves.get(value)
 
 
 def _values(one: Assignment) -> list[tuple[int, Path]]:
@@ -337,23 +260,3 @@ def _values(one: Assignment) -> list[tuple[int, Path]]:
     if one.covers is None:
         return [(one.saved, one.path)]
     return [(number, (*one.path, *below)) for number, below in one.covers]
-
-
-def _template(one: Assignment, leaf: Saved) -> Any:
-    """Returns what the value has to be like; ``...`` where anything will do."""
-    if isinstance(one.cell, TensorCell):
-        return one.cell.template(leaf.shape or ())
-    live = one.cell.get()
-    if live is None or live is ... or (is_python_value(live) and leaf.kind == "none"):
-        return ...  # a place for a value that was not there yet, or is not there any more
-    if not (is_simple(live) or hasattr(live, "dtype")):
-        return ...  # a container that an optimizer keeps
-    return live
-
-
-def _likened(one: Assignment, leaf: Saved, value: Any) -> Any:
-    """Makes the tensors that an optimizer does not have yet."""
-    if one.likeness is None or leaf.kind != "torch" or is_torch_tensor(value):
-        return value
-    parameter, name, group = one.likeness
-    return like_state_of(parameter, name, value, group)

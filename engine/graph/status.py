@@ -14,6 +14,8 @@ from .views import COUNTER
 class RestoreStatus:
     """How a restore went, as far as one can tell at this moment; later calls may see more objects.
 
+    What turns up late is restored at the latest by `try_complete` and the assertions, never by a save.
+
     Args:
         restoration: The restore, or None where no checkpoint was given.
         root: What was restored into; it is kept alive.
@@ -43,12 +45,13 @@ class RestoreStatus:
         """Restores what has been built since, wherever it was attached.
 
         Objects that are attached to a `Node` or a tracked list or dictionary are restored at once; this is for those
-        that turn up elsewhere, such as a layer that is assigned to a module.
+        that turn up elsewhere, such as a layer that is assigned to a module. The assertions do the same. What is
+        already restored stays as it is.
 
         Raises:
             TreeMismatchError: An object does not fit its value; nothing was changed.
         """
-        if self._restoration is not None:
+        if self._restoration is not None and not self._restoration.retired:
             self._restoration.advance()
         return self
 
@@ -88,17 +91,19 @@ class RestoreStatus:
     def expect_partial(self) -> Self:
         """Says that it is as intended if values of the checkpoint stay unrestored.
 
-        They are not warned about, and a save leaves them behind. Objects that turn up are restored nevertheless.
+        They are not warned about, and a save leaves them behind: it saves what the program has, and warns where objects
+        are there by now that have not got their values. What is attached to a `Node` is restored nevertheless.
         """
         if self._restoration is not None:
             self._restoration.outcome.partial = True
         return self
 
     def _checked(self) -> RestoreReport:
-        report = self.report
         if self._restoration is None:
-            raise UnmatchedObjectsError("no checkpoint was given: restore(None) restores nothing", report)
-        return report
+            raise UnmatchedObjectsError("no checkpoint was given: restore(None) restores nothing", self.report)
+        if self._restoration.outcome.unrestored():
+            self.try_complete()
+        return self.report
 
 
 def nothing_matched(report: RestoreReport) -> str:

@@ -140,15 +140,16 @@ class StoredGraph:
         self.leaves: dict[str, SavedLeaf] = {leaf.name: leaf for leaf in source.leaves}
         self._own = _own_tree(source.location, files or {})
         self._containers = _containers(source.skeleton.structure, "")
-        own = {} if self._own is None else _containers(self._own.skeleton.structure, "")
+        kinds = {name: container.kind for name, container in self._containers.items()}
         if self._own is not None:
+            own = _containers(self._own.skeleton.structure, "")
+            self._containers.update({OWN + name: container for name, container in own.items() if name})
             self.leaves.update({OWN + leaf.name: leaf for leaf in self._own.leaves})
         document = _document(source, files)
         if document is None:
-            kinds = {name: container.kind for name, container in self._containers.items()}
             self.graph = SavedGraph.of_names(self.leaves, kinds)
         else:
-            names = [*self.leaves, *self._containers, *(OWN + name for name in own)]
+            names = [*self.leaves, *self._containers]
             self.graph = SavedGraph.of_document(document, names, str(self.location / GRAPH))
 
     def at(self, path: Path) -> StoredGraph:
@@ -178,34 +179,32 @@ class StoredGraph:
         """
         found: dict[str, NDArray[Any] | None] = {}
         for source, mine in ((self._source, False), (self._own, True)):
-            wanted = [name for name in names if name.startswith(OWN) is mine]
+            wanted = list(dict.fromkeys(name for name in names if name.startswith(OWN) is mine))
             if source is not None and wanted:
                 found.update(zip(wanted, source.read([self.leaves[name] for name in wanted]), strict=True))
-        return [found[name] for name in names]
+        given: set[str] = set()
+        arrays = []
+        for name in names:
+            array = found[name]
+            arrays.append(array.copy() if array is not None and name in given else array)
+            given.add(name)
+        return arrays
 
-    def load(self, name: str) -> Any:
-        """Reads a value as it is without a template: an array of numpy, a Python value, or a tree of those.
-
-        Args:
-            name: The storage name of a leaf or container.
-        """
-        if name in self.leaves:
-            return self.values([name])[0]
-        source = self._own if name.startswith(OWN) and self._own is not None else self._source
-        structure = source.skeleton.structure
-        for key in name.removeprefix(OWN).split(".") if name else []:
-            structure = None if structure is None else _inside(structure).get(key)
-        return unflatten(structure, self.values([leaf for leaf in self.leaves if leaf.startswith(f"{name}.")]))
-
-    def values(self, names: Sequence[str]) -> list[Any]:
-        """Reads leaves as they are without a template.
+    def load(self, names: Sequence[str]) -> list[Any]:
+        """Reads values as they are without a template: arrays of numpy, Python values, or trees of those.
 
         Args:
-            names: Their storage names.
+            names: The storage names of leaves or containers.
         """
-        arrays = self.read(names)
+        leaves = [[name] if name in self.leaves else _leaves(self._containers[name], name) for name in names]
+        every = [leaf for several in leaves for leaf in several]
+        arrays = self.read(every)
         with naming(self.location):
-            return materialize([None] * len(names), [self.leaves[leaf].saved for leaf in names], arrays, names)
+            values = iter(materialize([None] * len(every), [self.leaves[leaf].saved for leaf in every], arrays, every))
+        return [
+            next(values) if name in self.leaves else unflatten(self._containers[name], [next(values) for _ in several])
+            for name, several in zip(names, leaves, strict=True)
+        ]
 
     def keys_at(self, name: str) -> dict[str, Any]:
         """Returns the keys of a container by the names of its edges; none where there is no such container.
@@ -263,8 +262,13 @@ def _segments(structure: Node) -> list[str]:
     return [*map(str, range(len(structure.children)))] if structure.keys is None else key_segments(structure.keys)
 
 
-def _inside(structure: Node) -> dict[str, Node | None]:
-    return dict(zip(_segments(structure), structure.children, strict=True))
+def _leaves(structure: Node, name: str) -> list[str]:
+    """Returns the storage names of the leaves in a container, in their order."""
+    found = []
+    for segment, child in zip(_segments(structure), structure.children, strict=True):
+        below = f"{name}.{segment}" if name else segment
+        found += [below] if child is None else _leaves(child, below)
+    return found
 
 
 def _containers(structure: Node | None, name: str) -> dict[str, Node]:
@@ -272,6 +276,6 @@ def _containers(structure: Node | None, name: str) -> dict[str, Node]:
     if structure is None:
         return {}
     found = {name: structure}
-    for segment, child in _inside(structure).items():
+    for segment, child in zip(_segments(structure), structure.children, strict=True):
         found.update(_containers(child, f"{name}.{segment}" if name else segment))
     return found

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -303,16 +305,76 @@ def test_modules_of_nnx_that_are_built_later(place: str) -> None:
     assert (net.a.kernel[...] == trained_since).all()
 
 
-def test_a_save_restores_what_was_built_since(place: str) -> None:
-    path = graph.Checkpoint(net=Flax(0)).save(f"{place}/ckpt")
+def built_late(library: str, place: str) -> tuple[graph.Checkpoint, graph.RestoreStatus, Callable[[], Any], Any]:
+    """A restored net of two layers whose second was built and trained after that, where nobody could see it.
+
+    Returns:
+        The checkpoint, the status, what gives a value of that layer, and what was saved for it.
+    """
+    if library == "numpy":
+        path = graph.Checkpoint(net={"a": np.ones(2), "b": np.ones(2)}).save(f"{place}/ckpt")
+        arrays = {"a": np.zeros(2)}
+        checkpoint = graph.Checkpoint(net=arrays)
+        status = checkpoint.restore(path)
+        arrays["b"] = np.full(2, 7.0)
+        return checkpoint, status, lambda: arrays["b"].tolist(), [1.0, 1.0]
+    if library == "nnx":
+        path = graph.Checkpoint(net=Flax(0)).save(f"{place}/ckpt")
+        late = Flax(1, ("a",))
+        checkpoint = graph.Checkpoint(net=late)
+        status = checkpoint.restore(path)
+        late.b = nnx.Linear(2, 2, rngs=nnx.Rngs(5))
+        return checkpoint, status, lambda: late.b.kernel[...].tolist(), Flax(0).b.kernel[...].tolist()
+    saved = Net("a", "b")
+    path = graph.Checkpoint(net=saved, optimizer=trained(saved)).save(f"{place}/ckpt")
+    net = Net("a")
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    checkpoint = graph.Checkpoint(net=net, optimizer=optimizer)
+    status = checkpoint.restore(path)
+    net.b = torch.nn.Linear(2, 2)
+    optimizer.add_param_group({"params": net.b.parameters(), "lr": 0.5})
+    net.b.weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    return checkpoint, status, lambda: net.b.weight.tolist(), saved.b.weight.tolist()
+
+
+@pytest.mark.parametrize("library", ["torch", "nnx", "numpy"])
+@pytest.mark.parametrize("choice", ["try_complete", "assert_existing_objects_matched", "expect_partial", "restore"])
+def test_a_save_overwrites_nothing_that_was_built_since(
+    place: str, library: str, choice: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint, status, value, saved = built_late(library, place)
+    before = value()
+    for _ in range(2):
+        with pytest.raises(hf.StateError, match=r"(?s)built since the restore.*net/b(?!.*would lose)") as error:
+            checkpoint.save(f"{place}/ckpt")
+        assert "try_complete" in str(error.value)
+        assert "expect_partial" in str(error.value)
+        assert value() == before != saved
+    if choice == "restore":
+        checkpoint.restore(f"{place}/ckpt-1").assert_consumed()
+    else:
+        getattr(status, choice)()
+    caplog.clear()
+    assert checkpoint.save(f"{place}/ckpt") == f"{place}/ckpt-2"
+    assert value() == (before if choice == "expect_partial" else saved)
+    assert not caplog.records  # the error has said it
+
+
+def test_a_partial_restore_tells_of_what_was_built_since(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = graph.Checkpoint(net=Flax(0), step=1).save(f"{place}/ckpt")
     net = Flax(1, ("a",))
     checkpoint = graph.Checkpoint(net=net)
-    checkpoint.restore(path)
+    status = checkpoint.restore(path, partial=True)
     net.b = nnx.Linear(2, 2, rngs=nnx.Rngs(5))
-    again = checkpoint.save(f"{place}/ckpt")
-    assert np.array_equal(
-        graph.load_checkpoint(again).get_tensor("net/b/kernel"), graph.load_checkpoint(path).get_tensor("net/b/kernel")
-    )
+    before = net.b.kernel[...].tolist()
+    for _ in range(2):
+        checkpoint.save(f"{place}/ckpt")
+    (record,) = caplog.records
+    assert re.search(r"built since.*keep what.*net/b/kernel, net/b/bias", record.getMessage(), re.DOTALL)
+    assert net.b.kernel[...].tolist() == before
+    status.try_complete()
+    assert net.b.kernel[...].tolist() == Flax(0).b.kernel[...].tolist() != before
 
 
 def test_modules_that_torch_does_not_see(place: str, caplog: pytest.LogCaptureFixture) -> None:

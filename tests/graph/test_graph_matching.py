@@ -275,6 +275,7 @@ def test_t18_the_report_is_data(place: str) -> None:
 def test_t19_partial_silence(place: str, caplog: pytest.LogCaptureFixture) -> None:
     path = graph.Checkpoint(v1=np.ones(1), v2=np.ones(1)).save(f"{place}/ckpt")
     for partial in (False, True):
+        gc.collect()  # of other tests
         caplog.clear()
         checkpoint = graph.Checkpoint(v2=np.zeros(1))
         status = checkpoint.restore(path)
@@ -492,6 +493,8 @@ def test_contents_that_are_not_chosen(place: str) -> None:
 
 def test_restores_that_follow_each_other_do_not_pile_up(place: str, caplog: pytest.LogCaptureFixture) -> None:
     saved = graph.Checkpoint(a=np.ones(1), b=np.ones(1))
+    gc.collect()  # of other tests
+    caplog.clear()
     holder = graph.Node(a=np.zeros(1))
     checkpoint = graph.Checkpoint(holder)
     for _ in range(3):
