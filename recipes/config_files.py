@@ -40,6 +40,10 @@ def read_config(name: str) -> tuple[str, str]:
     if bundled in known:
         file = importlib.resources.files(_PACKAGE) / f"{bundled}.yaml"
         return f"configs/{bundled}.yaml", file.read_text(encoding="utf-8")
+    if name and Path(name).is_dir():
+        inside = Path(name, "config.yaml")
+        hint = f"; did you mean {inside}?" if inside.is_file() else "; give the path of a YAML file"
+        raise _no_config(name, f"this is a directory{hint}")
     hint = did_you_mean(bundled, known) or f"; bundled: {', '.join(known)}"
     raise _no_config(name, f"no such file, and no configuration of this name comes with holdfast{hint}")
 

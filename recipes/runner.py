@@ -88,7 +88,10 @@ def _check_checkpoints(configuration: Configuration, checkpoints: str) -> int:
                 "checkpoint.resume=auto to start when there is none"
             )
         if section.init_from is not None:
-            open_checkpoint(_weights_at(section.init_from))  # before anything is written
+            try:
+                open_checkpoint(_weights_at(section.init_from))  # before anything is written
+            except CheckpointNotFoundError as error:
+                raise CheckpointNotFoundError(f"checkpoint.init_from: {error}") from error
         return 0
     if section.resume == "never":
         raise CheckpointExistsError(

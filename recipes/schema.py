@@ -6,6 +6,7 @@ field is its documentation, with units; ``holdfast recipes NAME`` prints it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -35,6 +36,8 @@ def _file_name(value: str) -> str:
 
 Duration = Annotated[Any, AfterValidator(_duration)]
 Name = Annotated[str, AfterValidator(_file_name)]
+PathOrUrl = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path or a URL; ``~`` at its beginning is the home directory, as in a shell, which leaves key=value alone."""
 Count = Annotated[int, Field(gt=0)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -52,7 +55,7 @@ class Section(BaseModel):
 class CheckpointSection(Section):
     """When to save, what to keep and whether to resume: the same words for every recipe."""
 
-    directory: str | None = None
+    directory: PathOrUrl | None = None
     """Where the checkpoints go: a path, or a URL such as s3://bucket/run. Default: checkpoints/ in run_dir."""
     save_interval_steps: Count | None = None
     """Save every so many steps. With no trigger given: every 15 minutes."""
@@ -78,7 +81,7 @@ class CheckpointSection(Section):
     """Keep these steps."""
     resume: Literal["auto", "must", "never"] = "auto"
     """auto: resume if there is a checkpoint; must: fail if there is none; never: fail if there is one."""
-    init_from: Annotated[str, Field(min_length=1)] | None = None
+    init_from: Annotated[PathOrUrl, Field(min_length=1)] | None = None
     """Where a fresh run takes its weights from: any checkpoint, of holdfast, Orbax, safetensors, torch or Lightning."""
     compression: Annotated[int, Field(ge=1, le=22)] | None = None
     """Compress arrays with zstd at this level. Default: not at all, which is quicker on a fast disk."""
@@ -120,7 +123,7 @@ class Config(Section):
     """Which training program to run."""
     name: Name
     """The name of the run."""
-    run_dir: str | None = None
+    run_dir: PathOrUrl | None = None
     """Where the run keeps its files. Default: runs/ and the name of the run, in the current directory."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Decides initial weights, dropout and the order of the data."""

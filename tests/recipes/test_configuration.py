@@ -383,6 +383,24 @@ def test_unknown_configurations(name: str, message: str) -> None:
     assert str(caught.value) == message
 
 
+def test_the_directory_of_a_run_is_no_configuration_but_holds_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"this is a directory; give the path of a YAML file$"):
+        read_config(str(tmp_path))
+    (tmp_path / "config.yaml").write_text("recipe: flax_text\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"this is a directory; did you mean {tmp_path}/config\.yaml\?"):
+        read_config(str(tmp_path))
+
+
+def test_paths_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    keys = ("run_dir", "checkpoint.directory", "checkpoint.init_from")
+
+    resolved = load_configuration("flax_text", [f"{key}=~/a/~b" for key in keys]).resolved()
+
+    assert resolved["run_dir"] == "/home/me/a/~b"
+    assert resolved["checkpoint"]["directory"] == resolved["checkpoint"]["init_from"] == "/home/me/a/~b"
+
+
 def test_a_file_that_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_bytes(b"\xff\xfe\x00")
 
