@@ -23,7 +23,7 @@ def checkpoints_at(place: str) -> Location:
     Raises:
         CheckpointNotFoundError: There is no such directory, and no file that is a checkpoint.
     """
-    location = as_location(place)
+    location = as_location(place).snapshot()
     if (location / RECORD).is_there():
         return location
     inside = location / INSIDE_A_RUN

@@ -14,7 +14,6 @@ from .interop.places import open_checkpoint
 from .interop.source import JSON, METRICS, TREE, CheckpointSource, as_reader, recognise
 from .interop.templates import under_template
 from .item import MANIFEST, ArrayDatabase, Layout, Select, load_tree
-from .record import RECORD
 from .report import SaveReport
 from .storage import Location, as_location
 from .tree import collection_paused
@@ -78,11 +77,12 @@ def load(path: Place, *, like: Any = None, select: Select | None = None, item: s
     """
     location = as_location(path)
     checkpoint: CheckpointSource
-    if (location / RECORD).is_there():
+    try:
         checkpoint = NativeCheckpoint(location)
-    elif (location / MANIFEST).is_there() and recognise(location) is None:
-        return _load_arrays(location, like, select)
-    else:
+    except CheckpointNotFoundError:
+        location = location.snapshot()
+        if (location / MANIFEST).is_there() and recognise(location) is None:
+            return _load_arrays(location, like, select)
         checkpoint = open_checkpoint(location)
     items = checkpoint.items
     if item is not None and item not in items:

@@ -119,7 +119,7 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
     Raises:
         CheckpointNotFoundError: There is nothing at this path.
     """
-    location = as_location(directory)
+    location = as_location(directory).snapshot()
     if not location.exists():
         raise CheckpointNotFoundError(f"{location}: there is nothing at this path")
     index = step_index(location)
@@ -183,7 +183,7 @@ def describe(path: Place, step: int | None = None) -> list[LeafSummary]:
         CheckpointNotFoundError: There is no such checkpoint.
         DamagedCheckpointError: Its structure does not verify.
     """
-    checkpoint = open_checkpoint(as_location(path), step)
+    checkpoint = open_checkpoint(as_location(path).snapshot(), step)
     found: list[LeafSummary] = []
     for name, kind in checkpoint.items.items():
         if kind == TREE:
@@ -217,7 +217,7 @@ def verify(path: Place, step: int | None = None) -> VerifyReport:
     Raises:
         CheckpointNotFoundError: There is no such checkpoint.
     """
-    location = as_location(path)
+    location = as_location(path).snapshot()
     if step is None and is_run(location):
         places = step_locations(location)
         if places:

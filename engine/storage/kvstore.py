@@ -47,15 +47,21 @@ class KvStoreBackend:
         scheme: The scheme of its URLs.
         bucket: The bucket; empty for memory.
         spec: TensorStore's specification, which is opened at the first use.
+
+    Attributes:
+        scheme: The scheme of its URLs.
+        bucket: The bucket.
+        spec: TensorStore's specification.
     """
 
     is_local = False
 
     def __init__(self, scheme: str, bucket: str, spec: dict[str, Any]) -> None:
-        self._scheme = scheme
+        self.scheme = scheme
+        self.bucket = bucket
         self._root = f"{scheme}://{bucket}"
         self._separator = "/" if bucket else ""
-        self._spec = spec
+        self.spec = spec
         self._lock = threading.Lock()
         self._opened: tensorstore.KvStore | None = None
 
@@ -77,12 +83,12 @@ class KvStoreBackend:
 
     def is_directory(self, key: str) -> bool:
         """Returns whether any object lies below this key; the root always counts as one."""
-        return not key or bool(self._list(key))
+        return not key or bool(self.names(key))
 
     def entries(self, key: str) -> list[Entry]:
         """Returns what lies directly below, sorted by name."""
         kinds: dict[str, bool] = {}
-        for name in self._list(key):
+        for name in self.names(key):
             head, slash, _ = name.partition("/")
             if head and not head.endswith(".__lock"):
                 kinds[head] = kinds.get(head, False) or bool(slash)
@@ -194,10 +200,10 @@ class KvStoreBackend:
             if self._opened is None:
                 import tensorstore
 
-                self._opened = tensorstore.KvStore.open(self._spec, context=shared_context()).result()
+                self._opened = tensorstore.KvStore.open(self.spec, context=shared_context()).result()
             return self._opened
 
-    def _list(self, key: str) -> list[str]:
+    def names(self, key: str) -> list[str]:
         """Returns the names of all objects below a key, relative to it, sorted."""
         prefix = f"{key}/" if key else ""
         return [name.removeprefix(prefix) for name in self._names(key, prefix)]
@@ -213,9 +219,9 @@ class KvStoreBackend:
 
         span = tensorstore.KvStore.KeyRange(prefix, f"{key}0" if key else "")  # "0" follows "/"
         names: list[bytes] = self._ask(key, "list", lambda: self._store().list(span))
-        if self._scheme == "gs" and (not names or len(names) >= _PAGE):
+        if self.scheme == "gs" and (not names or len(names) >= _PAGE):
             # A list that Google refuses is an empty one for TensorStore 0.1.86; of an object, it passes the refusal on.
-            self.is_there(f"{prefix}.")
+            self._ask(key, "list", lambda: self._store().read(f"{prefix}.", byte_range=slice(0, 0)))
         return sorted(name.decode("utf-8", "surrogateescape") for name in names)
 
     def _has_byte(self, key: str, position: int) -> bool:
@@ -226,6 +232,6 @@ class KvStoreBackend:
 
     def _ask(self, key: str, action: str, start: Callable[[], tensorstore.Future[Any]], nbytes: int = 0) -> Any:
         def advice(kind: type[HoldfastError]) -> str:
-            return hint(self._scheme, self._spec, kind)
+            return hint(self.scheme, self.spec, kind)
 
         return finish(start, self.url(key), action, advice, nbytes=nbytes)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from ..errors import InvalidLocationError
-from .kvstore import open_backend
+from .kvstore import KvStoreBackend, open_backend
 from .local import LocalBackend
 from .several import REQUESTS, UPLOADS, several
+from .snapshot import KvStoreSnapshot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -169,6 +170,15 @@ class Location:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return as_location, (self.url,)
+
+    def snapshot(self) -> Location:
+        """Returns this place for looking around: what lies below is listed once, now, where listing takes requests.
+
+        What is read through it is read as it is; what is written through it may not be listed.
+        """
+        if isinstance(self._backend, KvStoreBackend):
+            return Location(KvStoreSnapshot(self._backend, self._key), self._key)
+        return self
 
     def exists(self) -> bool:
         """Returns whether there is a file, an object or a directory here."""
