@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from ..errors import FormatVersionError, StorageError
+from ..errors import DamagedCheckpointError, FormatVersionError, StorageError
 from ..storage import Location
 from .source import CheckpointSource, StepDirectories
 from .tensorflow_places import STATE, read_state
@@ -66,7 +66,7 @@ def _begins(place: Location, count: int) -> bytes:
     try:
         with place.open_data() as reader:
             return reader.read(0, min(count, reader.size)).tobytes()
-    except StorageError:
+    except (StorageError, DamagedCheckpointError):  # the latter says that this is no ordinary file
         return b""
 
 

@@ -54,9 +54,10 @@ def test_nothing_else_is_taken_for_one(tmp_path: Path) -> None:
     guide = Path(__file__).parent / "tensorflow" / "guide"
     (tmp_path / "renamed").write_bytes((guide / "ckpt-5.index").read_bytes())
     (tmp_path / "ended").write_bytes(b"\1" * 100 + v1(tmp_path / "v1").read_bytes()[-8:])
+    (tmp_path / "empty").mkdir()
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "checkpoint").write_text('model_checkpoint_path: "../v1"\n')
 
-    for name in ("renamed", "ended", "notes", "v2"):
+    for name in ("renamed", "ended", "empty", "notes", "v2"):
         with pytest.raises(hf.CheckpointNotFoundError):
             hf.load(tmp_path / name)
