@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import cast, get_args
 
 from ..engine.errors import CheckpointExistsError, OptionError
@@ -29,10 +30,8 @@ def import_checkpoints(source: str, destination: str, *, overwrite: bool, as_jso
         CheckpointExistsError: There is something at the destination.
     """
     configure_logging("error")  # what is left out is printed below
-    try:
+    with _speaking_to_people():
         conversions = import_checkpoint(source, destination, overwrite=overwrite)
-    except CheckpointExistsError as error:  # it speaks to programs
-        raise CheckpointExistsError(str(error).replace("overwrite=True", "--overwrite")) from error
     _print(conversions, as_json=as_json)
     return DONE
 
@@ -78,8 +77,19 @@ def export_checkpoints(
         raise OptionError("DST is missing: say where to write to" + (", or use --in-place" if to == "orbax" else ""))
     place = checkpoints_at(source)
     chosen = cast("ExportFormat", to)
-    _print(export_checkpoint(place, destination, chosen, step=step, item=item, overwrite=overwrite), as_json=as_json)
+    with _speaking_to_people():
+        conversions = export_checkpoint(place, destination, chosen, step=step, item=item, overwrite=overwrite)
+    _print(conversions, as_json=as_json)
     return DONE
+
+
+@contextlib.contextmanager
+def _speaking_to_people() -> Iterator[None]:
+    """Names the option of the command where an error names the argument of the function."""
+    try:
+        yield
+    except CheckpointExistsError as error:
+        raise CheckpointExistsError(str(error).replace("overwrite=True", "--overwrite")) from error
 
 
 def _add_metadata(source: str, step: int | None, *, as_json: bool) -> int:

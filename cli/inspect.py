@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from .. import CheckpointSummary, describe, list_checkpoints, verify
+from ..engine.errors import CheckpointNotFoundError
 from ..engine.interop.native import NativeCheckpoint
 from ..engine.interop.places import find_checkpoint, open_at
 from ..engine.storage import Location
 from .log import configure_logging
-from .places import checkpoints_at, is_one_checkpoint
+from .places import checkpoints_at, is_one_checkpoint, where_else
 from .report import age, count, metrics_text, print_json, print_table, size
 from .status import DONE, FAILED
 
@@ -33,7 +36,7 @@ def list_steps(place: str, *, as_json: bool) -> int:
         print_json({"directory": str(location), "checkpoints": found})
         return DONE
     if not found:
-        print(f"no checkpoints in {location}")
+        print(f"no checkpoints in {location}{where_else(location)}")
         return DONE
     now = time.time()
     rows = [
@@ -49,6 +52,15 @@ def list_steps(place: str, *, as_json: bool) -> int:
     ]
     print_table(["STEP", "AGE", "SIZE", "METRICS", "KEPT BECAUSE", "STATE"], rows, right=["STEP", "AGE", "SIZE"])
     return DONE
+
+
+@contextlib.contextmanager
+def _saying_where_else(location: Location) -> Iterator[None]:
+    """Adds to an error about a directory without checkpoints where there are some."""
+    try:
+        yield
+    except CheckpointNotFoundError as error:
+        raise CheckpointNotFoundError(f"{error}{where_else(location)}") from error
 
 
 def _shown(item: CheckpointSummary) -> dict[str, Any]:
@@ -96,7 +108,9 @@ def show_leaves(place: str, step: int | None, *, as_json: bool) -> int:
         The exit status.
     """
     configure_logging("warning")
-    location = find_checkpoint(checkpoints_at(place), step)
+    directory = checkpoints_at(place)
+    with _saying_where_else(directory):
+        location = find_checkpoint(directory, step)
     checkpoint = open_at(location)
     leaves = describe(location)
     if as_json:
@@ -156,7 +170,8 @@ def verify_checkpoints(place: str, step: int | None, *, as_json: bool) -> int:
     """
     configure_logging("error")
     location = checkpoints_at(place)
-    result = verify(location, step)
+    with _saying_where_else(location):
+        result = verify(location, step)
     if as_json:
         checkpoints = [
             {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from ..engine.errors import CheckpointNotFoundError
-from ..engine.interop.places import is_foreign
+from ..engine.errors import CheckpointNotFoundError, StorageError
+from ..engine.interop.places import is_foreign, is_ours
 from ..engine.record import RECORD
 from ..engine.storage import Location, as_location
 
 INSIDE_A_RUN = "checkpoints"
+_LOOKED_AT = 100  # directories below one that holds no checkpoint
+_NAMED = 8
 
 
 def checkpoints_at(place: str) -> Location:
@@ -38,3 +40,18 @@ def checkpoints_at(place: str) -> Location:
 def is_one_checkpoint(location: Location) -> bool:
     """Returns whether there is one checkpoint here, not a directory of many."""
     return (location / RECORD).is_there() or is_foreign(location)
+
+
+def where_else(location: Location) -> str:
+    """Returns where checkpoints are that lie near a directory without any, as the end of a sentence; or nothing."""
+    if (location.parent / RECORD).is_there():
+        return f"; it is a part of the checkpoint {location.parent}"
+    if not location.is_local:  # looking around takes long there
+        return ""
+    try:
+        folders = [entry.name for entry in location.entries() if entry.is_directory][:_LOOKED_AT]
+        found = sorted(name for name in folders if any(map(is_ours, (location / name, location / name / INSIDE_A_RUN))))
+    except StorageError:
+        return ""
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return f"; there are some below: {', '.join(found[:_NAMED])}{more}" if found else ""

@@ -6,7 +6,7 @@ import json
 import os
 from typing import Any
 
-from ..errors import DamagedCheckpointError, ObjectNotFoundError
+from ..errors import CheckpointExistsError, DamagedCheckpointError, ObjectNotFoundError
 from ..storage import Location
 
 JSON_LIMIT = 512 << 20
@@ -65,6 +65,22 @@ def total_bytes(location: Location) -> int:
         seen.add((status.st_dev, status.st_ino))
         total += sum(_size(os.path.join(folder, file)) for file in files)
     return total
+
+
+def check_destination(destination: Location, *, overwrite: bool) -> None:
+    """Checks that a file can go to a place.
+
+    Args:
+        destination: The place.
+        overwrite: Whether to replace a file that is there.
+
+    Raises:
+        CheckpointExistsError: Something is there.
+    """
+    if destination.is_directory():
+        raise CheckpointExistsError(f"{destination} is a directory; give the name of a file, which may lie in it")
+    if destination.exists() and not overwrite:
+        raise CheckpointExistsError(f"{destination} exists already; choose another name, or pass overwrite=True")
 
 
 def _size(path: str) -> int:

@@ -30,7 +30,7 @@ def open_checkpoint(location: Location, step: int | None = None) -> CheckpointSo
         DamagedCheckpointError: There is one, and what says what it holds cannot be read.
         FormatVersionError: A newer version of holdfast wrote it.
     """
-    if step is None and not _is_ours(location):
+    if step is None and not is_ours(location):
         found = recognise(location)
         if found is not None:
             return found
@@ -112,7 +112,7 @@ def is_run(location: Location) -> bool:
 
 def is_foreign(location: Location) -> bool:
     """Whether a checkpoint of another library lies here, damaged or not; never where we wrote steps."""
-    if _is_ours(location):
+    if is_ours(location):
         return False
     try:
         return recognise(location) is not None
@@ -120,7 +120,7 @@ def is_foreign(location: Location) -> bool:
         return True
 
 
-def _is_ours(location: Location) -> bool:
+def is_ours(location: Location) -> bool:
     """Whether holdfast wrote a checkpoint or a step here; whatever lies beside them does not count."""
     if (location / RECORD).is_there():
         return True

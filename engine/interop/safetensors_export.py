@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import CheckpointExistsError, UnsupportedLeafError
+from ..errors import UnsupportedLeafError
 from ..item import SavedLeaf
 from ..storage import TEMPORARY_PREFIX, Location, Segment
 from ..tree import display, to_document
 from .batches import batches
+from .files import check_destination
 from .safetensors import TREE_NOTE, tensor_name
 from .safetensors_header import dtype_name, encode_header
 from .source import TreeSource
@@ -43,8 +44,7 @@ def export_safetensors(source: TreeSource, destination: Location, *, overwrite: 
         UnsupportedLeafError: Leaves have dtypes that the format lacks, or names that are the same once they are
             joined; all of them are named, and nothing was written.
     """
-    if destination.exists() and (destination.is_directory() or not overwrite):
-        raise CheckpointExistsError(f"{destination} exists already; choose another name, or overwrite it")
+    check_destination(destination, overwrite=overwrite)
     arrays = [leaf for leaf in source.leaves if leaf.saved.dtype is not None]
     _check(source, arrays)
     note = to_document(source.skeleton.structure, [leaf.saved.details for leaf in source.leaves])

@@ -13,10 +13,12 @@ from typing import IO, Any
 
 import numpy as np
 
-from ..errors import CheckpointExistsError, OptionError, UnsupportedLeafError
+from ..errors import OptionError, UnsupportedLeafError
 from ..item import SavedLeaf, load_tree
 from ..storage import TEMPORARY_PREFIX, Location
+from ..storage.statuses import os_errors
 from ..tree import display
+from .files import check_destination
 from .source import TreeSource, as_reader
 
 _NUMBERS = ("bool", "int", "float", "complex")
@@ -41,8 +43,7 @@ def export_torch(source: TreeSource, destination: Location, *, overwrite: bool =
         UnsupportedLeafError: Leaves have dtypes that torch lacks; all of them are named, and nothing was written.
         OptionError: torch is not installed.
     """
-    if destination.exists() and (destination.is_directory() or not overwrite):
-        raise CheckpointExistsError(f"{destination} exists already; choose another name, or overwrite it")
+    check_destination(destination, overwrite=overwrite)
     torch = _torch()
     template = source.skeleton.build(_templates(torch, source))
     tree = _plain(torch, load_tree(as_reader(source), like=template))
@@ -62,8 +63,13 @@ def _replacing(destination: Location) -> Iterator[IO[bytes]]:
     """Opens a file that gets its name once it is whole and durable."""
     partial = destination.parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
     try:
-        with open(partial, "xb") as file:
-            yield file
+        with os_errors(str(destination), "write"), open(partial, "xb") as file:
+            try:
+                yield file
+            except RuntimeError as error:  # torch's archive, closed after the file has failed
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
             file.flush()
             os.fsync(file.fileno())
         partial.rename(destination.name)

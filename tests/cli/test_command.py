@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.cli.commands import error_of, output_of
 
 import holdfast as hf
 from holdfast.cli.main import main
@@ -34,21 +35,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "run"))
-
-
-def output_of(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
-    found = main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    assert (found, captured.err) == (status, "")
-    return captured.out
-
-
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: object, status: int) -> str:
-    found = main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    assert (found, captured.out) == (status, "")
-    assert "Traceback" not in captured.err
-    return captured.err
 
 
 def flip_a_bit(run: Path, step: int) -> None:
@@ -109,6 +95,27 @@ def test_ls_shows_damage(capsys: pytest.CaptureFixture[str], run: Path) -> None:
 def test_ls_of_an_empty_directory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert output_of(capsys, "ls", tmp_path) == f"no checkpoints in {tmp_path}\n"
     assert json.loads(output_of(capsys, "ls", tmp_path, "--json"))["checkpoints"] == []
+
+
+def test_a_directory_of_runs_says_where_checkpoints_are(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    """A run, a manager's directory, one checkpoint, and what holds none."""
+    shutil.copytree(run / "checkpoints", run.parent / "bare")
+    shutil.copytree(run / "checkpoints" / "10", run.parent / "chosen")
+    (run.parent / "empty" / "checkpoints").mkdir(parents=True)
+    (run.parent / "notes.txt").write_text("")
+    below = "; there are some below: bare, chosen, run\n"
+
+    assert output_of(capsys, "ls", run.parent) == f"no checkpoints in {run.parent}{below}"
+    for command in ("show", "verify"):
+        assert error_of(capsys, command, run.parent, status=2).endswith(f"was found{below}")
+
+
+def test_a_part_of_a_checkpoint_says_so(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    step = run / "checkpoints" / "10"
+    said = f"; it is a part of the checkpoint {step}\n"
+
+    assert output_of(capsys, "ls", step / "state") == f"no checkpoints in {step}/state{said}"
+    assert error_of(capsys, "verify", step / "state", status=2).endswith(said)
 
 
 # ---- show

@@ -8,9 +8,9 @@ import orbax.checkpoint as ocp  # type: ignore[import-untyped]  # it comes witho
 import pytest
 import safetensors.numpy
 import torch
+from tests.cli.commands import error_of, output_of
 
 import holdfast as hf
-from holdfast.cli.main import main
 
 
 @pytest.fixture
@@ -31,21 +31,6 @@ def run(tmp_path: Path) -> Path:
         for step in (1, 2):
             manager.save(step, {"w": np.full(3, step)}, metrics={"loss": step}, force=True)
     return tmp_path / "run"
-
-
-def output_of(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
-    found = main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    assert (found, captured.err) == (status, "")
-    return captured.out
-
-
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: object, status: int) -> str:
-    found = main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    assert (found, captured.out) == (status, "")
-    assert "Traceback" not in captured.err
-    return captured.err
 
 
 def test_import(capsys: pytest.CaptureFixture[str], model: Path) -> None:
@@ -146,3 +131,11 @@ def test_export_in_place(capsys: pytest.CaptureFixture[str], run: Path) -> None:
 )
 def test_export_refuses(capsys: pytest.CaptureFixture[str], run: Path, arguments: list[str], message: str) -> None:
     assert message in error_of(capsys, "export", run, *arguments, status=2)
+
+
+def test_export_names_its_option(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    target = run.parent / "x.safetensors"
+    target.write_bytes(b"")
+
+    assert error_of(capsys, "export", run, target, status=2).endswith("choose another name, or pass --overwrite\n")
+    output_of(capsys, "export", run, target, "--overwrite")

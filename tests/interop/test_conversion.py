@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,30 @@ def test_export_for_torch(tmp_path: Path) -> None:
     assert found["scalar"].shape == ()
     assert found["plain"] == tree["plain"]
     assert (done.format, done.path) == ("torch", str(tmp_path / "x.pt"))
+
+
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def test_an_export_that_the_disk_refuses_leaves_nothing_behind(tmp_path: Path, kind: Any) -> None:
+    hf.save(tmp_path / "ckpt", {"w": np.ones(1 << 17)})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(hf.StorageError, match=r"cannot write .*File too large"):
+            export_checkpoint(tmp_path / "ckpt", tmp_path / "out" / "x", kind)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def test_a_file_does_not_take_the_place_of_a_directory(tmp_path: Path, kind: Any) -> None:
+    hf.save(tmp_path / "ckpt", {"w": np.ones(1)})
+
+    with pytest.raises(hf.CheckpointExistsError, match="is a directory; give the name of a file"):
+        export_checkpoint(tmp_path / "ckpt", tmp_path, kind, overwrite=True)
+    with pytest.raises(hf.StorageError):
+        export_checkpoint(tmp_path / "ckpt", "/proc/x", kind)
 
 
 def test_export_for_torch_names_what_does_not_fit(tmp_path: Path) -> None:

@@ -1,0 +1,24 @@
+"""What tests of the command do again and again: run it, and look at what it says."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.cli.main import main
+
+
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
+    """Runs the command, which says nothing on standard error; returns what it prints."""
+    found = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    assert (found, captured.err) == (status, "")
+    return captured.out
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: object, status: int) -> str:
+    """Runs the command, which fails; returns what it says on standard error, and nowhere else."""
+    found = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    assert (found, captured.out) == (status, "")
+    assert "Traceback" not in captured.err
+    return captured.err
