@@ -28,7 +28,7 @@ def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | N
     """
     if not names:
         _refuse(location)
-        if location.name and not location.exists():
+        if location.is_local and location.name and not location.exists():  # elsewhere, listing is not worth it
             _refuse_shards(location)
     elif STATE in names and _begins(location / STATE, len(_NOTES)) == _NOTES:
         newest = read_state(location).newest
