@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from ..checkpointer import Place
 from ..coordination import current_coordinator
@@ -26,6 +27,12 @@ from .views import COUNTER
 from .walk import root_view, walk
 
 _logger = logging.getLogger("holdfast")
+
+
+class _Manager(Protocol):
+    """Whoever has to know of what was restored."""
+
+    def note_restore(self, stored: StoredGraph) -> None: ...
 
 
 class Checkpoint(Node):
@@ -53,7 +60,8 @@ class Checkpoint(Node):
     (array([0., 1., 2.]), 7)
     """
 
-    __slots__ = ("_holdfast_restorations", "_holdfast_saver", "_holdfast_told")
+    __slots__ = ("_holdfast_managers", "_holdfast_restorations", "_holdfast_saver", "_holdfast_told")
+    _holdfast_managers: weakref.WeakSet[_Manager]
     _holdfast_restorations: list[Restoration]
     _holdfast_saver: GraphSaver | None
     _holdfast_told: dict[Path, str]
@@ -69,7 +77,7 @@ class Checkpoint(Node):
 
     def __new__(cls, *_: Any, **__: Any) -> Self:  # noqa: D102 - also called for copies, which have no __init__
         found = super().__new__(cls)
-        for name, value in (("restorations", []), ("saver", None), ("told", {})):
+        for name, value in (("managers", weakref.WeakSet()), ("restorations", []), ("saver", None), ("told", {})):
             object.__setattr__(found, f"_holdfast_{name}", value)
         return found
 
@@ -248,6 +256,8 @@ class Checkpoint(Node):
                 other.retire()  # all that it waits for is in the newer one
         waiting = [other for other in self._holdfast_restorations if not other.done]
         object.__setattr__(self, "_holdfast_restorations", [*waiting, restoration])
+        for manager in self._holdfast_managers if counts else ():
+            manager.note_restore(stored)
         return status
 
     def _capture(self) -> CapturedGraph:

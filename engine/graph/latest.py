@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from ..checkpointer import Place
-from ..errors import DamagedCheckpointError
+from ..errors import DamagedCheckpointError, OptionError
 from ..interop.source import recognise, recognise_steps
 from ..record import RECORD
 from ..steps import StepIndex
@@ -80,7 +80,15 @@ def locate(path: Place) -> Location:
 
     Args:
         path: A checkpoint of any kind, or a directory of numbered ones, of which the newest is meant.
+
+    Raises:
+        OptionError: It is a number.
     """
+    if isinstance(path, int):
+        raise OptionError(
+            f"{path}: a number alone does not say which checkpoint is meant; give its path, such as "
+            f"'directory/ckpt-{path}', or its directory for the newest"
+        )
     location = as_location(path)
     if (location / RECORD).is_there() or (location.exists() and not location.is_directory()):
         return location

@@ -110,6 +110,7 @@ class CheckpointManager:
             clock=self._clock,
         )
         self._protected = self._ahead_of_the_clock()
+        checkpoint._holdfast_managers.add(self)
 
     @property
     def directory(self) -> str:
@@ -204,9 +205,13 @@ class CheckpointManager:
                 self._init()
             return None
         self.status = restored.items
-        if self._counter is not None:
-            self._last = _number(self._counter)
         return self._path(restored.step)
+
+    def note_restore(self, stored: StoredGraph) -> None:
+        """Counts the interval from a checkpoint that was restored, if it is one of this directory."""
+        place = stored.checkpoint
+        if self._counter is not None and str(place) == str(self._directory / place.name):
+            self._last = _number(self._counter)
 
     def wait_until_finished(self) -> None:
         """Waits for the save that is under way. Raises SaveFailedError if it failed."""

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..checkpointer import ITEM, AsyncCheckpointer, Place
-from ..record import CheckpointRecord, ItemRecord
+from ..errors import CheckpointExistsError
+from ..record import RECORD, CheckpointRecord, ItemRecord
 from ..saving import ItemToSave, Save
 from ..storage import Location, as_location
 from .capture import CapturedGraph
@@ -49,15 +50,24 @@ class GraphSaver(AsyncCheckpointer):
             kwargs: Further arguments for the handler.
 
         Raises:
+            CheckpointExistsError: A checkpoint is there and may not be replaced.
             SaveFailedError: The background save before this one failed; this one is done nevertheless.
         """
         self.join()
         self.began = False
         self.background, self._number = background, number
-        if background:
-            self.save(location, item, force=overwrite, **kwargs)
-            return
-        self._begin(location, item, overwrite, kwargs).complete()
+        try:
+            if background:
+                self.save(location, item, force=overwrite, **kwargs)
+                return
+            self._begin(location, item, overwrite, kwargs).complete()
+        except CheckpointExistsError as error:
+            if overwrite or not (location / RECORD).exists():
+                raise
+            what = "choose another path, or replace it with write(path, overwrite=True)"
+            if number is not None:
+                what = "somebody else has saved under this number since; save again"
+            raise CheckpointExistsError(f"{location}: a checkpoint is there already; {what}") from error
         earlier = self._save.take_error()
         if earlier is not None:
             raise earlier

@@ -123,9 +123,18 @@ class Node:
             self._holdfast_untracked.add(name)
             object.__setattr__(self, name, value.value)
             return
+        before, hidden = vars(self).get(name, _NOTHING), name in self._holdfast_untracked
         self._holdfast_untracked.discard(name)
         object.__setattr__(self, name, _tracked(self, name, value))
-        resume(self, name)
+        try:
+            resume(self, name)
+        except BaseException:  # what does not fit is not attached
+            if before is _NOTHING:
+                object.__delattr__(self, name)
+            else:
+                object.__setattr__(self, name, before)
+                self._holdfast_untracked.update([name] if hidden else [])
+            raise
 
     if TYPE_CHECKING:
 
@@ -175,7 +184,11 @@ class TrackedList(list[Any]):
     def append(self, element: Any) -> None:
         """Adds an element, and restores it."""
         super().append(_tracked(self, len(self), element))
-        resume(self, len(self) - 1)
+        try:
+            resume(self, len(self) - 1)
+        except BaseException:  # what does not fit is not attached
+            super().pop()
+            raise
 
     def extend(self, elements: Iterable[Any]) -> None:
         """Adds elements, and restores them."""
@@ -184,12 +197,21 @@ class TrackedList(list[Any]):
 
     def insert(self, index: SupportsIndex, element: Any) -> None:
         """Adds an element in between, and restores what stands at the places that are new."""
+        before = list(self)
         super().insert(index, element)
-        resume(self)
+        self._resume(before)
 
     def __setitem__(self, index: Any, element: Any) -> None:
+        before = list(self) if self._holdfast_pending else []
         super().__setitem__(index, element)
-        resume(self)
+        self._resume(before)
+
+    def _resume(self, before: list[Any]) -> None:
+        try:
+            resume(self)
+        except BaseException:
+            super().__setitem__(slice(None), before)
+            raise
 
     def __iadd__(self, elements: Iterable[Any]) -> Self:  # type: ignore[misc]  # as list's own is
         self.extend(elements)
@@ -213,8 +235,16 @@ class TrackedDict(dict[Any, Any]):
         self._holdfast_origin = _Origin(entries, known) if type(entries) is dict else None
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        before = self.get(key, _NOTHING)
         super().__setitem__(key, _tracked(self, key, value))
-        resume(self, key)
+        try:
+            resume(self, key)
+        except BaseException:  # what does not fit is not attached
+            if before is _NOTHING:
+                super().__delitem__(key)
+            else:
+                super().__setitem__(key, before)
+            raise
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         """Returns an entry, after making and restoring it where there is none."""
@@ -301,6 +331,7 @@ def _tracked(holder: Node | TrackedList | TrackedDict, key: object, value: Any) 
     return value
 
 
+_NOTHING = object()
 _OWN = frozenset(Node.__slots__) - {"__dict__", "__weakref__"}
 _RESERVED: dict[type, frozenset[str]] = {Node: frozenset()}
 

@@ -13,10 +13,10 @@ from ..tree import Saved, compare, describe_template, display, materialize, unes
 from ..tree.frameworks import is_torch_tensor
 from ..tree.python_leaves import is_python_value
 from .cells import Assignment, Cell, StateCell
-from .contents import EntryCell, PlainValues
+from .contents import PLAIN_KINDS, EntryCell, PlainValues
 from .paths import Path, shown
 from .saved import SavedGraph, Transform
-from .slots import is_simple
+from .slots import OptionCell, is_simple
 from .stored import StoredGraph
 from .torch_objects import TensorCell, like_state_of
 
@@ -157,6 +157,8 @@ def _template(one: Assignment, leaf: Saved) -> Any:
     live = one.cell.get()
     if live is None or live is ... or (is_python_value(live) and leaf.kind == "none"):
         return ...  # a place for a value that was not there yet, or is not there any more
+    if isinstance(one.cell, OptionCell) and is_python_value(live) and leaf.kind in PLAIN_KINDS:
+        return ...  # torch's own defaults are 0 where others are 0.1
     if not (is_simple(live) or hasattr(live, "dtype")):
         return ...  # a container that an optimizer keeps
     return live

@@ -19,6 +19,7 @@ from flax.training.train_state import TrainState
 
 import holdfast as hf
 from holdfast import graph
+from holdfast.engine.graph.slots import OptimizerView
 
 torch.set_num_threads(1)
 create_state: Any = TrainState.create  # which has no types
@@ -158,6 +159,60 @@ def test_t20_an_optimizer_that_has_only_some_of_the_parameters(place: str) -> No
     assert all("/b/" in path for path in status.report.unused)
     assert len(status.report.unused) == 6
     status.assert_existing_objects_matched().expect_partial()
+
+
+@pytest.mark.parametrize("saved", [torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+def test_t20_another_kind_of_optimizer_takes_what_it_has(place: str, saved: Any, kind: Any) -> None:
+    net, other = Net("a"), Net("a")
+    more = {"momentum": 0.9} if saved is not torch.optim.Adam else {}
+    optimizer = trained(net, kind=lambda parameters, lr: saved(parameters, lr=lr, **more))
+    optimizer.param_groups[0]["initial_lr"] = 0.7  # as schedulers do
+    path = graph.Checkpoint(net=net, optimizer=optimizer).save(f"{place}/ckpt")
+    fresh = kind(other.parameters(), lr=9.0)
+    options = set(fresh.param_groups[0])
+    status = graph.Checkpoint(net=other, optimizer=fresh).restore(path)
+    assert set(fresh.param_groups[0]) == options | {"initial_lr"}
+    assert (fresh.param_groups[0]["lr"], fresh.param_groups[0]["initial_lr"]) == (0.1, 0.7)
+    if {saved, kind} in ({torch.optim.Adam, torch.optim.AdamW}, {kind}):
+        status.assert_existing_objects_matched()
+        assert fresh.state.keys() == set(other.parameters())
+        assert not any("slots" in path for path in status.report.unused)
+    else:
+        assert not fresh.state
+        assert any("optimizer/slots/net/a/weight" in path for path in status.report.unused)
+    for parameter in other.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    fresh.step()
+    status.expect_partial()
+
+
+def test_t20_thousands_of_parameters_attached_late(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> tuple[list[Any], Any]:
+        parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(300)]
+        return parameters, torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    parameters, optimizer = make()
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.full_like(parameter, number)
+    optimizer.step()
+    path = graph.Checkpoint(listed=parameters, optimizer=optimizer).write(f"{place}/x")
+    late, fresh = make()
+    checkpoint = graph.Checkpoint(listed=graph.TrackedList(), optimizer=fresh)
+    status = checkpoint.read(path)
+    looks = []
+
+    def groups(view: OptimizerView) -> list[list[Any]]:
+        looks.append(view)
+        return [late]
+
+    monkeypatch.setattr(OptimizerView, "groups", groups)
+    for parameter in late:
+        checkpoint.listed.append(parameter)
+    assert len(looks) < 5  # not once for every parameter
+    monkeypatch.undo()
+    status.assert_consumed()
+    assert [float(fresh.state[one]["momentum_buffer"]) for one in late] == list(map(float, range(300)))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.LBFGS])

@@ -85,6 +85,58 @@ def test_t13_a_whole_subtree(path: str, library: Library) -> None:
     status.assert_consumed()
 
 
+def test_t13_what_does_not_fit_is_not_attached(path: str, library: Library) -> None:
+    layer = graph.Node(bias=library.make([0.0, 0.0]))
+    checkpoint = graph.Checkpoint(net=graph.Node(l1=layer))
+    status = checkpoint.restore(path)
+    layer.extra = graph.Node()
+    for _ in range(2):
+        with pytest.raises(hf.TreeMismatchError, match="net/l1/kernel"):
+            layer.kernel = library.make([0.0, 0.0])
+    assert vars(layer).keys() == {"bias", "extra"}
+    layer.kernel = library.make([[0.0, 0.0]])
+    assert library.read(layer.kernel) == [[1, 2]]
+    checkpoint.step = 0
+    status.assert_consumed()
+
+    late = graph.Checkpoint(net=graph.Untracked("mine"))
+    status = late.restore(path, partial=True)
+    part = graph.Node(l1=graph.Node(bias=library.make([0.0, 0.0]), kernel=library.make([0.0])))
+    with pytest.raises(hf.TreeMismatchError, match="net/l1/kernel"):
+        late.net = part
+    assert late.net == "mine"
+    assert library.read(part.l1.bias) == [0, 0]
+    assert late.unsaved() == {}
+    part.l1.kernel = library.make([[0.0, 0.0]])
+    assert library.read(part.l1.kernel) == [[0, 0]]
+    late.net = part
+    assert (library.read(part.l1.bias), library.read(part.l1.kernel)) == ([3, 4], [[1, 2]])
+
+
+def test_t13_what_does_not_fit_is_not_added(place: str) -> None:
+    saved = graph.Checkpoint(listed=[np.ones(1), np.ones(1)], mapped={"a": np.ones(1), "b": np.ones(1)})
+    path = saved.write(f"{place}/x")
+    checkpoint = graph.Checkpoint(listed=graph.TrackedList([np.zeros(1)]), mapped=graph.TrackedDict())
+    status = checkpoint.read(path)
+    listed, mapped, misfit = checkpoint.listed, checkpoint.mapped, np.zeros(3)
+    changes: tuple[Callable[[], Any], ...] = (
+        lambda: listed.append(misfit),
+        lambda: listed.insert(1, misfit),
+        lambda: listed.extend([misfit]),
+        lambda: listed.__setitem__(slice(1, None), [misfit]),
+        lambda: mapped.__setitem__("a", misfit),
+        lambda: mapped.update(b=misfit),
+        lambda: mapped.setdefault("b", misfit),
+    )
+    for change in changes:
+        with pytest.raises(hf.TreeMismatchError, match=r"expected .*3.*found .*1"):
+            change()
+        assert (len(listed), mapped) == (1, {})
+    listed.append(np.zeros(1))
+    mapped.update(a=np.zeros(1), b=np.zeros(1))
+    status.assert_consumed()
+
+
 def test_t13_lists_and_dicts(place: str, library: Library) -> None:
     saved = graph.Checkpoint(
         listed=[library.make(1.0), library.make(2.0)],
@@ -411,6 +463,19 @@ def test_select_exclude_and_rename(place: str) -> None:
         renamed.restore(saved, rename={"net.a": "net.b"})
     with pytest.raises(hf.TreeMismatchError, match="matches no path"):
         renamed.restore(saved, select="nat/**")
+
+
+def test_what_a_function_of_rename_raises_names_the_path(place: str) -> None:
+    path = graph.Checkpoint(a=np.ones(2), n=np.float32(2)).write(f"{place}/x")
+    checkpoint = graph.Checkpoint(b=np.zeros(2), n=np.float32(0))
+    with pytest.raises(ZeroDivisionError) as error:
+        checkpoint.read(path, rename={"a": ("b", lambda array: 1 / 0)})
+    assert error.value.__notes__ == ["raised by the function of rename= for b"]
+    with pytest.raises(hf.TreeMismatchError, match="b: the function of rename= returned no array"):
+        checkpoint.read(path, rename={"a": ("b", lambda array: None)})
+    assert not checkpoint.b.any()
+    checkpoint.read(path, rename={"a": ("b", lambda array: array + 1), "n": ("n", lambda array: array * 2)})
+    assert (checkpoint.b.tolist(), checkpoint.n) == ([2, 2], 4)
 
 
 def test_plain_contents_of_lists_and_dicts(place: str) -> None:

@@ -43,9 +43,17 @@ def test_t02_bare_write(place: str) -> None:
     assert graph.latest_checkpoint(place) is None
     graph.Checkpoint(w=loaded).read(f"{place}/x").assert_consumed()
     assert loaded.tolist() == [0, 1, 2]
-    with pytest.raises(hf.CheckpointExistsError):
-        checkpoint.write(f"{place}/x")
+    for background in (False, True):
+        with pytest.raises(hf.CheckpointExistsError, match=r"write\(path, overwrite=True\)"):
+            checkpoint.write(f"{place}/x", background=background)
     checkpoint.write(f"{place}/x", overwrite=True)
+
+
+def test_a_number_is_no_path() -> None:
+    number: Any = 3
+    for action in (graph.Checkpoint().restore, graph.Checkpoint().read, graph.load_checkpoint):
+        with pytest.raises(hf.OptionError, match="directory/ckpt-3"):
+            action(number)
 
 
 def test_t02_read_leaves_the_counter_alone(place: str) -> None:
@@ -212,6 +220,11 @@ def test_t09_interval(place: str) -> None:
         assert not saved(keeper, 3)
         assert not saved(keeper, 4)
         assert saved(keeper, 5)
+    elsewhere = graph.Checkpoint(step=8).save(f"{place}/elsewhere/ckpt")
+    for path, early in ((f"{place}/ckpt-3", True), (place, True), (elsewhere, False)):
+        with manager() as keeper:
+            checkpoint.restore(path)
+            assert saved(keeper, checkpoint.step) is not early
 
 
 def test_t09_options_that_make_no_sense(place: str) -> None:
