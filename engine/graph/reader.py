@@ -129,16 +129,12 @@ class CheckpointReader:
 
     def _leaves(self) -> Iterator[tuple[str, str]]:
         """Generates the paths and storage names of all leaves."""
-        names = sorted(self._stored.leaves)
         for number, node in self._stored.graph.values():
             path = self._stored.graph.path(number)
-            if node.value in self._stored.leaves:
-                yield shown(path), str(node.value)
-                continue
-            for name in names:
-                if name.startswith(f"{node.value}."):
-                    below: Path = tuple(name[len(f"{node.value}.") :].split("."))
-                    yield shown((*path, *below)), name
+            value = str(node.value)
+            for name in self._stored.leaves_of(value):
+                below: Path = () if name == value else tuple(name.removeprefix(f"{value}.").split("."))
+                yield shown((*path, *below)), name
 
 
 def load_checkpoint(path: Place) -> CheckpointReader:

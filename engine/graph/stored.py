@@ -196,7 +196,7 @@ class StoredGraph:
         Args:
             names: The storage names of leaves or containers.
         """
-        leaves = [[name] if name in self.leaves else _leaves(self._containers[name], name) for name in names]
+        leaves = [self.leaves_of(name) for name in names]
         every = [leaf for several in leaves for leaf in several]
         arrays = self.read(every)
         with naming(self.location):
@@ -205,6 +205,14 @@ class StoredGraph:
             next(values) if name in self.leaves else unflatten(self._containers[name], [next(values) for _ in several])
             for name, several in zip(names, leaves, strict=True)
         ]
+
+    def leaves_of(self, name: str) -> list[str]:
+        """Returns the storage names of the leaves in a container, in their order; of a leaf, its own.
+
+        Args:
+            name: The storage name of the leaf or container.
+        """
+        return [name] if name in self.leaves else _leaves(self._containers[name], name)
 
     def keys_at(self, name: str) -> dict[str, Any]:
         """Returns the keys of a container by the names of its edges; none where there is no such container.
