@@ -52,7 +52,9 @@ def build(
     value = _Building(saved, base, permissions, fallback).make(saved, base, overrides)
     # What the caller has asked for wins over plain values of that name in the state: attributes, options of optimizers.
     names = {escape_key(name) for name in overrides}
-    restore_saved(live_tree(value), saved, strict=strict, keep=lambda at, leaf: at[-1] in names and _is_plain(leaf))
+    restore_saved(
+        live_tree(value), saved, strict=strict, keep=lambda at, leaf: at[-1] in names and _is_plain(leaf), fresh=True
+    )
     return value
 
 
@@ -145,7 +147,11 @@ class _Building:
             raise OptionError(
                 f"{where}: {kind.__qualname__} cannot be made of the saved arguments: {error}; pass it by name"
             ) from error
-        return kind(*args, *rest, **given)
+        try:
+            return kind(*args, *rest, **given)
+        except Exception as error:
+            error.add_note(f"while a {kind.__qualname__} was made as {where} says")
+            raise
 
     def _component(self, reference: str) -> Any:
         """Returns the component that a recipe refers to by its path in the tree that was saved."""

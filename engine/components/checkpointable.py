@@ -134,7 +134,8 @@ class Checkpointable:
             component: Restores only this one of the components below, such as ``"learner/p1"``, from what was saved at
                 ``path``, whatever that was called there.
             keep: Patterns of paths such as ``"**/lr"``: values that match stay as they are. A path is that of the
-                component and that of the value within it: ``learner/optimizer/groups/0/lr``.
+                component and that of the value within it: ``learner/optimizer/groups/0/lr``. One that matches nothing
+                is an error.
             strict: Whether components and values that only the program or only the checkpoint has are errors.
 
         Returns:
@@ -143,7 +144,7 @@ class Checkpointable:
         Raises:
             CheckpointNotFoundError: Nothing was saved there.
             DamagedCheckpointError: A state does not verify; nothing was changed.
-            TreeMismatchError: There is no such component; or a state does not fit.
+            TreeMismatchError: There is no such component; or a state does not fit. Nothing was changed.
         """
         return restore(self, path, component=component, keep=keep, strict=strict)
 
@@ -168,7 +169,8 @@ class Checkpointable:
             path: The directory of a tree of components, or of one of its parts.
             trust: Import whatever the checkpoint names. Only for checkpoints from a place that you trust as your code.
             allowed: Classes and functions that the checkpoint may name, or patterns of import paths such as
-                ``"mygame.*"``; besides those of :func:`~holdfast.components.allow`.
+                ``"mygame.*"``; besides those of :func:`~holdfast.components.allow`. A pattern allows what is defined
+                in such modules, and nothing that they import from others.
             renamed: For import paths in the checkpoint the class, or its import path, that they stand for now.
             fallback: Make one of this class, with the overrides alone, where the saved class is not known any more.
             strict: Whether components and values that only one side has are errors.

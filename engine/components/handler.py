@@ -26,7 +26,7 @@ from .names import Path
 from .permissions import Permissions
 from .preparing import PreparedComponents, prepare, write_file
 from .reading import NativeComponent, full_structure, of_record
-from .restoring import keeping, restore_saved
+from .restoring import Keeping, restore_saved
 
 
 class ComponentCheckpointHandler(PreparedCheckpointHandler):
@@ -140,7 +140,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
                 raise OptionError(
                     "overrides=, trust=, allowed= and renamed= say how a component is made; a running one was given"
                 )
-            restore_saved(live_tree(item), saved, strict=strict, keep=None if keep is None else keeping(keep))
+            restore_saved(live_tree(item), saved, strict=strict, keep=None if keep is None else Keeping(keep))
             return item
         if keep is not None:
             raise OptionError("keep= is for a running component, and none was given; name values in overrides=")

@@ -40,8 +40,9 @@ def _fill(node: Any, component: LiveComponent) -> None:
     attributes = attributes_of(component.value)
     if not attributes and not hasattr(component.value, "__dict__"):
         raise UnsupportedLeafError(
-            f"{called(component)} is a {type(component.value).__qualname__}, which has no attributes that could be "
-            "restored in place: make it an attribute of a component, or give it get_state() and set_state(state)"
+            f"{f'component {written(component.path)}' if component.path else 'the component'} is a "
+            f"{type(component.value).__qualname__}, which has no attributes that could be restored in place: make it "
+            "an attribute of a component, or give it get_state() and set_state(state)"
         )
     for name, value in attributes.items():
         if id(value) not in below and not is_component(value):

@@ -88,13 +88,19 @@ class Permissions:
         base: type | None = None,
     ) -> None:
         self._trust = trust
+        if not isinstance(allowed, Iterable) or isinstance(allowed, type):
+            raise OptionError(
+                f"allowed={allowed!r:.80} must be a list of classes, functions and patterns of import paths"
+            )
         things = [allowed] if isinstance(allowed, str) else list(allowed)
         self._patterns = [*_patterns, *(thing for thing in things if isinstance(thing, str))]
         self._allowed = dict(_allowed)
         for thing in things:
             if not isinstance(thing, str):
                 if not callable(thing) or not hasattr(thing, "__qualname__"):
-                    raise OptionError(f"allowed={thing!r:.80} must be classes, functions, or patterns of import paths")
+                    raise OptionError(
+                        f"allowed=[{thing!r:.80}] must hold classes, functions, or patterns of import paths"
+                    )
                 self._allowed[import_path(thing)] = thing
         self._renamed = {**_renamed, **{_checked(old): new for old, new in (renamed or {}).items()}}
         self._base = base
@@ -114,22 +120,42 @@ class Permissions:
         """
         if not isinstance(path, str) or len(path) > _LONGEST or _NAME.fullmatch(path) is None:
             raise NotAllowedError(f"{where}: {path!r:.120} is not the import path of a class or function")
+        named = path
         if path in self._renamed:
             new = self._renamed[path]
             if not isinstance(new, str):
                 return new
             path = _checked(new)
+            named += f", now {path}"
         if path in self._allowed:
             return self._allowed[path]
         found = self._loaded(path, made)
         if found is not None:
             return found
-        if self._trust or any(fnmatch.fnmatchcase(path, pattern) for pattern in self._patterns):
+        if self._trust:
             return _imported(path, where)
+        if self._matches(path):
+            return self._own(_imported(path, where), path, where)
         raise NotAllowedError(
-            f"{where} names {path}, which is not allowed: nothing was imported. Import its module first if it is a "
+            f"{where} names {named}, which is not allowed: nothing was imported. Import its module first if it is a "
             "class of components, or pass allowed=[...] with it, or trust=True if you know where this checkpoint comes "
             "from; renamed={'" + path + "': ...} if it is called otherwise now"
+        )
+
+    def _matches(self, path: str) -> bool:
+        """Whether a pattern allows an import path; the colon in it counts as a dot, too."""
+        dotted = path.replace(":", ".")
+        return any(fnmatch.fnmatchcase(one, pattern) for pattern in self._patterns for one in (path, dotted))
+
+    def _own(self, found: Any, path: str, where: str) -> Any:
+        """Returns what a pattern has allowed if it is defined there, and not just imported there by its module."""
+        home, name = getattr(found, "__module__", None), getattr(found, "__qualname__", None)
+        own = f"{home}:{name}" if isinstance(home, str) and isinstance(name, str) else None
+        if own is not None and (self._matches(own) or self._allowed.get(own) is found):
+            return found
+        raise NotAllowedError(
+            f"{where} names {path}, which is {own or 'neither a class nor a function'} and not allowed by that name: "
+            "it was not called. Pass allowed=[...] with it if it is needed"
         )
 
     def _loaded(self, path: str, made: bool) -> Any | None:

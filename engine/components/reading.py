@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Protocol
@@ -9,20 +10,18 @@ from typing import Any, Protocol
 from ..checkpointer import Place
 from ..commit import read_record
 from ..digests import read_checked
-from ..errors import (
-    CheckpointNotFoundError,
-    DamagedCheckpointError,
-)
+from ..errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError
 from ..format import DOCUMENT_LIMIT
 from ..item import TreeReader, load_tree, tree_metadata
-from ..record import COMPONENT, RECORD, CheckpointRecord
+from ..record import COMPONENT, COMPONENTS, RECORD, CheckpointRecord
 from ..storage import Location, as_location
 from ..tree import LeafRequest, collection_paused
 from .description import Description
 from .layout import below, part_record, parts_of, whole_around
-from .names import Path, written
+from .names import OWN, Path, written
 from .rllib import RLlibComponent, looks_like_rllib
 
+_LOOKED_AT = 100  # directories in which a tree is searched for that a message can name
 _FRAMEWORKS = {"jax": "jax", "torch": "torch", "key": "jax"}
 
 
@@ -128,6 +127,11 @@ def open_component(path: Place) -> SavedComponent:
     location = as_location(path)
     if (location / RECORD).is_there():
         return of_record(location, read_record(location))
+    if location.is_local and location.exists() and not location.is_directory():
+        raise CheckpointNotFoundError(
+            f"{location}: this is a file; a component is a directory. hf.load reads files of other libraries, and "
+            "set_state takes what it returns"
+        )
     if looks_like_rllib(location):
         return RLlibComponent(location)
     return _part_of_a_whole(location)
@@ -136,9 +140,11 @@ def open_component(path: Place) -> SavedComponent:
 def of_record(location: Location, record: CheckpointRecord) -> NativeComponent:
     """Opens the tree of components that a commit record describes; see :func:`open_component`."""
     if () not in parts_of(record):
+        trees = [str(location / item.folder) for item in record.items.values() if item.kind == COMPONENTS]
+        hint = "read it with hf.load, or restore it with what saved it"
         raise CheckpointNotFoundError(
-            f"{location}: the checkpoint here is none of components; read it with hf.load, or restore it with "
-            f"what saved it. Its items are {', '.join(sorted(record.items))}"
+            f"{location}: the checkpoint here is none of components, its items are {', '.join(sorted(record.items))}; "
+            + (f"one of these is a tree of components: give {' or '.join(trees)}" if trees else hint)
         )
     return NativeComponent(location, record)
 
@@ -163,17 +169,32 @@ def _part_of_a_whole(location: Location) -> SavedComponent:
     """Opens a part whose own record is missing, by the record of what it is part of."""
     found = whole_around(location)
     if found is None:
-        raise CheckpointNotFoundError(
-            f"{location}: there is no tree of components here"
-            + ("" if location.exists() else "; there is nothing at this path")
-        )
+        raise CheckpointNotFoundError(f"{location}: there is no tree of components here{_what_is_at(location)}")
     root, record, path = found
     known = parts_of(record)
     if path in known:
         return NativeComponent(location, part_record(record, path))
+    if path[-1] == OWN and path[:-1] in known:
+        raise CheckpointNotFoundError(
+            f"{location}: here is the state of a component; give its directory, the one above"
+        )
     inside = [written(other) for other in known if other[: len(path)] == path]
     more = f"; below it are {', '.join(inside)}" if inside else ""
     raise CheckpointNotFoundError(f"{location}: {root} has no such component{more}; it has {_names(known)}")
+
+
+def _what_is_at(location: Location) -> str:
+    if not location.exists():
+        return "; there is nothing at this path"
+    for place in [location / entry.name for entry in location.entries() if entry.is_directory][:_LOOKED_AT]:
+        with contextlib.suppress(CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError):
+            record = read_record(place)
+            if () in parts_of(record):
+                return f"; there is one at {place}"
+            for item in record.items.values():
+                if item.kind == COMPONENTS:
+                    return f"; there is one at {place / item.folder}"
+    return ", nor in the directories right below"
 
 
 def _names(known: Mapping[Path, Any]) -> str:

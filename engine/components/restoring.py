@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from ..checkpointer import Place
-from ..errors import TreeMismatchError
+from ..errors import OptionError, TreeMismatchError
 from ..graph import PathFilter, Patterns
+from ..item import SavedLeaf
 from .live import LiveComponent, live_tree
 from .names import Path, find, written
 from .reading import SavedComponent, open_component
@@ -42,13 +44,45 @@ def restore(
     live = live_tree(root)
     target = live if component is None else locate(live, component)
     saved = open_component(path)
-    return restore_saved(target, saved, strict=strict, keep=None if keep is None else keeping(keep))
+    return restore_saved(target, saved, strict=strict, keep=None if keep is None else Keeping(keep))
 
 
-def keeping(patterns: Patterns) -> Keep:
-    """Tells of the paths of values whether one of the patterns matches."""
-    chosen = PathFilter(patterns)
-    return lambda at, _: chosen.chooses(at)
+class Keeping:
+    """Tells of the paths of values whether they stay as they are in the program.
+
+    Args:
+        patterns: One or more patterns; paths that match one stay.
+
+    Raises:
+        OptionError: A pattern is no text.
+    """
+
+    def __init__(self, patterns: Patterns) -> None:
+        texts = patterns if isinstance(patterns, Sequence) and not isinstance(patterns, str) else [patterns]
+        try:
+            self._filters = {str(text): PathFilter(text) for text in texts}
+        except (OptionError, TypeError) as error:
+            raise OptionError(f"keep={patterns!r} must be a pattern such as '**/lr', or a list of such") from error
+        self._unused = set(self._filters)
+
+    def __call__(self, path: Path, leaf: SavedLeaf | None) -> bool:
+        """Tells whether a value stays."""
+        matched = {text for text, chosen in self._filters.items() if chosen.chooses(path)}
+        self._unused -= matched
+        return bool(matched)
+
+    def check(self) -> None:
+        """Makes sure that every pattern has matched something.
+
+        Raises:
+            TreeMismatchError: One has not.
+        """
+        if self._unused:
+            raise TreeMismatchError(
+                f"keep: {', '.join(map(repr, sorted(self._unused)))} matches no value that was saved, and nothing was "
+                "changed. A path is that of the component and that of the value in it, such as 'learner/optimizer/**'; "
+                "a component that has a set_state of its own takes all of its state"
+            )
 
 
 def locate(live: LiveComponent, component: str) -> LiveComponent:
@@ -61,16 +95,19 @@ def locate(live: LiveComponent, component: str) -> LiveComponent:
 
 
 def restore_saved(
-    target: LiveComponent, saved: SavedComponent, *, strict: bool, keep: Keep | None = None
+    target: LiveComponent, saved: SavedComponent, *, strict: bool, keep: Keep | None = None, fresh: bool = False
 ) -> ComponentReport:
-    """Restores a live component from one that has been opened; see :func:`restore`."""
-    restoring = _Restoring(target, saved, keep)
-    if strict:
-        restoring.refuse_missing()
-    restoring.run()
-    report = restoring.report()
-    if strict and not report.complete:
-        raise TreeMismatchError(f"{saved.location} and the program do not match (strict=True):", report.problems())
+    """Restores a live component from one that has been opened; see :func:`restore`.
+
+    Args:
+        target: The component.
+        saved: What was saved.
+        strict: Whether components and values that only the program or only the checkpoint has are errors.
+        keep: Tells which values stay as they are.
+        fresh: Whether nobody else knows the component yet, so that it need not get back what it had after an error.
+    """
+    restoring = _Restoring(target, saved, keep, strict=strict, fresh=fresh)
+    report = restoring.run()
     for line in report.problems():
         _logger.warning("%s: %s", saved.location, line.strip())
     return report
@@ -79,11 +116,17 @@ def restore_saved(
 class _Restoring:
     """One restore: every state is read, and so verified, before anything is changed."""
 
-    def __init__(self, target: LiveComponent, saved: SavedComponent, keep: Keep | None) -> None:
+    def __init__(
+        self, target: LiveComponent, saved: SavedComponent, keep: Keep | None, *, strict: bool, fresh: bool
+    ) -> None:
         self._target = target
         self._keep = keep
         self._saved = saved
+        self._strict = strict
+        self._fresh = fresh
         self._origins = self._match(target)
+        if strict:
+            self._refuse_missing()
         self._states = {path: origin.state() for path, origin in self._origins.items()}
         self._done: dict[Path, OwnReport] = {}
         self._before: list[tuple[LiveComponent, Any]] = []
@@ -110,7 +153,7 @@ class _Restoring:
             return None
         return descend(self._saved, goal[len(start) :])
 
-    def refuse_missing(self) -> None:
+    def _refuse_missing(self) -> None:
         """Raises an error if components of the program are not in the checkpoint."""
         missing = [_shown(one.path) for one in self._target.walk() if one.path not in self._origins]
         if missing:
@@ -120,7 +163,7 @@ class _Restoring:
                 missing,
             )
 
-    def run(self) -> None:
+    def run(self) -> ComponentReport:
         """Gives every component its state; then those that only exist since another has got its own."""
         try:
             live = {one.path: one for one in self._target.walk()}
@@ -130,9 +173,18 @@ class _Restoring:
                 live = {one.path: one for one in self._target.walk()}
                 for path, origin in new.items():
                     self._set(live[path], origin.state(), origin, last=False)
+            report = self._report()
+            if self._strict and not report.complete:
+                raise TreeMismatchError(
+                    f"{self._saved.location} and the program do not match (strict=True); nothing was changed:",
+                    report.problems(),
+                )
+            if isinstance(self._keep, Keeping):
+                self._keep.check()
         except BaseException:
             self._take_back()
             raise
+        return report
 
     def _born(self) -> dict[Path, SavedComponent]:
         """Returns what components are to be restored from that exist only by now."""
@@ -142,7 +194,8 @@ class _Restoring:
         return new
 
     def _set(self, one: LiveComponent, state: Any, origin: SavedComponent, *, last: bool) -> None:
-        if not last:
+        may_fail_later = not last or self._strict or isinstance(self._keep, Keeping)
+        if may_fail_later and not self._fresh:
             self._before.append((one, own_state(one, snapshot=True)))
         keep = self._keep
         within = None if keep is None else lambda path, leaf: keep((*one.path, *path), leaf)
@@ -157,7 +210,7 @@ class _Restoring:
             except Exception:  # the error that led here is the one to tell
                 _logger.warning("%s: its state could not be taken back", _shown(one.path), exc_info=True)
 
-    def report(self) -> ComponentReport:
+    def _report(self) -> ComponentReport:
         """Says what was done."""
         used = {origin.path for origin in self._origins.values()}
         return ComponentReport(

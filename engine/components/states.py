@@ -179,7 +179,17 @@ def set_default_state(
     own = {shown(node.path) for node in graph.leaves()}
     restoration = Restoration(stored, root, exclude=_excluded(stored, keep) or None)
     restoration.outcome.partial = True  # what is left over is in the report
-    restoration.advance()
+    try:
+        restoration.advance()
+    except TreeMismatchError as error:
+        if not error.differences:
+            raise
+        other = "leave them out" if source is _GIVEN else "say which of its own it keeps, restore_from_path(keep=...)"
+        raise TreeMismatchError(
+            f"{source}: these values do not fit {called(component)}; nothing was changed. "
+            f"Change the program, or {other}:",
+            error.differences,
+        ) from error
     for name, value in vars(root).items():
         if before.get(name) is not value:
             setattr(component.value, name, value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +178,62 @@ def test_recipes_that_would_run_code(saved: Path, recipe: dict[str, Any]) -> Non
     running = Whole()
     running.restore_from_path(saved, strict=True)  # needs no recipe
     assert running.count == 7
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package of the user's own, whose modules import what every program imports."""
+    import sys
+
+    home = tmp_path / "packages"
+    (home / "some_game" / "policies").mkdir(parents=True)
+    (home / "some_game" / "__init__.py").write_text("from .policies import Size\n")
+    (home / "some_game" / "policies" / "__init__.py").write_text(
+        "import functools, os, subprocess\n\nclass Size:\n    pass\n\nready = functools.partial(print, 'ready')\n"
+    )
+    monkeypatch.syspath_prepend(str(home))
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "some_game"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"object": ["some_game.policies:subprocess.Popen", [["args", ["touch", "ran"]]]]},
+        {
+            "recipe": {
+                "class": "some_game.policies:subprocess.Popen",
+                "constructor": {"args": [["touch", "ran"]], "kwargs": {}},
+            }
+        },
+        {"partial": [{"name": "some_game.policies:os.system"}, ["touch ran"], []]},
+        {"name": "some_game.policies:Size.__class__"},
+        {"name": "some_game.policies:Size.__init__.__objclass__"},
+        {"name": "some_game.policies:Size.__dict__"},
+        {"name": "some_game.policies:ready"},
+    ],
+    ids=["object", "recipe", "function", "class of a class", "base", "dictionary", "partial"],
+)
+@pytest.mark.usefixtures("package")
+def test_what_a_package_imports_is_not_of_the_package(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    forge(saved, "", lambda body: body.update(constructor={"args": [value], "kwargs": {}}))
+    with pytest.raises(hf.NotAllowedError, match="not allowed by that name: it was not called"):
+        Whole.from_checkpoint(saved, allowed="some_game.*")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["some_game.policies:Size", "some_game:Size"])
+@pytest.mark.parametrize("pattern", ["some_game.*", "some_game*"])
+@pytest.mark.usefixtures("package")
+def test_what_a_pattern_allows(saved: Path, name: str, pattern: str) -> None:
+    forge(saved, "", lambda body: body.update(constructor={"args": [{"name": name}], "kwargs": {}}))
+    with pytest.raises(hf.NotAllowedError, match="nothing was imported"):
+        Whole.from_checkpoint(saved)
+    Whole.from_checkpoint(saved, allowed=pattern)
 
 
 @pytest.mark.parametrize("name", ["os:system", "subprocess:Popen", "builtins:exec", "antigravity:x"])

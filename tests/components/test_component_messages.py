@@ -1,0 +1,240 @@
+"""What people get wrong, and what they are told: what was meant, what was found, and what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import holdfast as hf
+from holdfast.components import Checkpointable, ComponentCheckpointHandler
+
+
+class Policy(Checkpointable, nn.Module):
+    def __init__(self, size: int = 3) -> None:
+        super().__init__()
+        self.l1 = nn.Linear(size, 2)
+
+
+class Learner(Checkpointable):
+    def __init__(self, names: tuple[str, ...] = ("p0", "p1"), rate: float = 0.1) -> None:
+        self.policies = {name: Policy() for name in names}
+        self.rate = rate
+        self.updates = 0
+
+
+class Brain(Checkpointable, nn.Module):
+    """What a policy is called now, with another constructor."""
+
+    def __init__(self, *, act: Callable[..., Any]) -> None:
+        super().__init__()
+        self.l1 = nn.Linear(3, 2)
+
+
+class Broken(Checkpointable):
+    def __init__(self, size: int = 3) -> None:
+        raise ValueError("there is no display")
+
+
+@pytest.fixture(autouse=True)
+def _things_to_confuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    learner = Learner()
+    learner.updates = 7
+    learner.save_to_path("run")
+    learner.save_to_path("many/7")
+    hf.save("tree", {"a": np.ones(3)})
+    torch.save(Policy().state_dict(), "policy.pt")
+    with hf.CheckpointManager("managed", {"learner": hf.Checkpointer(ComponentCheckpointHandler())}) as manager:
+        manager.save(7, {"learner": learner})
+
+
+def restored(path: str, into: Any = None, **arguments: Any) -> Any:
+    return (into or Learner()).restore_from_path(path, **arguments)
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "component": (
+        lambda: restored("run", component="p0"),
+        hf.TreeMismatchError,
+        "Learner has no component 'p0'; it has 'policies/p0', 'policies/p1'",
+    ),
+    "path of a component": (
+        lambda: restored("run/p0"),
+        hf.CheckpointNotFoundError,
+        "run/p0: ~/run has no such component; it has policies/p0, policies/p1",
+    ),
+    "directory between": (
+        lambda: restored("run/policies"),
+        hf.CheckpointNotFoundError,
+        "has no such component; below it are policies/p0, policies/p1",
+    ),
+    "state": (
+        lambda: restored("run/policies/p0/state"),
+        hf.CheckpointNotFoundError,
+        "here is the state of a component; give its directory, the one above",
+    ),
+    "file of it": (
+        lambda: restored("run/metadata.json"),
+        hf.CheckpointNotFoundError,
+        "this is a file; a component is a directory",
+    ),
+    "file of torch": (
+        lambda: restored("policy.pt", Policy()),
+        hf.CheckpointNotFoundError,
+        "hf.load reads files of other libraries, and set_state takes what it returns",
+    ),
+    "nothing": (lambda: restored("ru"), hf.CheckpointNotFoundError, "there is nothing at this path"),
+    "nothing in memory": (
+        lambda: restored("memory://test_messages/none"),
+        hf.CheckpointNotFoundError,
+        "there is nothing at this path",
+    ),
+    "tree of arrays": (
+        lambda: restored("tree"),
+        hf.CheckpointNotFoundError,
+        "the checkpoint here is none of components, its items are state; read it with hf.load",
+    ),
+    "directory of trees": (lambda: restored("many"), hf.CheckpointNotFoundError, "there is one at ~/many/7"),
+    "directory of a manager": (
+        lambda: restored("managed"),
+        hf.CheckpointNotFoundError,
+        "there is one at ~/managed/7/learner",
+    ),
+    "step of a manager": (
+        lambda: Learner.from_checkpoint("managed/7"),
+        hf.CheckpointNotFoundError,
+        "one of these is a tree of components: give ~/managed/7/learner",
+    ),
+    "lost slash": (lambda: restored("s3:/bucket/run"), hf.InvalidLocationError, "pass URLs as str"),
+    "scheme": (lambda: Learner().save_to_path("s4://bucket/run"), hf.InvalidLocationError, "s3://bucket/name"),
+    "shape": (
+        lambda: restored("run/policies/p0", Policy(5)),
+        hf.TreeMismatchError,
+        "these values do not fit Policy; nothing was changed. Change the program, or say which of its own it keeps, "
+        "restore_from_path(keep=...):\n  l1/weight: expected float32[2, 5] (program), found float32[2, 3] (checkpoint)",
+    ),
+    "shape of a state": (
+        lambda: Policy().set_state({"l1": {"bias": torch.zeros(9)}}),
+        hf.TreeMismatchError,
+        "the state: these values do not fit Policy; nothing was changed. Change the program, or leave them out:",
+    ),
+    "another component": (
+        lambda: restored("run", Policy()),
+        hf.TreeMismatchError,
+        "nothing in it matches Policy, and nothing was changed. It has 'rate', 'updates'; the component has 'l1/bias'",
+    ),
+    "keep": (
+        lambda: restored("run", keep=["**/rate", "**/learning_rate"]),
+        hf.TreeMismatchError,
+        "keep: '**/learning_rate' matches no value that was saved, and nothing was changed",
+    ),
+    "keep of another kind": (lambda: restored("run", keep=5), hf.OptionError, "keep=5 must be a pattern"),
+    "another class": (
+        lambda: Policy.from_checkpoint("run"),
+        hf.OptionError,
+        "run holds a tests.components.test_component_messages:Learner, which is no .*:Policy: call from_checkpoint on",
+    ),
+    "override": (
+        lambda: Learner.from_checkpoint("run", learning_rate=1),
+        hf.OptionError,
+        "Learner takes no argument 'learning_rate'; it takes names, rate",
+    ),
+    "import path": (
+        lambda: Brain.from_checkpoint("run/policies/p0", renamed={"game.Policy": Brain}),
+        hf.OptionError,
+        "'game.Policy' is not an import path; write 'package.module:Name'",
+    ),
+    "renamed to what is not allowed": (
+        lambda: Checkpointable.from_checkpoint(
+            "run/policies/p0", renamed={f"{Policy.__module__}:Policy": "no_such_module:Brain"}
+        ),
+        hf.NotAllowedError,
+        ":Policy, now no_such_module:Brain, which is not allowed: nothing was imported",
+    ),
+    "module that is gone": (
+        lambda: Checkpointable.from_checkpoint(
+            "run/policies/p0", renamed={f"{Policy.__module__}:Policy": "no_such_module:Brain"}, trust=True
+        ),
+        hf.OptionError,
+        "cannot be imported: No module named 'no_such_module'. If it is called otherwise now, pass renamed=",
+    ),
+    "new argument": (
+        lambda: Brain.from_checkpoint("run/policies/p0", renamed={f"{Policy.__module__}:Policy": Brain}),
+        hf.OptionError,
+        "Brain cannot be made of the saved arguments: missing a required .*argument: 'act'; pass it by name",
+    ),
+    "allowed class": (
+        lambda: Learner.from_checkpoint("run", allowed=Policy),  # type: ignore[arg-type]
+        hf.OptionError,
+        "Policy'> must be a list of classes, functions and patterns of import paths",
+    ),
+    "allowed number": (
+        lambda: Learner.from_checkpoint("run", allowed=[5]),
+        hf.OptionError,
+        r"allowed=\[5\] must hold classes, functions, or patterns of import paths",
+    ),
+    "state of another kind": (
+        lambda: Learner().save_to_path("new", state=[1]),  # type: ignore[arg-type]
+        hf.OptionError,
+        r"state= must be a dictionary as get_state\(\) returns it, found list",
+    ),
+    "no component": (
+        lambda: hf.Checkpointer(ComponentCheckpointHandler()).save("new", {"a": 1}),
+        hf.UnsupportedLeafError,
+        "the component is a dict, which has no attributes that could be restored in place",
+    ),
+    "over another checkpoint": (
+        lambda: Learner().save_to_path("tree", overwrite=True),
+        hf.CheckpointExistsError,
+        "the checkpoint there is none of components; choose another path",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(mistake: str, tmp_path: Path) -> None:
+    work, error, message = MISTAKES[mistake]
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(error) as raised:
+        work()
+    said = str(raised.value).replace(str(tmp_path), "~")
+    assert message in said or re.search(message, said), said
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_constructor_that_raises_says_whose_it_was() -> None:
+    with pytest.raises(ValueError, match="there is no display") as raised:
+        Broken.from_checkpoint("run/policies/p0", renamed={f"{Policy.__module__}:Policy": Broken})
+    assert [note.partition(" as ")[0] for note in raised.value.__notes__] == ["while a Broken was made"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"strict": True}, {"keep": "**/nothing"}, {"keep": ["updates", "nothing"]}], ids=str
+)
+def test_what_is_refused_changes_nothing(arguments: dict[str, Any]) -> None:
+    learner = Learner()
+    learner.fresh = 5  # type: ignore[attr-defined]  # which the checkpoint does not have
+    weight = learner.policies["p0"].l1.weight.detach().clone()
+    with pytest.raises(hf.TreeMismatchError, match="nothing was changed"):
+        learner.restore_from_path("run", **arguments)
+    assert learner.updates == 0
+    assert torch.equal(learner.policies["p0"].l1.weight, weight)
+    with pytest.raises(hf.TreeMismatchError, match="nothing was changed"):
+        learner.policies["p0"].restore_from_path("run/policies/p1", keep="nothing")
+    assert torch.equal(learner.policies["p0"].l1.weight, weight)
+
+
+def test_what_does_not_fit_may_be_kept() -> None:
+    policy = Policy(5)
+    bias = policy.l1.bias.detach().clone()
+    report = policy.restore_from_path("run/policies/p0", keep="**/weight")
+    assert policy.l1.weight.shape == (2, 5)
+    assert not torch.equal(policy.l1.bias, bias)
+    assert report.restored == ("(root)",)
