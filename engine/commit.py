@@ -24,12 +24,11 @@ from .errors import (
     DamagedCheckpointError,
     FormatVersionError,
     ObjectNotFoundError,
-    StorageConflictError,
     StorageError,
 )
+from .marks import Mark
 from .record import DELETED, PARTIAL, RECORD, CheckpointRecord
 from .storage import TEMPORARY_PREFIX, Location
-from .storage.statuses import os_errors
 
 _logger = logging.getLogger("holdfast")
 
@@ -78,6 +77,7 @@ class PendingCheckpoint:
 
     Raises:
         CheckpointExistsError: A checkpoint is there and must not be replaced, or the directory holds something else.
+        StorageConflictError: Another save to this directory is under way.
 
     Attributes:
         folders: The folder of every item, by the item's name.
@@ -93,10 +93,17 @@ class PendingCheckpoint:
         self._old = self._replaceable(taken, overwrite=overwrite)
         untouched = not {PARTIAL, DELETED} & taken
         if not untouched:
-            sweep(location)
+            left = Mark(location / PARTIAL)
+            if PARTIAL in taken and not left.take_over():
+                raise left.conflict()
+            try:
+                sweep(location)
+            finally:
+                left.release()
             taken = {entry.name for entry in location.entries()}
         unique = uuid.uuid4().hex[:8]
         self.token = uuid.uuid4().hex
+        self._mark = Mark(location / PARTIAL)
         # What was swept may be of a save that is still alive somewhere: it must not write into the folders of this one.
         self.folders = {
             name: location / (name if untouched and name not in taken else f"{name}.{unique}") for name in items
@@ -113,7 +120,8 @@ class PendingCheckpoint:
         self._begun = True
         self.location.make_directory()
         if self.location.is_local:
-            self._claim()
+            self._mark.make()
+            self._check_unchanged()
         self._claimed = True
         folders = [folder.name for folder in self.folders.values()]
         marker = json.dumps({"format": "holdfast", "token": self.token, "folders": folders})
@@ -122,29 +130,13 @@ class PendingCheckpoint:
         for folder in self.folders.values():
             folder.make_directory()
 
-    def _claim(self) -> None:
-        """Makes sure, on a file system, that nobody has saved or is saving here since this save was made.
-
-        Raises:
-            StorageConflictError: Somebody has, or is.
-        """
-        mark = self.location / PARTIAL
-        with os_errors(mark.url, "write"):
-            try:
-                os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
-            except FileExistsError:
-                raise self._conflict() from None
+    def _check_unchanged(self) -> None:
+        """Raises StorageConflictError if another save has been committed since this one was made."""
         names = {entry.name for entry in self.location.entries()}
         record = (self.location / RECORD).read_bytes(limit=_RECORD_LIMIT) if RECORD in names else None
         if record != self._old_record or names.intersection(folder.name for folder in self.folders.values()):
-            mark.remove()
-            raise self._conflict()
-
-    def _conflict(self) -> StorageConflictError:
-        return StorageConflictError(
-            f"{self.location}: another save to the same path has begun since; only one at a time can be committed. "
-            "Do all processes of one program save alone, as they are not connected?"
-        )
+            (self.location / PARTIAL).remove()
+            raise self._mark.conflict()
 
     def _is_claimed(self) -> bool:
         """Tells whether the mark is still that of this save."""
@@ -178,7 +170,7 @@ class PendingCheckpoint:
             record: What it holds; this adds which folders it replaces.
         """
         if not self._is_claimed():
-            raise self._conflict()
+            raise self._mark.conflict()
         self.location.sync_directory()
         self.location.parent.sync_directory()
         replaced = tuple(sorted(self._old - {folder.name for folder in self.folders.values()}))
@@ -187,7 +179,7 @@ class PendingCheckpoint:
             write_record(self.location, dataclasses.replace(record, replaced=replaced))
             if self.location.is_local and not self._is_claimed():
                 # In this very moment; what was found without a record was swept.
-                raise self._conflict()
+                raise self._mark.conflict()
         except BaseException as error:
             self._take_back()
             if self._stays:
@@ -202,6 +194,7 @@ class PendingCheckpoint:
                 (self.location / folder).remove_tree()
             (self.location / DELETED).remove()
             (self.location / PARTIAL).remove()  # last: it tells the next run that something may be left
+        self._mark.release()
 
     def _take_back(self) -> None:
         """Undoes a commit that failed half-way: the record was renamed, and making its name durable failed."""
@@ -228,6 +221,16 @@ class PendingCheckpoint:
 
     def abort(self) -> None:
         """Removes what was written; the checkpoint that was to be replaced, if any, stays as it was."""
+        try:
+            self._remove()
+        finally:
+            self._mark.release()
+
+    def leave(self) -> None:
+        """Leaves what was written where it is: the next run removes it."""
+        self._mark.release()
+
+    def _remove(self) -> None:
         if not self._begun or self._stays:
             return
         if self.location.is_local and not self._claimed:

@@ -173,6 +173,7 @@ class Leader:
         if not self._opened or (not isinstance(error, BarrierTimeoutError) and self._all_stopped()):
             self._pending.abort()
         else:
+            self._pending.leave()
             _logger.warning(
                 "%s: not all processes have said that they stopped; what they wrote is removed by the next run",
                 self._pending.location,

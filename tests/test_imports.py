@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("digests",),
     ("item",),
     ("handlers",),
-    ("checkpoint_utils", "type_handlers", "commit", "background", "ownership", "options"),
+    ("checkpoint_utils", "type_handlers", "marks", "commit", "background", "ownership", "options"),
     ("participation", "together", "agreement"),
     ("decisions",),
     ("saving", "checkpointer"),

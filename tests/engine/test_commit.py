@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +24,17 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[hf.Locatio
     location = hf.as_location(tmp_path / "ckpt" if local else f"memory://commit/{uuid.uuid4().hex}/ckpt")
     yield location
     location.remove_tree()
+
+
+@pytest.fixture
+def unlocked(place: hf.Location, monkeypatch: pytest.MonkeyPatch) -> hf.Location:
+    """A place where nobody can tell whether a save is alive: an object store, or a file system without locks."""
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    return place
 
 
 def write(pending: PendingCheckpoint, text: str) -> CheckpointRecord:
@@ -122,51 +138,102 @@ def test_leftovers_of_a_replacement_go_with_the_next(place: hf.Location) -> None
     assert len(names(place)) == 2
 
 
-def test_two_saves_to_one_path(place: hf.Location) -> None:
+def test_two_saves_to_one_path(tmp_path: Path) -> None:
+    place = hf.as_location(tmp_path / "ckpt")
     first = PendingCheckpoint(place, ["item"], overwrite=False)
     record = write(first, "one")
-    second = PendingCheckpoint(place, ["item"], overwrite=False)
-    newer = write(second, "two")
-    with pytest.raises(hf.StorageConflictError, match="another save to the same path has begun since"):
-        first.commit(record)
-    second.commit(newer)
-    assert content(place) == "two"
-
-
-def test_a_save_that_was_overtaken_does_no_harm(place: hf.Location) -> None:
-    """A second save cannot tell that the first is still alive; the first finds out, sooner or later."""
-    first = PendingCheckpoint(place, ["item"], overwrite=False)
-    record = write(first, "one")
-    commit(place, "two")
-    first.folders["item"].make_directory()
-    (first.folders["item"] / "file").write_bytes(b"late")
-    with pytest.raises(hf.StorageConflictError, match="another save to the same path has begun since"):
-        first.commit(record)
-    first.abort()
-    assert content(place) == "two"
+    with pytest.raises(hf.StorageConflictError, match="another save to the same path has begun"):
+        PendingCheckpoint(place, ["item"], overwrite=False)
+    first.commit(record)
+    replacing = PendingCheckpoint(place, ["item"], overwrite=True)
+    record = write(replacing, "two")
+    with pytest.raises(hf.StorageConflictError, match="another save to the same path has begun"):
+        PendingCheckpoint(place, ["item"], overwrite=True)
+    replacing.leave()
     commit(place, "three", overwrite=True)
     assert content(place) == "three"
+    assert len(names(place)) == 2
 
 
-def test_a_save_that_fails_leaves_the_one_that_has_overtaken_it(place: hf.Location) -> None:
-    first = PendingCheckpoint(place, ["item"], overwrite=False)
-    write(first, "one")
-    second = PendingCheckpoint(place, ["item"], overwrite=False)
-    record = write(second, "two")
-    first.abort()
-    second.commit(record)
+def test_a_save_of_another_process_is_alive_until_that_dies(tmp_path: Path) -> None:
+    program = """
+import sys, holdfast as hf
+from holdfast.engine.commit import PendingCheckpoint
+PendingCheckpoint.commit = lambda self, record: (print("written", flush=True), sys.stdin.read())
+hf.save(sys.argv[1], {"a": 1})
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "ckpt")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"written\n"
+        for overwrite in (False, True):
+            with pytest.raises(hf.StorageConflictError, match="another save to the same path has begun"):
+                hf.save(tmp_path / "ckpt", {"a": 2}, overwrite=overwrite)
+        other.kill()
+    hf.save(tmp_path / "ckpt", {"a": 2})
+    assert hf.load(tmp_path / "ckpt") == {"a": 2}
+
+
+def test_the_workers_of_a_killed_save_do_not_keep_its_mark(tmp_path: Path) -> None:
+    place = hf.as_location(tmp_path / "ckpt")
+    pending = PendingCheckpoint(place, ["item"], overwrite=False)
+    write(pending, "one")
+    ready, told = os.pipe()
+    ended, ends = os.pipe()
+    worker = os.fork()
+    if worker == 0:
+        os.write(told, b"1")
+        os.close(ends)
+        os.read(ended, 1)
+        os._exit(0)
+    try:
+        os.read(ready, 1)
+        del pending  # dead, as far as anybody else can tell
+        commit(place, "two")
+    finally:
+        os.close(ends)
+        os.waitpid(worker, 0)
+        for descriptor in (ready, told, ended):
+            os.close(descriptor)
     assert content(place) == "two"
+
+
+def test_without_locks_the_later_save_wins(unlocked: hf.Location) -> None:
+    first = PendingCheckpoint(unlocked, ["item"], overwrite=False)
+    record = write(first, "one")
+    second = PendingCheckpoint(unlocked, ["item"], overwrite=False)
+    newer = write(second, "two")
+    with pytest.raises(hf.StorageConflictError, match="another save to the same path has begun"):
+        first.commit(record)
+    first.abort()
+    second.commit(newer)
+    assert content(unlocked) == "two"
+
+
+def test_a_save_that_was_overtaken_does_no_harm(unlocked: hf.Location) -> None:
+    """It finds out when it is about to commit; what it writes until then is not where the other one is."""
+    first = PendingCheckpoint(unlocked, ["item"], overwrite=False)
+    record = write(first, "one")
+    commit(unlocked, "two")
+    (first.folders["item"] / "file").parent.make_directory()
+    (first.folders["item"] / "file").write_bytes(b"late")
+    with pytest.raises(hf.StorageConflictError, match="another save to the same path has begun"):
+        first.commit(record)
+    first.abort()
+    assert content(unlocked) == "two"
+    commit(unlocked, "three", overwrite=True)
+    assert content(unlocked) == "three"
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_saves_that_begin_at_the_same_moment(tmp_path: Path, overwrite: bool) -> None:
-    """As those of processes do that are not connected. On object stores, nobody can be sure to be the first."""
+    """As those of processes do that are not connected."""
     place = hf.as_location(tmp_path / "ckpt")
     if overwrite:
         commit(place, "none")
     first, second, third = (PendingCheckpoint(place, ["item"], overwrite=overwrite) for _ in range(3))
     record = write(first, "one")
-    with pytest.raises(hf.StorageConflictError, match="as they are not connected"):
+    with pytest.raises(hf.StorageConflictError, match="connect them"):
         second.begin()
     second.abort()
     first.commit(record)
@@ -177,9 +244,11 @@ def test_saves_that_begin_at_the_same_moment(tmp_path: Path, overwrite: bool) ->
     assert len(names(place)) == 2
 
 
-def test_data_that_another_save_has_swept_are_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the last look and the record there is a moment."""
-    place = hf.as_location(tmp_path / "ckpt")
+def test_data_that_another_save_has_swept_are_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unlocked: hf.Location
+) -> None:
+    """Without locks, there is a moment between the last look and the record."""
+    place = hf.as_location(tmp_path / "other")
     first = PendingCheckpoint(place, ["item"], overwrite=False)
     record = write(first, "one")
     later: list[PendingCheckpoint] = []
