@@ -14,7 +14,7 @@ from ...engine.handlers import PerProcessCheckpointHandler
 from ...engine.manager import CheckpointManager
 from ..options import BestFn, BestMode, CallbackOptions, Resume
 from ..preemption import PreemptionSignal
-from .checks import check_metrics, check_step, missing_extras
+from .checks import check_extras, check_metrics, check_step, missing_extras
 from .initialization import with_weights
 from .outcome import StepOutcome
 from .resuming import check_resume, restore
@@ -184,8 +184,10 @@ class CheckpointCallback:
                 the parameters from those of ``init_from``.
             NoWholeCheckpointError: There are checkpoints, but all of them are damaged.
             OwnershipError: Another live run writes to the directory.
+            OptionError: An extra is an iterator or a loader whose state can be neither saved nor restored.
         """
         place = self._options.init_from
+        check_extras(extras)
         check_resume(self._manager, self._options.resume)
         self._begin()
         self._manager.acquire()

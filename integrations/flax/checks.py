@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ...engine.errors import OptionError
-from .states import is_train_state
+from ...engine.handlers import DEFAULT_REGISTRY
+from ...engine.tree import flatten
+from ..stateful import is_plain, is_stateful
+from .states import is_nnx, is_train_state
 
 logger = logging.getLogger("holdfast")
 
@@ -44,6 +47,28 @@ def warn_of_counter(step: int, state: Any) -> None:
             step,
             counted,
         )
+
+
+def check_extras(extras: Mapping[str, Any]) -> None:
+    """Checks that none of the extras is an iterator or a loader without a state; the first save may be an hour away.
+
+    Raises:
+        OptionError: One is.
+    """
+    for name, extra in extras.items():
+        if isinstance(extra, Iterable) and not _is_saveable(extra):
+            raise OptionError(
+                f"{name}= is a {type(extra).__qualname__}, which cannot tell where it is, nor go back there: pass an "
+                "object with get_state and set_state, or state_dict and load_state_dict, such as an iterator of Grain "
+                f"or a StatefulDataLoader of torchdata, or leave {name}= out and begin the data anew after a resume"
+            )
+
+
+def _is_saveable(extra: Any) -> bool:
+    if hasattr(extra, "dtype") or is_nnx(extra) or is_stateful(extra) or is_plain(extra):
+        return True
+    is_container = not any(leaf is extra for leaf in flatten(extra).values)
+    return is_container or DEFAULT_REGISTRY.find(extra) is not None
 
 
 def missing_extras(names: Collection[str]) -> str:

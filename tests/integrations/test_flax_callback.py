@@ -48,6 +48,13 @@ class Positions:
         self.position = state["position"]
 
 
+class Loader:
+    """A data loader that begins anew whenever it is asked."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
 class OnDevice:
     """A scalar on a device: whoever looks at its value waits for the device."""
 
@@ -299,6 +306,21 @@ def test_extras_asked_of_a_checkpoint_without_any(tmp_path: Path) -> None:
         run(checkpoint, 1, 1)
     with CheckpointCallback(tmp_path) as checkpoint, pytest.raises(hf.TreeMismatchError, match="data="):
         checkpoint.restore_or_initialize(state_at(0), data=Positions())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [iter(range(3)), (number for number in range(3)), zip([1], [2], strict=True), Loader()],
+    ids=["iterator", "generator", "zip", "loader"],
+)
+def test_data_without_a_state_is_refused_before_the_first_step(tmp_path: Path, data: Any) -> None:
+    with CheckpointCallback(tmp_path / "run", save_interval_steps=1) as checkpoint:
+        with pytest.raises(hf.OptionError, match=rf"^data= is a {type(data).__name__}, .*state_dict and"):
+            checkpoint.restore_or_initialize(state_at(0), data=data)
+        _, start = checkpoint.restore_or_initialize(state_at(0), text="abc", pair=(np.ones(2), {1: 2}), empty=[])
+
+    assert start == 0
+    assert not (tmp_path / "run").exists() or hf.list_checkpoints(tmp_path / "run") == []
 
 
 def test_an_array_extra_of_another_shape_is_an_error(tmp_path: Path) -> None:
