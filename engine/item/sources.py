@@ -165,7 +165,8 @@ def _gather(source: Source, starts: Sequence[int], extent: Sequence[int]) -> Byt
             missing -= part.size
     if missing:
         raise StateError(
-            f"{missing} of the {math.prod(extent)} elements from {list(starts)} of an array of shape "
-            f"{list(source.spec.shape)} are not held by this process, which is to write them"
+            f"{display(source.name)}: {missing} of the {math.prod(extent)} elements from {list(starts)} of an array of "
+            f"shape {list(source.spec.shape)} are not held by this process, which is to write them; its sharding says "
+            "otherwise"
         )
     return chunk.reshape(-1).view(np.uint8)

@@ -17,6 +17,7 @@ from ..tree import (
     Computed,
     Flattened,
     Kept,
+    LeafMetadata,
     LeafRequest,
     Origin,
     OriginalTree,
@@ -205,10 +206,13 @@ class _Loader:
         arrays: dict[str, NDArray[Any] | None] = {}
         for number, value in made.items():
             target, origin = self._targets[number], self._origins[number]
-            if target.kind == "any" and not self._asks(number):
+            free = target.kind == "any" and not self._asks(number)
+            compared = isinstance(origin, Taken) and not (origin.function or origin.container)
+            if free and (compared or not isinstance(target.template, LeafMetadata)):
                 yield number, own(value)
                 continue
-            if isinstance(origin, Taken) and not (origin.function or origin.container):  # compared already
+            if compared:
+                assert isinstance(origin, Taken)
                 [array] = self._cache.arrays([origin.start])
                 described, array = self._reader.leaves[origin.start].saved, None if array is None else array.copy()
             else:
@@ -217,6 +221,9 @@ class _Loader:
                 if difference is not None:
                     what = "multi_value_fn" if isinstance(origin, Computed) else "value_fn"
                     differences.append(difference.replace("(checkpoint)", f"(returned by {what})"))
+            if free:
+                yield number, own(value)
+                continue
             name = join(split(self._new.names[number]))
             name = name if name not in arrays else f"{name}~{number}"  # "1" beside 1
             saved[number], arrays[name] = SavedLeaf(name, described), array

@@ -287,3 +287,15 @@ def test_another_handler_than_the_one_that_wrote_it_is_no_damage(run: str) -> No
         assert manager.all_steps() == [1, 2]
     with pytest.raises(hf.OptionError, match="kind 'pytree'; JsonCheckpointHandler is of kind 'json'"):
         hf.CheckpointManager(run, hf.Checkpointer(hf.JsonCheckpointHandler())).restore(2)
+
+
+def test_only_documents_have_a_limit(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index of a large tree does not: it grows with the number of chunks."""
+    hf.save(place, {f"leaf {number}": np.zeros(1) for number in range(300)})
+    location = hf.as_location(place) / "state"
+    sizes = {path: len((location / path).read_bytes()) for path in ("tree.json", "manifest.ocdbt", "d/index")}
+    limit = max(sizes["tree.json"], sizes["manifest.ocdbt"])
+    assert sizes["d/index"] > 2 * limit
+    monkeypatch.setattr("holdfast.engine.item.database._SMALL_FILE_LIMIT", limit)
+    assert hf.verify(place).ok
+    assert len(hf.load(place)) == 300

@@ -266,6 +266,14 @@ ABSTRACT = jax.ShapeDtypeStruct((64, 64), np.float32)
                 "y: expected int (template), found str (returned by multi_value_fn)",
             ],
         ),
+        (
+            {"x": T(original_key="head/0", value_fn=lambda v: v[:3]), "y": T(multi_value_fn=lambda tree: "text")},
+            {"x": hf.LeafMetadata("numpy", (64, 64), "float32"), "y": hf.LeafMetadata("int", (), "int64")},
+            [
+                "x: expected float32[64, 64] (template), found float32[3, 64] (returned by value_fn)",
+                "y: expected int (template), found str (returned by multi_value_fn)",
+            ],
+        ),
         ({"x": T(original_key="heads")}, {"x": W}, ["x: expected a value, 'heads' is not in the original tree"]),
         (
             {},
@@ -276,7 +284,7 @@ ABSTRACT = jax.ShapeDtypeStruct((64, 64), np.float32)
             ],
         ),
     ],
-    ids=["shape and dtype", "kind", "returned", "missing", "no values"],
+    ids=["shape and dtype", "kind", "returned", "returned for metadata", "missing", "no values"],
 )
 def test_keys_that_cannot_be_filled(transformations: Any, new: Any, lines: list[str], saved: str) -> None:
     with pytest.raises(hf.TreeMismatchError, match=f"{len(lines)} of {len(new)} keys of the new tree") as caught:
