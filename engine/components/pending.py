@@ -23,6 +23,7 @@ from ..errors import (
     StorageConflictError,
     StorageError,
 )
+from ..marks import Mark
 from ..record import DELETED, PARTIAL, RECORD, CheckpointRecord
 from ..storage import Location
 from .layout import DATA, METADATA, OWN, below, folders_of, part_record, parts_of, whole_around
@@ -57,20 +58,30 @@ class PendingTree:
                 "or save the whole tree anew"
             )
         self._token = uuid.uuid4().hex
+        self._mark = Mark(root / PARTIAL)
+        self._swept = False
         self._old = self._replaceable(overwrite)
         taken = {*(() if self._old is None else folders_of(self._old))}
         self.folders: dict[Path, Location] = {}
         for path in parts:
             own = "/".join((*path, OWN))
-            self.folders[path] = root / (f"{own}.{self._token[:8]}" if own in taken else own)
+            # What was swept may be of a save that is alive, where there are no locks: folders must not be the same.
+            self.folders[path] = root / (f"{own}.{self._token[:8]}" if own in taken or self._swept else own)
         self._begun = False
 
     def begin(self) -> None:
-        """Makes the folders, and marks the root so that a crash leaves nothing unexplained."""
-        self._begun = True
+        """Makes the folders, and marks the root so that a crash leaves nothing unexplained.
+
+        Raises:
+            StorageConflictError: Another save to the same path is under way, or has been committed meanwhile.
+        """
         self.root.make_directory()
-        folders = ["/".join((*path, folder.name)) for path, folder in self.folders.items()]
-        marker = json.dumps({"format": "holdfast", "token": self._token, "folders": folders})
+        if self.root.is_local:
+            self._mark.make()
+        self._begun = True
+        if (read_record(self.root) if (self.root / RECORD).exists() else None) != self._old:
+            raise self._mark.conflict()
+        marker = json.dumps({"format": "holdfast", "token": self._token, "folders": self._written()})
         (self.root / PARTIAL).write_bytes(marker.encode(), atomic=False)
         for folder in self.folders.values():
             (folder / DATA).make_directory(sync=False)
@@ -100,74 +111,87 @@ class PendingTree:
                 write_record(place, part_record(record, path))  # which makes the names of both durable
         with _leftover(self.root):
             self._tidy(record)
-            (self.root / DELETED).remove()
             (self.root / PARTIAL).remove()
             self.root.sync_directory()
+        self._mark.release()
 
     @property
     def lost(self) -> bool:
-        """Whether another save to the same path has begun since."""
+        """Whether another save to the same path has begun since, which is possible where there are no locks."""
         return self._begun and _marker(self.root).get("token", self._token) != self._token
 
     def conflict(self) -> StorageConflictError:
         """Returns the error that says so."""
-        return StorageConflictError(
-            f"{self.root}: another save to the same path has begun since; only one at a time can be committed. Let one "
-            "of them save, or give each a path of its own"
-        )
+        return self._mark.conflict()
 
     def abort(self) -> None:
         """Removes what was written; the tree that was to be replaced, or that another save makes, stays as it is."""
-        if not self._begun or self.lost:
+        if self._begun and not self.lost:
+            with _leftover(self.root):
+                self._remove()
+        self._mark.release()
+
+    def _remove(self) -> None:
+        if not any(entry.name == RECORD for entry in self.root.entries()):
+            self.root.remove_tree(last=PARTIAL)
             return
-        with _leftover(self.root):
-            names = {entry.name for entry in self.root.entries()}
-            if RECORD not in names:
-                self.root.remove_tree(last=PARTIAL)
-                return
-            record = read_record(self.root)
-            live = set(folders_of(record))
-            for path, folder in self.folders.items():
-                if "/".join((*path, folder.name)) not in live:
-                    folder.remove_tree()
-            _repair(self.root, record)
-            for path in sorted(set(self.folders) - set(parts_of(record)), key=len, reverse=True):
-                _remove_if_empty(below(self.root, path))
-            (self.root / PARTIAL).remove()
+        record = read_record(self.root)
+        self._remove_folders([*self._written(), *record.replaced], record)
+        _repair(self.root, record)
+        for path in sorted(set(self.folders) - set(parts_of(record)), key=len, reverse=True):
+            _remove_if_empty(below(self.root, path))
+        (self.root / PARTIAL).remove()
+
+    def _written(self) -> list[str]:
+        return ["/".join((*path, folder.name)) for path, folder in self.folders.items()]
 
     def _replaceable(self, overwrite: bool) -> CheckpointRecord | None:
-        names = self._old_names()
-        if RECORD not in names:
-            if names and not {PARTIAL, DELETED} & names:
+        names = {entry.name for entry in self.root.entries()}
+        record = None
+        if RECORD in names:
+            if not overwrite:
                 raise CheckpointExistsError(
-                    f"{self.root}: the directory is not empty and is not a checkpoint (it holds {min(names)!r}); "
-                    "choose another path"
+                    f"{self.root}: a checkpoint is there already; choose another path, or replace it with "
+                    "overwrite=True"
                 )
-            sweep(self.root)
-            return None
-        if not overwrite:
+            record = read_record(self.root)
+            if parts_of(record).keys() != set(map(_path_of, record.items)):
+                raise CheckpointExistsError(
+                    f"{self.root}: the checkpoint there is none of components; choose another path"
+                )
+        elif names and not {PARTIAL, DELETED} & names:
             raise CheckpointExistsError(
-                f"{self.root}: a checkpoint is there already; choose another path, or replace it with overwrite=True"
+                f"{self.root}: the directory is not empty and is not a checkpoint (it holds {min(names)!r}); "
+                "choose another path"
             )
-        record = read_record(self.root)
-        if parts_of(record).keys() != set(map(_path_of, record.items)):
-            raise CheckpointExistsError(f"{self.root}: the checkpoint there is none of components; choose another path")
         if {PARTIAL, DELETED} & names:
-            self._sweep(record)
+            if PARTIAL in names and not self._mark.take_over():
+                raise self._mark.conflict()
+            try:
+                self._sweep(record)
+            finally:
+                self._mark.release()
+            self._swept = True
         return record
 
-    def _old_names(self) -> set[str]:
-        return {entry.name for entry in self.root.entries()}
-
-    def _sweep(self, record: CheckpointRecord) -> None:
-        """Removes what an interrupted save has left beside a tree, and completes what it had not."""
-        live = set(folders_of(record))
+    def _sweep(self, record: CheckpointRecord | None) -> None:
+        """Removes what an interrupted save has left, beside a tree if there is one, and completes what it had not."""
+        if record is None:
+            sweep(self.root)
+            return
         left = _marker(self.root).get("folders")
-        for folder in [*(left if isinstance(left, list) else ()), *record.replaced]:
+        self._remove_folders([*(left if isinstance(left, list) else ()), *record.replaced], record)
+        _repair(self.root, record)
+        (self.root / DELETED).remove()
+        (self.root / PARTIAL).remove()
+
+    def _remove_folders(self, folders: Iterable[object], record: CheckpointRecord) -> None:
+        """Removes folders of states that are not those of a tree that is there."""
+        live = set(folders_of(record))
+        for folder in folders:
             with contextlib.suppress(InvalidLocationError):
                 if isinstance(folder, str) and _is_own(folder) and folder not in live:
                     (self.root / folder).remove_tree()
-        _repair(self.root, record)
 
     def _sync_between(self) -> None:
         """Makes the names of directories durable that lie between two components."""

@@ -85,9 +85,8 @@ class ValueDecoder:
             "torch.dtype": lambda value, _: _torch_dtype(value),
             "device": lambda value, _: _device(value),
             "jax.dtype": lambda value, _: _jax_dtype(value),
-            "nnx.Rngs": lambda value, _: _framework("flax.nnx").Rngs(
-                **{_identifier(name): 0 for name in _items(value)}
-            ),
+            # Any seed will do: what has been drawn from is part of the state.
+            "nnx.Rngs": lambda value, _: _framework("flax.nnx").Rngs(**{_identifier(one): 0 for one in _items(value)}),
             MISSING: lambda value, _: self._noted(Missing(_text(value))),
         }
 
@@ -201,11 +200,6 @@ def _torch_dtype(value: Any) -> Any:
 
 def _jax_dtype(value: Any) -> Any:
     return getattr(_framework("jax.numpy"), dtype_from_name(_text(value)).name)
-
-
-def _rngs(value: Any) -> Any:
-    # Any seed will do: what has been drawn from is part of the state.
-    return _framework("flax.nnx").Rngs(**{_identifier(name): 0 for name in _items(value)})
 
 
 def _array(value: Any) -> Any:

@@ -102,24 +102,38 @@ def test_process_0_saves_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 
-def test_another_save_to_the_same_path_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two programs that know nothing of each other: the later one takes the place, and the earlier one leaves it."""
-    from holdfast.engine.components import pending, preparing
+@pytest.mark.parametrize("place", ["", "memory://test_component_processes"], ids=["locks", "no locks"])
+def test_one_save_at_a_time(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two programs that know nothing of each other: one of them saves, and none harms what the other writes."""
+    from holdfast.engine.components import preparing
 
+    path = f"{place or tmp_path}/x"
     real = preparing.PreparedComponents.write
-    mine: list[str] = []
+    outcomes: list[Any] = []
 
     def interrupted(self: Any, folders: Any) -> Any:
-        if not mine:
-            mine.append("begun")
-            mine.append(Trainer(2).save_to_path(tmp_path / "x"))  # sweeps away what it takes for a leftover
-            pending.PendingTree(hf.as_location(tmp_path / "x"), [()], overwrite=True).begin()  # and a third one begins
+        if not outcomes:
+            outcomes.append("begun")
+            try:
+                outcomes.append(Trainer(2).save_to_path(path))
+            except hf.StorageConflictError as error:
+                outcomes.append(str(error))
         return real(self, folders)
 
     monkeypatch.setattr(preparing.PreparedComponents, "write", interrupted)
-    with pytest.raises(hf.StorageConflictError, match="another save to the same path"):
-        Trainer(1).save_to_path(tmp_path / "x")
-    assert (tmp_path / "x" / "checkpoint.partial").exists()  # of the third
+    if place:  # the later one takes what it finds for a leftover
+        with pytest.raises(hf.StorageConflictError, match="another save to the same path"):
+            Trainer(1).save_to_path(path)
+        assert outcomes[1] == path
+    else:
+        Trainer(1).save_to_path(path)
+        assert "another save to the same path" in outcomes[1]
+    assert Trainer.from_checkpoint(path).index == (2 if place else 1)
+    assert hf.verify(path).ok
+    folder = hf.as_location(path)
+    assert {entry.name.partition(".")[0] for entry in folder.entries()} == {"checkpoint", "metadata", "runner", "state"}
+    assert len([entry for entry in folder.entries() if entry.name.startswith("state")]) == 1
+    assert not (folder / "checkpoint.partial").exists()
 
 
 def manage(process: Process, directory: str) -> list[Any]:
