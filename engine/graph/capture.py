@@ -38,15 +38,6 @@ OWN = "//"
 """What the storage names of values begin with that each process has of its own; no other name does."""
 
 
-class _Place:
-    """The number of a value, in the place of it."""
-
-    __slots__ = ("number",)  # not a dataclass, which would be a container
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
 def capture(graph: LiveGraph, chosen: PathFilter | None = None, *, apart: bool = False) -> CapturedGraph:
     """Makes a graph ready to be saved.
 
@@ -59,13 +50,12 @@ def capture(graph: LiveGraph, chosen: PathFilter | None = None, *, apart: bool =
         Its values and its document. Arrays are not copied; states of objects are.
     """
     numbers = {id(node): number for number, node in enumerate(graph.nodes)}
-    places: dict[int, _Place] = {}
     chosen = chosen or PathFilter()
     own = [node for node in graph.leaves() if apart and _is_state(node) and chosen.chooses(node.path)]
-    shape = _nested(graph, places, numbers, chosen, {id(node) for node in own})
+    shape = _nested(graph, numbers, chosen, {id(node) for node in own})
     flat = flatten(shape)
-    names = {place.number: name for place, name in zip(flat.values, flat.names, strict=True)}
-    values = {number: _value(graph.nodes[number]) for number in places}
+    names = dict(zip(flat.values, flat.names, strict=True))
+    values = {number: _value(graph.nodes[number]) for number in names}
     names.update({numbers[id(node)]: OWN + escape_key(storage_name(node.path)) for node in own})
     nodes = [_node(node, numbers, names) for node in graph.nodes]
     states = {storage_name(node.path): _value(node) for node in own} if apart else None
@@ -81,9 +71,7 @@ def _value(node: LiveNode) -> Any:
     return node.view.cell.get()
 
 
-def _nested(
-    graph: LiveGraph, places: dict[int, _Place], numbers: dict[int, int], chosen: PathFilter, elsewhere: set[int]
-) -> Any:
+def _nested(graph: LiveGraph, numbers: dict[int, int], chosen: PathFilter, elsewhere: set[int]) -> Any:
     """Returns containers that hold the number of every value; of those without values, only what is an empty one."""
     inside: dict[Path, dict[Any, Any]] = {(): {}}
     kinds: dict[int, type] = {}
@@ -106,16 +94,14 @@ def _nested(
                 if not child.view.edges and (child.view.sequence or isinstance(child.value, dict)):
                     empty[id(branch)] = kinds.get(id(branch), dict)
             elif child.has_value and chosen.chooses(child.path) and id(child) not in elsewhere:
-                place = places[numbers[id(child)]] = _Place(numbers[id(child)])
-                inside[node.path][node.keys[segment]] = place
+                inside[node.path][node.keys[segment]] = numbers[id(child)]
         for _, _, child in node.slots:
             if not chosen.chooses(child.path):
                 continue
             branch = inside[node.path]
             for segment in child.path[len(node.path) : -1]:
                 branch = branch.setdefault(unescape_key(segment), {})
-            place = places[numbers[id(child)]] = _Place(numbers[id(child)])
-            branch[unescape_key(child.path[-1])] = place
+            branch[unescape_key(child.path[-1])] = numbers[id(child)]
     return _pruned(inside[()], kinds, empty) or {}
 
 
@@ -137,8 +123,8 @@ def _pruned(branch: dict[Any, Any], kinds: Mapping[int, type], empty: Mapping[in
 
 
 def _filled(shape: Any, values: Mapping[int, Any]) -> Any:
-    if isinstance(shape, _Place):
-        return values[shape.number]
+    if isinstance(shape, int):
+        return values[shape]
     if isinstance(shape, list | tuple):
         return type(shape)([_filled(child, values) for child in shape])
     return {key: _filled(child, values) for key, child in shape.items()}

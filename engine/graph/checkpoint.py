@@ -216,7 +216,8 @@ class Checkpoint(Node):
     def _open(self, path: Place) -> StoredGraph:
         self._saving().join()
         try:
-            return open_graph(locate(path))
+            with collection_paused():
+                return open_graph(locate(path))
         except CheckpointNotFoundError as error:
             location = as_location(path)
             if not numbers_of(location.parent, location.name):

@@ -109,10 +109,11 @@ class Matching:
         while queue:
             visit = queue.popleft()
             number, value, view = visit.number, visit.value, visit.view
-            known = self.bindings.binds(number, value)
             if isinstance(view, Leaf):
                 yield from self._leaf(visit, view)
-            if not isinstance(view, Branch) or (known and not anew and not first) or id(value) in visit.within:
+            if not isinstance(view, Branch) or id(value) in visit.within:
+                continue
+            if not (anew or first) and self.bindings.binds(number, value):
                 continue
             first = False
             if not view.functional and (number, id(value)) in seen:

@@ -294,31 +294,37 @@ def _attach(nodes: list[SavedNode], path: Path, number: int) -> None:
 
 
 def _read(document: Any, count: int) -> SavedNode:
-    def number(value: Any) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < count:
-            raise ValueError(f"{value!r:.80} is the number of no node")
-        return value
-
-    def segment(value: Any) -> str:
-        if not isinstance(value, str):
-            raise TypeError(f"{value!r:.80} is the name of no edge")
-        unescape_key(value)
-        return value
-
     if not isinstance(document, dict):
         raise TypeError(f"{document!r:.80}")
     value, label = document.get("value"), document.get("type", "")
     if not isinstance(value, str | None) or not isinstance(label, str):
         raise TypeError(f"value {value!r:.80}, type {label!r:.80}")
-    edges = {segment(name): number(child) for name, child in document.get("edges", {}).items()}
-    if edges and value is not None:
+    node = SavedNode({}, value, label)
+    if "edges" in document:
+        node.edges = {_segment(name): _number(child, count) for name, child in document["edges"].items()}
+    if node.edges and value is not None:
         raise ValueError("it has both a value and edges")
-    slots = []
-    for entry in _list(document.get(SLOTS, [])):
-        parameter, name, child = _list(entry)
-        slots.append((number(parameter), segment(name), number(child)))
-    groups = [[number(parameter) for parameter in _list(group)] for group in _list(document.get("groups", []))]
-    return SavedNode(edges, value, label, slots, groups)
+    if SLOTS in document:
+        for entry in _list(document[SLOTS]):
+            parameter, name, child = _list(entry)
+            node.slots.append((_number(parameter, count), _segment(name), _number(child, count)))
+    if "groups" in document:
+        groups = map(_list, _list(document["groups"]))
+        node.groups = [[_number(parameter, count) for parameter in group] for group in groups]
+    return node
+
+
+def _number(value: Any, count: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < count:
+        raise ValueError(f"{value!r:.80} is the number of no node")
+    return value
+
+
+def _segment(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.80} is the name of no edge")
+    unescape_key(value)
+    return value
 
 
 def _list(value: Any) -> list[Any]:

@@ -93,13 +93,14 @@ def walk(root: Node, *, strict: bool = True) -> LiveGraph:
         raise UnsupportedLeafError(f"these objects cannot be saved, and nothing was written:\n{lines}")
     found.skipped.update(found.problems)
     nodes = _ordered(start)
-    for node in _lonely_moments(nodes):
+    lonely = _lonely_moments(nodes)
+    for node in lonely:
         for holder in nodes:
             for segment in [segment for segment, child in holder.edges.items() if child is node]:
                 del holder.edges[segment]
                 path = (*holder.path, segment)
                 found.skipped[path] = "its parameters are not part of the checkpoint"
-    nodes = _ordered(start)
+    nodes = _ordered(start) if lonely else nodes
     found.slots(nodes)
     return LiveGraph(nodes, found.skipped, found.notes)
 
