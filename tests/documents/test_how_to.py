@@ -1,0 +1,56 @@
+"""The page of first questions: its examples run one after the other."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast as hf
+from holdfast.integrations.lightning import CheckpointCallback
+
+PAGE = Path(__file__).parents[2] / "docs" / "how_to.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+BLOCKS = [
+    "\n" * TEXT.count("\n", 0, found.start(1)) + found[1]  # so that errors name the page's lines
+    for found in re.finditer(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert len(BLOCKS) == 9
+    names: dict[str, Any] = {"__name__": __name__}
+    for block in BLOCKS:
+        exec(compile(block, str(PAGE), "exec", dont_inherit=True), names)
+
+    assert names["best"] == 4
+    assert names["half"]["params"]["head"]["kernel"].dtype == "bfloat16"
+    (hidden, fresh) = (names["filled"]["params"]["params"][name]["kernel"] for name in ("hidden_0", "hidden_1"))
+    assert (hidden == names["params"]["params"]["hidden_0"]["kernel"]).all()
+    assert fresh.shape == (8, 8)
+    assert (names["first"]["params"]["params"]["first"]["kernel"] == hidden).all()
+    with hf.CheckpointManager("runs/net", options=hf.CheckpointManagerOptions(read_only=True)) as manager:
+        assert "pinned" in manager.why_kept(names["best"])
+
+
+def test_the_arguments_in_the_table_are_there() -> None:
+    rows = [line.split("|")[2] for line in TEXT.splitlines() if line.startswith("| ")]
+    named = set(re.findall(r"`(\w+)=", "".join(rows)))
+
+    assert named >= {"best_fn", "save_on_best"}
+    assert named <= set(inspect.signature(CheckpointCallback).parameters)
+
+
+def test_a_renamed_step_is_reported(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.save(300, {"x": 1})
+    (tmp_path / "300").rename(tmp_path / "400")
+
+    (found,) = hf.list_checkpoints(tmp_path)
+
+    assert "written for step 300" in (found.damage or "")
