@@ -17,7 +17,7 @@ from .interop.places import find_checkpoint, is_run, open_at, open_checkpoint, s
 from .interop.source import JSON, METRICS, TREE, recognise_steps
 from .item import Problem, SavedLeaf, TreeReader, naming
 from .policy import reasons
-from .record import RECORD, CheckpointRecord, ItemRecord
+from .record import PROCESSES, RECORD, TREES, CheckpointRecord, ItemRecord
 from .storage import Location, as_location
 from .tree import display, materialize
 
@@ -277,13 +277,23 @@ def _verify_foreign(location: Location, step: int | None) -> CheckpointVerificat
 
 
 def _verify_item(folder: Location, item: ItemRecord) -> list[Problem]:
-    if item.kind != "pytree":
-        return [problem for file in item.files if (problem := _digest_problem(folder, file, item)) is not None]
+    differ = (problem for file in item.files if (problem := _digest_problem(folder, file, item)) is not None)
+    if item.kind != TREES:
+        return list(differ)
     try:
-        return TreeReader(folder, item.files).verify()
+        found = TreeReader(folder, item.files).verify()
+        for share in _own_trees(item):
+            below = TreeReader(folder / share.folder, share.files).verify()
+            found += [p for one in below if (p := one._replace(file=f"{share.folder}/{one.file}")) not in found]
     except HoldfastError as error:  # the structure itself: say which files differ, or else what the reader said
-        found = [problem for file in item.files if (problem := _digest_problem(folder, file, item)) is not None]
-        return found or [Problem("", "", str(error))]
+        return list(differ) or [Problem("", "", str(error))]
+    return found
+
+
+def _own_trees(item: ItemRecord) -> list[ItemRecord]:
+    """Returns the trees inside of a graph's that hold what every process has of its own."""
+    own = {path.removeprefix("own/"): known for path, known in item.files.items() if path.startswith("own/")}
+    return ItemRecord("own", PROCESSES, own).shares() if own else []
 
 
 def _digest_problem(folder: Location, file: str, item: ItemRecord) -> Problem | None:

@@ -21,7 +21,7 @@ from flax import nnx
 
 import holdfast as hf
 from holdfast import graph
-from holdfast.engine.graph import Restoration, RestoreStatus, StoredGraph
+from holdfast.engine.graph import GraphCheckpointHandler, Restoration, RestoreStatus, StoredGraph, capture, walk
 from holdfast.engine.interop.places import open_checkpoint
 from holdfast.engine.storage import as_location
 
@@ -295,6 +295,36 @@ def test_t25_every_flipped_byte_is_found(tmp_path: Path) -> None:
             else:
                 assert (other.net.w.tolist(), other.net.n, other.name) == ([0, 1, 2, 3, 4], 3, "x")
                 assert file.name != "graph.json"
+        file.write_bytes(content)
+    assert hf.verify(path).ok
+
+
+class Words:
+    """A data iterator whose state holds an array."""
+
+    def get_state(self) -> dict[str, Any]:
+        return {"words": np.arange(1000), "position": 3}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def test_t25_what_each_process_has_of_its_own_is_verified(tmp_path: Path) -> None:
+    found = capture(walk(graph.Checkpoint(batches=Words(), w=np.ones(3))), apart=True)
+    path = tmp_path / "x"
+    hf.Checkpointer(GraphCheckpointHandler()).save(path, found)
+    assert hf.verify(path).ok
+    files = [file for file in (path / "state" / "own").rglob("*") if file.is_file()]
+    assert len(files) > 3
+    for file in files:
+        content = file.read_bytes()
+        for place in {0, len(content) // 2, len(content) - 1}:
+            flipped = bytearray(content)
+            flipped[place] ^= 1
+            file.write_bytes(flipped)
+            problems = hf.verify(path).checkpoints[0].problems
+            assert {problem.file for problem in problems} == {str(file.relative_to(path))}, problems
+            assert len({(problem.file, problem.leaf) for problem in problems}) == len(problems)
         file.write_bytes(content)
     assert hf.verify(path).ok
 
