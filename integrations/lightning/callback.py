@@ -17,7 +17,9 @@ from .io import ResumePath, install, redirect_resume
 from .packages import ResumingCallback, silence_misleading_warnings
 from .saver import FitSaver
 from .signals import take_over_sigterm
+from .stopping import AgreedStop, OwnStop, Stop
 from .store import RunStore
+from .strategies import check_strategy
 
 if TYPE_CHECKING:
     from ...engine.durations import Duration
@@ -45,6 +47,10 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
     SIGTERM only sets a flag. The next point between two batches, or within a validation, saves, waits until the files
     are durable, and ends the process with status 143. Other exceptions save nothing more, but let a save that is under
     way finish.
+
+    Under DDP (``strategy="ddp"``) all processes save one checkpoint together, each a share of the parameters and of the
+    optimizers, and each its own random generators and place in the data; SIGTERM to any of them stops all at the same
+    step. Every process has to see the directory.
 
     Everything goes into the engine's format as arrays and plain values, each under its own path, such as
     ``state_dict/layer.weight``; nothing is pickled. Hyper-parameters and callback states that are neither are left
@@ -75,6 +81,7 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
 
     Raises:
         OptionError: An option has a value that makes no sense.
+        StateError: From the trainer: its strategy is not one that can be saved; the message says which ones are.
     """
 
     def __init__(
@@ -156,6 +163,7 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Gets between the trainer and its checkpoints, before any is loaded."""
+        check_strategy(trainer)
         install(trainer.strategy, self._store)
         if stage != "fit":
             return
@@ -165,7 +173,7 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
             )
             return
         # Trainers look for a checkpoint before they ask the module for its callbacks, this one perhaps among them.
-        redirect_resume(trainer, lambda path: self._begin_from(trainer, path or self.ckpt_path))
+        redirect_resume(trainer, lambda path: self._begin_from(trainer, self._chosen(path)))
         steps = self._store.steps()
         if self._options.resume == "never" and steps and not self._has_saved:
             raise CheckpointExistsError(
@@ -177,7 +185,7 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
             trainer,
             self._store,
             self._options,
-            self._preemption,
+            self._stop(trainer),
             attached=lambda: any(callback is self for callback in trainer.callbacks),
             announce=lambda: self._announce(trainer),
         )
@@ -192,6 +200,11 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
         if self._saver is not None:
             self._saver.go_on_from(checkpoint)
 
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        """Takes SIGTERM over from a handler that would wait for other processes in the middle of anything."""
+        if self._saver is not None and trainer.world_size > 1:
+            take_over_sigterm(trainer, self._preemption)
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Takes SIGTERM over."""
         if self._saver is not None:
@@ -200,7 +213,7 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Leaves a validation that would outlast the time that a preempted process has."""
-        if self._saver is not None and self._preemption.received:
+        if self._saver is not None:
             self._saver.during_validation()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
@@ -211,7 +224,7 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
     def on_exception(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Lets a save that is under way finish; saves nothing, as the exception came in the middle of something."""
         try:
-            self._end(trainer)
+            self._end(trainer, orderly=False)
         except HoldfastError:
             # The exception under way matters more; this one must not take its place.
             logger.exception("a save failed in the background while training was ending with an exception")
@@ -222,7 +235,21 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
         Raises:
             SaveFailedError: It failed.
         """
-        self._end(trainer)
+        self._end(trainer, orderly=True)
+
+    def _chosen(self, path: Any) -> Any:
+        """Returns the path to resume from: the one that was named, or else what process 0 has found for all."""
+        if path and not isinstance(path, ResumePath):
+            return path
+        found = path or self.ckpt_path
+        return (found or ResumePath(self._store.directory)) if self._store.agree(found is not None) else None
+
+    def _stop(self, trainer: Any) -> Stop:
+        group = self._store.together.group("where to stop")
+        if group is None:
+            return OwnStop(self._preemption)
+        validation = trainer.fit_loop.epoch_loop.val_loop
+        return AgreedStop(group, self._preemption, lambda: sum(validation.max_batches))
 
     def _begin_from(self, trainer: Any, path: Any) -> Any:
         """Takes the weights of a fresh start, once; returns the path to resume from."""
@@ -239,15 +266,17 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
         self._has_weights = True
         return path
 
-    def _end(self, trainer: Any) -> None:
+    def _end(self, trainer: Any, *, orderly: bool) -> None:
         saver, self._saver = self._saver, None
         if saver is None:
             return
-        saver.detach()
         self._preemption.restore()
         try:
             self._store.close()
         finally:
+            saver.detach(orderly=orderly)
+            if orderly:
+                self._store.part()
             self._announce(trainer)
 
     def _announce(self, trainer: Any) -> None:
@@ -257,5 +286,7 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
             return
         del reports[: len(reports)]
         self._has_saved = True
+        if not trainer.is_global_zero:
+            return
         for listener in trainer.loggers:
             listener.after_save_checkpoint(weakref.proxy(self))

@@ -9,10 +9,9 @@ from typing import Any, Self
 from ...engine.errors import InvalidLocationError
 from ...engine.storage import Location
 from .packages import CheckpointIO
-from .store import RunStore, is_checkpoint, load_checkpoint
-
-POSITION = "holdfast"
-"""Where a checkpoint keeps what is not Lightning's: the place in the data, and random generators."""
+from .sharing import SharedState
+from .store import RunStore, is_checkpoint, read_checkpoint
+from .trees import POSITION
 
 
 class ResumePath(str):
@@ -56,7 +55,7 @@ class EngineCheckpointIO(CheckpointIO):
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
         """Saves a step of the run; the files are written in the background."""
-        step = self._step_of(path)
+        step = self.step_of(path)
         if step is None:
             self.inner.save_checkpoint(checkpoint, path, storage_options)
         else:
@@ -70,10 +69,10 @@ class EngineCheckpointIO(CheckpointIO):
             checkpoint = self.store.load_newest()
             checkpoint.get(POSITION, {})["automatic"] = True
             return checkpoint
-        if (step := self._step_of(path)) is not None:
+        if (step := self.step_of(path)) is not None:
             return self.store.load(step)
         if not isinstance(path, ResumePath) and _is_ours(path):
-            return load_checkpoint(path)
+            return read_checkpoint(path, with_position=self.store.is_open)
         if weights_only is None:
             loaded: dict[str, Any] = self.inner.load_checkpoint(path, map_location)
         else:
@@ -82,7 +81,7 @@ class EngineCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Removes a checkpoint."""
-        step = self._step_of(path)
+        step = self.step_of(path)
         if step is None:
             self.inner.remove_checkpoint(path)
         else:
@@ -92,7 +91,8 @@ class EngineCheckpointIO(CheckpointIO):
         """Passes the end of the run on."""
         self.inner.teardown()
 
-    def _step_of(self, path: str | os.PathLike[str]) -> int | None:
+    def step_of(self, path: str | os.PathLike[str]) -> int | None:
+        """Returns the step of the run that a path stands for, or None."""
         try:
             return self.store.step_of(path)
         except InvalidLocationError:
@@ -112,6 +112,25 @@ def install(strategy: Any, store: RunStore) -> None:
             return
         plugin = plugin.inner
     strategy.checkpoint_io = EngineCheckpointIO(store, strategy.checkpoint_io)
+    if strategy.world_size > 1 and "save_checkpoint" not in vars(strategy):
+        _save_together(strategy)
+
+
+def _save_together(strategy: Any) -> None:
+    """Has all processes save what the engine saves; the plugin would be asked on one of them only."""
+    original = strategy.save_checkpoint
+
+    def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        plugin = strategy.checkpoint_io
+        while isinstance(plugin, EngineCheckpointIO):
+            step = plugin.step_of(filepath)
+            if step is not None:
+                plugin.store.save(step, checkpoint, SharedState(strategy))
+                return
+            plugin = plugin.inner
+        original(checkpoint, filepath, storage_options=storage_options)
+
+    strategy.save_checkpoint = save_checkpoint
 
 
 def redirect_resume(trainer: Any, choose: Callable[[Any], Any]) -> None:

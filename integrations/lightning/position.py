@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from . import averages, loaders, randomness
 from .loops import Taps, clear_restart, finish_epoch, forget_unfinished
+from .strategies import keeps_own_buffers, replicas
 from .trees import is_plain_tree
 
 logger = logging.getLogger("holdfast")
@@ -77,6 +78,10 @@ class Position:
             "should_stop": bool(self._trainer.should_stop),
             "reloaded_at_epoch": self._fit._last_train_dl_reload_epoch,
         }
+        if (count := replicas(self._trainer.strategy)) > 1:
+            position["replicas"] = count
+        if keeps_own_buffers(self._trainer.strategy):
+            position["buffers"] = dict(self._trainer.lightning_module.named_buffers())
         if point != "epoch":
             ahead = loaders.prefetched(fetcher)
             position["fetched"] = fetcher.fetched
@@ -101,6 +106,18 @@ class Position:
             saved: What :meth:`capture` returned.
         """
         self._saved = saved
+        before, now = saved.get("replicas", 1), replicas(self._trainer.strategy)
+        if before != now and saved["point"] != "epoch":
+            saved["point"] = "batch"
+            saved["rescaled"] = before / now
+        if before != now and self._trainer.is_global_zero:
+            logger.warning(
+                "saved by %d processes that had a share of the data each, and resumed by %d: weights, optimizers and "
+                "schedules are as they were; random generators and the states of data loaders are dealt out again, and "
+                "the place in an epoch is the one after as many samples",
+                before,
+                now,
+            )
 
     # ---- in the order in which the loops call
 
@@ -177,12 +194,16 @@ class Position:
                 callback.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
         loaders.set_epoch(parts, self._fit.epoch_progress.current.processed)
         if loaders.all_stateful(parts):
-            loaders.load_states(parts, saved["loaders"])
+            if saved["point"] == "validation" and self._fit.epoch_loop._num_ready_batches_reached():
+                loaders.end_epoch(parts, saved["loaders"])  # no batch is left for them to take their states up with
+            else:
+                loaders.load_states(parts, saved["loaders"])
             if (ahead := saved.get("ahead")) is None:
                 iter(fetcher)
             else:
                 loaders.begin_with(fetcher, ahead["batches"], ahead["done"])
             return
+        self._rescale(saved)
         logger.info("drawing %d batches again to find the place in the epoch", saved["consumed"])
         loaders.load_states(parts, epoch["loaders"])
         self._restore_random(epoch["at_iterator"])
@@ -210,7 +231,21 @@ class Position:
             self._skip_batch = True
         self._restore_random(saved["random"])
 
+    def _rescale(self, saved: dict[str, Any]) -> None:
+        """Counts the batches of the epoch anew where the data is divided among another number of processes."""
+        if (factor := saved.get("rescaled")) is None:
+            return
+        ahead, steps = saved["fetched"] - saved["consumed"], self._trainer.accumulate_grad_batches
+        consumed = int(saved["consumed"] * factor) // steps * steps
+        saved["consumed"], saved["fetched"] = consumed, consumed + ahead
+        current = self._fit.epoch_loop.batch_progress.current
+        current.ready = current.started = current.processed = current.completed = consumed
+
     def _restore_common(self, saved: dict[str, Any]) -> None:
+        buffers = dict(self._trainer.lightning_module.named_buffers())
+        for name, value in saved.get("buffers", {}).items():
+            if name in buffers:
+                buffers[name].copy_(value)
         self._trainer._logger_connector._callback_metrics.update(saved["callback_metrics"])
 
     # ---- small things

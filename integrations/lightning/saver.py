@@ -10,12 +10,13 @@ from typing import Any, NoReturn
 
 from ...engine.errors import SaveFailedError, StateError
 from ..options import CallbackOptions
-from ..preemption import PreemptionSignal
-from .io import POSITION
 from .loops import Taps
 from .metrics import MetricsLedger
 from .position import Point, Position
+from .stopping import Stop
 from .store import Intent, RunStore
+from .strategies import release_children
+from .trees import POSITION
 
 logger = logging.getLogger("holdfast")
 
@@ -40,7 +41,7 @@ class FitSaver:
         trainer: The trainer.
         store: The run's checkpoints, open for writing.
         options: What the callback was told.
-        preemption: The flag that SIGTERM sets.
+        stop: Tells when to leave because the process is to end.
         attached: Tells whether the callback is among those of the trainer: the tuner takes them all away for its
             trials, which run in the same loops.
         announce: Called in the trainer's thread after checkpoints have been committed.
@@ -54,20 +55,15 @@ class FitSaver:
         trainer: Any,
         store: RunStore,
         options: CallbackOptions,
-        preemption: PreemptionSignal,
+        stop: Stop,
         attached: Callable[[], bool],
         announce: Callable[[], None],
     ) -> None:
-        if trainer.world_size > 1:
-            raise StateError(
-                f"CheckpointCallback saves runs on one device, and this trainer has {trainer.world_size} processes: "
-                "pass Trainer(devices=1), or ModelCheckpoint for several"
-            )
         self._trainer = trainer
         self._fit = trainer.fit_loop
         self._store = store
         self._options = options
-        self._preemption = preemption
+        self._stop = stop
         self._announce = announce
         self._ledger = MetricsLedger()
         self._taps = Taps(attached)
@@ -88,6 +84,7 @@ class FitSaver:
         Raises:
             StateError: The directory holds checkpoints, but the trainer was not given any.
         """
+        self._stop.begin()
         if self._resumed:
             return
         if steps := self._store.manager.all_steps():
@@ -97,9 +94,14 @@ class FitSaver:
             )
         logger.info("started fresh: no checkpoint in %s", self._store.directory)
 
-    def detach(self) -> None:
-        """Stops watching."""
+    def detach(self, *, orderly: bool) -> None:
+        """Stops watching.
+
+        Args:
+            orderly: Whether training has come to its end, rather than to an exception.
+        """
         self._taps.remove()
+        self._stop.end(orderly=orderly)
 
     # ---- going on from a checkpoint
 
@@ -152,7 +154,7 @@ class FitSaver:
 
     def _after_batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         original(fetcher)
-        step, stop = self._trainer.global_step, self._preemption.received
+        step, stop = self._trainer.global_step, self._stop.after_batch()
         if step == self._seen and not stop:
             return
         if stop and step == self._saved:
@@ -161,22 +163,23 @@ class FitSaver:
         if loop._should_accumulate() or loop._num_ready_batches_reached():
             return
         self._seen = step
-        self._consider(step, "batch", ended=loop.done)
+        self._consider(step, "batch", stop=stop, ended=loop.done)
 
     def _after_epoch(self, original: Callable[[], None]) -> None:
         original()
-        step = self._seen = self._trainer.global_step
+        step, stop = self._trainer.global_step, self._stop.after_batch()
+        self._seen = step
         self.notice_metrics()
         complete = self._fit.epoch_loop._num_ready_batches_reached() or self._fit._data_fetcher.done
         if step == self._saved or not complete:
-            if self._preemption.received:
+            if stop:
                 self._leave()
             return
-        self._consider(step, "epoch", ended=self._is_over())
+        self._consider(step, "epoch", stop=stop, ended=self._is_over())
 
     def during_validation(self) -> None:
         """Saves in the middle of a validation if the process is to end: it may take longer than the time left."""
-        if not self._preemption.received or not self._position.in_validation:
+        if not self._position.in_validation or not self._stop.in_validation():
             return
         step = self._trainer.global_step
         if step != self._saved:
@@ -194,15 +197,13 @@ class FitSaver:
         if known is None:
             return
         late = {name: value for name, value in self._ledger.of(step).items() if not _same(known, name, value)}
-        if late:
-            known.update(late)
-            self._store.manager.record_metrics(step, late)
+        known.update(self._store.record_metrics(step, late))
 
     # ---- saving
 
-    def _consider(self, step: int, point: Point, *, ended: bool) -> None:
+    def _consider(self, step: int, point: Point, *, stop: bool, ended: bool) -> None:
         self._announce()
-        if self._preemption.received:
+        if stop:
             self._save_and_leave(step, point)
         metrics = None
         if self._options.save_on_best and self._new_metrics:
@@ -237,8 +238,12 @@ class FitSaver:
         self._leave()
 
     def _leave(self) -> NoReturn:
-        self._store.manager.wait_until_finished()
+        try:
+            self._store.manager.wait_until_finished()
+        finally:
+            self._store.part()
         logger.info("preempted: stopping after step %d", self._trainer.global_step)
+        release_children(self._trainer)
         raise Preempted
 
     def _is_over(self) -> bool:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...engine.api import load
-from ...engine.checkpointer import AsyncCheckpointer, Place
+from ...engine.checkpointer import ITEM, AsyncCheckpointer, Place
+from ...engine.commit import read_record
+from ...engine.durations import seconds
 from ...engine.errors import CheckpointNotFoundError, StateError
+from ...engine.handlers import PerProcessCheckpointHandler
 from ...engine.manager import CheckpointManager
 from ...engine.options import CheckpointManagerOptions
 from ...engine.policy import metric_value
@@ -16,8 +20,15 @@ from ...engine.record import RECORD
 from ...engine.report import SaveReport
 from ...engine.steps import StepIndex
 from ...engine.storage import Location, as_location
+from ...engine.together import Together
 from ..options import CallbackOptions
-from .trees import from_tree, to_tree
+from .sharing import SharedState
+from .trees import POSITION, from_tree, to_tree
+
+OWN = "process"
+"""The item of what each of several processes has for itself."""
+
+_LAST_WAIT = 60.0  # seconds, of process 0 for the others
 
 logger = logging.getLogger("holdfast")
 
@@ -42,8 +53,10 @@ class RunStore:
         self.directory: Location = as_location(directory)
         self._options = options.manager_options()
         self._saves = AsyncCheckpointer(options.tree_handler())
+        self._own = AsyncCheckpointer(PerProcessCheckpointHandler(options.tree_handler()))
         self._manager: CheckpointManager | None = None
-        self._is_open = False
+        self.is_open = False
+        self._several = False
         self._told: set[str] = set()
         self.reports: list[SaveReport] = []
         self.intent: Intent | None = None
@@ -52,8 +65,13 @@ class RunStore:
     def manager(self) -> CheckpointManager:
         """The manager that writes, or wrote last in this process; one that only reads when there is none."""
         if self._manager is None:
-            return CheckpointManager(self.directory, options=replace(self._options, read_only=True))
+            return self._make(replace(self._options, read_only=True))
         return self._manager
+
+    @property
+    def together(self) -> Together:
+        """The processes that save together."""
+        return Together(self.directory.url, None, seconds(self._options.barrier_timeout_secs))
 
     def open(self) -> None:
         """Takes the right to write to the directory.
@@ -62,10 +80,10 @@ class RunStore:
             OwnershipError: Another live run writes to it.
         """
         self.close()
-        manager = CheckpointManager(self.directory, self._saves, self._options)
+        manager = self._make(self._options)
         manager.acquire()
         manager.add_listener(self.reports.append)
-        self._manager, self._is_open = manager, True
+        self._manager, self.is_open = manager, True
 
     def close(self) -> None:
         """Waits for the save that is under way and gives the directory back.
@@ -73,9 +91,20 @@ class RunStore:
         Raises:
             SaveFailedError: A save failed in the background.
         """
-        if self._is_open and self._manager is not None:
-            self._is_open = False
+        if self.is_open and self._manager is not None:
+            self.is_open = False
             self._manager.close()
+
+    def agree(self, found: bool) -> bool:
+        """Returns whether process 0 has found a checkpoint to go on from."""
+        return bool(self.together.decide("what to begin from", lambda: found))
+
+    def record_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Stores metrics that came after their step was saved, those of process 0; returns them."""
+        late: dict[str, float] = self.together.decide("late metrics", lambda: metrics)
+        if late:
+            self.manager.record_metrics(step, late)
+        return late
 
     def steps(self) -> list[int]:
         """Returns the steps that are there now, damaged ones among them, in ascending order."""
@@ -102,17 +131,85 @@ class RunStore:
         except CheckpointNotFoundError:  # its save has not been committed yet
             return None
 
-    def save(self, step: int, checkpoint: dict[str, Any]) -> None:
+    def part(self) -> None:
+        """Lets process 0, which may keep what connects them, wait at the end of a run until the others have ended."""
+        group = self.together.group("end")
+        if group is None:
+            return
+        with contextlib.closing(group):
+            group.gather("ended", b"", _LAST_WAIT)
+
+    def save(self, step: int, checkpoint: dict[str, Any], shared: SharedState | None = None) -> None:
         """Saves what Lightning made.
 
         Args:
             step: The number of updates in it.
             checkpoint: Lightning's dictionary.
+            shared: What the processes hold together, where there are several; all of them call this then.
 
         Raises:
             UnsupportedLeafError: It cannot be saved.
             SaveFailedError: The save before this one failed; this one is under way nevertheless.
         """
+        items = self._tree(checkpoint) if shared is None else self._items(checkpoint, shared)
+        intent = self.intent or Intent("trainer.save_checkpoint")
+        with contextlib.ExitStack() as stack:
+            manager = self.manager if self.is_open else stack.enter_context(self._make(self._options))
+            if shared is None and self._several:
+                items = {ITEM: items}
+            if self._manager is not None:
+                self._manager = manager
+            manager.save(step, items, metrics=intent.metrics, force=True, reason=intent.reason)
+
+    def load_newest(self, *, with_position: bool = True) -> dict[str, Any]:
+        """Returns the newest whole checkpoint as Lightning's dictionary.
+
+        Args:
+            with_position: Whether to read what each of several processes had, too.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            NoWholeCheckpointError: All of them are damaged.
+        """
+        manager = self.manager
+        restored = manager.restore_latest(self._wanted(with_position))
+        if restored is None:
+            raise CheckpointNotFoundError(f"{manager.directory}: there is no checkpoint to restore")
+        return _checkpoint(restored.items, manager.directory / str(restored.step))
+
+    def load(self, step: int) -> dict[str, Any]:
+        """Returns the checkpoint of a step as Lightning's dictionary; what each process had only while it is fitted.
+
+        Raises:
+            CheckpointNotFoundError: There is none of this step.
+            DamagedCheckpointError: It does not verify.
+        """
+        found = self.manager.restore(step, self._wanted(self.is_open))
+        return _checkpoint(found, self.path_of(step))
+
+    def _wanted(self, with_position: bool) -> dict[str, Any] | None:
+        return None if with_position or not self._several else {ITEM: None}
+
+    def _make(self, options: CheckpointManagerOptions) -> CheckpointManager:
+        """Makes a manager: of two items where each process has something of its own, now or at a step that is there."""
+        records = StepIndex(self.directory).records()
+        self._several = not self.together.alone or any(OWN in record.items for record in records.values())
+        return CheckpointManager(
+            self.directory, {ITEM: self._saves, OWN: self._own} if self._several else self._saves, options
+        )
+
+    def _items(self, checkpoint: dict[str, Any], shared: SharedState) -> dict[str, Any]:
+        rest = {name: value for name, value in checkpoint.items() if name != POSITION}
+        items = {ITEM: shared.tree(self.together, rest, lambda: self._tree(rest))}
+        if POSITION in checkpoint:
+            try:
+                items[OWN] = to_tree({POSITION: checkpoint[POSITION]})[0]
+            except BaseException as error:
+                self.together.fail("save", error)
+                raise
+        return items
+
+    def _tree(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         tree, left = to_tree(checkpoint)
         if new := [line for line in left if line not in self._told]:
             self._told.update(new)
@@ -122,31 +219,7 @@ class RunStore:
                 self.directory,
                 ", ".join(new),
             )
-        intent = self.intent or Intent("trainer.save_checkpoint")
-        manager = self.manager
-        if self._is_open:
-            manager.save(step, tree, metrics=intent.metrics, force=True, reason=intent.reason)
-            return
-        with CheckpointManager(self.directory, self._saves, self._options) as manager:
-            manager.save(step, tree, metrics=intent.metrics, force=True, reason=intent.reason)
-
-    def load_newest(self) -> dict[str, Any]:
-        """Returns the newest whole checkpoint as Lightning's dictionary.
-
-        Raises:
-            CheckpointNotFoundError: There is none.
-            NoWholeCheckpointError: All of them are damaged.
-        """
-        return _newest(self.manager)
-
-    def load(self, step: int) -> dict[str, Any]:
-        """Returns the checkpoint of a step as Lightning's dictionary.
-
-        Raises:
-            CheckpointNotFoundError: There is none of this step.
-            DamagedCheckpointError: It does not verify.
-        """
-        return _checkpoint(self.manager.restore(step), self.path_of(step))
+        return tree
 
 
 def load_checkpoint(path: Place) -> dict[str, Any]:
@@ -168,10 +241,27 @@ def load_checkpoint(path: Place) -> dict[str, Any]:
         NoWholeCheckpointError: It is a directory of steps, and all of them are damaged.
         StateError: It was not saved from a Lightning trainer.
     """
+    return read_checkpoint(path, with_position=False)
+
+
+def read_checkpoint(path: Place, *, with_position: bool) -> dict[str, Any]:
+    """Reads a checkpoint, or the newest whole one of a directory, as :func:`load_checkpoint` does.
+
+    Args:
+        path: Where it is.
+        with_position: Whether to read what each of several processes had, too.
+    """
     location = as_location(path)
-    if (location / RECORD).exists():
+    if not (location / RECORD).exists():
+        return RunStore(location, CallbackOptions()).load_newest(with_position=with_position)
+    record = read_record(location)
+    if OWN not in record.items:
         return _checkpoint(load(location), location)
-    return _newest(CheckpointManager(location, options=CheckpointManagerOptions(read_only=True)))
+    found = {ITEM: load(location, item=ITEM)}
+    if with_position:
+        own = record.items[OWN]
+        found[OWN] = PerProcessCheckpointHandler().restore(location / own.folder, files=own.files)
+    return _checkpoint(found, location)
 
 
 def is_checkpoint(path: Place) -> bool:
@@ -185,16 +275,13 @@ def is_checkpoint(path: Place) -> bool:
     return bool(index.steps() or index.damage)
 
 
-def _newest(manager: CheckpointManager) -> dict[str, Any]:
-    restored = manager.restore_latest()
-    if restored is None:
-        raise CheckpointNotFoundError(f"{manager.directory}: there is no checkpoint to restore")
-    return _checkpoint(restored.items, manager.directory / str(restored.step))
-
-
-def _checkpoint(tree: Any, place: Place) -> dict[str, Any]:
+def _checkpoint(found: Any, place: Place) -> dict[str, Any]:
+    """Returns what was restored, one item or several, as Lightning's dictionary."""
+    tree, own = found, {}
+    if isinstance(found, dict) and "state_dict" not in found and ITEM in found:
+        tree, own = found[ITEM], found.get(OWN, {})
     if not isinstance(tree, dict) or not {"state_dict", "pytorch-lightning_version"} <= tree.keys():
         raise StateError(
             f"{place} was not saved from a Lightning trainer; load it with hf.load, or with the callback that saved it"
         )
-    return from_tree(tree)
+    return from_tree({**tree, **own})

@@ -17,10 +17,13 @@ import torch
 
 from ...engine.errors import UnsupportedLeafError
 
+POSITION = "holdfast"
+"""Where a checkpoint keeps what is not Lightning's: the place in the data, and random generators."""
+
 _NUMPY = "numpy.ndarray"
 _VERSIONS = "state_dict_versions"
 _FIRST = ("state_dict", "optimizer_states", "lr_schedulers")  # what people look for in a listing
-_REQUIRED = ("state_dict", "optimizer_states", "loops", "holdfast")
+_REQUIRED = ("state_dict", "optimizer_states", "loops", POSITION)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 PROGRAM = Path(__file__).with_name("program.py")
+ROOT = PROGRAM.parents[3]
 
 _count = itertools.count()
 
@@ -54,4 +56,32 @@ def run_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
         return status, json.loads(result.read_text()) if result.exists() else None, said.read_text()
 
     with server:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def run_together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[tuple[int, Any, str]]]]:
+    """Runs the program as several processes; returns, of each, its status, what it reports, and what it said."""
+    results = tmp_path_factory.mktemp("together")
+    command = [sys.executable, "-m", "tests.integrations.lightning.several"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as server:
+
+        def run(directory: Path, count: int = 2, **options: Any) -> list[tuple[int, Any, str]]:
+            assert server.stdin is not None
+            assert server.stdout is not None
+            for file in results.iterdir():
+                file.unlink()
+            print(json.dumps([str(directory), str(results), count, options]), file=server.stdin, flush=True)
+            statuses = json.loads(server.stdout.readline())
+            reports = [results / f"{index}.json" for index in range(count)]
+            return [
+                (
+                    status,
+                    json.loads(report.read_text()) if report.exists() else None,
+                    report.with_suffix(".log").read_text(),
+                )
+                for status, report in zip(statuses, reports, strict=True)
+            ]
+
         yield run

@@ -351,14 +351,6 @@ def test_fast_dev_run_neither_resumes_nor_saves(program: Any, new_directory: New
     assert dev.trainer.checkpoint_callback.manager.all_steps() == [1, 2, 3, 4, 5]
 
 
-def test_several_devices_are_refused(
-    program: Any, new_directory: NewDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lightning.pytorch.Trainer, "world_size", property(lambda _: 2))
-    with pytest.raises(hf.StateError, match="one device, and this trainer has 2"):
-        program.run(new_directory())
-
-
 # ---- evaluation, tuner, loggers, packages
 
 

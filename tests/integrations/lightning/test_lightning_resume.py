@@ -234,9 +234,11 @@ def test_longer_run_goes_on(program: Any, new_directory: NewDirectory, limit: di
     assert program.run(directory, seed=2).final == whole.final
 
 
-def test_signal_in_the_middle_of_a_validation(program: Any, new_directory: NewDirectory) -> None:
+@pytest.mark.parametrize("loader", ["shuffled", "stateful"])
+def test_signal_in_the_middle_of_a_validation(program: Any, new_directory: NewDirectory, loader: str) -> None:
     handler = signal.getsignal(signal.SIGTERM)
-    for options in VARIANTS.values():
+    for variant in VARIANTS.values():
+        options = {"loader": loader, **variant}
         whole = program.run(new_directory(), checkpoint=NEVER, **options)
         for step in sorted({event[1] for event in whole.recorder.events if event[0] == "validation"}):
             directory = new_directory()

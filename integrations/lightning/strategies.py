@@ -1,0 +1,63 @@
+"""Strategies of Lightning: which ones the callback can save, and what has to be known of them."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+from ...engine.errors import StateError
+
+_SAVE_BY_THEMSELVES = {"FSDPStrategy", "DeepSpeedStrategy"}
+_OWN_PROCESSES = {"XLAStrategy"}  # a DDPStrategy by descent, but not connected by torch.distributed
+
+_released: list[subprocess.Popen[bytes]] = []
+
+
+def check_strategy(trainer: Any) -> None:
+    """Checks that the callback can save what a strategy holds.
+
+    Args:
+        trainer: The trainer.
+
+    Raises:
+        StateError: It cannot; says which strategies work.
+    """
+    strategy = trainer.strategy
+    name, kinds = type(strategy).__name__, {kind.__name__ for kind in type(strategy).__mro__}
+    works = "It works with one process, and with strategy='ddp' for several"
+    is_ddp = "DDPStrategy" in kinds and not kinds & _OWN_PROCESSES
+    if kinds & _SAVE_BY_THEMSELVES or (trainer.world_size > 1 and not is_ddp):
+        raise StateError(
+            f"CheckpointCallback cannot save what {name} holds in its {trainer.world_size} process(es). {works}; "
+            f"ModelCheckpoint saves {name}"
+        )
+    if type(getattr(strategy, "_ddp_comm_state", None)).__name__ == "PostLocalSGDState":
+        raise StateError(
+            f"CheckpointCallback cannot save a {name} that averages models (PostLocalSGDState), as every process has "
+            f"parameters of its own between two averages. {works}"
+        )
+
+
+def keeps_own_buffers(strategy: Any) -> bool:
+    """Returns whether each process goes on with buffers of its own, rather than with those of process 0."""
+    options = getattr(strategy, "_ddp_kwargs", {})
+    return strategy.world_size > 1 and not options.get("broadcast_buffers", True)
+
+
+def replicas(strategy: Any) -> int:
+    """Returns among how many processes the training data is divided."""
+    if strategy.world_size == 1:
+        return 1
+    return int(strategy.distributed_sampler_kwargs["num_replicas"])
+
+
+def release_children(trainer: Any) -> None:
+    """Lets a run end in all of its processes by itself.
+
+    A trainer that has started the others watches them, and kills all that are left, itself too, as soon as one has
+    ended with a status other than 0, which after SIGTERM all of them do.
+    """
+    processes = getattr(trainer.strategy.launcher, "procs", None)
+    if isinstance(processes, list):
+        _released.extend(processes)  # Python would complain of processes that are forgotten while they run
+        processes.clear()

@@ -1,0 +1,162 @@
+"""The Lightning program in several processes, each of them real; served as ``program.py`` serves it in one.
+
+A request is a line of JSON: ``[directory, folder for results, number of processes, options]``. The processes are
+started as torchrun starts them; one process that is to be several starts the others itself, as Lightning does it: by
+running this file again, with arguments.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import json
+import logging
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from tests.integrations.lightning import program
+
+from holdfast.integrations.lightning import CheckpointCallback
+
+NOTICE = 0.3  # seconds a batch
+SECONDS = 60  # after which a process says where it is, and ends
+
+
+class Recorder(program.Recorder):
+    """Goes slowly once one of the processes has been told to end, so that the others hear of it before the end."""
+
+    slow_after: int | None = None
+    began: Any = None
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        if self.began is None:
+            self.began = [trainer.lightning_module.output.weight.tolist(), trainer.fit_loop.batch_idx]
+        super().on_train_batch_start(trainer, *args)
+        if self.slow_after is not None and trainer.global_step >= self.slow_after:
+            time.sleep(NOTICE)
+
+    def on_validation_batch_start(self, trainer: Any, *args: Any) -> None:
+        super().on_validation_batch_start(trainer, *args)
+        if self.slow_after is not None and trainer.global_step >= self.slow_after:
+            time.sleep(NOTICE)
+
+
+class Model(program.Model):
+    """Saves something that every process has differently, small and large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: Any = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        rank = self.trainer.global_rank
+        checkpoint["noted"] = {"rank": rank, "large": torch.full((1 << 19,), float(rank))}
+        if rank == 0:
+            checkpoint["noted"]["first"] = [torch.ones(2)]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        noted = checkpoint["noted"]
+        self.noted = [noted["rank"], noted["large"].sum().item(), noted["first"][0].tolist()]
+
+
+def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Trains as one of several processes; returns what is to be compared bit by bit."""
+    seed = 100 * options.pop("seed", 1) + index
+    torch.manual_seed(seed)
+    random.seed(seed)
+    when = {name: options.pop(name) for name in list(options) if name.endswith("_after")}
+    recorder = Recorder(**{name: step for name, (process, step) in when.items() if process in (index, "all")})
+    recorder.slow_after = min((step for _, step in when.values()), default=None)
+    loader, checkpoint = options.pop("loader", "shuffled"), options.pop("checkpoint", {})
+    ckpt_path, noted, tested = options.pop("ckpt_path", None), options.pop("noted", False), options.pop("test", None)
+    model = Model() if noted else program.Model()
+    callback = CheckpointCallback(directory, **{"save_interval_steps": 1, **checkpoint})
+    trainer = Trainer(
+        callbacks=[callback, recorder],
+        **{**program.QUIET, "devices": count, "strategy": "ddp", "max_epochs": 3, **options},
+    )
+    trainer.fit(model, program.training_loader(loader), program.validation_loader(), ckpt_path=ckpt_path)
+    outcome = program.Outcome(trainer, model, recorder)
+    found = {
+        "final": outcome.final,
+        "first_step": recorder.first_step,
+        "events": recorder.events,
+        "random": [torch.rand(2).tolist(), random.random()],
+        "steps": callback.manager.all_steps(),
+        "began": recorder.began,
+        "noted": getattr(model, "noted", None),
+    }
+    if tested:
+        trainer.test(model, program.validation_loader(), ckpt_path=tested, verbose=False)
+        found["tested"] = [trainer.ckpt_path, model.output.weight.tolist()]
+    return found
+
+
+def launch(directory: str, results: str, count: int, options: dict[str, Any]) -> list[int]:
+    """Runs one program; returns the statuses of its processes, negative for signals."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    children = []
+    for index in range(count):
+        child = os.fork()
+        if child == 0 and "devices" in options:
+            sys.argv[1:] = [directory, json.dumps(options)]
+            run(directory, Path(results), 0, options["devices"], options)
+        if child == 0:
+            environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "tests"}
+            environment |= {"RANK": index, "LOCAL_RANK": index, "GROUP_RANK": 0, "WORLD_SIZE": count}
+            os.environ |= {name: str(value) for name, value in environment.items()}
+            run(directory, Path(results), index, count, options)
+        children.append(child)
+    statuses: dict[int, int] = {}
+    while len(statuses) < count:
+        child, status = os.wait()
+        statuses[child] = os.waitstatus_to_exitcode(status)
+        if statuses[child] == -signal.SIGKILL:  # as launchers do: nobody waits for a process that is gone
+            for other in set(children) - statuses.keys():
+                os.kill(other, signal.SIGKILL)
+    return [statuses[child] for child in children]
+
+
+def run(directory: str, results: Path, index: int, count: int, options: dict[str, Any]) -> None:
+    """Is one process. Ends as a program does that has come to the end of its script, or to an exception."""
+    log = os.open(results / f"{index}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    logging.basicConfig(level=logging.INFO)
+    warnings.simplefilter("ignore")
+    if (page := options.get("page")) is not None:
+        os.chdir(directory)
+        exec(compile(page, "train_lightning.py", "exec"), {"__name__": "__main__"})
+        sys.exit()
+    found = fit(directory, index, count, options)
+    (results / f"{index}.json").write_text(json.dumps(found))
+    sys.exit()
+
+
+def serve() -> None:
+    importlib.import_module("torch._dynamo")  # what optimizers import when they are first used
+    gc.freeze()  # what has been imported is not looked through at the end of each process
+    for line in sys.stdin:
+        print(json.dumps(launch(*json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        warnings.simplefilter("ignore")
+        fit(sys.argv[1], int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), json.loads(sys.argv[2]))
+        sys.exit()
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    serve()

@@ -1,0 +1,79 @@
+"""Where several processes stop after one of them has been told to; here they are threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from holdfast.engine.coordination import memory_coordinators, next_group
+from holdfast.integrations.lightning.stopping import AgreedStop
+from holdfast.integrations.preemption import PreemptionSignal
+
+BATCHES = 400
+PACE = 0.002  # seconds a batch
+
+
+def run(told: int | None, validations: list[int], at: int = 50) -> list[tuple[int, int] | None]:
+    """Has processes train, with a validation after every tenth batch; returns where each leaves."""
+    count = len(validations)
+    left: list[tuple[int, int] | None] = [None] * count
+    in_step = threading.Barrier(count)  # as gradients are summed up
+
+    def train(index: int, coordinator: Any) -> None:
+        preemption = PreemptionSignal()
+        stop = AgreedStop(next_group(coordinator, "stop"), preemption, lambda: validations[index])
+        stop.begin()
+        left[index] = batches(index, preemption, stop)
+        assert preemption.received == (left[index] is not None or index == told)
+        stop.end(orderly=True)
+
+    def batches(index: int, preemption: PreemptionSignal, stop: AgreedStop) -> tuple[int, int] | None:
+        for batch in range(1, BATCHES + 1):
+            in_step.wait()
+            time.sleep(PACE)
+            if index == told and batch == at:
+                preemption.request()
+            if batch % 10 == 0:
+                for validated in range(1, validations[index] + 1):
+                    time.sleep(PACE)
+                    if stop.in_validation():
+                        return batch, validated
+            if stop.after_batch():
+                return batch, 0
+        return None
+
+    threads = [
+        threading.Thread(target=train, args=(index, coordinator))
+        for index, coordinator in enumerate(memory_coordinators(count))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    return left
+
+
+@pytest.mark.parametrize("told", [0, 2])
+@pytest.mark.parametrize("validation", [0, 20])
+def test_all_stop_at_the_same_point(told: int, validation: int) -> None:
+    left = run(told, [validation] * 3)
+    assert left[0] is not None
+    assert left[0][0] >= 50
+    assert left == [left[0]] * 3
+
+
+def test_validations_of_different_lengths_are_not_left() -> None:
+    left = run(1, [3, 90])
+    assert left[0] is not None
+    assert left[0][1] == 0
+    assert left[1] == left[0]
+
+
+def test_nobody_waits_for_processes_that_have_ended() -> None:
+    assert run(1, [0, 0], at=BATCHES) == [None, None]
+    assert run(0, [0, 0], at=BATCHES) == [None, None]
+    assert run(None, [0, 0]) == [None, None]
