@@ -77,6 +77,7 @@ class Save:
         self._kinds = {name: item.handler.kind for name, item in items.items()}
         self._record = record
         self._location = location
+        self._member = None if group is None else Member(group.index, group.count)
         self._items: dict[str, PreparedItem] = {}
         self._background = any(item.background for item in items.values())
         self._part = participation(location, items, overwrite=overwrite, group=group, timeout=timeout)
@@ -98,7 +99,8 @@ class Save:
 
     def _prepared(self, name: str, item: ItemToSave) -> PreparedItem:
         if isinstance(item.handler, PreparedCheckpointHandler):
-            return item.handler.prepare(item.value, snapshot=self._background, **item.kwargs)
+            member = {"member": self._member} if self._member is not None and item.handler.divides else {}
+            return item.handler.prepare(item.value, snapshot=self._background, **member, **item.kwargs)
         folder = self._part.open()[name]
         if item.background and isinstance(item.handler, AsyncCheckpointHandler):
             futures = run_coroutine(item.handler.async_save(folder, item.value, **item.kwargs))

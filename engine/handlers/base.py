@@ -19,7 +19,7 @@ from ..record import ItemRecord
 from ..storage import Location
 from .saves import Files, Later, PreparedItem, SaveFuture, finish, run_coroutine, write_alone
 
-_OURS = frozenset({"snapshot", "files"})  # arguments that callers of a checkpointer do not give
+_OURS = frozenset({"snapshot", "member", "files"})  # arguments that callers of a checkpointer do not give
 
 
 class CheckpointHandler(abc.ABC):
@@ -96,7 +96,14 @@ class AsyncCheckpointHandler(CheckpointHandler):
 
 
 class PreparedCheckpointHandler(AsyncCheckpointHandler):
-    """A handler whose snapshot needs no folder: whatever is wrong with an item shows before anything is written."""
+    """A handler whose snapshot needs no folder: whatever is wrong with an item shows before anything is written.
+
+    Attributes:
+        divides: Whether :meth:`prepare` takes ``member=``, the process whose share will be written, and may leave out
+            of the snapshot what others write; it is given where several processes save together.
+    """
+
+    divides = False
 
     @abc.abstractmethod
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:

@@ -49,6 +49,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
 
     kind = "pytree"
     collective = True
+    divides = True
     verifies = True
 
     def __init__(
@@ -72,7 +73,14 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         self._staging = StagingBuffer()
 
     def prepare(
-        self, item: Any, *, snapshot: bool, save_args: Any = None, layout: Layout | None = None, **kwargs: Any
+        self,
+        item: Any,
+        *,
+        snapshot: bool,
+        save_args: Any = None,
+        layout: Layout | None = None,
+        member: Member | None = None,
+        **kwargs: Any,
     ) -> PreparedItem:
         """Makes a tree ready to be written.
 
@@ -82,6 +90,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             save_args: How to save which leaf: one :class:`~holdfast.SaveArgs` for all; or a tree of them like the item,
                 which may end early with one for all leaves below, and may leave out keys.
             layout: Sizes of chunks, segments and data files, instead of the handler's own.
+            member: The process whose share will be written: a snapshot need not hold what others write.
             **kwargs: None are known.
 
         Returns:
@@ -105,8 +114,6 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 for name, leaf, asked in zip(flat.names, leaves, args, strict=True)
             ]
             leaves, files = aggregate(flat.names, leaves, args, self._aggregate)
-        if snapshot:
-            leaves = self._staging.snapshot(leaves)
         given = [(name, one) for name, one in zip(flat.names, args, strict=True) if one is not None]
         writer = TreeWriter(
             HostTree(flat.names, leaves, flat.structure),
@@ -114,6 +121,8 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             compression={name: one.compression or None for name, one in given if one.compression is not None},
             chunk_bytes={name: one.chunk_bytes for name, one in given if one.chunk_bytes is not None},
         )
+        if snapshot:
+            writer.take_snapshot(self._staging, member or Member())
         return _PreparedTree(writer, external, files) if files or external.notes else writer
 
     def restore(

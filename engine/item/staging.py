@@ -50,6 +50,10 @@ class StagingBuffer:
             self._memory = np.empty(0, np.uint8)  # given back first: never both at once
             self._memory = aligned_empty(nbytes)
 
+    def needed(self, leaves: Sequence[ArrayLeaf | ValueLeaf]) -> int:
+        """Returns how much memory a snapshot takes, in bytes."""
+        return sum(map(_space, leaves))
+
     def snapshot(self, leaves: Sequence[ArrayLeaf | ValueLeaf]) -> Snapshot:
         """Copies whatever may change.
 
@@ -62,7 +66,7 @@ class StagingBuffer:
         """
         if self._last is not None and self._last() is not None:
             self._memory = np.empty(0, np.uint8)  # one handler for two items: the other copies are yet to be written
-        self.prepare(sum(_space(leaf) for leaf in leaves))
+        self.prepare(self.needed(leaves))
         copies = Snapshot()
         self._last = weakref.ref(copies)
         pending: list[tuple[NDArray[Any], NDArray[Any]]] = []

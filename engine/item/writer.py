@@ -10,7 +10,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -26,13 +26,17 @@ from .compressing import ChunkToCompress, write_compressed
 from .fragments import data_path, short_token
 from .merging import make_fragment, merge_fragments
 from .plan import Layout, PlannedSegment, check_level, check_size, plan_files, planned_places
+from .shares import own_share
 from .sources import Bytes, Source, segment_parts
+from .staging import StagingBuffer
 
 MANIFEST = "manifest.ocdbt"
 INDEX = "d/index"
 TREE = "tree.json"
 TREE_KIND = "tree"
 
+_ALONE = Member()
+_WORTH = 64 << 10  # bytes a leaf; to copy less takes no longer than to find out who writes it
 _NAME_LIMIT = 60_000  # bytes; the index adds the numbers of chunks to it
 
 
@@ -95,6 +99,19 @@ class TreeWriter:
         if unknown:
             raise OptionError(f"options are given for leaves that the tree does not have: {sorted(unknown)[:5]}")
 
+    def take_snapshot(self, staging: StagingBuffer, member: Member = _ALONE) -> None:
+        """Copies whatever may change, so that it may do so before the tree is written.
+
+        Args:
+            staging: Where the copies go.
+            member: The process whose share will be written; what is others' to write is not copied where that saves
+                more time than it takes to find out.
+        """
+        leaves = self._tree.leaves
+        if member.count > 1 and staging.needed(leaves) >= _WORTH * len(leaves):
+            leaves = own_share(self._catalog, leaves, self._share(member))
+        self._tree = replace(self._tree, leaves=staging.snapshot(leaves))
+
     def write(self, location: Location, member: Member) -> bytes:
         """Writes this process's share into the item's folder, durably.
 
@@ -115,7 +132,7 @@ class TreeWriter:
         data.make_directory()
         token = short_token(member.token or secrets.token_hex(16))
         alone = member.count == 1
-        chunks = catalog.ordered(*(catalog.everything() if alone else catalog.spread(member.count).share(member.index)))
+        chunks = self._share(member)
         plain, packed = self._divided(chunks)
         sources = self._sources(chunks)
         specs = [form.spec for form in catalog.forms]
@@ -176,6 +193,13 @@ class TreeWriter:
         (location / "d").sync_directory()
         location.sync_directory()
         return written
+
+    def _share(self, member: Member) -> Chunks:
+        """Returns the chunks that a process writes."""
+        catalog = self._catalog
+        if member.count == 1:
+            return catalog.ordered(*catalog.everything())
+        return catalog.ordered(*catalog.spread(member.count).share(member.index))
 
     @cached_property
     def _catalog(self) -> Catalog:

@@ -62,6 +62,24 @@ def test_saved_by_many_restored_by_many_and_by_one(tmp_path: Path, count: int) -
     assert not [path for path in tmp_path.rglob("*") if "fragment" in path.name or "partial" in path.name]
 
 
+def test_each_copies_only_what_it_writes(tmp_path: Path) -> None:
+    def run(coordinator: Coordinator) -> int:
+        handler = hf.PyTreeCheckpointHandler(chunk_bytes=64 << 10)
+        saves = {"state": hf.AsyncCheckpointer(handler), "more": hf.AsyncCheckpointer(hf.ArrayCheckpointHandler())}
+        values, more = np.arange(1 << 20, dtype=np.uint8), np.arange(3)
+        with hf.CheckpointManager(tmp_path, saves, coordinator=coordinator) as several:
+            several.save(1, {"state": {"values": values}, "more": more})
+            values[:] = 0
+            more[:] = 0
+        return handler._staging.nbytes
+
+    copied = unwrap(together(4, run))
+    assert sum(copied) == 1 << 20
+    assert max(copied) - min(copied) <= 64 << 10
+    np.testing.assert_array_equal(hf.load(tmp_path / "1", item="state")["values"], np.arange(1 << 20, dtype=np.uint8))
+    np.testing.assert_array_equal(hf.load(tmp_path / "1", item="more"), np.arange(3))
+
+
 def test_a_single_path_is_saved_together(tmp_path: Path) -> None:
     def run(coordinator: Coordinator) -> Any:
         checkpointer = hf.Checkpointer(hf.PyTreeCheckpointHandler(), coordinator=coordinator, barrier_timeout_secs=10)

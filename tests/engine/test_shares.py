@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ import holdfast as hf
 from holdfast.engine.coordination import Member
 from holdfast.engine.item import ArrayDatabase, HostTree, TreeReader, TreeWriter, load_tree
 from holdfast.engine.item.fragments import Fragment
+from holdfast.engine.item.staging import StagingBuffer
 from holdfast.engine.storage import as_location
 from holdfast.engine.storage.stores import shared_context
 from holdfast.engine.tree import ArrayLeaf, Part, Piece, describe, flatten
@@ -96,10 +98,21 @@ def held(tree: Any, divide: Divide, process: int) -> HostTree:
 
 
 def write_shares(
-    place: str, tree: Any, count: int, divide: Divide = nothing, layout: hf.Layout = LAYOUT, **options: Any
+    place: str,
+    tree: Any,
+    count: int,
+    divide: Divide = nothing,
+    layout: hf.Layout = LAYOUT,
+    *,
+    snapshot: bool = False,
+    **options: Any,
 ) -> tuple[TreeWriter, list[bytes]]:
     writers = [TreeWriter(held(tree, divide, process), layout, **options) for process in range(count)]
     members = [Member(process, count, "a token") for process in range(count)]
+    if snapshot:
+        with mock.patch("holdfast.engine.item.writer._WORTH", 0):
+            for writer, member in zip(writers, members, strict=True):
+                writer.take_snapshot(StagingBuffer(), member)
     fragments = [writer.write(as_location(place), member) for writer, member in zip(writers, members, strict=True)]
     return writers[0], fragments
 
@@ -303,6 +316,27 @@ def test_a_process_that_divides_a_leaf_otherwise(place: str, shares: Any) -> Non
     assert "divided into 3 parts" in found
 
 
+@pytest.mark.parametrize("divide", [nothing, rows(3), columns_in_pairs(3)], ids=["alike", "rows", "columns"])
+def test_a_snapshot_holds_what_its_process_writes(place: str, divide: Divide, assert_same: Same) -> None:
+    tree = {"a": VALUES.reshape(240, 250).copy(), "b": [VALUES[:4999].astype(">f4")], "c": TREE["words"].copy()}
+    kept = flatten(tree)
+    before = [value.copy() for value in kept.values]
+    writers, members = [], [Member(process, 3, "a token") for process in range(3)]
+    buffers = [StagingBuffer() for _ in members]
+    with mock.patch("holdfast.engine.item.writer._WORTH", 0):
+        for member, buffer in zip(members, buffers, strict=True):
+            writers.append(TreeWriter(held(tree, divide, member.index), LAYOUT))
+            writers[-1].take_snapshot(buffer, member)
+    for value in kept.values:
+        value[...] = 0
+    fragments = [writer.write(as_location(place), member) for writer, member in zip(writers, members, strict=True)]
+    files = writers[0].merge(as_location(place), fragments)
+    found = flatten(load_tree(TreeReader(as_location(place), files)))
+    assert_same(found.values, before)
+    most = tree["a"].nbytes + tree["b"][0].nbytes + 3 * tree["c"].nbytes  # texts are stored as bytes, and copied whole
+    assert sum(buffer.nbytes for buffer in buffers) < most + 3 * 4096
+
+
 def test_a_process_that_does_not_hold_what_it_should(place: str) -> None:
     tree = held({"w": VALUES}, rows(2), 1)
     [leaf] = tree.leaves
@@ -323,8 +357,8 @@ def levels(place: str, *names: str) -> dict[str, int | None]:
 @pytest.mark.parametrize("count", [1, 3])
 def test_compressed_leaves(count: int, place: str, assert_same: Same) -> None:
     layout = replace(LAYOUT, compression=3)
-    options = {"compression": {"params.kernel": None, "words": 19, "note": 5}}
-    writer, fragments = write_shares(place, TREE, count, rows(count), layout, **options)
+    compression = {"params.kernel": None, "words": 19, "note": 5}
+    writer, fragments = write_shares(place, TREE, count, rows(count), layout, compression=compression)
     files = writer.merge(as_location(place), fragments)
     found = levels(place, "params.kernel", "opt.0.mu", "words", "params.scale")
     assert found == {"params.kernel": None, "opt.0.mu": 3, "words": 19, "params.scale": 3}
@@ -406,12 +440,16 @@ def divided_trees(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, tuple[Part
 
 
 @settings(deadline=None, max_examples=40)
-@given(divided_trees(), st.none() | st.integers(1, 5))
-def test_any_division(drawn: tuple[dict[str, Any], dict[str, tuple[Part, ...]], int], level: int | None) -> None:
+@given(divided_trees(), st.none() | st.integers(1, 5), st.booleans())
+def test_any_division(
+    drawn: tuple[dict[str, Any], dict[str, tuple[Part, ...]], int], level: int | None, snapshot: bool
+) -> None:
     tree, parts, count = drawn
     here = as_location(f"memory://tests/{uuid.uuid4().hex}")
     layout = replace(LAYOUT, compression=level)
-    writer, fragments = write_shares(here.url, tree, count, lambda name, shape: parts.get(name), layout)
+    writer, fragments = write_shares(
+        here.url, tree, count, lambda name, shape: parts.get(name), layout, snapshot=snapshot
+    )
     files = writer.merge(here, fragments)
     found = load_tree(TreeReader(here, files))
     for name, values in tree.items():
