@@ -14,6 +14,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -25,6 +26,7 @@ from .errors import (
     FormatVersionError,
     ObjectNotFoundError,
     StorageError,
+    StorageUnavailableError,
 )
 from .marks import Mark
 from .record import DELETED, PARTIAL, RECORD, CheckpointRecord
@@ -32,6 +34,7 @@ from .storage import TEMPORARY_PREFIX, Location
 
 _logger = logging.getLogger("holdfast")
 
+_UNIQUE = re.compile(r".+\.[0-9a-f]{8}")  # folders of items, as saves to object stores name them
 _RECORD_LIMIT = 256 << 20  # bytes; a record names files, not leaves
 
 
@@ -105,9 +108,13 @@ class PendingCheckpoint:
         self.token = uuid.uuid4().hex
         self._mark = Mark(location / PARTIAL)
         # What was swept may be of a save that is still alive somewhere: it must not write into the folders of this one.
+        # In an object store nobody can be sure that there is none, or that none of its requests is still on its way.
+        plain = untouched and not location.is_remote
         self.folders = {
-            name: location / (name if untouched and name not in taken else f"{name}.{unique}") for name in items
+            name: location / (name if plain and name not in taken else f"{name}.{unique}") for name in items
         }
+        self._deleted = DELETED in taken
+        self._marker_size: int | None = None
         self._begun = False
         self._claimed = False
         self._marked = False
@@ -124,8 +131,9 @@ class PendingCheckpoint:
             self._check_unchanged()
         self._claimed = True
         folders = [folder.name for folder in self.folders.values()]
-        marker = json.dumps({"format": "holdfast", "token": self.token, "folders": folders})
-        (self.location / PARTIAL).write_bytes(marker.encode(), atomic=False)
+        marker = json.dumps({"format": "holdfast", "token": self.token, "folders": folders}).encode()
+        self._marker_size = len(marker)
+        (self.location / PARTIAL).write_bytes(marker, atomic=False)
         self._marked = True
         for folder in self.folders.values():
             folder.make_directory()
@@ -140,7 +148,7 @@ class PendingCheckpoint:
 
     def _is_claimed(self) -> bool:
         """Tells whether the mark is still that of this save."""
-        return _marker(self.location).get("token") == self.token
+        return _marker(self.location, self._marker_size).get("token") == self.token
 
     def _replaceable(self, taken: set[str], *, overwrite: bool) -> frozenset[str]:
         """Returns the folders of the checkpoint that will be replaced."""
@@ -156,6 +164,8 @@ class PendingCheckpoint:
             except DamagedCheckpointError:
                 return frozenset()  # which folders were its own is not known any more
             return frozenset({item.folder for item in old.items.values()} | set(old.replaced))
+        if self.location.is_remote:  # such a folder without a record or a mark holds what has arrived late
+            taken = {name for name in taken if not _UNIQUE.fullmatch(name)}
         if taken and not {PARTIAL, DELETED} & taken:
             raise CheckpointExistsError(
                 f"{self.location}: the directory is not empty and is not a checkpoint (it holds {min(taken)!r}); "
@@ -176,11 +186,17 @@ class PendingCheckpoint:
         replaced = tuple(sorted(self._old - {folder.name for folder in self.folders.values()}))
         self._stays = True  # from here on its data may be all that there is, also where a person interrupts
         try:
-            write_record(self.location, dataclasses.replace(record, replaced=replaced))
-            if self.location.is_local and not self._is_claimed():
+            self._write_record(dataclasses.replace(record, replaced=replaced))
+            if not self._is_claimed():
                 # In this very moment; what was found without a record was swept.
                 raise self._mark.conflict()
         except BaseException as error:
+            if isinstance(error, StorageUnavailableError) and not self.location.is_local:
+                # A request that has no answer may still arrive, even after others: its data has to be there then.
+                error.add_note(
+                    f"{self.location}: the next run removes what was written, or finds it committed and whole"
+                )
+                raise
             self._take_back()
             if self._stays:
                 error.add_note(
@@ -192,9 +208,22 @@ class PendingCheckpoint:
         with _leftover(self.location):
             for folder in replaced:
                 (self.location / folder).remove_tree()
-            (self.location / DELETED).remove()
+            if self._deleted:
+                (self.location / DELETED).remove()
             (self.location / PARTIAL).remove()  # last: it tells the next run that something may be left
         self._mark.release()
+
+    def _write_record(self, record: CheckpointRecord) -> None:
+        """Writes the commit record; where an object store does not say whether it has, looks."""
+        try:
+            write_record(self.location, record)
+        except StorageUnavailableError:
+            if self.location.is_local:
+                raise
+            with contextlib.suppress(StorageError, DamagedCheckpointError):
+                if (self.location / RECORD).read_bytes(limit=_RECORD_LIMIT) == record.encode():
+                    return
+            raise
 
     def _take_back(self) -> None:
         """Undoes a commit that failed half-way: the record was renamed, and making its name durable failed."""
@@ -219,10 +248,16 @@ class PendingCheckpoint:
             return self._old_record is None
         return {item.folder for item in found.items.values()} <= {folder.name for folder in self.folders.values()}
 
-    def abort(self) -> None:
-        """Removes what was written; the checkpoint that was to be replaced, if any, stays as it was."""
+    def abort(self, error: BaseException | None = None) -> None:
+        """Removes what was written; the checkpoint that was to be replaced, if any, stays as it was.
+
+        Args:
+            error: Why. A request that an object store did not answer may still arrive: the mark stays then, so that
+                what comes late is known for what it is.
+        """
+        late = isinstance(error, StorageUnavailableError) and not self.location.is_local
         try:
-            self._remove()
+            self._remove(late=late)
         finally:
             self._mark.release()
 
@@ -230,7 +265,7 @@ class PendingCheckpoint:
         """Leaves what was written where it is: the next run removes it."""
         self._mark.release()
 
-    def _remove(self) -> None:
+    def _remove(self, *, late: bool) -> None:
         if not self._begun or self._stays:
             return
         if self.location.is_local and not self._claimed:
@@ -240,11 +275,11 @@ class PendingCheckpoint:
             return
         with _leftover(self.location):
             ours = not self._marked or self._is_claimed()
-            if not ours and not self.location.is_local:
+            if not ours and not self.location.is_local and not self.location.is_remote:
                 return  # what lies in these folders may be of the other save, as nobody can be sure to be the first
             for folder in self.folders.values():
                 folder.remove_tree()
-            if not ours:
+            if not ours or late:
                 return
             if any(entry.name == RECORD for entry in self.location.entries()):
                 (self.location / PARTIAL).remove()
@@ -305,9 +340,11 @@ def remove_temporary(location: Location, names: Iterable[str]) -> None:
             (location / name).remove()
 
 
-def _marker(location: Location) -> dict[str, Any]:
+def _marker(location: Location, size: int | None = None) -> dict[str, Any]:
     try:
-        found = json.loads((location / PARTIAL).read_bytes(limit=1 << 20))
+        found = json.loads((location / PARTIAL).read_bytes(limit=1 << 20, size=size))
+    except StorageUnavailableError:
+        raise  # which is not to know, rather than to know that it is another's
     except (StorageError, DamagedCheckpointError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable
 
 from .clock import Clock
-from .errors import HoldfastError, OwnershipError
+from .errors import DamagedCheckpointError, HoldfastError, ObjectNotFoundError, OwnershipError
 from .storage import Location
 from .storage.statuses import os_errors
 
@@ -91,6 +91,7 @@ class Ownership:
 
         Raises:
             OwnershipError: Another run or manager has taken over.
+            StorageError: It cannot be told, as the storage does not answer.
         """
         self.check_not_lost()
         if self._descriptor is None and self._read().get("token") != self._token:
@@ -159,14 +160,18 @@ class Ownership:
             os.pwrite(self._descriptor, content, 0)
 
     def _read(self) -> dict[str, object]:
+        """Returns what the file says, or nothing where there is none that can be read."""
         try:
             found = json.loads((self._directory / OWNER).read_bytes(limit=4096, size=self._size))
-        except (HoldfastError, ValueError, RecursionError):
+        except (ObjectNotFoundError, DamagedCheckpointError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 
     def _describe(self) -> str:
-        found = self._read()
+        try:
+            found = self._read()
+        except HoldfastError:
+            found = {}
         return f"process {found.get('pid', '?')} on {found.get('host', '?')}"
 
 

@@ -112,7 +112,7 @@ class Single:
 
     def give_up(self, error: BaseException) -> None:
         """Removes what was written."""
-        self._pending.abort()
+        self._pending.abort(error)
 
 
 class Leader:
@@ -171,7 +171,7 @@ class Leader:
         if self._committed:
             return
         if not self._opened or (not isinstance(error, BarrierTimeoutError) and self._all_stopped()):
-            self._pending.abort()
+            self._pending.abort(error)
         else:
             self._pending.leave()
             _logger.warning(

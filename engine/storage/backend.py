@@ -36,6 +36,9 @@ class Backend(Protocol):
     is_local: bool
     """Whether keys are paths of the operating system."""
 
+    is_remote: bool
+    """Whether requests go over a network, by which one may arrive when nobody waits for it any more."""
+
     def url(self, key: str) -> str:
         """Returns the text that ``as_location`` turns back into this key."""
 

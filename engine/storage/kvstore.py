@@ -52,11 +52,13 @@ class KvStoreBackend:
         scheme: The scheme of its URLs.
         bucket: The bucket.
         spec: TensorStore's specification.
+        is_remote: Whether it is reached over a network.
     """
 
     is_local = False
 
     def __init__(self, scheme: str, bucket: str, spec: dict[str, Any]) -> None:
+        self.is_remote = scheme != "memory"
         self.scheme = scheme
         self.bucket = bucket
         self._root = f"{scheme}://{bucket}"

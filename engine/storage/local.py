@@ -33,6 +33,7 @@ class LocalBackend:
     """The operating system's file system; keys are absolute paths."""
 
     is_local = True
+    is_remote = False
 
     def url(self, key: str) -> str:
         """Returns the path itself."""

@@ -128,6 +128,11 @@ class Location:
         return self._backend.is_local
 
     @property
+    def is_remote(self) -> bool:
+        """Whether this is reached over a network, by requests that may arrive when nobody waits for them any more."""
+        return self._backend.is_remote
+
+    @property
     def path(self) -> pathlib.Path:
         """The path, for local locations.
 

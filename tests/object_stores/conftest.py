@@ -8,9 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+import tensorstore
 from tests.object_stores.gcs_server import TOKEN, GcsServer
 from tests.object_stores.s3_server import KEY_ID, REGION, SECRET, S3Server
 from tests.object_stores.store_server import StoreServer
+
+from holdfast.engine.storage import kvstore
+
+HURRY = {"max_retries": 3, "initial_delay": "2ms", "max_delay": "5ms"}
 
 _numbers = itertools.count()
 
@@ -31,7 +36,7 @@ class Store:
     url: str
     environment: dict[str, str]
 
-    def keys(self, prefix: str = "") -> list[str]:
+    def stored(self, prefix: str = "") -> list[str]:
         """Returns the keys in the bucket that begin so."""
         return self.server.keys(self.bucket, prefix)
 
@@ -85,3 +90,10 @@ def store(request: pytest.FixtureRequest) -> Store:
     """An empty bucket of each of the fake stores."""
     found: Store = request.getfixturevalue(request.param)
     return found
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tries again at once, and not as often, where a service would be given time to recover."""
+    context = tensorstore.Context({f"{name}_request_retries": HURRY for name in ("s3", "gcs")})
+    monkeypatch.setattr(kvstore, "shared_context", lambda: context)

@@ -61,7 +61,7 @@ class GcsServer(StoreServer):
             return Answer(204)
         if request.query.get("alt") == "json":
             return _json(200, _metadata(bucket, key, found))
-        part = ranged(found.content, request.headers.get("range"))
+        part = ranged(found.content, request.headers.get("range") if self.ranges else None)
         if part is None:
             return self.error(416, "requestedRangeNotSatisfiable")
         headers = {"x-goog-generation": str(found.generation), "x-goog-stored-content-length": str(len(found.content))}

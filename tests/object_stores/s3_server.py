@@ -66,7 +66,7 @@ class S3Server(StoreServer):
             return self.error(412, "PreconditionFailed")
         if headers.get("if-none-match") in (tag, "*"):
             return Answer(304, headers={"ETag": tag})
-        part = ranged(found.content, headers.get("range"))
+        part = ranged(found.content, headers.get("range") if self.ranges else None)
         if part is None:
             return self.error(416, "InvalidRange")
         return Answer(part[0], part[1], {"ETag": tag, "Accept-Ranges": "bytes", **part[2]})

@@ -69,7 +69,9 @@ class Fault:
         how: How the answer goes over the wire: whole; reset half-way, as when a machine goes down; cut, an orderly end
             half-way; or never.
         skip: How many matching requests go well before.
+        when: Requests count only while this says so.
         act: Called when it happens.
+        after: What has to be set before anything is done or answered.
     """
 
     pattern: str
@@ -77,7 +79,9 @@ class Fault:
     answer: Answer | None = None
     how: How = "whole"
     skip: int = 0
+    when: Callable[[], bool] | None = None
     act: Callable[[], object] | None = None
+    after: threading.Event | None = None
 
 
 @dataclass
@@ -96,6 +100,7 @@ class StoreServer:
         log: The requests in the order in which they came.
         latency: Seconds that pass before a request is looked at, as over a network.
         page: How many keys one answer to a list may have.
+        ranges: Whether parts of objects can be had; otherwise it is always all of them.
     """
 
     page = 1000
@@ -104,6 +109,7 @@ class StoreServer:
         self.buckets: dict[str, dict[str, StoredObject]] = {}
         self.log: list[Request] = []
         self.latency = 0.0
+        self.ranges = True
         self.most_at_once = 0
         self._at_once = 0
         self._generation = 1000
@@ -142,7 +148,7 @@ class StoreServer:
             self._closing = threading.Event()
             self._faults.clear()
             self.log.clear()
-            self.latency, self.most_at_once = 0.0, 0
+            self.latency, self.most_at_once, self.ranges = 0.0, 0, True
 
     def fail(self, pattern: str, **how: object) -> Fault:
         """Adds a fault; see :class:`Fault` for the arguments."""
@@ -210,6 +216,9 @@ class StoreServer:
                 fault = self._fault(request)
                 if fault is not None and fault.act is not None:
                     fault.act()
+            if fault is not None and fault.after is not None:
+                fault.after.wait()
+            with self._lock:
                 answer = self.answer(request) if fault is None or fault.answer is None else fault.answer
                 return answer, "whole" if fault is None else fault.how
         finally:
@@ -222,7 +231,7 @@ class StoreServer:
 
     def _fault(self, request: Request) -> Fault | None:
         for fault in self._faults:
-            if re.search(fault.pattern, request.what) and fault.times:
+            if fault.times and re.search(fault.pattern, request.what) and (fault.when is None or fault.when()):
                 if fault.skip:
                     fault.skip -= 1
                     continue
