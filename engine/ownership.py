@@ -94,7 +94,7 @@ class Ownership:
             StorageError: It cannot be told, as the storage does not answer.
         """
         self.check_not_lost()
-        if self._descriptor is None and self._read().get("token") != self._token:
+        if self._descriptor is None and self._read(self._size).get("token") != self._token:
             self._lost = True
             self.check_not_lost()
 
@@ -159,10 +159,14 @@ class Ownership:
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, content, 0)
 
-    def _read(self) -> dict[str, object]:
-        """Returns what the file says, or nothing where there is none that can be read."""
+    def _read(self, size: int | None = None) -> dict[str, object]:
+        """Returns what the file says, or nothing where there is none that can be read.
+
+        Args:
+            size: Its length if it is this owner's; of another's, no more is read.
+        """
         try:
-            found = json.loads((self._directory / OWNER).read_bytes(limit=4096, size=self._size))
+            found = json.loads((self._directory / OWNER).read_bytes(limit=4096, size=size))
         except (ObjectNotFoundError, DamagedCheckpointError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
