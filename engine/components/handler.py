@@ -20,7 +20,7 @@ from ..record import COMPONENTS, RECORD, CheckpointRecord, FileRecord
 from ..storage import Location
 from .building import build
 from .checkpointable import Checkpointable
-from .layout import DATA, METADATA, OWN, below, part_record
+from .layout import DATA, METADATA, OWN, below, part_records
 from .live import live_tree
 from .names import Path
 from .permissions import Permissions
@@ -173,9 +173,8 @@ class _PreparedTree:
             (own / DATA).make_directory(sync=False)
         items = self._prepared.write(folders)
         self._files = {f"{item.folder}/{file}": known for item in items.values() for file, known in item.files.items()}
-        record = CheckpointRecord(items=items, time=SystemClock().now())
-        for path in folders:
-            said = {RECORD: part_record(record, path).encode(), METADATA: self._prepared.descriptions[path]}
+        for path, record in part_records(CheckpointRecord(items=items, time=SystemClock().now())).items():
+            said = {RECORD: record.encode(), METADATA: self._prepared.descriptions[path]}
             for name, content in said.items():
                 self._files["/".join((*path, name))] = write_file(below(folder, path) / name, content)
         directories = {path[:length] for path in folders for length in range(len(path) + 1)}

@@ -30,7 +30,7 @@ __all__ = [
     "below",
     "folders_of",
     "item_name",
-    "part_record",
+    "part_records",
     "parts_of",
     "whole_around",
 ]
@@ -63,19 +63,20 @@ def folders_of(record: CheckpointRecord) -> list[str]:
     return [item.folder for item in record.items.values()]
 
 
-def part_record(record: CheckpointRecord, path: Path) -> CheckpointRecord:
-    """Returns the record of a part: what the whole says of it and of what is below it.
+def part_records(record: CheckpointRecord) -> dict[Path, CheckpointRecord]:
+    """Returns the records of all parts by their paths: what the whole says of each and of what is below it.
 
     Args:
         record: The record of the whole.
-        path: The part's path.
     """
-    items = {
-        item_name(other[len(path) :]): replace(item, folder=item.folder.removeprefix("/".join(path) + "/"))
-        for other, item in parts_of(record).items()
-        if other[: len(path)] == path
-    }
-    return replace(record, items=items, replaced=())
+    parts = parts_of(record)
+    items: dict[Path, dict[str, ItemRecord]] = {path: {} for path in parts}
+    for path, item in parts.items():
+        for length in range(len(path) + 1):
+            if path[:length] in items:
+                folder = item.folder.removeprefix("/".join(path[:length]) + "/") if length else item.folder
+                items[path[:length]][item_name(path[length:])] = replace(item, folder=folder)
+    return {path: replace(record, items=found, replaced=()) for path, found in items.items()}
 
 
 def whole_around(location: Location) -> tuple[Location, CheckpointRecord, Path] | None:

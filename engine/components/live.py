@@ -64,14 +64,17 @@ def live_tree(root: Any) -> LiveComponent:
     queue = [start]
     for owner in queue:
         taken: set[Path] = set()
+        around: set[Path] = set()  # "a" beside "a/b" would be two owners of one directory
         for name, value in components_of(owner.value):
             below = named_path(name, owner.value)
-            if below in taken or any(_nested(below, other) for other in taken):
+            above = {below[:length] for length in range(1, len(below))}
+            if below in taken or below in around or above & taken:
                 raise OptionError(
                     f"{type(owner.value).__qualname__} has two components called {name!r}, or one inside the other; "
                     "every component needs a name of its own"
                 )
             taken.add(below)
+            around |= above
             path = (*owner.path, *below)
             known = seen.get(id(value))
             if known is not None:
@@ -81,11 +84,6 @@ def live_tree(root: Any) -> LiveComponent:
             owner.children.append(child)
             queue.append(child)
     return start
-
-
-def _nested(one: Path, other: Path) -> bool:
-    # "a" beside "a/b" would be two owners of one directory.
-    return one[: len(other)] == other or other[: len(one)] == one
 
 
 def components_of(value: Any) -> list[tuple[str, Any]]:

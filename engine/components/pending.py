@@ -26,7 +26,7 @@ from ..errors import (
 from ..marks import Mark
 from ..record import DELETED, PARTIAL, RECORD, CheckpointRecord
 from ..storage import Location
-from .layout import DATA, METADATA, OWN, below, folders_of, part_record, parts_of, whole_around
+from .layout import DATA, METADATA, OWN, below, folders_of, part_records, parts_of, whole_around
 from .names import Path
 
 _logger = logging.getLogger("holdfast")
@@ -104,11 +104,11 @@ class PendingTree:
             replaced = set(folders_of(self._old)) - set(folders_of(record))
             record = dataclasses.replace(record, replaced=tuple(sorted(replaced)))
         write_record(self.root, record)
-        for path in self.folders:
+        for path, part in part_records(record).items():
             place = below(self.root, path)
             (place / METADATA).write_bytes(metadata[path], atomic=self._old is not None)
             if path:
-                write_record(place, part_record(record, path))  # which makes the names of both durable
+                write_record(place, part)  # which makes the names of both durable
         with _leftover(self.root):
             self._tidy(record)
             (self.root / PARTIAL).remove()
@@ -220,10 +220,10 @@ class PendingTree:
 
 def _repair(root: Location, record: CheckpointRecord) -> None:
     """Writes the records of parts that are missing."""
-    for path in parts_of(record):
+    for path, part in part_records(record).items():
         place = below(root, path)
         if path and not (place / RECORD).exists():
-            write_record(place, part_record(record, path))
+            write_record(place, part)
 
 
 def _remove_if_empty(place: Location) -> None:

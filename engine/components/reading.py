@@ -13,11 +13,11 @@ from ..digests import read_checked
 from ..errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError
 from ..format import DOCUMENT_LIMIT
 from ..item import TreeReader, load_tree, tree_metadata
-from ..record import COMPONENT, COMPONENTS, RECORD, CheckpointRecord
+from ..record import COMPONENT, COMPONENTS, RECORD, CheckpointRecord, ItemRecord
 from ..storage import Location, as_location
 from ..tree import LeafRequest, collection_paused
 from .description import Description
-from .layout import below, part_record, parts_of, whole_around
+from .layout import below, part_records, parts_of, whole_around
 from .names import OWN, Path, written
 from .rllib import RLlibComponent, looks_like_rllib
 
@@ -62,7 +62,7 @@ class NativeComponent:
 
     Args:
         root: Where the checkpoint was opened.
-        record: What is known of it.
+        items: The items of its record that are components, by their paths from there.
         path: The component's path from there.
 
     Raises:
@@ -70,26 +70,25 @@ class NativeComponent:
         FormatVersionError: A newer version of holdfast wrote it.
     """
 
-    def __init__(self, root: Location, record: CheckpointRecord, path: Path = ()) -> None:
+    def __init__(self, root: Location, items: Mapping[Path, ItemRecord], path: Path = ()) -> None:
         self._root = root
-        self._record = record
+        self._items = items
         self.path = path
         self.location = below(root, path)
-        self._item = parts_of(record)[path]
+        self._item = items[path]
         self._folder = root / self._item.folder
         self.description = self._describe()
 
     @cached_property
     def children(self) -> Mapping[Path, NativeComponent]:
         """The components below it by their paths from it."""
-        known = parts_of(self._record)
         found: dict[Path, NativeComponent] = {}
         for path in self.description.components:
-            if (*self.path, *path) not in known:
+            if (*self.path, *path) not in self._items:
                 raise DamagedCheckpointError(
                     f"{self.location}: its component {written(path)} is not in the commit record"
                 )
-            found[path] = NativeComponent(self._root, self._record, (*self.path, *path))
+            found[path] = NativeComponent(self._root, self._items, (*self.path, *path))
         return found
 
     def state(self) -> Any:
@@ -139,14 +138,15 @@ def open_component(path: Place) -> SavedComponent:
 
 def of_record(location: Location, record: CheckpointRecord) -> NativeComponent:
     """Opens the tree of components that a commit record describes; see :func:`open_component`."""
-    if () not in parts_of(record):
+    parts = parts_of(record)
+    if () not in parts:
         trees = [str(location / item.folder) for item in record.items.values() if item.kind == COMPONENTS]
         hint = "read it with hf.load, or restore it with what saved it"
         raise CheckpointNotFoundError(
             f"{location}: the checkpoint here is none of components, its items are {', '.join(sorted(record.items))}; "
             + (f"one of these is a tree of components: give {' or '.join(trees)}" if trees else hint)
         )
-    return NativeComponent(location, record)
+    return NativeComponent(location, parts)
 
 
 def read_state(path: Place) -> Any:
@@ -173,7 +173,7 @@ def _part_of_a_whole(location: Location) -> SavedComponent:
     root, record, path = found
     known = parts_of(record)
     if path in known:
-        return NativeComponent(location, part_record(record, path))
+        return NativeComponent(location, parts_of(part_records(record)[path]))
     if path[-1] == OWN and path[:-1] in known:
         raise CheckpointNotFoundError(
             f"{location}: here is the state of a component; give its directory, the one above"
