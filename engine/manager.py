@@ -150,7 +150,13 @@ class CheckpointManager(CheckpointCuration):
         if save.in_background:
             self._in_flight = step
             what = f"step {step} of {self.directory}"
-            self._background.start(lambda: self._complete(step, save), what=what, step=step)
+            try:
+                self._background.start(lambda: self._complete(step, save), what=what, step=step)
+            except BaseException as error:  # the system has no more threads
+                self._in_flight = None
+                self._late.close()
+                save.give_up(error)
+                raise
         if earlier is not None:
             raise earlier
         return True

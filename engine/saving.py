@@ -129,7 +129,7 @@ class Save:
             fragments = {name: item.write(folders[name], self._part.member) for name, item in self._items.items()}
             record = self._part.commit(fragments, self._merge)
         except BaseException as error:
-            self._part.give_up(error)
+            self.give_up(error)
             raise
         total = time.perf_counter() - self._began
         return record, SaveReport(
@@ -140,6 +140,14 @@ class Save:
             blocked_seconds=self._blocked if self._background else total,
             total_seconds=total,
         )
+
+    def give_up(self, error: BaseException) -> None:
+        """Removes what was written, and tells other processes.
+
+        Args:
+            error: Why.
+        """
+        self._part.give_up(error)
 
     def _merge(self, fragments: Mapping[str, Sequence[bytes]]) -> CheckpointRecord:
         """Completes every item from what all processes have written, and makes the commit record."""

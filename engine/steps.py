@@ -64,9 +64,7 @@ class StepIndex:
                     newer[step] = damage[step]
                 continue
             if record.step != step:
-                damage[step] = (
-                    f"{location / RECORD}: written for step {record.step}, found in the directory of step {step}"
-                )
+                damage[step] = _misplaced(location, record, step)
                 continue
             records[step] = record
         with self._lock:
@@ -132,7 +130,7 @@ class StepIndex:
         return step in self._records
 
     def record(self, step: int) -> CheckpointRecord:
-        """Returns the commit record of a step.
+        """Returns the commit record of a step, also of one that somebody else has committed in the meantime.
 
         Raises:
             CheckpointNotFoundError: There is no such step; names those that exist.
@@ -140,6 +138,8 @@ class StepIndex:
             FormatVersionError: There is, but a newer version of holdfast wrote it.
         """
         record = self._records.get(step)
+        if record is None and step not in self._damage:
+            record = self._look(step)
         if record is not None:
             return record
         if step in self._newer:
@@ -149,6 +149,18 @@ class StepIndex:
         steps = self.steps()
         known = f"there are {_listed(steps)}" if steps else "there is none at all"
         raise CheckpointNotFoundError(f"{self._directory}: no checkpoint of step {step}; {known}")
+
+    def _look(self, step: int) -> CheckpointRecord | None:
+        """Looks for a step that was not there when the directory was read, or not seen, as on network file systems."""
+        location = self.location(step)
+        try:
+            record = read_record(location)
+        except CheckpointNotFoundError:
+            return None
+        if record.step != step:
+            raise DamagedCheckpointError(_misplaced(location, record, step))
+        self.add(step, record)
+        return record
 
     @property
     def damage(self) -> dict[int, str]:
@@ -164,6 +176,10 @@ def _read(place: tuple[int, Location]) -> CheckpointRecord | DamagedCheckpointEr
         return None
     except (DamagedCheckpointError, FormatVersionError) as error:
         return error
+
+
+def _misplaced(location: Location, record: CheckpointRecord, step: int) -> str:
+    return f"{location / RECORD}: written for step {record.step}, found in the directory of step {step}"
 
 
 def _listed(steps: list[int]) -> str:

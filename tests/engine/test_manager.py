@@ -294,6 +294,18 @@ def test_reload_sees_what_others_did(tmp_path: Path) -> None:
     assert looking.all_steps() == [1]
 
 
+def test_a_step_that_somebody_else_has_committed_is_found_when_it_is_asked_for(tmp_path: Path) -> None:
+    looking = hf.CheckpointManager(tmp_path)
+    with hf.CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, tree(step))
+    assert looking.restore(1)["a"] == 1
+    assert looking.all_steps() == [1]
+    os.rename(tmp_path / "2", tmp_path / "3")
+    with pytest.raises(hf.DamagedCheckpointError, match="written for step 2, found in the directory of step 3"):
+        looking.restore(3)
+
+
 def test_nothing_to_restore(tmp_path: Path) -> None:
     manager = hf.CheckpointManager(tmp_path / "none")
     assert manager.restore_latest() is None
@@ -523,6 +535,24 @@ def test_a_step_of_a_newer_version_is_an_error_not_a_fallback(tmp_path: Path, mo
         with pytest.raises(hf.FormatVersionError, match="newer"):
             manager.restore_latest()
         assert manager.restore(1)["a"] == 1
+
+
+def test_a_step_for_which_there_is_no_thread_can_be_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with hf.CheckpointManager(tmp_path) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(RuntimeError, match="new thread"):
+                manager.save(1, tree(1))
+        with pytest.raises(hf.CheckpointNotFoundError):
+            manager.record_metrics(1, {"loss": 1})
+        assert manager.save(1, tree(1), force=True)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1]
 
 
 def test_a_first_step_that_could_not_be_saved_is_still_due(tmp_path: Path) -> None:

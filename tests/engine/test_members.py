@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,25 @@ def test_all_fall_back_when_one_finds_damage(tmp_path: Path) -> None:
             return restored.step, restored.items["step"], restored.skipped, several.all_steps()
 
     assert unwrap(together(3, run)) == [(1, 1, ((2, "a flipped bit"),), [0, 1])] * 3
+
+
+def test_a_step_that_one_process_has_not_seen_yet(tmp_path: Path) -> None:
+    """As on network file systems, which may show a directory as it was a minute ago."""
+    turns = threading.Barrier(2)
+
+    def run(coordinator: Coordinator) -> int:
+        several = manager(tmp_path, coordinator) if coordinator.process_index else None
+        turns.wait(30)
+        if several is None:
+            with manager(tmp_path, hf.Alone()) as alone:
+                alone.save(7, tree(7))
+            several = manager(tmp_path, coordinator)
+        turns.wait(30)
+        restored = several.restore_latest()
+        assert restored is not None
+        return restored.step
+
+    assert unwrap(together(2, run)) == [7, 7]
 
 
 def test_a_template_that_does_not_fit_on_one_process(tmp_path: Path) -> None:
