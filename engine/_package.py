@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from .engine.manager import CheckpointManager as CheckpointManager
     from .engine.options import CheckpointManagerOptions as CheckpointManagerOptions
     from .engine.policy import Decision as Decision
+    from .engine.replicas import check_replicas as check_replicas
     from .engine.report import SaveReport as SaveReport
     from .engine.storage import Location as Location
     from .engine.storage import as_location as as_location
@@ -160,6 +161,7 @@ _HOMES = {
     "manager": ("CheckpointManager",),
     "options": ("CheckpointManagerOptions",),
     "policy": ("Decision",),
+    "replicas": ("check_replicas",),
     "report": ("SaveReport",),
     "storage": ("Location", "as_location"),
     "transformed": ("load_transformed",),

@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("handlers",),
     ("checkpoint_utils", "type_handlers", "marks", "commit", "background", "ownership", "options"),
     ("participation", "together", "agreement"),
-    ("decisions",),
+    ("decisions", "replicas"),
     ("saving", "checkpointer"),
     ("steps", "items", "directory", "rollback", "history", "curation", "manager"),
     ("interop",),
