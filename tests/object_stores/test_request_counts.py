@@ -1,0 +1,133 @@
+"""How many requests things take: what is asked once is not asked again, and what can wait together does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.object_stores.conftest import Store
+
+import holdfast as hf
+
+LEAVES = {f"layer{number}": np.full((20, 50), number, np.float32) for number in range(50)}
+KEEP = hf.CheckpointManagerOptions(max_to_keep=2)
+
+
+def counted(store: Store, action: Callable[[], Any]) -> tuple[int, dict[str, int]]:
+    """Does something; returns how many requests it took, and how many of each kind, without those of kind HEAD on gs.
+
+    Google's list does not tell a refusal from nothing, so that a list of nothing takes another request there.
+    """
+    store.server.log.clear()
+    action()
+    found = store.server.counts()
+    if store.url.startswith("gs"):
+        found.pop("HEAD", None)
+    return sum(found.values()), found
+
+
+def test_one_checkpoint(store: Store) -> None:
+    url = f"{store.url}/ckpt"
+    # The list, the mark, data, index, tree, manifest, whether the mark is still ours, the record, whether it still is.
+    assert counted(store, lambda: hf.save(url, LEAVES)) == (10, {"LIST": 1, "PUT": 6, "GET": 2, "DELETE": 1})
+    # The record and whether it is too long, manifest, index, tree, data.
+    assert counted(store, lambda: hf.load(url)) == (6, {"GET": 6})
+    assert counted(store, lambda: hf.load(url, like=LEAVES)) == (6, {"GET": 6})
+    assert counted(store, lambda: hf.load(url, select="layer7")) == (6, {"GET": 6})
+    assert counted(store, lambda: hf.describe(url)) == (6, {"LIST": 1, "GET": 5})
+    assert counted(store, lambda: hf.verify(url))[0] <= 14
+    assert counted(store, lambda: hf.save(url, LEAVES, overwrite=True))[0] <= 18
+
+
+def test_a_run(store: Store) -> None:
+    url = f"{store.url}/run"
+    for number in range(40):
+        store.server.buckets[store.bucket][f"other/{number}"] = store.server.put(store.bucket, "run2/x", b"")
+    with hf.CheckpointManager(url, options=KEEP) as run:
+        for step in (1, 2):
+            run.save(step, LEAVES)
+            run.wait_until_finished()
+
+        def save() -> None:
+            run.save(3, LEAVES)
+            run.wait_until_finished()
+
+        # As above, and twice whether the run still owns the directory; the deletion lists, marks and deletes.
+        assert counted(store, save)[0] <= 24
+    # A list, and two for each record.
+    assert counted(store, lambda: hf.CheckpointManager(url, options=KEEP)) == (5, {"LIST": 1, "GET": 4})
+    run = hf.CheckpointManager(url, options=KEEP)
+    assert counted(store, lambda: run.restore_latest(LEAVES)) == (4, {"GET": 4})
+    assert counted(store, lambda: hf.load(url))[0] <= 13
+    assert counted(store, lambda: hf.list_checkpoints(url))[0] <= 9
+    assert not any("other" in what or "run2" in what for what in store.server.sent())
+
+
+def test_nothing_is_there(store: Store) -> None:
+    def look() -> None:
+        with pytest.raises(hf.CheckpointNotFoundError):
+            hf.load(f"{store.url}/nothing")
+
+    assert counted(store, look)[0] <= 10
+
+
+def test_long_lists_come_in_pages(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"{store.url}/run"
+    with hf.CheckpointManager(url) as run:
+        for step in range(8):
+            run.save(step, {"step": step})
+    monkeypatch.setattr(type(store.server), "page", 7)
+    requests, kinds = counted(store, lambda: hf.CheckpointManager(url))
+    assert kinds["LIST"] == -(-len(store.stored("run/")) // 7)
+    assert requests == kinds["LIST"] + 16
+    with hf.CheckpointManager(url, options=KEEP) as run:
+        assert run.all_steps() == list(range(8))
+        run.save(8, {"step": 8})
+    assert run.all_steps() == [7, 8]
+    assert hf.verify(url).ok
+
+
+def test_data_files_are_uploaded_and_read_at_the_same_time(store: Store) -> None:
+    """Also with the layout that is the default on a disk: a file there may be larger than any upload should be."""
+    layout = hf.Layout(chunk_bytes=64 << 10, segment_bytes=64 << 10, upload_bytes=128 << 10)
+    tree = {"w": np.arange(512 << 10, dtype=np.float32)}
+    store.server.latency = 0.02
+    store.server.most_at_once = 0
+    hf.save(f"{store.url}/ckpt", tree, layout=layout)
+    sizes = [len(one.body) for one in store.server.log if one.method in ("PUT", "POST") and ".0." in one.what]
+    assert len(sizes) > 16
+    assert max(sizes) <= 128 << 10
+    assert store.server.most_at_once == 8
+    store.server.most_at_once = 0
+    assert np.array_equal(hf.load(f"{store.url}/ckpt")["w"], tree["w"])
+    assert 8 < store.server.most_at_once <= 16
+
+
+def test_ranges_that_are_near_are_read_together(store: Store) -> None:
+    tree = {f"leaf{number:03}": np.full(2000, number, np.float32) for number in range(200)}
+    hf.save(f"{store.url}/ckpt", tree)
+    store.server.log.clear()
+    hf.load(f"{store.url}/ckpt", select=["leaf000", "leaf100", "leaf150"])
+    [data] = [one for one in store.server.log if ".0.0" in one.what]
+    assert data.headers["range"].startswith("bytes=0-")
+    store.server.log.clear()
+    hf.load(f"{store.url}/ckpt", select="leaf150")
+    [data] = [one for one in store.server.log if ".0.0" in one.what]
+    first, last = map(int, data.headers["range"].removeprefix("bytes=").split("-"))
+    assert last - first == 8003, "nothing else is read"
+
+
+def test_verifying_does_not_fetch_data_twice(store: Store) -> None:
+    tree = {"w": np.arange(500_000, dtype=np.float32)}
+    hf.save(f"{store.url}/ckpt", tree)
+    store.server.log.clear()
+    assert hf.verify(f"{store.url}/ckpt").ok
+    ranges = [one.headers.get("range", "all") for one in store.server.log if ".0.0" in one.what and one.method == "GET"]
+    assert len(ranges) == 3, "the byte behind it, the last one, and what it holds"
+    [key] = [key for key in store.stored() if ".0.0" in key]
+    content = store.server.buckets[store.bucket][key].content
+    for changed in (content + b"more", content[:-1], content[:100]):
+        store.server.put(store.bucket, key, changed)
+        assert not hf.verify(f"{store.url}/ckpt").ok

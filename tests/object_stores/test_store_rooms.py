@@ -1,0 +1,104 @@
+"""Graphs, components, arrays of others and training loops by the URL of a store."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.object_stores.conftest import Store
+
+import holdfast as hf
+from holdfast import components, graph
+
+
+class Counter(components.Checkpointable):
+    """A component with a number and an array."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.count = 0
+        self.values = np.zeros(size)
+
+
+def test_graphs(store: Store) -> None:
+    url = f"{store.url}/graphs/ckpt"
+    saved = graph.Node(w=np.arange(5.0), inner=graph.Node(step=3))
+    path = graph.Checkpoint(model=saved).save(url)
+    assert graph.latest_checkpoint(f"{store.url}/graphs") == path
+    fresh = graph.Node(w=np.zeros(5), inner=graph.Node(step=0))
+    graph.Checkpoint(model=fresh).restore(path).assert_consumed()
+    assert fresh.w.tolist() == [0, 1, 2, 3, 4]
+    assert fresh.inner.step == 3
+
+
+def test_components(store: Store) -> None:
+    url = f"{store.url}/components/one"
+    made = Counter(4)
+    made.count, made.values[:] = 7, 2.5
+    made.save_to_path(url)
+    found = Counter(4)
+    found.restore_from_path(url)
+    assert found.count == 7
+    assert found.values.tolist() == [2.5] * 4
+    again = Counter.from_checkpoint(url)
+    assert (again.size, again.count) == (4, 7)
+    made.count = 8
+    made.save_to_path(url, overwrite=True)
+    found.restore_from_path(url)
+    assert found.count == 8
+
+
+def test_a_component_that_cannot_be_written_leaves_the_old_one(store: Store) -> None:
+    url = f"{store.url}/components/two"
+    made = Counter(4)
+    made.count = 1
+    made.save_to_path(url)
+    made.count = 2
+    store.server.fail(r"(PUT|POST).*manifest", times=1000, answer=store.server.error(403, "AccessDenied"))
+    with pytest.raises(hf.StoragePermissionError, match="credentials"):
+        made.save_to_path(url, overwrite=True)
+    store.server.reset()
+    assert Counter.from_checkpoint(url).count == 1
+    made.save_to_path(url, overwrite=True)
+    assert Counter.from_checkpoint(url).count == 2
+
+
+def test_a_flax_loop(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    jnp = pytest.importorskip("jax.numpy")
+    from holdfast.integrations.flax import CheckpointCallback
+
+    def run(last: int) -> tuple[dict[str, Any], int]:
+        state = {"w": jnp.zeros(100), "step": 0}
+        with CheckpointCallback(f"{store.url}/flax", save_interval_steps=2, max_to_keep=2) as callback:
+            state, start = callback.restore_or_initialize(state)
+            for step in range(start, last):
+                state = {"w": state["w"] + step, "step": step + 1}
+                callback.on_step(step + 1, state)
+        return state, start
+
+    straight = 0.0
+    for step in range(9):
+        straight += step
+    assert run(5)[1] == 0
+    state, start = run(9)
+    assert start >= 4
+    assert float(state["w"][0]) == straight
+    store.server.fail(".", times=1000, answer=store.server.error(403, "AccessDenied"))
+    with caplog.at_level(logging.ERROR), pytest.raises(hf.StoragePermissionError, match="credentials"):
+        run(12)
+
+
+def test_arrays_of_others(store: Store) -> None:
+    """A folder of arrays that TensorStore wrote."""
+    import tensorstore as ts
+
+    from holdfast.engine.storage.stores import shared_context, store_spec
+
+    scheme, _, bucket = store.url.partition("://")
+    base = {**store_spec(scheme, bucket), "path": "theirs/"}
+    spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": "w/"}}
+    array = ts.open(spec, create=True, dtype=ts.float32, shape=[10], context=shared_context()).result()
+    array.write(np.arange(10, dtype=np.float32)).result()
+    assert hf.load(f"{store.url}/theirs")["w"].tolist() == list(range(10))
