@@ -47,6 +47,35 @@ def test_status(status: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("ABORTED: All 8 retry attempts failed: SlowDown: [http_response_code='503']", errors.StorageUnavailableError),
+        ("ABORTED: changed meanwhile", errors.StorageConflictError),
+        ("ExpiredToken: The token has expired [http_response_code='400']", errors.StoragePermissionError),
+        ("AuthorizationHeaderMalformed: wrong region [http_response_code='400']", errors.StoragePermissionError),
+        ("INTERNAL: Failed to get credentials from provider: none", errors.StoragePermissionError),
+        ("UNKNOWN: XMinioStorageFull: no space [http_response_code='507']", errors.StorageFullError),
+        ("FAILED_PRECONDITION: PermanentRedirect: elsewhere [http_response_code='301']", errors.InvalidLocationError),
+        ("FAILED_PRECONDITION: Requested byte range [0, 9) was ignored by server", errors.DamagedCheckpointError),
+    ],
+    ids=["retries", "aborted", "expired", "region", "no credentials", "full", "moved", "no ranges"],
+)
+def test_what_services_say(text: str, expected: type[errors.HoldfastError]) -> None:
+    assert type(map_status(ValueError(text), "s3://bucket/x", "read")) is expected
+
+
+def test_what_was_said_in_words_is_not_repeated() -> None:
+    text = (
+        "PERMISSION_DENIED: AccessDenied: no [http_response_body='<Error>\\n<M>it\\'s</M>'] [x-amzn-requestid='1'] "
+        "[http_response_code='403']"
+    )
+    assert str(map_status(ValueError(text), "s3://b/x", "read")) == (
+        "cannot read s3://b/x: PERMISSION_DENIED: AccessDenied: no [http_response_code='403']; "
+        "check the permissions or credentials"
+    )
+
+
+@pytest.mark.parametrize(
     ("error", "expected"),
     [
         (ValueError('Invalid key: "x"'), errors.InvalidLocationError),

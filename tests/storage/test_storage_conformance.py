@@ -21,7 +21,7 @@ from holdfast.engine.errors import (
     ObjectNotFoundError,
     StorageError,
 )
-from holdfast.engine.storage import Buffer, Location, Segment, as_location
+from holdfast.engine.storage import Buffer, DataFile, Location, Segment, as_location
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,6 +100,77 @@ class BackendConformance:
         (folder / "object").write_bytes(bytes(100))
         with pytest.raises(DamagedCheckpointError, match=r"object .*99"):
             (folder / "object").read_bytes(limit=99)
+
+    def test_what_has_just_this_name(self, folder: Location) -> None:
+        (folder / "object").write_bytes(b"1")
+        (folder / "object2").write_bytes(b"1")
+        assert (folder / "object").is_there()
+        assert not (folder / "obj").is_there()
+        assert not (folder / "object" / "below").is_there()
+
+    @pytest.mark.parametrize("size", [0, 1, 5000], ids=str)
+    def test_whether_the_size_is_right(self, folder: Location, size: int) -> None:
+        (folder / "object").write_bytes(bytes(size))
+        assert (folder / "object").has_size(size)
+        assert not (folder / "object").has_size(size + 1)
+        if size:
+            assert not (folder / "object").has_size(size - 1)
+            assert not (folder / "object").has_size(0)
+        with pytest.raises(ObjectNotFoundError, match="absent"):
+            (folder / "absent").has_size(size)
+
+    @pytest.mark.parametrize("size", [0, 1, 5000], ids=str)
+    def test_bytes_of_a_known_size(self, folder: Location, size: int) -> None:
+        data = noise(size).tobytes()
+        (folder / "object").write_bytes(data)
+        assert (folder / "object").read_bytes(size=size) == data
+        assert (folder / "object").read_bytes(size, size=size) == data
+        assert (folder / "object").read_bytes(size=size + 7) == data, "it is shorter than was thought"
+        with pytest.raises(ObjectNotFoundError, match="absent"):
+            (folder / "absent").read_bytes(size=size)
+        if size:
+            with pytest.raises(DamagedCheckpointError, match="object"):
+                (folder / "object").read_bytes(size - 1, size=size)
+
+    def test_data_of_a_known_size(self, folder: Location) -> None:
+        data = noise(9000)
+        (folder / "data").write_data(9000, [segment(0, data)])
+        with (folder / "data").open_data(size=9000) as reader:
+            assert np.array_equal(reader.read(100, 8000), data[100:8100])
+        with pytest.raises(ObjectNotFoundError, match="absent"), (folder / "absent").open_data(size=9000) as reader:
+            reader.read(100, 8000)
+        with (
+            pytest.raises(DamagedCheckpointError, match=r"data .*9000 bytes"),
+            (folder / "data").open_data(size=12_000) as reader,
+        ):
+            reader.read(8000, 2000)
+
+    def test_many_data_files(self, folder: Location) -> None:
+        contents = [noise(size, size) for size in (0, 5000, 1, 4096, 300_000, 7, 8, 9, 10, 11)]
+        (folder / "d").make_directory()
+        folder.write_data_files(
+            [DataFile(f"d/{number}", data.size, [segment(0, data)]) for number, data in enumerate(contents)]
+        )
+        for number, data in enumerate(contents):
+            assert (folder / "d" / str(number)).read_bytes() == data.tobytes()
+        wrong = [DataFile(f"d/{number}", 10, [segment(0, noise(10 + (number == 3)))]) for number in range(8)]
+        with pytest.raises(ValueError, match="segment"):
+            folder.write_data_files(wrong)
+
+    def test_a_snapshot_looks_like_the_place(self, folder: Location) -> None:
+        for name in ("run/1/file", "run/2/file", "run/2/more", "run2/file", "run-3/file", "run/file"):
+            (folder / name).parent.make_directory()
+            (folder / name).write_bytes(name.encode())
+        seen = (folder / "run").snapshot()
+        for place, same in ((seen, folder / "run"), (seen / "2", folder / "run" / "2"), (seen.parent, folder)):
+            assert [entry.name for entry in place.entries()] == [entry.name for entry in same.entries()]
+            assert (place.is_directory(), place.exists(), place.url) == (True, True, same.url)
+        assert (seen / "2" / "file").read_bytes() == b"run/2/file"
+        assert (seen / "2" / "file").is_there()
+        assert not (seen / "2" / "fil").exists()
+        assert not (seen / "3").is_directory()
+        assert (seen.parent / "run2" / "file").is_there()
+        assert not (folder / "absent").snapshot().exists()
 
     @pytest.mark.parametrize("name", NAMES)
     def test_names(self, folder: Location, name: str) -> None:
