@@ -42,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if with_traceback:
             traceback.print_exception(error)
         return _explain(error)
+    if status == INTERRUPTED:  # what typer makes of Ctrl-C
+        return _complain("interrupted", INTERRUPTED)
     return status if isinstance(status, int) else DONE
 
 

@@ -249,6 +249,17 @@ def test_unexpected_errors_are_one_line_as_well(
     assert "in show_leaves" in capsys.readouterr().err
 
 
+def test_ctrl_c_is_one_line_and_status_130(
+    capsys: pytest.CaptureFixture[str], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("holdfast.cli.inspect.verify", interrupted)
+
+    assert error_of(capsys, "verify", run, status=130) == "holdfast: interrupted\n"
+
+
 def test_a_missing_package_names_the_command_that_installs_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
