@@ -12,12 +12,13 @@ from typing import Any
 
 from .clock import Clock
 from .commit import delete_checkpoint, remove_temporary, sweep, write_record
-from .errors import HoldfastError, ObjectNotFoundError, OptionError, OwnershipError, StorageError
+from .errors import HoldfastError, ObjectNotFoundError, OptionError, OwnershipError, StorageConflictError, StorageError
 from .format import decode_document, encode_document
+from .marks import Mark
 from .options import CheckpointManagerOptions
 from .ownership import OWNER, Ownership
 from .policy import Rule, reasons
-from .record import RECORD, CheckpointRecord
+from .record import PARTIAL, RECORD, CheckpointRecord
 from .steps import StepIndex
 from .storage import Location, at_once, several
 
@@ -105,8 +106,17 @@ class RunDirectory:
         self._swept = True
 
     def _sweep(self, location: Location) -> None:
-        if not sweep(location) and location.is_local:
-            self._remove_empty(location)
+        mark = Mark(location / PARTIAL)
+        try:
+            mark.take_over()
+        except StorageConflictError as error:  # one that is not made by a manager: those are alone here
+            _logger.warning("%s: what is there is left alone: %s", location, error)
+            return
+        try:
+            if not sweep(location) and location.is_local:
+                self._remove_empty(location)
+        finally:
+            mark.release()
 
     def _remove_empty(self, location: Location) -> None:
         """Removes the folder of a step that an earlier run has made and was killed before it could mark it."""

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+from holdfast.engine.commit import PendingCheckpoint
 
 
 def tree(step: int) -> dict[str, Any]:
@@ -415,6 +416,20 @@ def test_empty_folders_of_steps_are_swept(tmp_path: Path) -> None:
         manager.acquire()
         left = {path.name for path in tmp_path.iterdir() if path.is_dir()}
         assert left == {"1", "3", "4", "07", "notes"}, "newer ones may be about to be filled"
+
+
+def test_a_save_that_is_alive_is_not_swept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Somebody saves into the directory of a run without its manager."""
+    pending = PendingCheckpoint(hf.as_location(tmp_path / "5"), ["state"], overwrite=False)
+    pending.begin()
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.acquire()
+        assert (tmp_path / "5" / "checkpoint.partial").exists()
+        assert "another save to the same path has begun" in caplog.text
+    pending.leave()
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.acquire()
+        assert not (tmp_path / "5").exists()
 
 
 def test_a_step_in_the_directory_of_another(tmp_path: Path) -> None:
