@@ -21,7 +21,7 @@ _OWN_ESCAPED = escape_first(OWN)  # what a component of that name is called on d
 Names = str | Collection[str]
 """Paths of components, or patterns of them such as ``"learner/*"``; what is below one of them is meant, too."""
 
-__all__ = ["OWN", "Names", "Path", "Selection", "component_path", "find", "named_path", "shown", "written"]
+__all__ = ["OWN", "Names", "Path", "Selection", "component_path", "find", "name_of", "named_path", "shown", "written"]
 
 
 def component_path(text: str) -> Path:
@@ -69,6 +69,11 @@ def _read(key: str, text: str) -> str:
 def written(path: Path) -> str:
     """Returns a path as a person writes it."""
     return "/".join(OWN if segment == _OWN_ESCAPED else segment.replace("%2E", ".") for segment in path)
+
+
+def name_of(path: Path) -> str:
+    """Returns the name that a component has with the one above it; :func:`named_path` reads it."""
+    return "/".join(OWN if segment == _OWN_ESCAPED else str(unescape_key(segment)) for segment in path)
 
 
 def find(text: str, known: Iterable[Path], where: str) -> Path:

@@ -110,7 +110,7 @@ class PendingTree:
             if path:
                 write_record(place, part)  # which makes the names of both durable
         with _leftover(self.root):
-            self._tidy(record)
+            self._remove_folders(record.replaced, record)
             (self.root / PARTIAL).remove()
             self.root.sync_directory()
         self._mark.release()
@@ -138,8 +138,6 @@ class PendingTree:
         record = read_record(self.root)
         self._remove_folders([*self._written(), *record.replaced], record)
         _repair(self.root, record)
-        for path in sorted(set(self.folders) - set(parts_of(record)), key=len, reverse=True):
-            _remove_if_empty(below(self.root, path))
         (self.root / PARTIAL).remove()
 
     def _written(self) -> list[str]:
@@ -186,12 +184,18 @@ class PendingTree:
         (self.root / PARTIAL).remove()
 
     def _remove_folders(self, folders: Iterable[object], record: CheckpointRecord) -> None:
-        """Removes folders of states that are not those of a tree that is there."""
-        live = set(folders_of(record))
-        for folder in folders:
+        """Removes folders of states that are not those of a tree that is there, and directories that were for these."""
+        live, parts = set(folders_of(record)), parts_of(record)
+        found = [folder for folder in folders if isinstance(folder, str) and _is_own(folder) and folder not in live]
+        for folder in sorted(found, key=len, reverse=True):
             with contextlib.suppress(InvalidLocationError):
-                if isinstance(folder, str) and _is_own(folder) and folder not in live:
-                    (self.root / folder).remove_tree()
+                (self.root / folder).remove_tree()
+                path = tuple(folder.split("/")[:-1])
+                if path not in parts:
+                    (below(self.root, path) / METADATA).remove()
+                    (below(self.root, path) / RECORD).remove()
+                for length in range(len(path), 0, -1):
+                    _remove_if_empty(below(self.root, path[:length]))
 
     def _sync_between(self) -> None:
         """Makes the names of directories durable that lie between two components."""
@@ -204,18 +208,6 @@ class PendingTree:
         for path in parts_of(record):
             if path:
                 (below(self.root, path) / RECORD).remove()
-
-    def _tidy(self, record: CheckpointRecord) -> None:
-        """Removes what the tree has replaced, and directories of components that are gone."""
-        if self._old is None:
-            return
-        for folder in set(folders_of(self._old)) - set(folders_of(record)):
-            (self.root / folder).remove_tree()
-        for path in sorted(set(parts_of(self._old)) - set(parts_of(record)), key=len, reverse=True):
-            place = below(self.root, path)
-            (place / METADATA).remove()
-            for length in range(len(path), 0, -1):
-                _remove_if_empty(below(self.root, path[:length]))
 
 
 def _repair(root: Location, record: CheckpointRecord) -> None:

@@ -18,7 +18,7 @@ from ..storage import Location, as_location
 from ..tree import LeafRequest, collection_paused
 from .description import Description
 from .layout import below, part_records, parts_of, whole_around
-from .names import OWN, Path, written
+from .names import OWN, Path, name_of, written
 from .rllib import RLlibComponent, looks_like_rllib
 
 _LOOKED_AT = 100  # directories in which a tree is searched for that a message can name
@@ -222,5 +222,5 @@ def _nested(component: SavedComponent, own: Any, of: Callable[[Any], Any]) -> An
     for path, child in component.children.items():
         if not isinstance(own, dict):
             raise DamagedCheckpointError(f"{component.location}: its state is no dictionary, but it has components")
-        own[written(path)] = of(child)
+        own[name_of(path)] = of(child)
     return own

@@ -1,0 +1,385 @@
+"""Whatever a tree of components holds comes back; whatever a checkpoint says is data, or refused."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+import holdfast as hf
+from holdfast.components import Checkpointable, ComponentCheckpointHandler, read_state
+from holdfast.engine.components.description import Description
+from holdfast.engine.components.names import Selection, component_path, named_path, written
+from holdfast.engine.components.permissions import Permissions
+from holdfast.engine.components.recipes import encode_recipe
+from holdfast.engine.components.values import Missing, ValueDecoder
+from holdfast.engine.format import decode_document, encode_document
+from holdfast.engine.storage.local import LocalBackend
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=6)
+ARRAYS = npst.arrays(
+    st.sampled_from(["<f4", ">f8", "i1", "<u2", "?", "c8", "datetime64[s]", "<U3", "S2"]).map(np.dtype),
+    npst.array_shapes(min_dims=0, max_dims=2, min_side=0, max_side=3),
+)
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.complex_numbers() | TEXT | st.binary(max_size=5)
+KEYS = st.text(st.sampled_from("ab.%/ 0é"), min_size=1, max_size=4) | st.integers(0, 3)
+
+
+def nested(leaves: Any) -> Any:
+    return st.recursive(
+        leaves,
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.lists(inner, max_size=3).map(tuple)
+            | st.dictionaries(KEYS, inner, max_size=3)
+        ),
+        max_leaves=5,
+    )
+
+
+STATES = st.dictionaries(st.sampled_from(["first", "second", "third_one"]), nested(PLAIN | ARRAYS), max_size=3)
+NAMES = st.sampled_from(["p0", "p1", "state", "a.b", "d", "checkpoint.json", "metadata.json", "x y", "é", "0", "%41"])
+TREES = st.recursive(
+    st.tuples(STATES, st.just({})),
+    lambda inner: st.tuples(STATES, st.dictionaries(NAMES, inner, max_size=3)),
+    max_leaves=5,
+)
+
+
+class Box(Checkpointable):
+    """Some values, and boxes below it, which may be called as they like."""
+
+    __untracked__ = ("boxes",)
+
+    def __init__(self, values: dict[str, Any], boxes: dict[str, Box]) -> None:
+        vars(self).update(copy.deepcopy(values))
+        self.boxes = boxes
+
+    def get_checkpointable_components(self) -> list[tuple[str, Any]]:
+        """Returns the boxes by their names alone."""
+        return list(self.boxes.items())
+
+
+def made(tree: Any, *, empty: bool = False) -> Box:
+    """Makes boxes; empty ones have values of the same kinds, and others."""
+    values, below = tree
+    return Box(
+        {name: _other(value) if empty else value for name, value in values.items()},
+        {name: made(one, empty=empty) for name, one in below.items()},
+    )
+
+
+def _other(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _other(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_other, value))
+    if isinstance(value, np.ndarray):
+        return np.zeros_like(value)
+    return value if value is None else type(value)()
+
+
+def looks(value: Any) -> Any:
+    """Returns something that is equal only for what is the same to the bit."""
+    if isinstance(value, Box):
+        own = {name: one for name, one in vars(value).items() if name != "boxes" and not name.startswith("_holdfast")}
+        return looks(own), [(name, looks(box)) for name, box in value.boxes.items()]
+    if isinstance(value, dict):
+        return "dict", sorted(((repr(key), looks(item)) for key, item in value.items()), key=repr)
+    if isinstance(value, list | tuple):
+        return type(value).__name__, list(map(looks, value))
+    if isinstance(value, np.ndarray):
+        return "array", value.dtype, value.shape, value.tobytes()
+    return type(value).__name__, repr(value)
+
+
+def places() -> Any:
+    return st.sampled_from(["disk", "memory"])
+
+
+@contextlib.contextmanager
+def place(kind: str) -> Any:
+    with tempfile.TemporaryDirectory() as directory:
+        if kind == "disk":
+            yield directory
+            return
+        url = f"memory://test_component_properties{directory}"
+        yield url
+        hf.as_location(url).remove_tree()
+
+
+@given(tree=TREES, kind=places(), use_msgpack=st.booleans())
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
+def test_trees_come_back(tree: Any, kind: str, use_msgpack: bool) -> None:
+    saved, fresh = made(tree), made(tree, empty=True)
+    with place(kind) as where:
+        path = saved.save_to_path(f"{where}/x", use_msgpack=use_msgpack)
+        report = fresh.restore_from_path(path, strict=True)
+        assert report.complete
+        assert looks(fresh) == looks(saved)
+        assert looks(Box.from_checkpoint(path)) == looks(saved)
+        assert hf.verify(path).ok
+        for name, below in tree[1].items():
+            part = made(below, empty=True)
+            folder = hf.as_location(path) / "/".join(named_path(name, saved))
+            part.restore_from_path(folder, strict=True)
+            assert looks(part) == looks(saved.boxes[name])
+            assert looks(read_state(folder)) == looks(read_state(path)[name])
+
+
+@given(first=TREES, second=TREES)
+@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
+def test_trees_replace_each_other(first: Any, second: Any) -> None:
+    with place("disk") as where:
+        path = made(first).save_to_path(f"{where}/x")
+        made(second).save_to_path(path, overwrite=True)
+        fresh = made(second, empty=True)
+        fresh.restore_from_path(path, strict=True)
+        assert looks(fresh) == looks(made(second))
+        alone = made(second).save_to_path(f"{where}/y")
+        assert kinds_of_files(path) == kinds_of_files(alone)
+
+
+def kinds_of_files(path: str) -> list[str]:
+    """Returns the files of a tree, without what tells folders and files of one save from those of another."""
+    found = [str(file.relative_to(path)) for file in Path(path).rglob("*") if file.is_file()]
+    return sorted(
+        re.sub(r"/d/[0-9a-f]{8}\.", "/d/", re.sub(r"(^|/)state\.[0-9a-f]{8}/", r"\1state/", one)) for one in found
+    )
+
+
+@given(tree=TREES)
+@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
+def test_a_manager_keeps_what_a_path_keeps(tree: Any) -> None:
+    saved, fresh = made(tree), made(tree, empty=True)
+    with place("disk") as where:
+        with hf.CheckpointManager(where, hf.AsyncCheckpointer(ComponentCheckpointHandler())) as manager:
+            manager.save(3, saved)
+            manager.restore(3, fresh)
+        assert looks(fresh) == looks(saved)
+        assert hf.verify(where).ok
+        state = read_state(f"{where}/3/state")
+        shown = {leaf.item for leaf in hf.describe(where)}
+        assert shown <= {"state", *(f"state/{path}" for path in paths_of(tree))}
+        assert looks(state) == looks(read_state(saved.save_to_path(f"{where}/alone")))
+
+
+def paths_of(tree: Any, above: str = "") -> list[str]:
+    found = []
+    for name, below in tree[1].items():
+        path = above + "/".join(named_path(name, None))
+        found += [path, *paths_of(below, f"{path}/")]
+    return found
+
+
+# ---- recipes
+
+
+def component(_: Any) -> Any:
+    return None
+
+
+@given(args=st.lists(nested(PLAIN | ARRAYS | st.frozensets(st.integers(), max_size=3)), max_size=3))
+@settings(max_examples=60)
+def test_recipes_come_back(args: list[Any]) -> None:
+    recipe, problems = encode_recipe(tuple(args), {}, component, component)
+    read = json.loads(json.dumps(recipe))["args"]
+    decoder = ValueDecoder(Permissions(), component, component, "here")
+    found = [decoder.decode(value) for value in read]
+    missing = [isinstance(value, Missing) for value in found]
+    assert sum(missing) == len(problems)
+    for value, again, gone in zip(args, found, missing, strict=True):
+        if not gone:
+            assert looks(again) == looks(value)
+
+
+KINDS = [
+    *(
+        "float",
+        "complex",
+        "bytes",
+        "tuple",
+        "set",
+        "frozenset",
+        "dict",
+        "range",
+        "slice",
+        "path",
+        "namespace",
+        "component",
+    ),
+    *(
+        "recipe",
+        "enum",
+        "partial",
+        "name",
+        "object",
+        "dtype",
+        "array",
+        "key",
+        "torch.dtype",
+        "device",
+        "jax.dtype",
+        "nnx.Rngs",
+    ),
+    *("missing", "nothing of the kind"),
+]
+WORDS = st.sampled_from(
+    [
+        "numpy",
+        "torch",
+        "jax",
+        "float32",
+        "bfloat16",
+        "os:system",
+        "a.b:C",
+        "cpu",
+        "cuda:-1",
+        "inf",
+        "AAAA",
+        "threefry2x32",
+        "float",
+        "Tensor",
+        "_C",
+    ]
+)
+HOSTILE = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 1 << 70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | WORDS
+    | TEXT,
+    lambda inner: (
+        st.lists(inner, max_size=5)
+        | st.builds(lambda kind, content: {kind: content}, st.sampled_from(KINDS), inner)
+        | st.builds(lambda kind, content: {kind: content}, st.sampled_from(KINDS), st.lists(inner, max_size=5))
+        | st.dictionaries(TEXT, inner, max_size=2)
+    ),
+    max_leaves=8,
+)
+
+
+@given(value=HOSTILE)
+@settings(max_examples=200)
+@example({"array": ["torch", "float32", [1], "AAAA"]})
+@example({"array": ["numpy", "float32", [0, 1 << 62], ""]})
+@example({"key": ["threefry2x32", "uint32", [2], "AAAAAAAAAAA="]})
+@example({"range": [0, 1 << 70, 0]})
+@example({"complex": ["inf", "0x1p99999"]})
+@example({"torch.dtype": "_C"})
+@example({"jax.dtype": "int4"})
+@example({"device": "cuda:99999999999999999999"})
+@example({"dict": [[{"slice": [1, 2, 3]}, 1]]})
+@example({"set": [{"dict": []}]})
+def test_hostile_recipes_are_data_or_refused(value: Any) -> None:
+    decoder = ValueDecoder(Permissions(base=Checkpointable), lambda _: None, lambda _: None, "here")
+    with contextlib.suppress(hf.DamagedCheckpointError, hf.NotAllowedError, hf.OptionError, hf.FormatVersionError):
+        decoder.decode(json.loads(json.dumps(value)))
+
+
+@given(
+    changes=st.dictionaries(
+        st.sampled_from(["layout", "class", "constructor", "path", "components", "same", "metadata", "no_constructor"]),
+        HOSTILE,
+        min_size=1,
+    )
+)
+@settings(max_examples=100)
+def test_hostile_descriptions(changes: dict[str, Any]) -> None:
+    body = decode_document(Description(type="a:B", recipe={"args": [], "kwargs": {}}).encode(), "component", source="")
+    with contextlib.suppress(hf.DamagedCheckpointError, hf.FormatVersionError):
+        Description.decode(encode_document("component", {**body, **changes}), source="here")
+
+
+@given(
+    text=st.text(st.sampled_from("ab./%*?[]F2 é"), max_size=8),
+    known=st.lists(st.sampled_from(["a", "b", "a.b", "é"]), unique=True),
+)
+@settings(max_examples=200)
+def test_names_that_people_write(text: str, known: list[str]) -> None:
+    paths = [(), *(named_path(name, None) for name in known)]
+    with contextlib.suppress(hf.OptionError):
+        assert component_path(written(component_path(text))) == component_path(text)
+    with contextlib.suppress(hf.OptionError, hf.TreeMismatchError):
+        chosen = Selection(text, None, paths, "here")
+        assert any(chosen.has(path) for path in paths)
+
+
+# ---- kills
+
+
+OPERATIONS = ("write_bytes", "write_data", "make_directory", "sync_directory", "rename", "remove", "remove_tree")
+
+
+class Killed(BaseException):
+    """What a test does to a program."""
+
+
+def small(count: int, names: tuple[str, ...] = ("a", "b/c")) -> Box:
+    return Box({"count": count}, {name: Box({"value": np.full(2, count)}, {}) for name in names})
+
+
+@pytest.mark.parametrize("names", [("a", "b/c"), ("b/d",)], ids=["same", "others"])
+@pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
+def test_a_kill_at_any_operation(
+    names: tuple[str, ...], old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a kill before any operation there is the old tree or the new one, and the next save leaves no trace."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # this is about programs, not about power
+    clean = kinds_of_files(small(3, names).save_to_path(tmp_path / "clean"))
+    for limit in itertools.count(1, 1 if os.environ.get("HYPOTHESIS_PROFILE") == "search" else 7):
+        path = str(tmp_path / str(limit))
+        if old:
+            small(1).save_to_path(path)
+        with monkeypatch.context() as patch:
+            calls = itertools.count(1)
+            for name in OPERATIONS:
+                patch.setattr(LocalBackend, name, _dying(getattr(LocalBackend, name), calls, limit))
+            patch.setattr("holdfast.engine.components.pending.PendingTree.abort", lambda self: self._mark.release())
+            try:
+                small(2, names).save_to_path(path, overwrite=True)
+                finished = True
+            except Killed:
+                finished = False
+        try:
+            state = read_state(path)
+        except hf.CheckpointNotFoundError:
+            assert not old
+            assert not finished
+        else:
+            assert state["count"] in ({1, 2} if old else {2})
+            assert state["count"] == 2 or not finished
+            below = {name: one for name, one in state.items() if isinstance(one, dict)}
+            assert below.keys() == {*(names if state["count"] == 2 else ("a", "b/c"))}
+            for name, one in below.items():
+                assert set(one["value"].tolist()) == {state["count"]}
+                assert looks(read_state(f"{path}/{name}")) == looks(one)
+            assert hf.verify(path).ok
+        small(3, names).save_to_path(path, overwrite=True)
+        assert kinds_of_files(path) == clean
+        assert read_state(path)["count"] == 3
+        assert all(hf.verify(f"{path}/{name}").ok for name in names)
+        if finished:
+            break
+
+
+def _dying(real: Any, calls: Any, limit: int) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) >= limit:
+            raise Killed
+        return real(*args, **kwargs)
+
+    return wrapped
