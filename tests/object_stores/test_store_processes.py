@@ -1,0 +1,38 @@
+"""Two connected processes save together into a store, and each writes its share."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+from tests.object_stores.conftest import Store
+from tests.processes.harness import Process, run_processes
+
+import holdfast as hf
+
+
+def train(process: Process, environment: dict[str, str], url: str, last: int) -> Any:
+    """Saves some steps of a tree that is the same in both, and what each has of its own; restores the last."""
+    os.environ.update(environment)
+    items = {
+        "state": hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler(layout=hf.Layout(chunk_bytes=4096))),
+        "data": hf.Checkpointer(hf.PerProcessCheckpointHandler()),
+    }
+    with hf.CheckpointManager(url, items, hf.CheckpointManagerOptions(max_to_keep=2)) as run:
+        for step in range(1 + (run.latest_step() or 0), last + 1):
+            run.save(step, {"state": {"w": np.full(50_000, step)}, "data": {"process": process.index, "at": step}})
+        run.wait_until_finished()
+        found = run.restore()
+        return run.all_steps(), found["state"]["w"].tolist() == [last] * 50_000, found["data"]
+
+
+def test_two_processes(store: Store) -> None:
+    url = f"{store.url}/run"
+    for last in (3, 5):  # the second time, both go on from what is there
+        found = run_processes(train, 2, store.environment, url, last, backend="torch")
+        assert found == [([last - 1, last], True, {"process": index, "at": last}) for index in range(2)]
+    assert hf.verify(url).ok
+    writers = {key.split(".")[-2] for key in store.stored("run/5/state") if "/d/" in key and not key.endswith("index")}
+    assert writers == {"0", "1"}
+    assert not any("fragment" in key or "partial" in key for key in store.stored())
