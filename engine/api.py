@@ -37,6 +37,7 @@ def save(path: Place, tree: Any, *, overwrite: bool = False, layout: Layout | No
     Raises:
         UnsupportedLeafError: A leaf cannot be saved; names every such leaf. Nothing was written.
         CheckpointExistsError: Something is there already.
+        StorageConflictError: Another save to this path is under way.
         StorageError: The storage refused; nothing is left behind.
 
     >>> import tempfile, numpy as np

@@ -83,6 +83,7 @@ class Checkpointer:
         Raises:
             CheckpointExistsError: Something is there already.
             UnsupportedLeafError: The object cannot be saved; nothing was written.
+            StorageConflictError: Another save to this path is under way.
             StorageError: The storage refused; nothing is left behind.
         """
         return self._begin(path, item, force, kwargs).complete()[1]
