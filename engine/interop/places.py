@@ -14,6 +14,8 @@ from .source import CheckpointSource, StepDirectories, recognise, recognise_step
 _NUMBERED = re.compile(r"(.+[_-])(?:0|[1-9][0-9]*)", re.DOTALL)
 """Names of steps with a prefix, which ends in ``_``, or in ``-`` as `holdfast.graph` writes them."""
 
+_NUMBER = re.compile("[0-9]+$")
+
 
 def open_checkpoint(location: Location, step: int | None = None) -> CheckpointSource:
     """Opens the checkpoint that a path stands for.
@@ -34,7 +36,20 @@ def open_checkpoint(location: Location, step: int | None = None) -> CheckpointSo
         found = recognise(location)
         if found is not None:
             return found
-    return open_at(find_checkpoint(location, step))
+    place = find_checkpoint(location, step)
+    found = open_at(place)
+    if place is not location:  # by itself, a step may be loaded under any name
+        _check_name(found, place)
+    return found
+
+
+def _check_name(found: CheckpointSource, place: Location) -> None:
+    number = _NUMBER.search(place.name)
+    if isinstance(found, NativeCheckpoint) and number and found.step not in (int(number[0]), None):
+        raise DamagedCheckpointError(
+            f"{place}: written for step {found.step}, found in the directory of step {number[0]}; a step keeps its "
+            "name: give it back, or load it by its own path"
+        )
 
 
 def open_at(location: Location) -> CheckpointSource:
