@@ -68,13 +68,13 @@ class Mark:
             return True
         with os_errors(self._place.url, "open"):
             try:
-                descriptor = os.open(self._place, os.O_RDWR | os.O_CLOEXEC | flags, 0o666)
+                descriptor = os.open(self._place, (os.O_RDWR if flags else os.O_RDONLY) | os.O_CLOEXEC | flags, 0o666)
             except FileExistsError:
                 raise self.conflict() from None
-            except FileNotFoundError:
+            except (FileNotFoundError, PermissionError) as error:
                 if flags:
                     raise
-                return False
+                return isinstance(error, PermissionError)  # of another user: nobody can tell
         self._close = weakref.finalize(self, os.close, descriptor)  # a save that is forgotten is dead
         _held.add(self)
         try:

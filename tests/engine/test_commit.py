@@ -10,6 +10,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -195,6 +196,24 @@ def test_the_workers_of_a_killed_save_do_not_keep_its_mark(tmp_path: Path) -> No
         os.waitpid(worker, 0)
         for descriptor in (ready, told, ended):
             os.close(descriptor)
+    assert content(place) == "two"
+
+
+def test_a_mark_that_may_not_be_opened_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is another user's, as the directory is several people's: what it says cannot be known."""
+    place = hf.as_location(tmp_path / "ckpt")
+    write(PendingCheckpoint(place, ["item"], overwrite=False), "one")
+    real = os.open
+
+    def refused(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+        if str(path).endswith("checkpoint.partial") and not flags & os.O_CREAT:
+            raise PermissionError(errno.EACCES, "not yours")
+        return real(path, flags, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refused)
+        pending = PendingCheckpoint(place, ["item"], overwrite=False)
+    pending.commit(write(pending, "two"))
     assert content(place) == "two"
 
 
