@@ -16,7 +16,7 @@ from .names import Path, written
 from .permissions import Permissions, import_path
 from .reading import SavedComponent
 from .restoring import descend, restore_saved
-from .values import Missing, ValueDecoder, on_this_machine
+from .values import ConstructorFailed, Missing, ValueDecoder, construct, on_this_machine
 
 _logger = logging.getLogger("holdfast")
 
@@ -49,7 +49,10 @@ def build(
             was not kept and is not given.
         DamagedCheckpointError: It does not verify.
     """
-    value = _Building(saved, base, permissions, fallback).make(saved, base, overrides)
+    try:
+        value = _Building(saved, base, permissions, fallback).make(saved, base, overrides)
+    except ConstructorFailed as failed:
+        raise failed.error from failed.error.__cause__
     # What the caller has asked for wins over plain values of that name in the state: attributes, options of optimizers.
     names = {escape_key(name) for name in overrides}
     restore_saved(
@@ -87,7 +90,7 @@ class _Building:
                     f"{saved.location}: how to make {description.type} was not saved: {description.obstacle}. Make it "
                     "yourself and call restore_from_path, or pass its constructor arguments by name"
                 )
-            return (kind or base)(**overrides)
+            return construct(kind or base, (), overrides, str(saved.location))
         value = self._construct(kind, recipe, overrides, str(saved.location))
         self._under_way.discard(saved.path)
         return value
@@ -147,11 +150,7 @@ class _Building:
             raise OptionError(
                 f"{where}: {kind.__qualname__} cannot be made of the saved arguments: {error}; pass it by name"
             ) from error
-        try:
-            return kind(*args, *rest, **given)
-        except Exception as error:
-            error.add_note(f"while a {kind.__qualname__} was made as {where} says")
-            raise
+        return construct(kind, (*args, *rest), given, where)
 
     def _component(self, reference: str) -> Any:
         """Returns the component that a recipe refers to by its path in the tree that was saved."""

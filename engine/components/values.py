@@ -11,7 +11,7 @@ import logging
 import math
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -37,6 +37,32 @@ class Missing:
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
+
+
+class ConstructorFailed(Exception):  # noqa: N818 - carries an error, and is none that anybody sees
+    """Carries what a constructor of the program has raised past those who look for damage.
+
+    Attributes:
+        error: What it raised.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def construct(kind: Any, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> Any:
+    """Makes an object of a class of the program.
+
+    Raises:
+        ConstructorFailed: The class has raised an error.
+    """
+    try:
+        return kind(*args, **kwargs)
+    except ConstructorFailed:
+        raise
+    except Exception as error:
+        error.add_note(f"while a {kind.__qualname__} was made as {where} says")
+        raise ConstructorFailed(error) from None
 
 
 class ValueDecoder:
@@ -157,7 +183,7 @@ class ValueDecoder:
         kind = self._permissions.resolve(path, self._where, made=True)
         if not isinstance(kind, type):
             raise ValueError(f"{path} is no class")
-        return kind(**self._named(fields, depth))
+        return construct(kind, (), self._named(fields, depth), self._where)
 
 
 def on_this_machine(name: str, value: Any) -> Any:
@@ -187,7 +213,10 @@ def _available(text: str) -> str:
 
 
 def _device(value: Any) -> Any:
-    return _framework("torch").device(_available(_text(value)))
+    try:
+        return _framework("torch").device(_available(_text(value)))
+    except RuntimeError as error:  # which is what torch raises for a name that it does not know
+        raise ValueError(str(error)) from error
 
 
 def _torch_dtype(value: Any) -> Any:
@@ -199,7 +228,11 @@ def _torch_dtype(value: Any) -> Any:
 
 
 def _jax_dtype(value: Any) -> Any:
-    return getattr(_framework("jax.numpy"), dtype_from_name(_text(value)).name)
+    name = dtype_from_name(_text(value)).name
+    found = getattr(_framework("jax.numpy"), name, None)
+    if found is None:
+        raise ValueError(f"{name} is no dtype of jax")
+    return found
 
 
 def _array(value: Any) -> Any:

@@ -215,6 +215,29 @@ def test_a_constructor_that_raises_says_whose_it_was() -> None:
     assert [note.partition(" as ")[0] for note in raised.value.__notes__] == ["while a Broken was made"]
 
 
+class Part(Checkpointable):
+    def __init__(self) -> None:
+        self.value = 1
+
+
+class Around(Checkpointable):
+    def __init__(self, part: Part) -> None:
+        self.part = part
+
+
+class Loud(Checkpointable):
+    def __init__(self) -> None:
+        raise ValueError("there is no display") from OSError("x11")
+
+
+def test_a_constructor_of_an_argument_that_raises() -> None:
+    Around(Part()).save_to_path("around")
+    with pytest.raises(ValueError, match="there is no display") as raised:
+        Around.from_checkpoint("around", renamed={f"{Part.__module__}:Part": Loud})
+    assert raised.value.__notes__[0].startswith("while a Loud was made as ")
+    assert isinstance(raised.value.__cause__, OSError)
+
+
 @pytest.mark.parametrize(
     "arguments", [{"strict": True}, {"keep": "**/nothing"}, {"keep": ["updates", "nothing"]}], ids=str
 )

@@ -102,6 +102,8 @@ def looks(value: Any) -> Any:
         return type(value).__name__, list(map(looks, value))
     if isinstance(value, np.ndarray):
         return "array", value.dtype, value.shape, value.tobytes()
+    if isinstance(value, frozenset):
+        return "frozenset", sorted(value)
     return type(value).__name__, repr(value)
 
 
@@ -281,6 +283,8 @@ HOSTILE = st.recursive(
 @example({"complex": ["inf", "0x1p99999"]})
 @example({"torch.dtype": "_C"})
 @example({"jax.dtype": "int4"})
+@example({"device": "numpy"})
+@example({"jax.dtype": "datetime64[s]"})
 @example({"device": "cuda:99999999999999999999"})
 @example({"dict": [[{"slice": [1, 2, 3]}, 1]]})
 @example({"set": [{"dict": []}]})
