@@ -176,26 +176,24 @@ hf.save(sys.argv[1], {"a": 1})
 
 
 def test_the_workers_of_a_killed_save_do_not_keep_its_mark(tmp_path: Path) -> None:
+    program = """
+import os, sys
+from holdfast.engine.commit import PendingCheckpoint
+from holdfast.engine.storage import as_location
+pending = PendingCheckpoint(as_location(sys.argv[1]), ["item"], overwrite=False)
+pending.begin()
+if os.fork() == 0:
+    print("a worker", flush=True)
+    sys.stdin.read()
+os._exit(0)
+"""
     place = hf.as_location(tmp_path / "ckpt")
-    pending = PendingCheckpoint(place, ["item"], overwrite=False)
-    write(pending, "one")
-    ready, told = os.pipe()
-    ended, ends = os.pipe()
-    worker = os.fork()
-    if worker == 0:
-        os.write(told, b"1")
-        os.close(ends)
-        os.read(ended, 1)
-        os._exit(0)
-    try:
-        os.read(ready, 1)
-        del pending  # dead, as far as anybody else can tell
+    command = [sys.executable, "-c", program, str(place)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"a worker\n"
+        other.wait()
         commit(place, "two")
-    finally:
-        os.close(ends)
-        os.waitpid(worker, 0)
-        for descriptor in (ready, told, ended):
-            os.close(descriptor)
     assert content(place) == "two"
 
 
