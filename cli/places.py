@@ -46,7 +46,7 @@ def where_else(location: Location) -> str:
     """Returns where checkpoints are that lie near a directory without any, as the end of a sentence; or nothing."""
     if (location.parent / RECORD).is_there():
         return f"; it is a part of the checkpoint {location.parent}"
-    if not location.is_local:  # looking around takes long there
+    if not location.is_local or is_ours(location):  # elsewhere, looking around takes long
         return ""
     try:
         folders = [entry.name for entry in location.entries() if entry.is_directory][:_LOOKED_AT]
