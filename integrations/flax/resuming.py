@@ -7,13 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...engine.errors import CheckpointExistsError, CheckpointNotFoundError
+from ...engine.errors import CheckpointExistsError, CheckpointNotFoundError, TreeMismatchError
 from ...engine.manager import CheckpointManager
 from ..options import Resume
 from . import extras as extra_items
 from .states import from_tree, to_tree
 
 logger = logging.getLogger("holdfast")
+
+_CHANGED = (
+    "A run resumes with the state that it had, or not at all. To go on with another model or optimizer, begin a run in "
+    "another directory: init_from= takes weights whose names all agree, hf.load_transformed whatever fits."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,11 @@ def restore(manager: CheckpointManager, state: Any, extras: Mapping[str, Any]) -
     templates: dict[str, Any] = {"state": to_tree(state)}
     if extras:
         templates |= {"extras": None, "process": None}
-    restored = manager.restore_latest(templates)
+    try:
+        restored = manager.restore_latest(templates)
+    except TreeMismatchError as error:
+        error.add_note(_CHANGED)
+        raise
     if restored is None:
         return None
     step = restored.step

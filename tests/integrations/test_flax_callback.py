@@ -241,8 +241,9 @@ def test_a_different_structure_is_an_error(tmp_path: Path) -> None:
     with CheckpointCallback(tmp_path) as checkpoint:
         checkpoint.restore_or_initialize(state_at(0))
         run(checkpoint, 1, 1)
-    with CheckpointCallback(tmp_path) as checkpoint, pytest.raises(hf.TreeMismatchError, match="params/w"):
+    with CheckpointCallback(tmp_path) as checkpoint, pytest.raises(hf.TreeMismatchError, match="params/w") as caught:
         checkpoint.restore_or_initialize({"params": {"w": np.zeros(4, np.float32)}, "count": 0})
+    assert "begin a run in another directory" in caught.value.__notes__[0]
 
 
 def test_a_loop_that_forgets_to_restore_is_stopped_before_it_mixes_two_runs(tmp_path: Path) -> None:
