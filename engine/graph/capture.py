@@ -8,8 +8,10 @@ from typing import Any
 
 from ..errors import UnsupportedLeafError
 from ..tree import escape_key, flatten, unescape_key
+from ..tree.containers import class_name
+from ..tree.python_leaves import is_python_value
 from ..tree.structure import MAX_DEPTH
-from .cells import StateCell
+from .cells import BoxCell, StateCell
 from .paths import Path, PathFilter, shown, storage_name
 from .views import Branch, Leaf
 from .walk import SLOTS, LiveGraph, LiveNode
@@ -136,6 +138,8 @@ def _node(node: LiveNode, numbers: dict[int, int], names: Mapping[int, str]) -> 
     if isinstance(node.view, Branch):
         document["type"] = node.view.label
         document["edges"] = {segment: numbers[id(child)] for segment, child in node.edges.items()}
+    elif node.view.in_place and isinstance(node.view.cell, BoxCell) and is_python_value(node.view.cell.get()):
+        document["type"] = class_name(node.value)  # a box for a number, which is not that number
     if number in names:
         document["value"] = names[number]
     if node.slots:

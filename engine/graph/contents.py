@@ -84,6 +84,7 @@ class PlainValues:
         self._graph = graph
         self._values = values
         self._known: dict[int, list[tuple[int, Path]] | None] = {}
+        self._sharing: set[int] = set()
 
     def below(self, number: int) -> list[tuple[int, Path]] | None:
         """Returns the values in a container, each with its path from there; None if it holds anything else, too.
@@ -99,6 +100,10 @@ class PlainValues:
     def elements(self, number: int) -> list[tuple[int, Path]] | None:
         """Returns the same of a list or tuple, and None for everything else."""
         return self.below(number) if self._graph.nodes[number].type in _SEQUENCES else None
+
+    def shares(self, number: int) -> bool:
+        """Tells whether something else holds what is in a container, too, other than values; `below` has an answer."""
+        return number in self._sharing
 
     def build(self, number: int, values: Mapping[int, Any], keys: Callable[[int], Mapping[str, Any]]) -> Any:
         """Returns a value, or a container with all that is in it.
@@ -137,6 +142,8 @@ class PlainValues:
             for segment, child in known.edges.items():
                 if self._graph.above(child) != (node, segment):
                     return None  # stored elsewhere, or around itself
+                if child in self._graph.shared and child not in self._values:
+                    self._sharing.add(number)
                 queue.append((child, (*path, segment)))
         return found
 

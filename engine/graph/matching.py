@@ -141,7 +141,9 @@ class Matching:
         grows = None if view.functional else visit.position
         if grows is not None and isinstance(value, list):
             covers = self.plain.elements(visit.number)
-            if covers is not None and is_plain(value):
+            # What somebody else holds, too, has to stay the same object, as far as it is there.
+            there = self.plain.shares(visit.number) and len(value) == len(self.graph.nodes[visit.number].edges)
+            if covers is not None and is_plain(value) and not there:
                 yield Assignment(visit.number, ListCell(value, grows.anchor, grows.trail), path, covers=covers)
                 return
         edges = {edge.segment: edge for edge in view.edges}

@@ -47,7 +47,7 @@ class GraphView:
         return found
 
     def type_of(self, path: str) -> str:
-        """Returns the name of an object's type, for people; ``""`` for values."""
+        """Returns the name of an object's type, for people; ``""`` for most values."""
         return self._graph.nodes[self._find(path)].type
 
     def same(self, one: str, other: str) -> bool:

@@ -70,6 +70,7 @@ class Restoration:
             and leaf.saved.kind in PLAIN_KINDS
             and not str(node.value).startswith(OWN)
             and node.transform is None
+            and not node.type  # no box, which the program has to make
         }
         self._matching = Matching(graph, PlainValues(graph, plain))
         self._values = Values(stored, graph, self._matching.plain, str(stored.checkpoint))

@@ -27,7 +27,7 @@ class SavedNode:
     Attributes:
         edges: Where its edges lead, by name.
         value: The storage name of its value, or of the container that its value is; None without one.
-        type: The name of the object's type, for people.
+        type: The name of the object's type; ``""`` for values that are no boxes for numbers.
         slots: What an optimizer kept: the parameter's node, the name, the value's node.
         groups: The parameters of an optimizer's groups.
         transform: What makes the value that is restored from the one that was saved; None restores it as it is.
@@ -170,6 +170,16 @@ class SavedGraph:
     def has_values_below(self, number: int) -> bool:
         """Whether a node or something below it has a value."""
         return number in self._valued
+
+    @functools.cached_property
+    def shared(self) -> frozenset[int]:
+        """The nodes that several edges lead to."""
+        seen: set[int] = set()
+        found: set[int] = set()
+        for node in self.nodes:
+            for child in node.edges.values():
+                (found if child in seen else seen).add(child)
+        return frozenset(found)
 
     @functools.cached_property
     def _valued(self) -> set[int]:

@@ -523,6 +523,21 @@ def test_empty_contents_come_back(place: str, contents: Any) -> None:
             assert checkpoint.part.inner == contents
 
 
+def test_contents_that_somebody_else_holds_stay_the_same_object(place: str) -> None:
+    def make(value: int) -> graph.Node:
+        inner = [value]
+        return graph.Node(listed=[inner, {"x": 7}], other=graph.Node(inner=inner))
+
+    path = graph.Checkpoint(make(1)).write(f"{place}/x")
+    live = make(0)
+    graph.Checkpoint(live).read(path).assert_consumed()
+    assert live.listed == [[1], {"x": 7}]
+    assert live.listed[0] is live.other.inner
+    shorter = graph.Node(listed=[], other=graph.Node(inner=[]))
+    graph.Checkpoint(shorter).read(path).assert_consumed()
+    assert (shorter.listed, shorter.other.inner) == ([[1], {"x": 7}], [1])
+
+
 def test_contents_that_are_renamed(place: str) -> None:
     path = graph.Checkpoint(d={"x": 1, 3: {5: []}, "l": [1, 2]}).write(f"{place}/x")
     checkpoint = graph.Checkpoint(e={})

@@ -86,11 +86,11 @@ def same(one: Any, other: Any, seen: dict[int, Any]) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, graph.Node | dict | list | np.ndarray | graph.Value):
-        if id(one) in seen:
-            return seen[id(one)] is other
-        seen[id(one)] = other
+        if id(one) in seen or id(other) in seen:
+            return seen.get(id(one)) is other and seen.get(id(other)) is one
+        seen[id(one)], seen[id(other)] = other, one
     if isinstance(one, graph.Node):
-        return same(vars(one), vars(other), {}) if not vars(one) else same_items(vars(one), vars(other), seen)
+        return same_items(vars(one), vars(other), seen)
     if isinstance(one, dict):
         return same_items(one, other, seen)
     if isinstance(one, list | tuple):
