@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from urllib.parse import quote, unquote
 from xml.sax.saxutils import escape
 
-from tests.object_stores.store_server import Answer, Request, StoreServer, ranged
+from tests.object_stores.store_server import Answer, Request, StoredObject, StoreServer, ranged
 
 KEY_ID = "AKIAIOSFODNN7EXAMPLE"
 SECRET = "of a test, and of nothing else"
@@ -61,7 +61,7 @@ class S3Server(StoreServer):
         found = self.buckets[bucket].get(key)
         if found is None:
             return self.error(404, "NoSuchKey")
-        tag = _tag(found.content)
+        tag = _tag(found)
         if headers.get("if-match", tag) != tag:
             return self.error(412, "PreconditionFailed")
         if headers.get("if-none-match") in (tag, "*"):
@@ -80,10 +80,9 @@ class S3Server(StoreServer):
         if request.headers.get("if-none-match") == "*" and old is not None:
             return self.error(412, "PreconditionFailed")
         wanted = request.headers.get("if-match")
-        if wanted is not None and (old is None or _tag(old.content) != wanted):
+        if wanted is not None and (old is None or _tag(old) != wanted):
             return self.error(404, "NoSuchKey") if old is None else self.error(412, "PreconditionFailed")
-        self.put(bucket, key, request.body)
-        return Answer(200, headers={"ETag": _tag(request.body)})
+        return Answer(200, headers={"ETag": _tag(self.put(bucket, key, request.body))})
 
     def _list(self, bucket: str, query: Mapping[str, str]) -> Answer:
         prefix = query.get("prefix", "")
@@ -142,5 +141,5 @@ class S3Server(StoreServer):
         return None if secret.hex() == signature else self.error(403, "SignatureDoesNotMatch")
 
 
-def _tag(content: bytes) -> str:
-    return f'"{hashlib.md5(content).hexdigest()}"'
+def _tag(found: StoredObject) -> str:
+    return f'"{hashlib.md5(b"%d %d" % (found.generation, len(found.content))).hexdigest()}"'

@@ -1,0 +1,36 @@
+"""The page on object stores: its program runs as printed, and its numbers are those of the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from tests.object_stores.conftest import Store
+
+import holdfast as hf
+from holdfast.engine.storage import requests, stores
+from holdfast.engine.storage.several import REQUESTS, UPLOADS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "object_stores.md").read_text(encoding="utf-8")
+[PROGRAM] = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_the_program(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(PROGRAM.replace("s3://bucket", store.url), "page.py", "exec"), {"__name__": "__main__"})
+    assert f"This prints `{capsys.readouterr().out.strip()}`." in PAGE
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        f"tried {stores.RETRIES} times",
+        f"After {requests.TOLD_AFTER:.0f} s the log",
+        f"after {requests.PATIENCE / 60:.0f} minutes",
+        f"{(1 << 20) / requests.SLOWEST:.0f} s for each MiB",
+        f"up to {hf.Layout().upload_bytes >> 20} MiB",
+        f"{UPLOADS} are uploaded, and {REQUESTS} ranges",
+    ],
+)
+def test_its_numbers(said: str) -> None:
+    assert said in re.sub(r"\s+", " ", PAGE)
