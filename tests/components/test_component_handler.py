@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,43 @@ def test_msgpack(tmp_path: Path) -> None:
     checkpointer.save(tmp_path / "x", trained(2))
     assert (tmp_path / "x" / "state" / "policies" / "main" / "state" / "aggregate.msgpack").exists()
     assert looks(checkpointer.restore(tmp_path / "x")) == (2, 2, 2, 3)
+
+
+# ---- what it costs
+
+
+def test_everything_is_synced_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(tuple(f"p{number}" for number in range(8)))
+    synced: list[int] = []
+    real = os.fsync
+
+    def sync(descriptor: int) -> None:
+        synced.append(descriptor)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    for save, again in (
+        (lambda path: trainer.save_to_path(path), 9),  # the directories that records of parts come into later
+        (lambda path: hf.Checkpointer(ComponentCheckpointHandler()).save(path, trainer), 0),
+    ):
+        path = tmp_path / f"again_{again}"
+        synced.clear()
+        save(path)
+        there = [path, *path.rglob("*")]
+        assert len(there) <= len(synced) <= len(there) + again + 8  # marks, and the directory around
+
+
+def test_versions_are_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained().save_to_path(tmp_path / "first")
+
+    def look_up(name: str) -> str:
+        raise AssertionError(f"the version of {name} is known")
+
+    monkeypatch.setattr("importlib.metadata.version", look_up)
+    trained().save_to_path(tmp_path / "second")
+    said = [json.loads((tmp_path / name / "metadata.json").read_text()) for name in ("first", "second")]
+    assert said[0]["metadata"]["versions"] == said[1]["metadata"]["versions"]
+    assert {"python", "holdfast", "torch"} <= said[0]["metadata"]["versions"].keys()
 
 
 # ---- what others see
