@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from ..commit import read_record, sweep, write_record
 from ..errors import (
     CheckpointExistsError,
+    CheckpointNotFoundError,
     DamagedCheckpointError,
     FormatVersionError,
     InvalidLocationError,
@@ -56,6 +57,11 @@ class PendingTree:
             raise CheckpointExistsError(
                 f"{root} is a part of the tree at {whole[0]}, which would not be whole any more; save to another path, "
                 "or save the whole tree anew"
+            )
+        if _is_item(root):
+            raise CheckpointExistsError(
+                f"{root} is an item of the checkpoint at {root.parent}, which would not be whole any more; save to "
+                "another path"
             )
         self._token = uuid.uuid4().hex
         self._mark = Mark(root / PARTIAL)
@@ -221,6 +227,13 @@ def _repair(root: Location, record: CheckpointRecord) -> None:
 def _remove_if_empty(place: Location) -> None:
     if place.is_local and place.is_directory() and not place.entries():
         place.remove_tree()
+
+
+def _is_item(place: Location) -> bool:
+    """Whether a directory is that of an item of a checkpoint, such as a step of a manager."""
+    with contextlib.suppress(CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError):
+        return place.name in folders_of(read_record(place.parent))
+    return False
 
 
 def _is_own(folder: str) -> bool:

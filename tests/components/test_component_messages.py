@@ -190,6 +190,16 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         hf.UnsupportedLeafError,
         "the component is a dict, which has no attributes that could be restored in place",
     ),
+    "over a part": (
+        lambda: Policy().save_to_path("run/policies/p0", overwrite=True),
+        hf.CheckpointExistsError,
+        "run/policies/p0 is a part of the tree at ~/run, which would not be whole any more; save to another path",
+    ),
+    "over an item": (
+        lambda: Learner().save_to_path("managed/7/learner", overwrite=True),
+        hf.CheckpointExistsError,
+        "~/managed/7/learner is an item of the checkpoint at ~/managed/7, which would not be whole any more",
+    ),
     "over another checkpoint": (
         lambda: Learner().save_to_path("tree", overwrite=True),
         hf.CheckpointExistsError,
