@@ -32,7 +32,8 @@ def check_replicas(tree: Any, *, coordinator: Coordinator | None = None, timeout
     from one of them; jax arrays and DTensors may be replicated, too. Where that is not so, as after a seed that
     differs or a broadcast that was forgotten, a checkpoint is a mixture. Nothing of it can be seen without reading
     everything, so it is not done with each save: call this once, before the first save, or when in doubt. It reads
-    every replicated array (copying those on accelerators to the host), at some gigabytes a second.
+    every replicated array (copying those on accelerators to the host), at some gigabytes a second. Statistics that each
+    process keeps for itself, as BatchNorm does under DDP, differ by design, and are named like all else.
 
     All processes have to call it. One that is alone returns at once.
 
