@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _PAGE = 1000
 """How many names stores list at a time."""
-_UNTOLD = 1 << 30
+_UNTOLD = 32 << 20
 """Bytes that an object of unknown length may have before it counts as slow."""
 
 
