@@ -252,7 +252,7 @@ def _only_tree(checkpoint: CheckpointSource, item: str | None) -> TreeSource:
     trees = [name for name, kind in checkpoint.items.items() if kind == TREE]
     if item is None and len(trees) != 1:
         raise OptionError(
-            f"{checkpoint.location} has the trees {', '.join(sorted(trees))}: say which item to export"
+            f"{checkpoint.location} has the trees {', '.join(sorted(trees))}: name one with item="
             if trees
             else f"{checkpoint.location} has no tree of arrays"
         )

@@ -139,3 +139,13 @@ def test_export_names_its_option(capsys: pytest.CaptureFixture[str], run: Path) 
 
     assert error_of(capsys, "export", run, target, status=2).endswith("choose another name, or pass --overwrite\n")
     output_of(capsys, "export", run, target, "--overwrite")
+
+
+def test_export_asks_for_an_item(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    items = {name: hf.PyTreeCheckpointer() for name in ("state", "extras")}
+    with hf.CheckpointManager(tmp_path / "run", items) as manager:
+        manager.save(1, {"state": {"w": 1}, "extras": {}})
+
+    said = error_of(capsys, "export", tmp_path / "run", tmp_path / "x.safetensors", status=2)
+
+    assert said.endswith("has the trees extras, state: name one with --item\n")
