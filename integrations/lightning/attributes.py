@@ -41,6 +41,10 @@ class ModelCheckpointAttributes:
         step = self._store.manager.best_step()
         return "" if step is None else self._store.path_of(step)
 
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        """Takes what a trainer that has forked its processes tells of them; the directory says it already."""
+
     @property
     def best_model_score(self) -> torch.Tensor | None:
         """The metric of the best checkpoint."""

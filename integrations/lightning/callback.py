@@ -48,9 +48,9 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
     are durable, and ends the process with status 143. Other exceptions save nothing more, but let a save that is under
     way finish.
 
-    Under DDP (``strategy="ddp"``) all processes save one checkpoint together, each a share of the parameters and of the
-    optimizers, and each its own random generators and place in the data; SIGTERM to any of them stops all at the same
-    step. Every process has to see the directory.
+    Under DDP (``strategy="ddp"``) and ``ModelParallelStrategy`` (FSDP2) all processes save one checkpoint, each
+    a share of the parameters and of the optimizers, and each its own random generators and place in the data; SIGTERM
+    to any of them stops all at the same step. Every process has to see the directory.
 
     Everything goes into the engine's format as arrays and plain values, each under its own path, such as
     ``state_dict/layer.weight``; nothing is pickled. Hyper-parameters and callback states that are neither are left

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 from ...engine.errors import InvalidLocationError
 from ...engine.storage import Location
 from .packages import CheckpointIO
+from .sharded import ShardedState
 from .sharing import SharedState
-from .store import RunStore, is_checkpoint, read_checkpoint
+from .store import RunStore, Template, is_checkpoint, read_checkpoint
 from .trees import POSITION
 
 
@@ -65,19 +66,33 @@ class EngineCheckpointIO(CheckpointIO):
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Loads a checkpoint; those of the engine hold no code, whatever ``weights_only`` says."""
-        if isinstance(path, ResumePath) and path.directory == self.store.directory:
-            checkpoint = self.store.load_newest()
-            checkpoint.get(POSITION, {})["automatic"] = True
+        checkpoint = self.read(path)
+        if checkpoint is not None:
             return checkpoint
-        if (step := self.step_of(path)) is not None:
-            return self.store.load(step)
-        if not isinstance(path, ResumePath) and _is_ours(path):
-            return read_checkpoint(path, with_position=self.store.is_open)
         if weights_only is None:
             loaded: dict[str, Any] = self.inner.load_checkpoint(path, map_location)
         else:
             loaded = self.inner.load_checkpoint(path, map_location, weights_only=weights_only)
         return loaded
+
+    def read(self, path: str | os.PathLike[str], template: Template = None) -> dict[str, Any] | None:
+        """Loads a checkpoint of the engine; None if it is another.
+
+        Args:
+            path: Where it is.
+            template: Templates for some of its entries.
+        """
+        if isinstance(path, ResumePath):
+            if path.directory != self.store.directory:
+                return None
+            checkpoint = self.store.load_newest(template=template)
+            checkpoint.get(POSITION, {})["automatic"] = True
+            return checkpoint
+        if (step := self.step_of(path)) is not None:
+            return self.store.load(step, template=template)
+        if _is_ours(path):
+            return read_checkpoint(path, with_position=self.store.is_open, template=template)
+        return None
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Removes a checkpoint."""
@@ -112,25 +127,51 @@ def install(strategy: Any, store: RunStore) -> None:
             return
         plugin = plugin.inner
     strategy.checkpoint_io = EngineCheckpointIO(store, strategy.checkpoint_io)
-    if strategy.world_size > 1 and "save_checkpoint" not in vars(strategy):
-        _save_together(strategy)
+    if "save_checkpoint" not in vars(strategy):
+        if strategy.world_size > 1 or strategy.restore_checkpoint_after_setup:
+            _save_together(strategy)
+        if strategy.restore_checkpoint_after_setup:
+            _load_in_place(strategy)
+
+
+def _plugins(strategy: Any) -> Iterator[EngineCheckpointIO]:
+    plugin = strategy.checkpoint_io
+    while isinstance(plugin, EngineCheckpointIO):
+        yield plugin
+        plugin = plugin.inner
 
 
 def _save_together(strategy: Any) -> None:
-    """Has all processes save what the engine saves; the plugin would be asked on one of them only."""
+    """Has all processes save what the engine saves; the plugin would be asked on one of them only, or on none."""
     original = strategy.save_checkpoint
 
     def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        plugin = strategy.checkpoint_io
-        while isinstance(plugin, EngineCheckpointIO):
+        for plugin in _plugins(strategy):
             step = plugin.step_of(filepath)
             if step is not None:
-                plugin.store.save(step, checkpoint, SharedState(strategy))
+                plugin.store.save(step, checkpoint, SharedState(strategy) if strategy.world_size > 1 else None)
                 return
-            plugin = plugin.inner
         original(checkpoint, filepath, storage_options=storage_options)
 
     strategy.save_checkpoint = save_checkpoint
+
+
+def _load_in_place(strategy: Any) -> None:
+    """Has a strategy that loads into its module and optimizers by itself do so from the engine's checkpoints, too."""
+    original = strategy.load_checkpoint
+
+    def load_checkpoint(checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = ShardedState(strategy)
+        template = state.template()
+        for plugin in _plugins(strategy):
+            checkpoint = plugin.read(checkpoint_path, template)
+            if checkpoint is not None:
+                state.load(checkpoint, strict=strategy.lightning_module.strict_loading)
+                return checkpoint
+        loaded: dict[str, Any] = original(checkpoint_path, *args, **kwargs)
+        return loaded
+
+    strategy.load_checkpoint = load_checkpoint
 
 
 def redirect_resume(trainer: Any, choose: Callable[[Any], Any]) -> None:

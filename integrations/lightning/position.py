@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from . import averages, loaders, randomness
 from .loops import Taps, clear_restart, finish_epoch, forget_unfinished
-from .strategies import keeps_own_buffers, replicas
+from .strategies import keeps_own_buffers, own_buffers, replicas
 from .trees import is_plain_tree
 
 logger = logging.getLogger("holdfast")
@@ -81,7 +81,7 @@ class Position:
         if (count := replicas(self._trainer.strategy)) > 1:
             position["replicas"] = count
         if keeps_own_buffers(self._trainer.strategy):
-            position["buffers"] = dict(self._trainer.lightning_module.named_buffers())
+            position["buffers"] = own_buffers(self._trainer.lightning_module)
         if point != "epoch":
             ahead = loaders.prefetched(fetcher)
             position["fetched"] = fetcher.fetched
@@ -242,7 +242,7 @@ class Position:
         current.ready = current.started = current.processed = current.completed = consumed
 
     def _restore_common(self, saved: dict[str, Any]) -> None:
-        buffers = dict(self._trainer.lightning_module.named_buffers())
+        buffers = own_buffers(self._trainer.lightning_module)
         for name, value in saved.get("buffers", {}).items():
             if name in buffers:
                 buffers[name].copy_(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +23,15 @@ from ...engine.steps import StepIndex
 from ...engine.storage import Location, as_location
 from ...engine.together import Together
 from ..options import CallbackOptions
+from .sharded import StateHandler
 from .sharing import SharedState
 from .trees import POSITION, from_tree, to_tree
 
 OWN = "process"
 """The item of what each of several processes has for itself."""
+
+Template = Mapping[str, Any] | None
+"""Templates by entry of Lightning's dictionary."""
 
 _LAST_WAIT = 60.0  # seconds, of process 0 for the others
 
@@ -52,7 +57,7 @@ class RunStore:
     def __init__(self, directory: Place, options: CallbackOptions) -> None:
         self.directory: Location = as_location(directory)
         self._options = options.manager_options()
-        self._saves = AsyncCheckpointer(options.tree_handler())
+        self._saves = AsyncCheckpointer(StateHandler(compression=options.compression))
         self._own = AsyncCheckpointer(PerProcessCheckpointHandler(options.tree_handler()))
         self._manager: CheckpointManager | None = None
         self.is_open = False
@@ -161,10 +166,11 @@ class RunStore:
                 self._manager = manager
             manager.save(step, items, metrics=intent.metrics, force=True, reason=intent.reason)
 
-    def load_newest(self, *, with_position: bool = True) -> dict[str, Any]:
+    def load_newest(self, *, with_position: bool = True, template: Template = None) -> dict[str, Any]:
         """Returns the newest whole checkpoint as Lightning's dictionary.
 
         Args:
+            template: Templates for some of its entries.
             with_position: Whether to read what each of several processes had, too.
 
         Raises:
@@ -172,23 +178,30 @@ class RunStore:
             NoWholeCheckpointError: All of them are damaged.
         """
         manager = self.manager
-        restored = manager.restore_latest(self._wanted(with_position))
+        restored = manager.restore_latest(self._wanted(with_position, template))
         if restored is None:
             raise CheckpointNotFoundError(f"{manager.directory}: there is no checkpoint to restore")
         return _checkpoint(restored.items, manager.directory / str(restored.step))
 
-    def load(self, step: int) -> dict[str, Any]:
+    def load(self, step: int, *, template: Template = None) -> dict[str, Any]:
         """Returns the checkpoint of a step as Lightning's dictionary; what each process had only while it is fitted.
+
+        Args:
+            step: The step.
+            template: Templates for some of its entries.
 
         Raises:
             CheckpointNotFoundError: There is none of this step.
             DamagedCheckpointError: It does not verify.
         """
-        found = self.manager.restore(step, self._wanted(self.is_open))
+        manager = self.manager
+        found = manager.restore(step, self._wanted(self.is_open, template))
         return _checkpoint(found, self.path_of(step))
 
-    def _wanted(self, with_position: bool) -> dict[str, Any] | None:
-        return None if with_position or not self._several else {ITEM: None}
+    def _wanted(self, with_position: bool, template: Template) -> Any:
+        if not self._several:
+            return template
+        return {ITEM: template, OWN: None} if with_position else {ITEM: template}
 
     def _make(self, options: CheckpointManagerOptions) -> CheckpointManager:
         """Makes a manager: of two items where each process has something of its own, now or at a step that is there."""
@@ -244,21 +257,24 @@ def load_checkpoint(path: Place) -> dict[str, Any]:
     return read_checkpoint(path, with_position=False)
 
 
-def read_checkpoint(path: Place, *, with_position: bool) -> dict[str, Any]:
+def read_checkpoint(path: Place, *, with_position: bool, template: Template = None) -> dict[str, Any]:
     """Reads a checkpoint, or the newest whole one of a directory, as :func:`load_checkpoint` does.
 
     Args:
         path: Where it is.
         with_position: Whether to read what each of several processes had, too.
+        template: Templates for some of its entries.
     """
     location = as_location(path)
     if not (location / RECORD).exists():
-        return RunStore(location, CallbackOptions()).load_newest(with_position=with_position)
+        store = RunStore(location, CallbackOptions())
+        return store.load_newest(with_position=with_position, template=template)
     record = read_record(location)
-    if OWN not in record.items:
+    item = record.items.get(ITEM)
+    if item is None or item.kind != StateHandler.kind:
         return _checkpoint(load(location), location)
-    found = {ITEM: load(location, item=ITEM)}
-    if with_position:
+    found = {ITEM: StateHandler().restore(location / item.folder, template, files=item.files)}
+    if with_position and OWN in record.items:
         own = record.items[OWN]
         found[OWN] = PerProcessCheckpointHandler().restore(location / own.folder, files=own.files)
     return _checkpoint(found, location)

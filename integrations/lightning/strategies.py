@@ -24,12 +24,17 @@ def check_strategy(trainer: Any) -> None:
     """
     strategy = trainer.strategy
     name, kinds = type(strategy).__name__, {kind.__name__ for kind in type(strategy).__mro__}
-    works = "It works with one process, and with strategy='ddp' for several"
-    is_ddp = "DDPStrategy" in kinds and not kinds & _OWN_PROCESSES
-    if kinds & _SAVE_BY_THEMSELVES or (trainer.world_size > 1 and not is_ddp):
+    works = "It works with one process, and in several with strategy='ddp' or ModelParallelStrategy (FSDP2)"
+    known = kinds & {"DDPStrategy", "ModelParallelStrategy"} and not kinds & _OWN_PROCESSES
+    if kinds & _SAVE_BY_THEMSELVES or (trainer.world_size > 1 and not known):
         raise StateError(
             f"CheckpointCallback cannot save what {name} holds in its {trainer.world_size} process(es). {works}; "
             f"ModelCheckpoint saves {name}"
+        )
+    if "ModelParallelStrategy" in kinds and not strategy._save_distributed_checkpoint:
+        raise StateError(
+            f"{name}(save_distributed_checkpoint=False) gathers everything in one process, for which the callback "
+            "has no use: leave it out. What the processes save together loads in any number of them, and in one"
         )
     if type(getattr(strategy, "_ddp_comm_state", None)).__name__ == "PostLocalSGDState":
         raise StateError(
@@ -40,8 +45,13 @@ def check_strategy(trainer: Any) -> None:
 
 def keeps_own_buffers(strategy: Any) -> bool:
     """Returns whether each process goes on with buffers of its own, rather than with those of process 0."""
-    options = getattr(strategy, "_ddp_kwargs", {})
+    options = getattr(strategy, "_ddp_kwargs", {"broadcast_buffers": False})
     return strategy.world_size > 1 and not options.get("broadcast_buffers", True)
+
+
+def own_buffers(module: Any) -> dict[str, Any]:
+    """Returns the buffers that this process has, by name, but for those that lie divided among processes."""
+    return {name: value for name, value in module.named_buffers() if not hasattr(value, "placements")}
 
 
 def replicas(strategy: Any) -> int:

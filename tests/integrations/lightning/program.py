@@ -210,9 +210,9 @@ class Outcome:
         return {
             "step": self.trainer.global_step,
             "epoch": self.trainer.current_epoch,
-            "model": {name: value.tolist() for name, value in self.model.state_dict().items()},
-            "optimizer": _plain(self.trainer.optimizers[0].state_dict()),
-            "schedule": _plain(self.trainer.lr_scheduler_configs[0].scheduler.state_dict()),
+            "model": plain(self.model.state_dict()),
+            "optimizer": plain(self.trainer.optimizers[0].state_dict()),
+            "schedule": plain(self.trainer.lr_scheduler_configs[0].scheduler.state_dict()),
         }
 
 
@@ -243,12 +243,12 @@ def run(
     return Outcome(trainer, model, recorder)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.tolist()
+        return getattr(value, "full_tensor", lambda: value)().tolist()
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return {str(key): plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def main(directory: str, result: str, options: dict[str, Any]) -> None:

@@ -24,7 +24,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from tests.integrations.lightning import program
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from holdfast.integrations.lightning import CheckpointCallback
 
@@ -40,7 +42,7 @@ class Recorder(program.Recorder):
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         if self.began is None:
-            self.began = [trainer.lightning_module.output.weight.tolist(), trainer.fit_loop.batch_idx]
+            self.began = [program.plain(trainer.lightning_module.output.weight), trainer.fit_loop.batch_idx]
         super().on_train_batch_start(trainer, *args)
         if self.slow_after is not None and trainer.global_step >= self.slow_after:
             time.sleep(NOTICE)
@@ -69,6 +71,20 @@ class Model(program.Model):
         self.noted = [noted["rank"], noted["large"].sum().item(), noted["first"][0].tolist()]
 
 
+class Sharded(program.Model):
+    """Has its parameters divided among the processes, and batch statistics of each one's own."""
+
+    def configure_model(self) -> None:
+        mesh: Any = self.device_mesh
+        for layer in (self.network, self.output):
+            if not isinstance(layer, FSDPModule):  # a trainer configures it once more before it tests
+                fully_shard(layer, mesh=mesh["data_parallel"])
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        weight: Any = self.output.weight
+        self.average.mul_(0.5).add_(weight.full_tensor().detach(), alpha=0.5)
+
+
 def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict[str, Any]:
     """Trains as one of several processes; returns what is to be compared bit by bit."""
     seed = 100 * options.pop("seed", 1) + index
@@ -79,11 +95,17 @@ def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict
     recorder.slow_after = min((step for _, step in when.values()), default=None)
     loader, checkpoint = options.pop("loader", "shuffled"), options.pop("checkpoint", {})
     ckpt_path, noted, tested = options.pop("ckpt_path", None), options.pop("noted", False), options.pop("test", None)
-    model = Model() if noted else program.Model()
+    strategy: Any = options.pop("strategy", "ddp")
+    sharded = strategy == "fsdp2"
+    if sharded:
+        strategy = ModelParallelStrategy(data_parallel_size=count, tensor_parallel_size=1)
+    if strategy == "ddp with own buffers":
+        strategy = DDPStrategy(broadcast_buffers=False)
+    model = Sharded() if sharded else Model() if noted else program.Model()
     callback = CheckpointCallback(directory, **{"save_interval_steps": 1, **checkpoint})
     trainer = Trainer(
         callbacks=[callback, recorder],
-        **{**program.QUIET, "devices": count, "strategy": "ddp", "max_epochs": 3, **options},
+        **{**program.QUIET, "devices": count, "strategy": strategy, "max_epochs": 3, **options},
     )
     trainer.fit(model, program.training_loader(loader), program.validation_loader(), ckpt_path=ckpt_path)
     outcome = program.Outcome(trainer, model, recorder)
@@ -98,7 +120,7 @@ def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict
     }
     if tested:
         trainer.test(model, program.validation_loader(), ckpt_path=tested, verbose=False)
-        found["tested"] = [trainer.ckpt_path, model.output.weight.tolist()]
+        found["tested"] = [trainer.ckpt_path, program.plain(model.output.weight)]
     return found
 
 

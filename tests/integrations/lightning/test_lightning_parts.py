@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import holdfast as hf
 from holdfast.integrations.lightning import randomness
 from holdfast.integrations.lightning.loops import Taps
 from holdfast.integrations.lightning.metrics import MetricsLedger
+from holdfast.integrations.lightning.sharded import StateHandler
 from holdfast.integrations.lightning.trees import from_tree, to_tree
 
 CPU = torch.device("cpu")
@@ -222,3 +223,24 @@ def test_taps_that_do_not_apply_do_nothing() -> None:
 def test_unknown_lightning_is_refused() -> None:
     with pytest.raises(hf.StateError, match=r"Loop has no method on_advance_end\(\)"):
         Taps().place(Loop(), "on_advance_end", lambda original: None)
+
+
+# ---- templates for a part of a checkpoint
+
+
+def test_only_some_entries_have_a_template(tmp_path: Path) -> None:
+    tree = {
+        "state_dict": {"w": torch.arange(3.0), "b": torch.ones(1)},
+        "optimizer_states": [{"lr": 0.1}],
+        "loops": {"fit": {"state": {}, "steps": 3}, "test": {"state": {}}},
+        "callbacks": {},
+        "lists": [{"a": 1, "none": {}}, []],
+        "*": None,
+    }
+    checkpointer = hf.Checkpointer(StateHandler())
+    checkpointer.save(tmp_path / "one", tree)
+    found = checkpointer.restore(tmp_path / "one", {"state_dict": tree["state_dict"], "optimizer_states": None})
+    assert isinstance(found["state_dict"]["w"], torch.Tensor)
+    assert found["state_dict"]["w"].tolist() == [0, 1, 2]
+    rest = {name: value for name, value in tree.items() if name not in ("state_dict", "optimizer_states")}
+    assert {name: value for name, value in found.items() if name != "state_dict"} == rest

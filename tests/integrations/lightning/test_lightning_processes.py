@@ -13,6 +13,7 @@ import pytest
 
 import holdfast as hf
 from holdfast.integrations.lightning import load_checkpoint
+from holdfast.integrations.lightning.strategies import check_strategy
 
 Run = Callable[..., list[tuple[int, Any, str]]]
 
@@ -43,14 +44,15 @@ def stop(run_together: Run) -> Callable[..., None]:
 
 
 @pytest.fixture(scope="module")
-def whole(finish: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
-    """Reports of a run that nobody interrupts, by the kind of its loader."""
+def whole(finish: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+    """Reports of a run that nobody interrupts, by its options."""
     known: dict[str, list[Any]] = {}
 
-    def run(loader: str) -> list[Any]:
-        if loader not in known:
-            known[loader] = finish(tmp_path_factory.mktemp("whole"), loader=loader, checkpoint=NEVER)
-        return known[loader]
+    def run(**options: Any) -> list[Any]:
+        key = str(options)
+        if key not in known:
+            known[key] = finish(tmp_path_factory.mktemp("whole"), checkpoint=NEVER, **options)
+        return known[key]
 
     return run
 
@@ -94,32 +96,34 @@ def test_two_processes_write_one_checkpoint(finish: Callable[..., list[Any]], tm
 
 
 @pytest.mark.parametrize(
-    ("loader", "kind", "who", "step"),
+    ("kind", "who", "step", "options"),
     [
-        pytest.param("shuffled", "signal_after", 1, 3, id="one process"),
-        pytest.param("stateful", "signal_after", 0, 1, id="process 0, stateful loaders"),
-        pytest.param("stateful", "signal_after", "all", 6, id="all"),
-        pytest.param("shuffled", "signal_in_validation_after", 1, 6, id="in a validation"),
-        pytest.param("stateful", "signal_in_validation_after", 0, 5, id="in a validation, stateful loaders"),
+        pytest.param("signal_after", 1, 3, {}, id="one process"),
+        pytest.param("signal_after", 0, 1, {"loader": "stateful"}, id="process 0, stateful loaders"),
+        pytest.param("signal_after", "all", 6, {"loader": "stateful"}, id="all"),
+        pytest.param("signal_in_validation_after", 1, 6, {}, id="in a validation"),
+        pytest.param("signal_in_validation_after", 0, 5, {"loader": "stateful"}, id="validation, stateful loaders"),
+        pytest.param("signal_after", 1, 3, {"strategy": "ddp with own buffers"}, id="own buffers"),
+        pytest.param("signal_after", 1, 4, {"strategy": "fsdp2"}, id="FSDP2"),
     ],
 )
 def test_a_preempted_run_goes_on_bit_for_bit(
-    finish: Callable[..., list[Any]], stop: Callable[..., None], whole: Callable[[str], list[Any]],
-    tmp_path: Path, loader: str, kind: str, who: int | str, step: int,
+    finish: Callable[..., list[Any]], stop: Callable[..., None], whole: Callable[..., list[Any]],
+    tmp_path: Path, kind: str, who: int | str, step: int, options: dict[str, Any],
 ) -> None:  # fmt: skip
-    stop(tmp_path, loader=loader, checkpoint=NEVER, **{kind: [who, step]})
+    stop(tmp_path, checkpoint=NEVER, **{kind: [who, step]}, **options)
     [saved] = hf.list_checkpoints(tmp_path)
     assert saved.reason == "preempted"
     assert step <= saved.step <= step + 2
-    resumed = finish(tmp_path, loader=loader, checkpoint=NEVER, seed=7)
+    resumed = finish(tmp_path, checkpoint=NEVER, seed=7, **options)
     assert [report["first_step"] for report in resumed] == [saved.step] * 2
-    assert compared(resumed) == compared(whole(loader))
+    assert compared(resumed) == compared(whole(**options))
     assert resumed[0]["random"] != resumed[1]["random"]
 
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_killed_process_costs_what_was_not_saved(
-    finish: Callable[..., list[Any]], stop: Callable[..., None], whole: Callable[[str], list[Any]],
+    finish: Callable[..., list[Any]], stop: Callable[..., None], whole: Callable[..., list[Any]],
     tmp_path: Path, who: int,
 ) -> None:  # fmt: skip
     stop(tmp_path, -signal.SIGKILL, kill_after=[who, 5])
@@ -128,7 +132,7 @@ def test_a_killed_process_costs_what_was_not_saved(
     assert hf.verify(tmp_path).ok
     resumed = finish(tmp_path, checkpoint=NEVER, seed=7)
     assert resumed[0]["first_step"] == steps[-1]
-    assert compared(resumed) == compared(whole("shuffled"))
+    assert compared(resumed) == compared(whole())
 
 
 @pytest.mark.parametrize(("before", "now", "batch"), [(2, 1, 4), (1, 3, 0), (2, 3, 1)])
@@ -143,6 +147,21 @@ def test_another_number_of_processes_goes_on(
     assert {report["first_step"] for _, report, _ in ended} == {saved.step}
     assert [report["began"] for _, report, _ in ended] == [[weights, batch]] * now
     assert f"saved by {before} processes that had a share of the data each, and resumed by {now}" in ended[0][2]
+
+
+def test_what_two_processes_had_parts_of(run_together: Run, finish: Callable[..., list[Any]], tmp_path: Path) -> None:
+    reports = finish(tmp_path, strategy="fsdp2", max_steps=4, test="best")
+    layouts = {leaf.path: leaf.sharding for leaf in hf.describe(tmp_path, 4) if leaf.item == "state"}
+    assert layouts["state_dict/output.weight"] is not None
+    assert layouts["optimizer_states/0/state/output.weight/exp_avg"] is not None
+    saved = load_checkpoint(tmp_path)["state_dict"]["output.weight"].tolist()
+    assert [report["tested"] for report in reports] == [[str(tmp_path / "4"), saved]] * 2
+    # One process that has all of it goes on from there.
+    [(status, alone, said)] = run_together(tmp_path, 1, max_steps=5, ckpt_path=str(tmp_path / "4"))
+    assert status == 0, said
+    assert alone["first_step"] == 4
+    assert alone["began"][0] == saved
+    assert [moments["step"] for moments in alone["final"]["optimizer"]["state"].values()] == [5.0] * 6
 
 
 def test_a_trainer_that_starts_the_others_itself(
@@ -168,18 +187,26 @@ def test_the_page(run_together: Run, tmp_path: Path) -> None:
     assert hf.load(tmp_path / "runs" / "ddp", item="state")["state_dict"]["layer.weight"].shape == (1, 1)
 
 
-def strategy(*names: str, **attributes: Any) -> Any:
+def trainer(*names: str, **attributes: Any) -> Any:
+    """Gives a trainer whose strategy has a class of the first name, derived from those of the others."""
     kind: Any = object
     for name in reversed(names):
         kind = type(name, (kind,), {})
-    return SimpleNamespace(world_size=2, strategy=kind(), **attributes)
+    strategy = kind()
+    vars(strategy).update(attributes)
+    return SimpleNamespace(world_size=2, strategy=strategy)
 
 
 @pytest.mark.parametrize(
-    "names", [("FSDPStrategy",), ("DeepSpeedStrategy", "DDPStrategy"), ("XLAStrategy", "DDPStrategy")]
+    ("refused", "message"),
+    [
+        (trainer("FSDPStrategy"), "cannot save what FSDPStrategy holds .*'ddp' or ModelParallelStrategy"),
+        (trainer("DeepSpeedStrategy", "DDPStrategy"), "cannot save what DeepSpeedStrategy holds"),
+        (trainer("XLAStrategy", "DDPStrategy"), "cannot save what XLAStrategy holds"),
+        (trainer("ModelParallelStrategy", _save_distributed_checkpoint=False), "save_distributed_checkpoint=False"),
+        (trainer("DDPStrategy", _ddp_comm_state=type("PostLocalSGDState", (), {})()), "averages models"),
+    ],
 )
-def test_other_strategies_are_refused(names: tuple[str, ...]) -> None:
-    from holdfast.integrations.lightning.strategies import check_strategy
-
-    with pytest.raises(hf.StateError, match=rf"cannot save what {names[0]} holds .* strategy='ddp'"):
-        check_strategy(strategy(*names))
+def test_other_strategies_are_refused(refused: Any, message: str) -> None:
+    with pytest.raises(hf.StateError, match=message):
+        check_strategy(refused)
