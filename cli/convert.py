@@ -91,3 +91,38 @@ def _speaking_to_people() -> Iterator[None]:
     except (CheckpointExistsError, OptionError) as error:
         told = str(error).replace("overwrite=True", "--overwrite").replace("item=", "--item")
         raise type(error)(told) from error
+
+
+def _add_metadata(source: str, step: int | None, *, as_json: bool) -> int:
+    from ..engine.interop.orbax_export import add_orbax_metadata
+
+    places = [str(place) for place in add_orbax_metadata(checkpoints_at(source), step=step)]
+    if as_json:
+        print_json({"checkpoints": places})
+        return DONE
+    for place in places:
+        print(f"{place}: orbax reads it now, too")
+    return DONE
+
+
+def _print(conversions: Sequence[Conversion], *, as_json: bool) -> None:
+    if as_json:
+        found = [
+            {
+                "source": done.source,
+                "path": done.path,
+                "format": done.format,
+                "step": done.step,
+                "leaves": done.leaves,
+                "bytes": done.bytes,
+                "left_out": list(done.left_out),
+            }
+            for done in conversions
+        ]
+        print_json({"checkpoints": found})
+        return
+    for done in conversions:
+        leaves = count(done.leaves, "leaf", "leaves")
+        print(f"{done.source} -> {done.path}: {leaves}, {size(done.bytes)} ({done.format})")
+        for line in done.left_out:
+            print(f"  left out: {line}")
