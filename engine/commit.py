@@ -17,7 +17,6 @@ import os
 import re
 import uuid
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from .errors import (
     CheckpointExistsError,
@@ -148,7 +147,7 @@ class PendingCheckpoint:
 
     def _is_claimed(self) -> bool:
         """Tells whether the mark is still that of this save."""
-        return _marker(self.location, self._marker_size).get("token") == self.token
+        return self._mark.content(self._marker_size).get("token") == self.token
 
     def _replaceable(self, taken: set[str], *, overwrite: bool) -> frozenset[str]:
         """Returns the folders of the checkpoint that will be replaced."""
@@ -321,7 +320,7 @@ def sweep(location: Location) -> bool:
     except (DamagedCheckpointError, FormatVersionError):
         return False  # nothing is removed beside a record that cannot be read: a person may want to look
     live = {item.folder for item in record.items.values()}
-    for folder in ({*_marked_folders(location), *record.replaced} & names) - live:
+    for folder in ({*Mark(location / PARTIAL).folders(), *record.replaced} & names) - live:
         (location / folder).remove_tree()
     (location / PARTIAL).remove()
     (location / DELETED).remove()
@@ -338,21 +337,6 @@ def remove_temporary(location: Location, names: Iterable[str]) -> None:
     for name in names:
         if name.startswith(TEMPORARY_PREFIX):
             (location / name).remove()
-
-
-def _marker(location: Location, size: int | None = None) -> dict[str, Any]:
-    try:
-        found = json.loads((location / PARTIAL).read_bytes(limit=1 << 20, size=size))
-    except StorageUnavailableError:
-        raise  # which is not to know, rather than to know that it is another's
-    except (StorageError, DamagedCheckpointError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _marked_folders(location: Location) -> list[str]:
-    folders = _marker(location).get("folders")
-    return [folder for folder in folders if isinstance(folder, str)] if isinstance(folders, list) else []
 
 
 @contextlib.contextmanager

@@ -5,10 +5,12 @@ Object stores, and some network file systems, have no locks; there, whoever begi
 
 from __future__ import annotations
 
+import json
 import os
 import weakref
+from typing import Any
 
-from .errors import StorageConflictError
+from .errors import DamagedCheckpointError, StorageConflictError, StorageError, StorageUnavailableError
 from .storage import Location
 from .storage.statuses import os_errors
 
@@ -55,6 +57,28 @@ class Mark:
         if self._close is not None:
             self._close()
             self._close = None
+
+    def content(self, size: int | None = None) -> dict[str, Any]:
+        """Returns what the file says; nothing where there is none that can be read.
+
+        Args:
+            size: Its length, if it is as it was written.
+
+        Raises:
+            StorageUnavailableError: The storage does not answer, so that nobody knows whose it is.
+        """
+        try:
+            found = json.loads(self._place.read_bytes(limit=1 << 20, size=size))
+        except StorageUnavailableError:
+            raise
+        except (StorageError, DamagedCheckpointError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def folders(self) -> list[str]:
+        """Returns the folders that the save writes into, as far as the file says."""
+        found = self.content().get("folders")
+        return [folder for folder in found if isinstance(folder, str)] if isinstance(found, list) else []
 
     def conflict(self) -> StorageConflictError:
         """Returns the error that says that another save is under way."""
