@@ -65,8 +65,20 @@ def write_record(location: Location, record: CheckpointRecord) -> None:
     Args:
         location: The checkpoint's directory.
         record: The record.
+
+    Raises:
+        StorageUnavailableError: An object store did not say whether it is written, and it is not there, or not yet.
     """
-    (location / RECORD).write_bytes(record.encode())
+    content = record.encode()
+    try:
+        (location / RECORD).write_bytes(content)
+    except StorageUnavailableError:
+        if not location.is_remote:
+            raise
+        with contextlib.suppress(StorageError, DamagedCheckpointError):
+            if (location / RECORD).read_bytes(limit=_RECORD_LIMIT) == content:
+                return
+        raise
 
 
 class PendingCheckpoint:
@@ -185,7 +197,7 @@ class PendingCheckpoint:
         replaced = tuple(sorted(self._old - {folder.name for folder in self.folders.values()}))
         self._stays = True  # from here on its data may be all that there is, also where a person interrupts
         try:
-            self._write_record(dataclasses.replace(record, replaced=replaced))
+            write_record(self.location, dataclasses.replace(record, replaced=replaced))
             if not self._is_claimed():
                 # In this very moment; what was found without a record was swept.
                 raise self._mark.conflict()
@@ -211,18 +223,6 @@ class PendingCheckpoint:
                 (self.location / DELETED).remove()
             (self.location / PARTIAL).remove()  # last: it tells the next run that something may be left
         self._mark.release()
-
-    def _write_record(self, record: CheckpointRecord) -> None:
-        """Writes the commit record; where an object store does not say whether it has, looks."""
-        try:
-            write_record(self.location, record)
-        except StorageUnavailableError:
-            if self.location.is_local:
-                raise
-            with contextlib.suppress(StorageError, DamagedCheckpointError):
-                if (self.location / RECORD).read_bytes(limit=_RECORD_LIMIT) == record.encode():
-                    return
-            raise
 
     def _take_back(self) -> None:
         """Undoes a commit that failed half-way: the record was renamed, and making its name durable failed."""

@@ -68,7 +68,7 @@ class Mark:
             StorageUnavailableError: The storage does not answer, so that nobody knows whose it is.
         """
         try:
-            found = json.loads(self._place.read_bytes(limit=1 << 20, size=size))
+            found = json.loads(self._place.read_bytes(limit=1 << 24, size=size))
         except StorageUnavailableError:
             raise
         except (StorageError, DamagedCheckpointError, ValueError, RecursionError):
