@@ -23,6 +23,7 @@ from ..errors import (
     InvalidLocationError,
     StorageConflictError,
     StorageError,
+    StorageUnavailableError,
 )
 from ..marks import Mark
 from ..record import DELETED, PARTIAL, RECORD, CheckpointRecord
@@ -72,7 +73,8 @@ class PendingTree:
         for path in parts:
             own = "/".join((*path, OWN))
             # What was swept may be of a save that is alive, where there are no locks: folders must not be the same.
-            self.folders[path] = root / (f"{own}.{self._token[:8]}" if own in taken or self._swept else own)
+            fresh = own in taken or self._swept or root.is_remote
+            self.folders[path] = root / (f"{own}.{self._token[:8]}" if fresh else own)
         self._begun = False
 
     def begin(self) -> None:
@@ -99,7 +101,7 @@ class PendingTree:
             record: What it holds.
             metadata: For every component what people read about it.
         """
-        if _marker(self.root).get("token") != self._token:
+        if self._mark.content().get("token") != self._token:
             raise self.conflict()
         for path in sorted(self.folders, key=len, reverse=True):
             below(self.root, path).sync_directory()
@@ -124,15 +126,23 @@ class PendingTree:
     @property
     def lost(self) -> bool:
         """Whether another save to the same path has begun since, which is possible where there are no locks."""
-        return self._begun and _marker(self.root).get("token", self._token) != self._token
+        with contextlib.suppress(StorageUnavailableError):
+            return self._begun and self._mark.content().get("token", self._token) != self._token
+        return False
 
     def conflict(self) -> StorageConflictError:
         """Returns the error that says so."""
         return self._mark.conflict()
 
-    def abort(self) -> None:
-        """Removes what was written; the tree that was to be replaced, or that another save makes, stays as it is."""
-        if self._begun and not self.lost:
+    def abort(self, error: BaseException | None = None) -> None:
+        """Removes what was written; the tree that was to be replaced, or that another save makes, stays as it is.
+
+        Args:
+            error: Why. A request that an object store did not answer may still arrive: what was written stays then, for
+                the next save to remove.
+        """
+        late = isinstance(error, StorageUnavailableError) and self.root.is_remote
+        if self._begun and not late and not self.lost:
             with _leftover(self.root):
                 self._remove()
         self._mark.release()
@@ -183,7 +193,7 @@ class PendingTree:
         if record is None:
             sweep(self.root)
             return
-        left = _marker(self.root).get("folders")
+        left = self._mark.content().get("folders")
         self._remove_folders([*(left if isinstance(left, list) else ()), *record.replaced], record)
         _repair(self.root, record)
         (self.root / DELETED).remove()
@@ -243,14 +253,6 @@ def _is_own(folder: str) -> bool:
 
 def _path_of(item: str) -> Path:
     return () if item == OWN else tuple(item.split("/"))
-
-
-def _marker(root: Location) -> dict[str, object]:
-    try:
-        found = json.loads((root / PARTIAL).read_bytes(limit=1 << 24))
-    except (StorageError, DamagedCheckpointError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ def save(
         except BaseException as error:
             if isinstance(error, StorageError) and pending.lost:
                 raise pending.conflict() from error
-            pending.abort()
+            pending.abort(error)
             raise
         return place.url
 

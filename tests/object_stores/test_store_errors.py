@@ -50,9 +50,7 @@ def trouble(store: Store, pattern: str, **how: Any) -> None:
 
 
 @pytest.mark.parametrize("what", PASSING)
-@pytest.mark.parametrize(
-    "pattern", [r"checkpoint\.json", r"\.0\.\d+$", "(prefix|startOffset)="]
-)
+@pytest.mark.parametrize("pattern", [r"checkpoint\.json", r"\.0\.\d+$", "(prefix|startOffset)="])
 def test_trouble_that_passes_is_not_noticed_by_a_load(store: Store, url: str, pattern: str, what: str) -> None:
     before = len(store.server.log)
     hf.load(url)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from tests.object_stores.conftest import Store
 
 import holdfast as hf
 from holdfast import components, graph
+from holdfast.engine.storage import requests
 
 
 class Counter(components.Checkpointable):
@@ -102,3 +104,32 @@ def test_arrays_of_others(store: Store) -> None:
     array = ts.open(spec, create=True, dtype=ts.float32, shape=[10], context=shared_context()).result()
     array.write(np.arange(10, dtype=np.float32)).result()
     assert hf.load(f"{store.url}/theirs")["w"].tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("done", [True, False], ids=["done", "arrives late"])
+def test_a_tree_of_components_whose_commit_has_no_answer(
+    store: Store, done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "PATIENCE", 0.3)
+    monkeypatch.setattr(requests, "SLOWEST", 1 << 40)
+    url = f"{store.url}/components/three"
+    made = Counter(4)
+    made.count = 1
+    made.save_to_path(url)
+    made.count = 2
+    answer = None if done else store.server.error(500, "InternalError")
+    store.server.fail(r"(PUT|POST).*three/checkpoint\.json", times=1000, how="never", answer=answer)
+    if done:
+        made.save_to_path(url, overwrite=True)
+    else:
+        with store.server.watch() as seen, pytest.raises(hf.StorageUnavailableError, match="no answer"):
+            made.save_to_path(url, overwrite=True)
+        assert Counter.from_checkpoint(url).count == 1
+        commit = re.compile(rf"(PUT|POST) .*\b{store.bucket}\b.*three/checkpoint\.json")
+        store.server.answer(next(one for one in seen if commit.match(one.what)))
+    assert Counter.from_checkpoint(url).count == 2
+    store.server.reset()
+    made.count = 3
+    made.save_to_path(url, overwrite=True)
+    assert Counter.from_checkpoint(url).count == 3
+    assert hf.verify(url).ok
