@@ -81,27 +81,32 @@ def build(spec: Spec, blank: bool) -> graph.Node:
     return root
 
 
-def same(one: Any, other: Any, seen: dict[int, Any]) -> bool:
-    """Whether two graphs have the same values and the same aliases of what can be changed."""
+def same(one: Any, other: Any, seen: dict[int, Any], anew: bool = False) -> bool:
+    """Whether two graphs have the same values and the same aliases of what can be changed, and is not built anew."""
     if type(one) is not type(other):
         return False
-    if isinstance(one, graph.Node | dict | list | np.ndarray | graph.Value):
+    if isinstance(one, dict | list) and anew:
+        if id(one) in seen:
+            return seen[id(one)] is other
+        seen[id(one)] = other
+    elif isinstance(one, graph.Node | dict | list | np.ndarray | graph.Value):
         if id(one) in seen or id(other) in seen:
             return seen.get(id(one)) is other and seen.get(id(other)) is one
         seen[id(one)], seen[id(other)] = other, one
     if isinstance(one, graph.Node):
         return same_items(vars(one), vars(other), seen)
     if isinstance(one, dict):
-        return same_items(one, other, seen)
+        return same_items(one, other, seen, anew)
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(same(a, b, seen) for a, b in zip(one, other, strict=True))
+        anew = anew or isinstance(one, tuple)
+        return len(one) == len(other) and all(same(a, b, seen, anew) for a, b in zip(one, other, strict=True))
     if isinstance(one, graph.Value):
         return bool(one.value == other.value)
     return bool(np.array_equal(one, other)) if hasattr(one, "dtype") else bool(one == other)
 
 
-def same_items(one: dict[Any, Any], other: dict[Any, Any], seen: dict[int, Any]) -> bool:
-    return list(one) == list(other) and all(same(one[key], other[key], seen) for key in one)
+def same_items(one: dict[Any, Any], other: dict[Any, Any], seen: dict[int, Any], anew: bool = False) -> bool:
+    return list(one) == list(other) and all(same(one[key], other[key], seen, anew) for key in one)
 
 
 def holds_itself(spec: Spec) -> bool:
