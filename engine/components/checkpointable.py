@@ -144,7 +144,8 @@ class Checkpointable:
         Raises:
             CheckpointNotFoundError: Nothing was saved there.
             DamagedCheckpointError: A state does not verify; nothing was changed.
-            TreeMismatchError: There is no such component; or a state does not fit. Nothing was changed.
+            TreeMismatchError: There is no such component; or a state does not fit, and nothing was changed. Or, as
+                ``strict`` asks, that there are values which only one side has; those of both were restored.
         """
         return restore(self, path, component=component, keep=keep, strict=strict)
 

@@ -10,11 +10,12 @@ from ..checkpointer import Place
 from ..errors import OptionError, TreeMismatchError
 from ..graph import PathFilter, Patterns
 from ..item import SavedLeaf
+from ..tree import flatten
 from .live import LiveComponent, live_tree
 from .names import Path, find, written
-from .reading import SavedComponent, open_component
+from .reading import SavedComponent, all_components, open_component
 from .report import ComponentReport
-from .states import Keep, OwnReport, own_state, set_own_state
+from .states import Keep, OwnReport, ask, own_state, set_own_state
 
 _logger = logging.getLogger("holdfast")
 
@@ -128,6 +129,8 @@ class _Restoring:
         if strict:
             self._refuse_missing()
         self._states = {path: origin.state() for path, origin in self._origins.items()}
+        if isinstance(keep, Keeping):
+            self._check(keep)
         self._done: dict[Path, OwnReport] = {}
         self._before: list[tuple[LiveComponent, Any]] = []
 
@@ -163,6 +166,19 @@ class _Restoring:
                 missing,
             )
 
+    def _check(self, keep: Keeping) -> None:
+        """Raises an error if a pattern matches nothing that was saved, also of components that are yet to be made."""
+        live = {one.path: one for one in self._target.walk()}
+        for path, origin in self._origins.items():
+            ask(live[path], self._states[path], origin.location, self._within(path) or keep)
+        matched = {origin.path for origin in self._origins.values()}
+        for saved in all_components(self._saved):
+            if saved.path not in matched:
+                path = (*self._target.path, *saved.path[len(self._saved.path) :])
+                for name in flatten(saved.state()).names:
+                    keep((*path, *name.split(".")), None)
+        keep.check()
+
     def run(self) -> ComponentReport:
         """Gives every component its state; then those that only exist since another has got its own."""
         try:
@@ -173,17 +189,15 @@ class _Restoring:
                 live = {one.path: one for one in self._target.walk()}
                 for path, origin in new.items():
                     self._set(live[path], origin.state(), origin, last=False)
-            report = self._report()
-            if self._strict and not report.complete:
-                raise TreeMismatchError(
-                    f"{self._saved.location} and the program do not match (strict=True); nothing was changed:",
-                    report.problems(),
-                )
-            if isinstance(self._keep, Keeping):
-                self._keep.check()
         except BaseException:
             self._take_back()
             raise
+        report = self._report()
+        if self._strict and not report.complete:
+            raise TreeMismatchError(
+                f"{self._saved.location} and the program do not match (strict=True); what both have was restored:",
+                report.problems(),
+            )
         return report
 
     def _born(self) -> dict[Path, SavedComponent]:
@@ -194,12 +208,14 @@ class _Restoring:
         return new
 
     def _set(self, one: LiveComponent, state: Any, origin: SavedComponent, *, last: bool) -> None:
-        may_fail_later = not last or self._strict or isinstance(self._keep, Keeping)
-        if may_fail_later and not self._fresh:
+        if not last and not self._fresh:
             self._before.append((one, own_state(one, snapshot=True)))
+        self._done[one.path] = set_own_state(one, state, origin.location, self._within(one.path))
+
+    def _within(self, above: Path) -> Keep | None:
+        """Tells of paths within a component whether their values stay."""
         keep = self._keep
-        within = None if keep is None else lambda path, leaf: keep((*one.path, *path), leaf)
-        self._done[one.path] = set_own_state(one, state, origin.location, within)
+        return None if keep is None else lambda path, leaf: keep((*above, *path), leaf)
 
     def _take_back(self) -> None:
         """Gives components the states that they had: one that does not fit leaves the others as they were."""

@@ -169,10 +169,7 @@ def set_default_state(
     if not isinstance(state, Mapping):
         raise TreeMismatchError(f"{called(component)}: expected a dictionary as state, found {type(state).__name__}")
     source = source or _GIVEN
-    values = {key: value for key, value in state.items() if key != GRAPH}
-    if is_module(component.value):
-        values = _nested(values)
-    stored = StoredGraph(MemoryTree(values, _document(state, source), source), source)
+    stored = _stored(component, state, source)
     root = stand_in(component)
     before = dict(vars(root))
     graph, _ = own_graph(component, root)
@@ -200,6 +197,20 @@ def set_default_state(
             f"{_some(report.pending + report.unused)}; the component has {_some(sorted(own))}"
         )
     return OwnReport(tuple(path for path in report.missing if path in own), report.pending + report.unused)
+
+
+def ask(component: LiveComponent, state: Any, source: Location, keep: Keep) -> None:
+    """Asks of every value that a component is about to be given whether it stays; changes nothing."""
+    if isinstance(state, Mapping) and not _speaks_for_itself(component.value, "set_state"):
+        _excluded(_stored(component, state, source), keep)
+
+
+def _stored(component: LiveComponent, state: Mapping[str, Any], source: Location) -> StoredGraph:
+    """Opens a state as if it were a checkpoint."""
+    values = {key: value for key, value in state.items() if key != GRAPH}
+    if is_module(component.value):
+        values = _nested(values)
+    return StoredGraph(MemoryTree(values, _document(state, source), source), source)
 
 
 def _nested(state: Mapping[Any, Any]) -> dict[Any, Any]:

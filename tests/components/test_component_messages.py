@@ -248,20 +248,32 @@ def test_a_constructor_of_an_argument_that_raises() -> None:
     assert isinstance(raised.value.__cause__, OSError)
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"strict": True}, {"keep": "**/nothing"}, {"keep": ["updates", "nothing"]}], ids=str
-)
-def test_what_is_refused_changes_nothing(arguments: dict[str, Any]) -> None:
+@pytest.mark.parametrize("keep", ["**/nothing", ["updates", "nothing"]], ids=str)
+def test_what_is_refused_changes_nothing(keep: Any) -> None:
     learner = Learner()
-    learner.fresh = 5  # type: ignore[attr-defined]  # which the checkpoint does not have
     weight = learner.policies["p0"].l1.weight.detach().clone()
     with pytest.raises(hf.TreeMismatchError, match="nothing was changed"):
-        learner.restore_from_path("run", **arguments)
+        learner.restore_from_path("run", keep=keep)
     assert learner.updates == 0
     assert torch.equal(learner.policies["p0"].l1.weight, weight)
     with pytest.raises(hf.TreeMismatchError, match="nothing was changed"):
         learner.policies["p0"].restore_from_path("run/policies/p1", keep="nothing")
     assert torch.equal(learner.policies["p0"].l1.weight, weight)
+
+
+def test_what_is_kept_may_be_of_components_that_are_yet_to_be_made() -> None:
+    learner = Learner(names=("p0",))
+    report = learner.restore_from_path("run", keep="policies/p1/**")
+    assert report.unused == ("policies/p1",)
+    assert learner.updates == 7
+
+
+def test_what_is_strict_restores_what_both_have() -> None:
+    learner = Learner()
+    learner.fresh = 5  # type: ignore[attr-defined]  # which the checkpoint does not have
+    with pytest.raises(hf.TreeMismatchError, match=r"strict=True\); what both have was restored:\n.*fresh"):
+        learner.restore_from_path("run", strict=True)
+    assert learner.updates == 7
 
 
 def test_what_does_not_fit_may_be_kept() -> None:
