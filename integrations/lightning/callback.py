@@ -135,7 +135,10 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
 
     @property
     def manager(self) -> CheckpointManager:
-        """The manager of the checkpoints, for everything beyond the trainer: listing, metrics, pinning."""
+        """The manager of the checkpoints, for everything beyond the trainer: listing, metrics, pinning.
+
+        What several processes have saved has two items: ``state``, and ``process`` for what each of them had.
+        """
         return self._store.manager
 
     @property
@@ -163,7 +166,6 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Gets between the trainer and its checkpoints, before any is loaded."""
-        check_strategy(trainer)
         install(trainer.strategy, self._store)
         if stage != "fit":
             return
@@ -172,6 +174,7 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
                 trainer, lambda path: self._begin_from(trainer, None if isinstance(path, ResumePath) else path)
             )
             return
+        check_strategy(trainer)
         # Trainers look for a checkpoint before they ask the module for its callbacks, this one perhaps among them.
         redirect_resume(trainer, lambda path: self._begin_from(trainer, self._chosen(path)))
         steps = self._store.steps()

@@ -12,6 +12,7 @@ from .packages import CheckpointIO
 from .sharded import ShardedState
 from .sharing import SharedState
 from .store import RunStore, Template, is_checkpoint, read_checkpoint
+from .strategies import can_save, is_sharded
 from .trees import POSITION
 
 
@@ -75,23 +76,25 @@ class EngineCheckpointIO(CheckpointIO):
             loaded = self.inner.load_checkpoint(path, map_location, weights_only=weights_only)
         return loaded
 
-    def read(self, path: str | os.PathLike[str], template: Template = None) -> dict[str, Any] | None:
+    def read(
+        self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
+    ) -> dict[str, Any] | None:
         """Loads a checkpoint of the engine; None if it is another.
 
         Args:
             path: Where it is.
-            template: Templates for some of its entries.
+            template: Makes templates for some of its entries.
         """
         if isinstance(path, ResumePath):
             if path.directory != self.store.directory:
                 return None
-            checkpoint = self.store.load_newest(template=template)
+            checkpoint = self.store.load_newest(template=template())
             checkpoint.get(POSITION, {})["automatic"] = True
             return checkpoint
         if (step := self.step_of(path)) is not None:
-            return self.store.load(step, template=template)
+            return self.store.load(step, template=template())
         if _is_ours(path):
-            return read_checkpoint(path, with_position=self.store.is_open, template=template)
+            return read_checkpoint(path, with_position=self.store.is_open, template=template())
         return None
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -127,10 +130,10 @@ def install(strategy: Any, store: RunStore) -> None:
             return
         plugin = plugin.inner
     strategy.checkpoint_io = EngineCheckpointIO(store, strategy.checkpoint_io)
-    if "save_checkpoint" not in vars(strategy):
-        if strategy.world_size > 1 or strategy.restore_checkpoint_after_setup:
+    if "save_checkpoint" not in vars(strategy) and can_save(strategy):
+        if strategy.world_size > 1 or is_sharded(strategy):
             _save_together(strategy)
-        if strategy.restore_checkpoint_after_setup:
+        if is_sharded(strategy):
             _load_in_place(strategy)
 
 
@@ -162,9 +165,8 @@ def _load_in_place(strategy: Any) -> None:
 
     def load_checkpoint(checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         state = ShardedState(strategy)
-        template = state.template()
         for plugin in _plugins(strategy):
-            checkpoint = plugin.read(checkpoint_path, template)
+            checkpoint = plugin.read(checkpoint_path, state.template)
             if checkpoint is not None:
                 state.load(checkpoint, strict=strategy.lightning_module.strict_loading)
                 return checkpoint

@@ -12,7 +12,7 @@ from ...engine.api import load
 from ...engine.checkpointer import ITEM, AsyncCheckpointer, Place
 from ...engine.commit import read_record
 from ...engine.durations import seconds
-from ...engine.errors import CheckpointNotFoundError, StateError
+from ...engine.errors import BarrierTimeoutError, CheckpointNotFoundError, PeerFailedError, StateError
 from ...engine.handlers import PerProcessCheckpointHandler
 from ...engine.manager import CheckpointManager
 from ...engine.options import CheckpointManagerOptions
@@ -142,7 +142,10 @@ class RunStore:
         if group is None:
             return
         with contextlib.closing(group):
-            group.gather("ended", b"", _LAST_WAIT)
+            try:
+                group.gather("ended", b"", _LAST_WAIT)
+            except (BarrierTimeoutError, PeerFailedError) as error:  # nothing of this process is lost by that
+                logger.warning("not all processes have ended their run with this one: %s", error)
 
     def save(self, step: int, checkpoint: dict[str, Any], shared: SharedState | None = None) -> None:
         """Saves what Lightning made.

@@ -10,6 +10,8 @@ from ...engine.errors import StateError
 _SAVE_BY_THEMSELVES = {"FSDPStrategy", "DeepSpeedStrategy"}
 _OWN_PROCESSES = {"XLAStrategy"}  # a DDPStrategy by descent, but not connected by torch.distributed
 
+_SHARDED = "ModelParallelStrategy"
+
 _released: list[subprocess.Popen[bytes]] = []
 
 
@@ -23,15 +25,14 @@ def check_strategy(trainer: Any) -> None:
         StateError: It cannot; says which strategies work.
     """
     strategy = trainer.strategy
-    name, kinds = type(strategy).__name__, {kind.__name__ for kind in type(strategy).__mro__}
+    name = type(strategy).__name__
     works = "It works with one process, and in several with strategy='ddp' or ModelParallelStrategy (FSDP2)"
-    known = kinds & {"DDPStrategy", "ModelParallelStrategy"} and not kinds & _OWN_PROCESSES
-    if kinds & _SAVE_BY_THEMSELVES or (trainer.world_size > 1 and not known):
+    if not can_save(strategy):
         raise StateError(
-            f"CheckpointCallback cannot save what {name} holds in its {trainer.world_size} process(es). {works}; "
+            f"CheckpointCallback cannot save what {name} holds in its {strategy.world_size} process(es). {works}; "
             f"ModelCheckpoint saves {name}"
         )
-    if "ModelParallelStrategy" in kinds and not strategy._save_distributed_checkpoint:
+    if is_sharded(strategy) and not strategy._save_distributed_checkpoint:
         raise StateError(
             f"{name}(save_distributed_checkpoint=False) gathers everything in one process, for which the callback "
             "has no use: leave it out. What the processes save together loads in any number of them, and in one"
@@ -41,6 +42,19 @@ def check_strategy(trainer: Any) -> None:
             f"CheckpointCallback cannot save a {name} that averages models (PostLocalSGDState), as every process has "
             f"parameters of its own between two averages. {works}"
         )
+
+
+def can_save(strategy: Any) -> bool:
+    """Returns whether the processes of a strategy hold what a checkpoint needs in a way that is known here."""
+    kinds = _kinds(strategy)
+    if kinds & _SAVE_BY_THEMSELVES:
+        return False
+    return strategy.world_size == 1 or bool(kinds & {"DDPStrategy", _SHARDED} and not kinds & _OWN_PROCESSES)
+
+
+def is_sharded(strategy: Any) -> bool:
+    """Returns whether parameters are DTensors, which the strategy saves and loads by itself."""
+    return _SHARDED in _kinds(strategy)
 
 
 def keeps_own_buffers(strategy: Any) -> bool:
@@ -71,3 +85,8 @@ def release_children(trainer: Any) -> None:
     if isinstance(processes, list):
         _released.extend(processes)  # Python would complain of processes that are forgotten while they run
         processes.clear()
+
+
+def _kinds(strategy: Any) -> set[str]:
+    """Returns the names of a strategy's classes: those of two packages are called alike."""
+    return {kind.__name__ for kind in type(strategy).__mro__}

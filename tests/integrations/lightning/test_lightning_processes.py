@@ -193,8 +193,8 @@ def trainer(*names: str, **attributes: Any) -> Any:
     for name in reversed(names):
         kind = type(name, (kind,), {})
     strategy = kind()
-    vars(strategy).update(attributes)
-    return SimpleNamespace(world_size=2, strategy=strategy)
+    vars(strategy).update(attributes, world_size=2)
+    return SimpleNamespace(strategy=strategy)
 
 
 @pytest.mark.parametrize(
