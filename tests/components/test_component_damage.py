@@ -455,7 +455,7 @@ def test_interrupted_saves_leave_the_old_or_the_new(saved: Path, monkeypatch: py
             raise Killed
         real(location, record)
 
-    monkeypatch.setattr(pending.PendingTree, "abort", lambda self: None)  # nobody tidies up after a kill
+    monkeypatch.setattr(pending.PendingTree, "abort", lambda self, error=None: None)  # nobody tidies up after a kill
     monkeypatch.setattr(pending, "write_record", dies)
     for limit in (1, 2, 3):
         calls = 0
