@@ -93,7 +93,8 @@ def _nested(graph: LiveGraph, numbers: dict[int, int], chosen: PathFilter, elsew
                 inside[node.path][node.keys[segment]] = branch
                 if child.view.sequence:
                     kinds[id(branch)] = tuple if child.view.label == "tuple" else list
-                if not child.view.edges and (child.view.sequence or isinstance(child.value, dict)):
+                is_empty = not child.view.edges and (child.view.sequence or isinstance(child.value, dict))
+                if is_empty and len(child.path) < MAX_DEPTH and chosen.chooses(child.path):
                     empty[id(branch)] = kinds.get(id(branch), dict)
             elif child.has_value and chosen.chooses(child.path) and id(child) not in elsewhere:
                 inside[node.path][node.keys[segment]] = numbers[id(child)]

@@ -523,6 +523,20 @@ def test_empty_contents_come_back(place: str, contents: Any) -> None:
             assert checkpoint.part.inner == contents
 
 
+def test_empty_contents_as_deep_as_values_can_be(place: str) -> None:
+    deep: list[Any] = []
+    for number in range(400):
+        deep = [deep]
+        path = f"{place}/{number}"
+        if number in (197, 198, 199, 200, 399):
+            graph.Checkpoint(deep=deep, n=1).write(path)
+            assert hf.load(path, select="n") == {"n": 1}
+        if number == 197:
+            checkpoint = graph.Checkpoint(deep=[], n=0)
+            checkpoint.read(path).assert_consumed()
+            assert checkpoint.deep == deep
+
+
 def test_contents_that_somebody_else_holds_stay_the_same_object(place: str) -> None:
     def make(value: int) -> graph.Node:
         inner = [value]
