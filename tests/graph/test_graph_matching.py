@@ -530,7 +530,7 @@ def test_empty_contents_as_deep_as_values_can_be(place: str) -> None:
         path = f"{place}/{number}"
         if number in (197, 198, 199, 200, 399):
             graph.Checkpoint(deep=deep, n=1).write(path)
-            assert hf.load(path, select="n") == {"n": 1}
+            assert hf.load(path)["n"] == 1
         if number == 197:
             checkpoint = graph.Checkpoint(deep=[], n=0)
             checkpoint.read(path).assert_consumed()
