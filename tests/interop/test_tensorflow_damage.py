@@ -101,4 +101,4 @@ def test_a_restore_from_a_damaged_checkpoint_changes_nothing(tmp_path: Path) -> 
 
     assert not live.any()
     assert not kernel.any()
-    assert open_graph(hf.as_location(tmp_path)).load("step") == 51  # what is whole can be read
+    assert open_graph(hf.as_location(tmp_path)).load(["step"]) == [51]  # what is whole can be read
