@@ -101,7 +101,7 @@ class Checkpoint(Node):
 
         Raises:
             UnsupportedLeafError: Something that is attached cannot be saved; nothing was written.
-            StateError: Values of an earlier restore still wait for their objects.
+            StateError: Values of an earlier restore still wait for their objects, or objects for their values.
             SaveFailedError: The background save before this one failed; this one is done nevertheless.
         """
         place = as_location(prefix)
@@ -132,7 +132,7 @@ class Checkpoint(Node):
         Raises:
             CheckpointExistsError: Something is there already.
             UnsupportedLeafError: Something that is attached cannot be saved; nothing was written.
-            StateError: Values of an earlier restore still wait for their objects.
+            StateError: Values of an earlier restore still wait for their objects, or objects for their values.
             SaveFailedError: The background save before this one failed; this one is done nevertheless.
         """
         return self._write(as_location(path), None, overwrite=overwrite, background=background, layout=layout)

@@ -152,6 +152,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointExistsError: The number is taken.
+            StateError: Values of an earlier restore still wait for their objects, or objects for their values.
             SaveFailedError: The background save before this one failed; this one is done nevertheless.
             OwnershipError: Another run writes to this directory.
         """
