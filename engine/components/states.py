@@ -191,12 +191,13 @@ def set_default_state(
         if before.get(name) is not value:
             setattr(component.value, name, value)
     report = restoration.report(root)
-    if stored.leaves and own and not set(report.restored) & own:
+    unused = report.pending + report.unused
+    if unused and own and not set(report.restored) & own:
         raise TreeMismatchError(
-            f"{source}: nothing in it matches {called(component)}, and nothing was changed. It has "
-            f"{_some(report.pending + report.unused)}; the component has {_some(sorted(own))}"
+            f"{source}: nothing in it matches {called(component)}, and nothing was changed. It has {_some(unused)}; "
+            f"the component has {_some(sorted(own))}"
         )
-    return OwnReport(tuple(path for path in report.missing if path in own), report.pending + report.unused)
+    return OwnReport(tuple(path for path in report.missing if path in own), unused)
 
 
 def ask(component: LiveComponent, state: Any, source: Location, keep: Keep) -> None:

@@ -248,6 +248,20 @@ def test_plain_values(place: str) -> None:
     assert found.by_agent[0].tolist() == [7]
 
 
+class One(Checkpointable):
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize("value", [[1, 2], {"a": 1}, (1, 2), [], "text"], ids=str)
+def test_containers_that_the_program_does_not_have_yet(place: str, value: Any) -> None:
+    path = One(value).save_to_path(f"{place}/x")
+    running = One()
+    assert running.restore_from_path(path, strict=True).complete
+    assert running.value == value
+    assert type(running.value) is type(value)
+
+
 def test_constructors_that_take_objects(place: str) -> None:
     made = Configured(
         Config(0.5, (3,)), 1, np.float32(2), limits=Limits(0, 1), part=Statistics(3), extra={"t": torch.float16}
