@@ -133,3 +133,12 @@ def test_a_tree_of_components_whose_commit_has_no_answer(
     made.save_to_path(url, overwrite=True)
     assert Counter.from_checkpoint(url).count == 3
     assert hf.verify(url).ok
+
+
+@pytest.mark.parametrize(("name", "kind"), [("out.safetensors", "safetensors"), ("out", "orbax")])
+def test_conversions(store: Store, name: str, kind: Any) -> None:
+    hf.save(f"{store.url}/ckpt", {"w": np.arange(5000.0), "b": {"x": np.arange(3)}})
+    hf.export_checkpoint(f"{store.url}/ckpt", f"{store.url}/{name}", kind)
+    hf.import_checkpoint(f"{store.url}/{name}", f"{store.url}/back")
+    assert hf.verify(f"{store.url}/back").ok
+    assert hf.load(f"{store.url}/back")["b"]["x"].tolist() == [0, 1, 2]
