@@ -42,17 +42,24 @@ class Broken(Checkpointable):
         raise ValueError("there is no display")
 
 
-@pytest.fixture(autouse=True)
-def _things_to_confuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a directory of all that one may be taken for another."""
+    place = tmp_path_factory.mktemp("things")
     learner = Learner()
     learner.updates = 7
-    learner.save_to_path("run")
-    learner.save_to_path("many/7")
-    hf.save("tree", {"a": np.ones(3)})
-    torch.save(Policy().state_dict(), "policy.pt")
-    with hf.CheckpointManager("managed", {"learner": hf.Checkpointer(ComponentCheckpointHandler())}) as manager:
+    learner.save_to_path(place / "run")
+    learner.save_to_path(place / "many" / "7")
+    hf.save(place / "tree", {"a": np.ones(3)})
+    torch.save(Policy().state_dict(), place / "policy.pt")
+    with hf.CheckpointManager(place / "managed", {"learner": hf.Checkpointer(ComponentCheckpointHandler())}) as manager:
         manager.save(7, {"learner": learner})
+    return place
+
+
+@pytest.fixture(autouse=True)
+def _here(things: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(things)
 
 
 def restored(path: str, into: Any = None, **arguments: Any) -> Any:
@@ -209,14 +216,14 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes(mistake: str, tmp_path: Path) -> None:
+def test_mistakes(mistake: str, things: Path) -> None:
     work, error, message = MISTAKES[mistake]
-    before = sorted(tmp_path.rglob("*"))
+    before = sorted(things.rglob("*"))
     with pytest.raises(error) as raised:
         work()
-    said = str(raised.value).replace(str(tmp_path), "~")
+    said = str(raised.value).replace(str(things), "~")
     assert message in said or re.search(message, said), said
-    assert sorted(tmp_path.rglob("*")) == before
+    assert sorted(things.rglob("*")) == before
 
 
 def test_a_constructor_that_raises_says_whose_it_was() -> None:
@@ -240,10 +247,10 @@ class Loud(Checkpointable):
         raise ValueError("there is no display") from OSError("x11")
 
 
-def test_a_constructor_of_an_argument_that_raises() -> None:
-    Around(Part()).save_to_path("around")
+def test_a_constructor_of_an_argument_that_raises(tmp_path: Path) -> None:
+    path = Around(Part()).save_to_path(tmp_path / "around")
     with pytest.raises(ValueError, match="there is no display") as raised:
-        Around.from_checkpoint("around", renamed={f"{Part.__module__}:Part": Loud})
+        Around.from_checkpoint(path, renamed={f"{Part.__module__}:Part": Loud})
     assert raised.value.__notes__[0].startswith("while a Loud was made as ")
     assert isinstance(raised.value.__cause__, OSError)
 
