@@ -59,16 +59,23 @@ class Model(program.Model):
     def __init__(self) -> None:
         super().__init__()
         self.noted: Any = None
+        for index in range(4):  # each of a size that any of the processes may be given to write
+            self.register_buffer(f"own{index}", torch.zeros(64))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        for index in range(4):
+            self.get_buffer(f"own{index}").fill_(self.trainer.global_rank)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         rank = self.trainer.global_rank
-        checkpoint["noted"] = {"rank": rank, "large": torch.full((1 << 19,), float(rank))}
+        checkpoint["noted"] = {"rank": rank, "large": [torch.full((1 << 19,), float(rank))] * 2}
         if rank == 0:
             checkpoint["noted"]["first"] = [torch.ones(2)]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         noted = checkpoint["noted"]
-        self.noted = [noted["rank"], noted["large"].sum().item(), noted["first"][0].tolist()]
+        self.noted = [noted["rank"], sum(noted["large"]).sum().item(), noted["first"][0].tolist()]
 
 
 class Sharded(program.Model):
