@@ -17,7 +17,7 @@ from .format import decode_document, encode_document
 from .marks import Mark
 from .options import CheckpointManagerOptions
 from .ownership import OWNER, Ownership
-from .policy import Rule, reasons
+from .policy import KeepBest, Rule, metric_name, reasons
 from .record import PARTIAL, RECORD, CheckpointRecord
 from .steps import StepIndex
 from .storage import Location, at_once, several
@@ -77,6 +77,7 @@ class RunDirectory:
         self._rules = rules
         self._writes = writes
         self._swept = False
+        self._warned = False  # that no checkpoint can be the best
         self.last_saved: int | None = None
         self._changing = threading.Lock()  # records are rewritten and steps deleted one after the other
 
@@ -204,9 +205,10 @@ class RunDirectory:
         """Deletes the steps that no rule keeps. A failure is logged; the next call tries again."""
         records = self.steps.records()
         kept = self.kept()
-        for step, record in records.items():
-            if step in kept:
-                continue
+        doomed = {step: record for step, record in records.items() if step not in kept}
+        if doomed:
+            self._warn_without_best()
+        for step, record in doomed.items():
             try:
                 with self._changing:
                     # Pinned, given metrics or deleted in the meantime: the next call decides anew.
@@ -214,6 +216,22 @@ class RunDirectory:
                         self._delete(step)
             except (StorageError, OwnershipError) as error:
                 _logger.warning("%s: step %d could not be deleted: %s", self.location, step, error)
+
+    def _warn_without_best(self) -> None:
+        """Says once that steps are deleted none of which could be the best, most likely for a misspelt metric."""
+        rule = next((rule for rule in self._rules if isinstance(rule, KeepBest)), None)
+        infos = self.steps.infos()
+        if rule is None or self._warned or not infos or rule.keep(infos):
+            return
+        self._warned = True
+        metrics = infos[-1].metrics
+        _logger.warning(
+            "%s: no checkpoint has the metric %s, by which best_fn finds the best (the newest has %s); those that no "
+            "other rule keeps are deleted",
+            self.location,
+            metric_name(rule.metric),
+            ", ".join(metrics) if metrics else "no metrics",
+        )
 
 
 def _encoded(metadata: Mapping[str, Any]) -> bytes:

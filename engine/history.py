@@ -254,7 +254,9 @@ def valid_step(step: Any) -> int:
     try:
         number = int(step.__index__())
     except AttributeError:
-        raise OptionError(f"step={step!r} must be a whole number") from None
+        raise OptionError(
+            f"step={step!r:.60} must be a whole number; a template comes after it: restore(step, template)"
+        ) from None
     if number < 0:
         raise OptionError(f"step={number} must not be negative")
     return number

@@ -221,8 +221,19 @@ def verify(path: Place, step: int | None = None) -> VerifyReport:
     if step is None and is_run(location):
         places = step_locations(location)
         if places:
-            return VerifyReport(checkpoints=tuple(_verify(place, one) for one, place in places.items()))
+            found = [_verified(place, one) for one, place in places.items()]
+            return VerifyReport(checkpoints=tuple(one for one in found if one is not None))
     return VerifyReport(checkpoints=(_verify(find_checkpoint(location, step), step),))
+
+
+def _verified(location: Location, step: int) -> CheckpointVerification | None:
+    """Verifies a step of a directory; None if a run has deleted it meanwhile, which takes the record first."""
+    try:
+        result = _verify(location, step)
+    except CheckpointNotFoundError:
+        return None
+    is_there = not result.problems or (as_location(location.url) / RECORD).is_there()  # now, not when it was listed
+    return result if is_there else None
 
 
 def _verify(location: Location, step: int | None) -> CheckpointVerification:
@@ -230,7 +241,7 @@ def _verify(location: Location, step: int | None) -> CheckpointVerification:
         return _verify_foreign(location, step)
     try:
         record = read_record(location)
-        if step is not None and record.step != step:
+        if step is not None and record.step not in (step, None):
             raise DamagedCheckpointError(f"it was written for step {record.step}")
         parts = record.parts()
     except (DamagedCheckpointError, FormatVersionError) as error:
@@ -242,7 +253,8 @@ def _verify(location: Location, step: int | None) -> CheckpointVerification:
             leaf = problem.leaf if len(parts) == 1 or not problem.leaf else f"{name}: {problem.leaf}"
             problems.append(Problem(f"{item.folder}/{problem.file}", leaf, problem.what))
     problems += _verify_beside(location, record, parts)
-    return CheckpointVerification(step=record.step, path=str(location), bytes=record.nbytes, problems=tuple(problems))
+    step = record.step if step is None else step
+    return CheckpointVerification(step=step, path=str(location), bytes=record.nbytes, problems=tuple(problems))
 
 
 def _verify_beside(location: Location, record: CheckpointRecord, parts: Mapping[str, ItemRecord]) -> Iterator[Problem]:

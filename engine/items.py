@@ -125,6 +125,11 @@ def _by_item(checkpointers: Checkpointer | Mapping[str, Checkpointer] | None) ->
         return {ITEM: AsyncCheckpointer(PyTreeCheckpointHandler())}
     if isinstance(checkpointers, Checkpointer):
         return {ITEM: checkpointers}
+    if not isinstance(checkpointers, Mapping):
+        raise OptionError(
+            f"checkpointers has to be a Checkpointer, or a dictionary of them by item, not "
+            f"{type(checkpointers).__name__}; options go by name: CheckpointManager(directory, options=...)"
+        )
     found = dict(checkpointers)
     if not found:
         raise OptionError("checkpointers={} saves nothing; give one for each item, or None for a single tree")

@@ -102,7 +102,7 @@ class CheckpointManagerOptions:
     def rules(self) -> tuple[Rule, ...]:
         """Returns what keeps a checkpoint; without any limit, everything is kept."""
         limited = self._limited()
-        return (KeepAll(),) if self.max_to_keep is None and self.keep_latest is None else limited
+        return (*limited, KeepAll()) if self.max_to_keep is None and self.keep_latest is None else limited
 
     def _limited(self) -> tuple[Rule, ...]:
         found: list[Rule] = []

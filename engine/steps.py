@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 from .commit import read_record
 from .errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, HoldfastError
@@ -63,10 +64,10 @@ class StepIndex:
                 if isinstance(record, FormatVersionError):
                     newer[step] = damage[step]
                 continue
-            if record.step != step:
+            if record.step not in (step, None):
                 damage[step] = _misplaced(location, record, step)
                 continue
-            records[step] = record
+            records[step] = _placed(record, step)
         with self._lock:
             if forget:
                 self._condemned.clear()
@@ -157,8 +158,9 @@ class StepIndex:
             record = read_record(location)
         except CheckpointNotFoundError:
             return None
-        if record.step != step:
+        if record.step not in (step, None):
             raise DamagedCheckpointError(_misplaced(location, record, step))
+        record = _placed(record, step)
         self.add(step, record)
         return record
 
@@ -176,6 +178,11 @@ def _read(place: tuple[int, Location]) -> CheckpointRecord | DamagedCheckpointEr
         return None
     except (DamagedCheckpointError, FormatVersionError) as error:
         return error
+
+
+def _placed(record: CheckpointRecord, step: int) -> CheckpointRecord:
+    """Returns the record of a step; what ``hf.save`` wrote is nobody's to delete but its owner's."""
+    return record if record.step == step else replace(record, step=step, pinned=True)
 
 
 def _misplaced(location: Location, record: CheckpointRecord, step: int) -> str:

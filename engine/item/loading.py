@@ -172,6 +172,8 @@ def _matching(
         else:
             expected = spell(target.kind, target.dtype, target.shape, target.variant)
             why = "not in the checkpoint" if leaf is None else "not selected"
+            if leaf is None and any(name.startswith(f"{target.name}.") for name in saved):
+                why = "a container in the checkpoint"
             difference = f"{display(target.name)}: expected {expected} (template), {why}"
         if difference is not None:
             differences.append(difference)

@@ -44,7 +44,13 @@ def as_location(place: str | os.PathLike[str] | Location) -> Location:
     """
     if isinstance(place, Location):
         return place
-    text = os.fspath(place)
+    try:
+        text = os.fspath(place)
+    except TypeError:
+        raise InvalidLocationError(
+            f"an object of type {type(place).__name__} is not a location: expected {_KNOWN}; the path comes first, as "
+            "in hf.save(path, tree)"
+        ) from None
     if not isinstance(text, str) or not text or "\0" in text:
         raise InvalidLocationError(f"{place!r} is not a location: expected {_KNOWN}")
     match = _SCHEME.match(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+from holdfast.engine import inspection
 
 SMALL = hf.Layout(chunk_bytes=4096, segment_bytes=8192)
 TREE: dict[str, Any] = {
@@ -295,3 +297,58 @@ def test_verifying_finds_whatever_loading_stumbles_over(kind: str, place: str, s
             files.write(path, content)
             if kind == "missing":
                 break
+
+
+def test_a_step_that_is_deleted_meanwhile_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = hf.CheckpointManager(tmp_path)
+    for step in (1, 2):
+        manager.save(step, {"x": np.ones(3)})
+    manager.wait_until_finished()
+    verify_item = inspection._verify_item
+
+    def deleting(folder: Any, item: Any) -> Any:
+        if 1 in manager.all_steps():
+            manager.delete(1)
+        return verify_item(folder, item)
+
+    monkeypatch.setattr(inspection, "_verify_item", deleting)
+    report = hf.verify(tmp_path)
+    manager.close()
+
+    assert report.ok
+    assert [one.step for one in report.checkpoints] == [2]
+
+
+def test_a_step_that_is_deleted_before_it_is_verified_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        hf.save(tmp_path / str(step), {"x": step})
+    locations = inspection.step_locations
+
+    def deleting(location: Any) -> Any:
+        found = locations(location)
+        shutil.rmtree(tmp_path / "1")
+        return found
+
+    monkeypatch.setattr(inspection, "step_locations", deleting)
+
+    assert [(one.step, one.problems) for one in hf.verify(tmp_path).checkpoints] == [(2, ())]
+
+
+def test_what_save_wrote_under_numbers_are_steps(tmp_path: Path) -> None:
+    for step in (1, 2):
+        hf.save(tmp_path / str(step), {"x": step})
+
+    assert [(one.step, one.damage) for one in hf.list_checkpoints(tmp_path)] == [(1, None), (2, None)]
+    assert hf.verify(tmp_path).ok
+    with hf.CheckpointManager(tmp_path) as manager:
+        assert manager.restore() == {"x": 2}
+        manager.delete(2)
+    with hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(max_to_keep=1)) as manager:
+        manager.save(3, {"x": 3})
+        manager.save(4, {"x": 4})
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 4], "what no manager has saved is left alone"
+        assert manager.why_kept(1) == ("pinned",)
+    assert hf.load(tmp_path / "1") == {"x": 1}

@@ -274,3 +274,25 @@ def test_restoring_sets_where_the_run_begins(place: str) -> None:
         assert not manager.should_save(11)
         assert manager.should_save(20), "the one that is there is of the branch that was left"
         assert manager.should_save(21)
+
+
+@pytest.mark.parametrize(
+    ("best_fn", "metrics", "said"),
+    [
+        ("val_los", {"val_loss": 1.0}, ["metric val_los, by which best_fn finds the best (the newest has val_loss)"]),
+        (lambda metrics: metrics["val_los"], {"val_loss": 1.0}, ["has the metric metric, by which"]),
+        ("loss", None, ["(the newest has no metrics)"]),
+        ("loss", {"loss": 1.0}, []),
+    ],
+    ids=["name", "function", "no metrics", "found"],
+)
+def test_a_metric_that_no_checkpoint_has_is_told_before_steps_are_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, best_fn: Any, metrics: Any, said: list[str]
+) -> None:
+    with hf.CheckpointManager(tmp_path, options=options(best_fn=best_fn, max_to_keep=1)) as manager:
+        for step in range(4):
+            manager.save(step, {"x": step}, metrics=metrics)
+
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == len(said)
+    assert all(part in warning for part, warning in zip(said, warnings, strict=True))

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 import holdfast as hf
-from holdfast.engine.policy import EverySeconds, EverySteps, KeepAll, KeepLatest, KeepPinned, KeepTimeInterval, OnBest
+from holdfast.engine.policy import (
+    EverySeconds,
+    EverySteps,
+    KeepAll,
+    KeepLatest,
+    KeepPeriod,
+    KeepPinned,
+    KeepTimeInterval,
+    OnBest,
+)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +69,7 @@ def test_triggers_and_rules() -> None:
     assert given.triggers() == (EverySteps(7), OnBest("loss", "min"))
     assert hf.CheckpointManagerOptions().triggers() == (EverySteps(1),)
     assert hf.CheckpointManagerOptions(save_interval_steps=None).triggers() == ()
-    assert hf.CheckpointManagerOptions(keep_period=3, keep_steps=[1]).rules() == (KeepAll(),)
+    assert hf.CheckpointManagerOptions(keep_period=3).rules() == (KeepPeriod(3), KeepPinned(), KeepAll())
     assert hf.CheckpointManagerOptions(max_to_keep=2).rules() == (KeepLatest(2), KeepPinned())
 
 

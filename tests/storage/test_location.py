@@ -141,6 +141,12 @@ def test_other_locations_are_not(text: str) -> None:
             attempt()
 
 
+@pytest.mark.parametrize("place", [None, {"a": 1}, 3], ids=["none", "tree", "number"])
+def test_other_objects_are_not_a_place(place: object) -> None:
+    with pytest.raises(InvalidLocationError, match=r"of type \w+ is not a location.* path comes first"):
+        as_location(place)  # type: ignore[arg-type]  # That is what the test is about.
+
+
 def test_bytes_are_not_a_place() -> None:
     with pytest.raises(InvalidLocationError):
         as_location(os.fsencode("/x"))  # type: ignore[arg-type]  # That is what the test is about.
