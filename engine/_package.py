@@ -69,12 +69,9 @@ if TYPE_CHECKING:
     from .engine.handlers import register_type_handler as register_type_handler
     from .engine.history import Restored as Restored
     from .engine.inspection import CheckpointSummary as CheckpointSummary
-    from .engine.inspection import CheckpointVerification as CheckpointVerification
     from .engine.inspection import LeafSummary as LeafSummary
-    from .engine.inspection import VerifyReport as VerifyReport
     from .engine.inspection import describe as describe
     from .engine.inspection import list_checkpoints as list_checkpoints
-    from .engine.inspection import verify as verify
     from .engine.interop.conversion import Conversion as Conversion
     from .engine.interop.conversion import export_checkpoint as export_checkpoint
     from .engine.interop.conversion import import_checkpoint as import_checkpoint
@@ -94,6 +91,9 @@ if TYPE_CHECKING:
     from .engine.tree import LeafMetadata as LeafMetadata
     from .engine.tree import Transform as Transform
     from .engine.tree import apply_transformations as apply_transformations
+    from .engine.verification import CheckpointVerification as CheckpointVerification
+    from .engine.verification import VerifyReport as VerifyReport
+    from .engine.verification import verify as verify
 
 # Loaded when first asked for, so that importing the package costs next to nothing.
 _HOMES = {
@@ -146,15 +146,7 @@ _HOMES = {
         "register_type_handler",
     ),
     "history": ("Restored",),
-    "inspection": (
-        "CheckpointSummary",
-        "CheckpointVerification",
-        "LeafSummary",
-        "VerifyReport",
-        "describe",
-        "list_checkpoints",
-        "verify",
-    ),
+    "inspection": ("CheckpointSummary", "LeafSummary", "describe", "list_checkpoints"),
     "interop.conversion": ("Conversion", "export_checkpoint", "import_checkpoint"),
     "interop.orbax_export": ("add_orbax_metadata",),
     "item": ("AggregateHandler", "Layout", "MsgpackHandler", "Problem"),
@@ -166,11 +158,9 @@ _HOMES = {
     "storage": ("Location", "as_location"),
     "transformed": ("load_transformed",),
     "tree": ("LeafMetadata", "Transform", "apply_transformations"),
+    "verification": ("CheckpointVerification", "VerifyReport", "verify"),
 }
-_FRONTS = (
-    "components",
-    "graph",
-)  # modules of the package with names of their own, found without an import of their own
+_FRONTS = ("components", "graph")  # modules with names of their own, found without an import of their own
 _SUBMODULES = ("checkpoint_utils", "type_handlers")
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -26,6 +26,8 @@ TREES = "pytree"
 """Kind of an item that is a tree."""
 PROCESSES = "processes"
 """Kind of an item of which every process has a tree of its own."""
+OWN_FOLDER = "own"
+"""Folder inside of a tree's that holds what every process has of its own."""
 COMPONENTS = "components"
 """Kind of an item that is a tree of components, each of which has a tree of its own."""
 COMPONENT = "component.json"
@@ -100,6 +102,13 @@ class ItemRecord:
             folder.rpartition("/")[0]: ItemRecord(f"{self.folder}/{folder}", TREES, files)
             for folder, files in found.items()
         }
+
+
+def own_item(files: Mapping[str, FileRecord]) -> ItemRecord | None:
+    """Returns what every process has of its own inside of a tree's folder; None if there is no such thing."""
+    begin = f"{OWN_FOLDER}/"
+    own = {path.removeprefix(begin): known for path, known in files.items() if path.startswith(begin)}
+    return ItemRecord(OWN_FOLDER, PROCESSES, own) if own else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("saving", "checkpointer"),
     ("steps", "items", "directory", "rollback", "history", "curation", "manager"),
     ("interop",),
-    ("api", "inspection", "transformed"),
+    ("api", "inspection", "verification", "transformed"),
     ("graph",),
     ("components",),
     ("_package", "_graph", "_components"),

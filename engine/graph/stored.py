@@ -21,15 +21,13 @@ from ..interop.native import NativeCheckpoint
 from ..interop.places import open_checkpoint
 from ..interop.source import TREE, TreeSource
 from ..item import SavedLeaf, TreeReader, naming
-from ..record import FileRecord
+from ..record import OWN_FOLDER, FileRecord, own_item
 from ..storage import Location
 from ..tree import Node, materialize, unflatten
 from ..tree.structure import key_segments
 from .capture import OWN, CapturedGraph
 from .paths import Path
 from .saved import SavedGraph
-
-_OWN_FOLDER = "own"
 
 _logger = logging.getLogger("holdfast")
 
@@ -80,7 +78,7 @@ class _PreparedGraph:
         fragment = self._tree.write(folder, member)
         if self._own is None:
             return fragment
-        place = folder / _OWN_FOLDER
+        place = folder / OWN_FOLDER
         place.make_directory()
         return json.dumps([self._own.write(place, member).hex(), fragment.hex()]).encode()
 
@@ -89,8 +87,8 @@ class _PreparedGraph:
         if self._own is not None:
             pairs = [[bytes.fromhex(part) for part in json.loads(fragment)] for fragment in fragments]
             shares, fragments = zip(*pairs, strict=True)
-            files = self._own.merge(folder / _OWN_FOLDER, shares)
-            own = {f"{_OWN_FOLDER}/{path}": known for path, known in files.items()}
+            files = self._own.merge(folder / OWN_FOLDER, shares)
+            own = {f"{OWN_FOLDER}/{path}": known for path, known in files.items()}
         files = {**self._tree.merge(folder, fragments), **own}
         folder.sync_directory()
         return {**files, GRAPH: FileRecord(len(self._document), crc32c(self._document))}
@@ -261,9 +259,8 @@ def _document(source: TreeSource, files: Mapping[str, FileRecord] | None) -> Any
 
 def _own_tree(location: Location, files: Mapping[str, FileRecord]) -> TreeReader | None:
     """Opens what this process has of its own, if processes have."""
-    begin = f"{_OWN_FOLDER}/"
-    own = {path.removeprefix(begin): known for path, known in files.items() if path.startswith(begin)}
-    return TreeReader(*own_share(location / _OWN_FOLDER, own)) if own else None
+    own = own_item(files)
+    return None if own is None else TreeReader(*own_share(location / own.folder, own.files))
 
 
 def _segments(structure: Node) -> list[str]:

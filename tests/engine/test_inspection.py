@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.engine import inspection
+from holdfast.engine import verification
+from holdfast.engine.interop import places
 
 SMALL = hf.Layout(chunk_bytes=4096, segment_bytes=8192)
 TREE: dict[str, Any] = {
@@ -304,14 +305,14 @@ def test_a_step_that_is_deleted_meanwhile_is_not_damaged(tmp_path: Path, monkeyp
     for step in (1, 2):
         manager.save(step, {"x": np.ones(3)})
     manager.wait_until_finished()
-    verify_item = inspection._verify_item
+    verify_item = verification._verify_item
 
     def deleting(folder: Any, item: Any) -> Any:
         if 1 in manager.all_steps():
             manager.delete(1)
         return verify_item(folder, item)
 
-    monkeypatch.setattr(inspection, "_verify_item", deleting)
+    monkeypatch.setattr(verification, "_verify_item", deleting)
     report = hf.verify(tmp_path)
     manager.close()
 
@@ -324,14 +325,14 @@ def test_a_step_that_is_deleted_before_it_is_verified_is_not_missed(
 ) -> None:
     for step in (1, 2):
         hf.save(tmp_path / str(step), {"x": step})
-    locations = inspection.step_locations
+    locations = places.step_locations
 
     def deleting(location: Any) -> Any:
         found = locations(location)
         shutil.rmtree(tmp_path / "1")
         return found
 
-    monkeypatch.setattr(inspection, "step_locations", deleting)
+    monkeypatch.setattr(verification, "step_locations", deleting)
 
     assert [(one.step, one.problems) for one in hf.verify(tmp_path).checkpoints] == [(2, ())]
 

@@ -1,0 +1,156 @@
+"""Whether checkpoints are whole: everything is read, and what is wrong is named file by file and leaf by leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from .checkpointer import Place
+from .commit import read_record
+from .digests import check_file
+from .errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, HoldfastError
+from .interop.places import find_checkpoint, is_run, open_at, step_locations
+from .interop.source import JSON, METRICS, TREE
+from .item import Problem, TreeReader
+from .record import RECORD, TREES, CheckpointRecord, ItemRecord, own_item
+from .storage import Location, as_location
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointVerification:
+    """What reading a whole checkpoint has shown.
+
+    Attributes:
+        step: Its step, or None outside a manager's directory.
+        path: Its directory.
+        bytes: Bytes that were read and checked.
+        problems: What is wrong; empty if it is whole.
+    """
+
+    step: int | None
+    path: str
+    bytes: int
+    problems: tuple[Problem, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What reading whole checkpoints has shown.
+
+    Attributes:
+        checkpoints: One entry for each, in ascending order of steps.
+    """
+
+    checkpoints: tuple[CheckpointVerification, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Returns whether all of them are whole."""
+        return not any(checkpoint.problems for checkpoint in self.checkpoints)
+
+
+def verify(path: Place, step: int | None = None) -> VerifyReport:
+    """Reads a checkpoint, or all of a directory, and checks every byte.
+
+    Args:
+        path: A checkpoint, or a directory of steps.
+        step: Which step of such a directory; None is all of them.
+
+    Returns:
+        What is wrong, file by file and leaf by leaf.
+
+    Raises:
+        CheckpointNotFoundError: There is no such checkpoint.
+    """
+    location = as_location(path).snapshot()
+    if step is None and is_run(location):
+        places = step_locations(location)
+        if places:
+            found = [_verified(place, one) for one, place in places.items()]
+            return VerifyReport(checkpoints=tuple(one for one in found if one is not None))
+    return VerifyReport(checkpoints=(_verify(find_checkpoint(location, step), step),))
+
+
+def _verified(location: Location, step: int) -> CheckpointVerification | None:
+    """Verifies a step of a directory; None if a run has deleted it meanwhile, which takes the record first."""
+    try:
+        result = _verify(location, step)
+    except CheckpointNotFoundError:
+        return None
+    is_there = not result.problems or (as_location(location.url) / RECORD).is_there()  # now, not when it was listed
+    return result if is_there else None
+
+
+def _verify(location: Location, step: int | None) -> CheckpointVerification:
+    if not (location / RECORD).is_there():
+        return _verify_foreign(location, step)
+    try:
+        record = read_record(location)
+        if step is not None and record.step not in (step, None):
+            raise DamagedCheckpointError(f"it was written for step {record.step}")
+        parts = record.parts()
+    except (DamagedCheckpointError, FormatVersionError) as error:
+        problems = [Problem(RECORD, "", str(error))]
+        return CheckpointVerification(step=step, path=str(location), bytes=0, problems=tuple(problems))
+    problems = []
+    for name, item in parts.items():
+        for problem in _verify_item(location / item.folder, item):
+            leaf = problem.leaf if len(parts) == 1 or not problem.leaf else f"{name}: {problem.leaf}"
+            problems.append(Problem(f"{item.folder}/{problem.file}", leaf, problem.what))
+    problems += _verify_beside(location, record, parts)
+    step = record.step if step is None else step
+    return CheckpointVerification(step=step, path=str(location), bytes=record.nbytes, problems=tuple(problems))
+
+
+def _verify_beside(location: Location, record: CheckpointRecord, parts: Mapping[str, ItemRecord]) -> Iterator[Problem]:
+    """Checks files of items that belong to none of the trees in them, such as the records of components."""
+    read = {f"{part.folder}/{file}" for part in parts.values() for file in part.files}
+    for item in record.items.values():
+        for file in item.files:
+            if f"{item.folder}/{file}" not in read and (problem := _digest_problem(location / item.folder, file, item)):
+                yield problem._replace(file=f"{item.folder}/{file}")
+
+
+def _verify_foreign(location: Location, step: int | None) -> CheckpointVerification:
+    """Reads all that can be read of a checkpoint of another library."""
+    problems: list[Problem] = []
+    size = 0
+    try:
+        checkpoint = open_at(location)
+        size = checkpoint.nbytes
+        for name, kind in checkpoint.items.items():
+            try:
+                if kind == TREE:
+                    found = checkpoint.tree(name).verify()
+                    several = len(checkpoint.items) > 1
+                    problems += [p._replace(leaf=f"{name}: {p.leaf}") if several and p.leaf else p for p in found]
+                elif kind in (JSON, METRICS):
+                    checkpoint.value(name)
+            except DamagedCheckpointError as error:
+                problems.append(Problem("", name, str(error)))
+    except DamagedCheckpointError as error:
+        problems.append(Problem("", "", str(error)))
+    return CheckpointVerification(step=step, path=str(location), bytes=size, problems=tuple(problems))
+
+
+def _verify_item(folder: Location, item: ItemRecord) -> list[Problem]:
+    differ = (problem for file in item.files if (problem := _digest_problem(folder, file, item)) is not None)
+    if item.kind != TREES:
+        return list(differ)
+    try:
+        found = TreeReader(folder, item.files).verify()
+        own = own_item(item.files)
+        for share in own.shares() if own is not None else ():
+            below = TreeReader(folder / share.folder, share.files).verify()
+            found += [p for one in below if (p := one._replace(file=f"{share.folder}/{one.file}")) not in found]
+    except HoldfastError as error:  # the structure itself: say which files differ, or else what the reader said
+        return list(differ) or [Problem("", "", str(error))]
+    return found
+
+
+def _digest_problem(folder: Location, file: str, item: ItemRecord) -> Problem | None:
+    try:
+        check_file(folder / file, item.files[file])
+    except HoldfastError as error:
+        return Problem(file, "", str(error))
+    return None
