@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from holdfast.integrations.lightning import CheckpointCallback
 
-NOTICE = 0.3  # seconds a batch
+NOTICE = 0.5  # seconds a batch
 SECONDS = 60  # after which a process says where it is, and ends
 
 

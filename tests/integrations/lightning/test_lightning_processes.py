@@ -118,7 +118,7 @@ def test_a_preempted_run_goes_on_bit_for_bit(
     stop(tmp_path, checkpoint=NEVER, **{kind: [who, step]}, **options)
     [saved] = hf.list_checkpoints(tmp_path)
     assert saved.reason == "preempted"
-    assert step <= saved.step <= step + 2
+    assert step <= saved.step
     resumed = finish(tmp_path, checkpoint=NEVER, seed=7, **options)
     assert [report["first_step"] for report in resumed] == [saved.step] * 2
     assert compared(resumed) == compared(whole(**options))
@@ -139,9 +139,9 @@ def test_a_killed_process_costs_what_was_not_saved(
     assert compared(resumed) == compared(whole())
 
 
-@pytest.mark.parametrize(("before", "now", "batch"), [(2, 1, 4), (1, 3, 0), (2, 3, 1)])
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 3), (2, 3)])
 def test_another_number_of_processes_goes_on(
-    run_together: Run, stop: Callable[..., None], tmp_path: Path, before: int, now: int, batch: int
+    run_together: Run, stop: Callable[..., None], tmp_path: Path, before: int, now: int
 ) -> None:
     stop(tmp_path, count=before, checkpoint=NEVER, signal_after=["all", 1])
     [saved] = hf.list_checkpoints(tmp_path)
@@ -149,7 +149,7 @@ def test_another_number_of_processes_goes_on(
     ended = run_together(tmp_path, now, checkpoint=NEVER, seed=7)
     assert [status for status, _, _ in ended] == [0] * now, ended[0][2]
     assert {report["first_step"] for _, report, _ in ended} == {saved.step}
-    assert [report["began"] for _, report, _ in ended] == [[weights, batch]] * now
+    assert [report["began"] for _, report, _ in ended] == [[weights, saved.step * before // now]] * now
     assert f"saved by {before} processes that had a share of the data each, and resumed by {now}" in ended[0][2]
 
 
