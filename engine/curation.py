@@ -5,42 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .checkpointer import Checkpointer, Place
-from .clock import Clock
-from .coordination import Coordinator
 from .errors import StateError
 from .history import CheckpointHistory, valid_step
 from .metrics import LateMetrics, plain_metrics
-from .options import CheckpointManagerOptions
 
 
 class CheckpointCuration(CheckpointHistory):
-    """The part of a :class:`~holdfast.CheckpointManager` that writes, but does not save.
+    """The part of a :class:`~holdfast.CheckpointManager` that writes, but does not save."""
 
-    Args:
-        directory: Where the checkpoints are: a path or a URL.
-        checkpointers: A checkpointer for the one item, or a dictionary of them for several, or None for one tree.
-        options: What to save and keep.
-        metadata: Facts about the run.
-        clock: Where the time comes from.
-        coordinator: How the processes of a program find each other.
-    """
-
-    def __init__(
-        self,
-        directory: Place,
-        checkpointers: Checkpointer | Mapping[str, Checkpointer] | None = None,
-        options: CheckpointManagerOptions | None = None,
-        *,
-        metadata: Mapping[str, Any] | None = None,
-        clock: Clock | None = None,
-        coordinator: Coordinator | None = None,
-    ) -> None:
-        super().__init__(directory, checkpointers, options, metadata=metadata, clock=clock, coordinator=coordinator)
-        self._closed = False
-        self._acquired = False
-        self._in_flight: int | None = None  # the step that is being saved
-        self._late = LateMetrics()
+    _closed = False
+    _acquired = False
+    _in_flight: int | None = None  # the step that is being saved
+    _late: LateMetrics  # one for each manager
 
     def record_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Stores metrics with a step that has been saved, or is being saved; new values replace old ones.

@@ -15,7 +15,7 @@ from .curation import CheckpointCuration
 from .decisions import SaveDecisions
 from .errors import SaveFailedError
 from .history import valid_step
-from .metrics import plain_metrics
+from .metrics import LateMetrics, plain_metrics
 from .options import CheckpointManagerOptions
 from .policy import Decision, StepInfo
 from .record import CheckpointRecord, ItemRecord
@@ -64,6 +64,7 @@ class CheckpointManager(CheckpointCuration):
         coordinator: Coordinator | None = None,
     ) -> None:
         super().__init__(directory, checkpointers, options, metadata=metadata, clock=clock, coordinator=coordinator)
+        self._late = LateMetrics()
         self._listeners: list[Callable[[SaveReport], None]] = []
         self._decisions = SaveDecisions(self.options.triggers(), self._clock, self._together)
         self._decisions.previous = self.latest_step()
