@@ -73,12 +73,16 @@ def verify(path: Place, step: int | None = None) -> VerifyReport:
 
 def _verified(location: Location, step: int) -> CheckpointVerification | None:
     """Verifies a step of a directory; None if a run has deleted it meanwhile, which takes the record first."""
+    is_ours = (location / RECORD).is_there()
     try:
         result = _verify(location, step)
     except CheckpointNotFoundError:
         return None
-    is_there = not result.problems or (as_location(location.url) / RECORD).is_there()  # now, not when it was listed
-    return result if is_there else None
+    if (
+        is_ours and result.problems and not (as_location(location.url) / RECORD).is_there()
+    ):  # now, not when it was listed
+        return None
+    return result
 
 
 def _verify(location: Location, step: int | None) -> CheckpointVerification:

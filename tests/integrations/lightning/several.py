@@ -188,4 +188,5 @@ if __name__ == "__main__":
         fit(sys.argv[1], int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), json.loads(sys.argv[2]))
         sys.exit()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ.pop("PL_GLOBAL_SEED", None)  # of lightning.seed_everything: with it, all processes begin with one seed
     serve()

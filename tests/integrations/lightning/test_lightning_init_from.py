@@ -42,7 +42,7 @@ class Beginning(lightning.Callback):
 
 
 def fit(program: Any, directory: str, steps: int, seed: int, **options: Any) -> tuple[Beginning, Any]:
-    lightning.seed_everything(seed, verbose=False)
+    torch.manual_seed(seed)
     beginning = Beginning()
     trainer = lightning.Trainer(
         max_steps=steps,
