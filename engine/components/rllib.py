@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from ..errors import CheckpointNotFoundError, DamagedCheckpointError, ObjectNotFoundError
+from ..digests import read_checked
+from ..errors import CheckpointNotFoundError, DamagedCheckpointError
 from ..interop.pickled import Name
 from ..interop.torch_files import without_objects
 from ..interop.torch_objects import BUILDERS
@@ -81,7 +82,7 @@ class RLlibComponent:
     def state(self) -> Any:
         """Reads its own state; what is neither array nor plain data is left out, and logged."""
         place = self.location / self._state_file()
-        content = _read(place, _LIMIT)
+        content = read_checked(place, None, limit=_LIMIT)
         try:
             return decode_state(content) if place.name.endswith(".msgpack") else _plain(content, place)
         except DamagedCheckpointError as error:
@@ -107,7 +108,7 @@ class RLlibComponent:
         for name in _METADATA:
             if name in self._names:
                 try:
-                    found = json.loads(_read(self.location / name, _SMALL))
+                    found = json.loads(read_checked(self.location / name, None, limit=_SMALL))
                 except (ValueError, RecursionError) as error:
                     raise DamagedCheckpointError(f"{self.location / name} is damaged: {error}") from error
                 return found if isinstance(found, dict) else {}
@@ -116,7 +117,7 @@ class RLlibComponent:
     def _constructor(self) -> tuple[str, dict[str, Any] | None, str]:
         """Returns the name of the class, the recipe, and why there is none."""
         place = self.location / _CLASS
-        content = _read(place, _SMALL)
+        content = read_checked(place, None, limit=_SMALL)
         try:
             found = unpickle(content, _BUILDERS)
             kind = found.get("class") if isinstance(found, dict) else None
@@ -145,13 +146,6 @@ def _is_state(name: str) -> bool:
 
 def _is_name(key: Any) -> bool:
     return isinstance(key, str) and key.isidentifier()
-
-
-def _read(place: Location, limit: int) -> bytes:
-    try:
-        return place.read_bytes(limit=limit)
-    except ObjectNotFoundError as error:
-        raise DamagedCheckpointError(f"{place} is missing: the checkpoint is not whole") from error
 
 
 def _plain(content: bytes, place: Location) -> Any:

@@ -6,6 +6,7 @@ import json
 import os
 from typing import Any
 
+from ..digests import read_checked
 from ..errors import CheckpointExistsError, DamagedCheckpointError, ObjectNotFoundError
 from ..storage import Location
 
@@ -19,10 +20,7 @@ def read_json(place: Location) -> Any:
     Raises:
         DamagedCheckpointError: It is missing, too large, or no JSON.
     """
-    try:
-        content = place.read_bytes(limit=JSON_LIMIT)
-    except ObjectNotFoundError as error:
-        raise DamagedCheckpointError(f"{place} is missing: the checkpoint is not whole") from error
+    content = read_checked(place, None, limit=JSON_LIMIT)
     try:
         return json.loads(content.decode("utf-8"))
     except RecursionError as error:

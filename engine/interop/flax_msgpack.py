@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..digests import read_checked
 from ..errors import DamagedCheckpointError, FormatVersionError, ObjectNotFoundError
 from ..format import dtype_from_name
 from ..item import Problem, SavedLeaf
@@ -57,10 +58,7 @@ def decode_file(place: Location) -> Decoded:
     Raises:
         DamagedCheckpointError: It is missing, or no such tree.
     """
-    try:
-        content = place.read_bytes(limit=_LIMIT)
-    except ObjectNotFoundError as error:
-        raise DamagedCheckpointError(f"{place} is missing: the checkpoint is not whole") from error
+    content = read_checked(place, None, limit=_LIMIT)
     try:
         return decode(content)
     except (DamagedCheckpointError, FormatVersionError) as error:

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DamagedCheckpointError, FormatVersionError, ObjectNotFoundError, UnsupportedLeafError
+from ..digests import read_checked
+from ..errors import DamagedCheckpointError, FormatVersionError, UnsupportedLeafError
 from ..format import crc32c
 from ..storage import Location
 from .stored_array import Bytes, StoredArray, StoredPart
@@ -74,10 +75,7 @@ class Bundle:
         self.tensors: dict[str, BundleEntry] = {}
         self._slices: dict[bytes, BundleEntry] = {}
         place = prefix.parent / f"{prefix.name}{INDEX}"
-        try:
-            content = place.read_bytes(limit=_INDEX_LIMIT)
-        except ObjectNotFoundError as error:
-            raise DamagedCheckpointError(f"{place} is missing: the checkpoint is not whole") from error
+        content = read_checked(place, None, limit=_INDEX_LIMIT)
         try:
             self._header = self._read(read_table(content))
         except DamagedCheckpointError as error:

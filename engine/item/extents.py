@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import DamagedCheckpointError, ObjectNotFoundError, StorageError
-from ..storage import REQUESTS, Buffer, DataReader
+from ..storage import REQUESTS, Buffer, DataReader, several
 from .chunks import Chunks
 from .sources import Bytes
 
@@ -78,22 +78,12 @@ def read_chunks(
         BaseException: Whatever ``use`` or ``failed`` raises; the first of it, after all threads have stopped.
     """
     extents = list(plan_extents(chunks, REMOTE_GAP if remote else LOCAL_GAP))
-    pending = iter(extents)
-    lock = threading.Lock()
-    stop: list[BaseException] = []
-    counts: list[int] = []
+    own = threading.local()  # what a thread reads into again and again
 
-    def work() -> None:
-        buffer = Buffer()
-        while not stop:
-            with lock:
-                extent = next(pending, None)
-            if extent is None:
-                return
-            try:
-                counts.append(_read_extent(files, chunks, extent, buffer, use, failed))
-            except BaseException as error:  # handed to the thread that waits below
-                stop.append(error)
+    def read(extent: Extent) -> int:
+        if not hasattr(own, "buffer"):
+            own.buffer = Buffer()
+        return _read_extent(files, chunks, extent, own.buffer, use, failed)
 
     total = int(chunks.lengths.sum())
     buffer = max((extent.length for extent in extents if not extent.kept), default=1)
@@ -101,16 +91,8 @@ def read_chunks(
     if len(extents) <= _FEW and total <= max(_EXTENT // 4, _SMALL * len(chunks)):
         count = 1  # little to read, or more work for the interpreter, which threads only get in the way of
     if remote:
-        count = max(1, min(REQUESTS, len(extents)))
-    threads = [threading.Thread(target=work, name=f"holdfast-read-{i}", daemon=True) for i in range(count - 1)]
-    for thread in threads:
-        thread.start()
-    work()
-    for thread in threads:
-        thread.join()
-    if stop:
-        raise stop[0]
-    return sum(counts)
+        count = REQUESTS
+    return sum(several(read, extents, count))
 
 
 def _read_extent(
