@@ -98,20 +98,19 @@ def _replicated(leaf: ArrayLeaf, process: int) -> Iterator[tuple[Box, bool]]:
         return
     for part in leaf.parts:
         if len(part.holders) > 1:
-            stop = tuple(low + size for low, size in zip(part.start, part.shape, strict=True))
-            yield Box(part.start, stop), process in part.holders
+            yield Box.at(part.start, part.shape), process in part.holders
 
 
 def _digest(leaf: ArrayLeaf, box: Box) -> int:
     """Digests the elements of a box, all of which this process holds."""
     for piece in leaf.pieces:
-        own = Box(piece.start, tuple(low + size for low, size in zip(piece.start, piece.array.shape, strict=True)))
+        own = Box.at(piece.start, piece.array.shape)
         if box.common(own) == box or not box.size:
             part = np.ascontiguousarray(piece.array[box.within(own)] if box.size else piece.array[:0])
             return crc32c(part.reshape(-1).view(np.uint8))
     found = np.zeros(box.shape, leaf.dtype)
     for piece in leaf.pieces:
-        own = Box(piece.start, tuple(low + size for low, size in zip(piece.start, piece.array.shape, strict=True)))
+        own = Box.at(piece.start, piece.array.shape)
         common = box.common(own)
         if common is not None:
             found[common.within(box)] = piece.array[common.within(own)]

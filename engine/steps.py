@@ -56,18 +56,15 @@ class StepIndex:
         damage: dict[int, str] = {}
         newer: dict[int, str] = {}
         found = list(self.directories())
-        for (step, location), record in zip(found, several(_read, found, at_once(self._directory)), strict=True):
+        for (step, _), record in zip(found, several(_read, found, at_once(self._directory)), strict=True):
             if record is None:
                 continue  # a save that never finished, or somebody else's directory
-            if isinstance(record, HoldfastError):
-                damage[step] = str(record)
-                if isinstance(record, FormatVersionError):
-                    newer[step] = damage[step]
+            if isinstance(record, CheckpointRecord):
+                records[step] = record
                 continue
-            if record.step not in (step, None):
-                damage[step] = _misplaced(location, record, step)
-                continue
-            records[step] = _placed(record, step)
+            damage[step] = str(record)
+            if isinstance(record, FormatVersionError):
+                newer[step] = damage[step]
         with self._lock:
             if forget:
                 self._condemned.clear()
@@ -153,15 +150,11 @@ class StepIndex:
 
     def _look(self, step: int) -> CheckpointRecord | None:
         """Looks for a step that was not there when the directory was read, or not seen, as on network file systems."""
-        location = self.location(step)
-        try:
-            record = read_record(location)
-        except CheckpointNotFoundError:
-            return None
-        if record.step not in (step, None):
-            raise DamagedCheckpointError(_misplaced(location, record, step))
-        record = _placed(record, step)
-        self.add(step, record)
+        record = _read((step, self.location(step)))
+        if isinstance(record, HoldfastError):
+            raise record
+        if record is not None:
+            self.add(step, record)
         return record
 
     @property
@@ -172,21 +165,20 @@ class StepIndex:
 
 def _read(place: tuple[int, Location]) -> CheckpointRecord | DamagedCheckpointError | FormatVersionError | None:
     """Returns the record of a step, what is wrong with it, or None where there is none."""
+    step, location = place
     try:
-        return read_record(place[1])
+        record = read_record(location)
     except CheckpointNotFoundError:
         return None
     except (DamagedCheckpointError, FormatVersionError) as error:
         return error
-
-
-def _placed(record: CheckpointRecord, step: int) -> CheckpointRecord:
-    """Returns the record of a step; what ``hf.save`` wrote is nobody's to delete but its owner's."""
-    return record if record.step == step else replace(record, step=step, pinned=True)
-
-
-def _misplaced(location: Location, record: CheckpointRecord, step: int) -> str:
-    return f"{location / RECORD}: written for step {record.step}, found in the directory of step {step}"
+    if record.step is None:  # what hf.save wrote is nobody's to delete but its owner's
+        return replace(record, step=step, pinned=True)
+    if record.step != step:
+        return DamagedCheckpointError(
+            f"{location / RECORD}: written for step {record.step}, found in the directory of step {step}"
+        )
+    return record
 
 
 def _listed(steps: list[int]) -> str:

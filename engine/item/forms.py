@@ -128,7 +128,7 @@ class Form:
         """Returns which elements a chunk holds, those beyond the array's end included."""
         position = np.unravel_index(number, self.grid) if self.grid else ()
         start = [int(index) * size for index, size in zip(position, self.chunk_shape, strict=True)]
-        return Box(tuple(start), tuple([low + size for low, size in zip(start, self.chunk_shape, strict=True)]))
+        return Box.at(start, self.chunk_shape)
 
     def chunks_in(self, box: Box) -> list[int]:
         """Returns the numbers of the chunks that hold elements of a box."""

@@ -44,7 +44,7 @@ def _boxes(spec: ArraySpec, numbers: NDArray[np.int64]) -> Iterator[Box]:
     current: Box | None = None
     for number in numbers.tolist():
         start = spec.place(number)
-        new = Box(start, tuple(low + size for low, size in zip(start, spec.extent(start), strict=True)))
+        new = Box.at(start, spec.extent(start))
         if current is not None:
             joined = Box(current.start, new.stop)
             if joined.size == current.size + new.size:  # it goes on along one axis
@@ -58,7 +58,7 @@ def _boxes(spec: ArraySpec, numbers: NDArray[np.int64]) -> Iterator[Box]:
 
 def _parts(piece: Piece, boxes: Sequence[Box]) -> Iterator[Piece]:
     """Generates the parts of a piece that lie in boxes."""
-    own = Box(piece.start, tuple(low + size for low, size in zip(piece.start, piece.array.shape, strict=True)))
+    own = Box.at(piece.start, piece.array.shape)
     for box in boxes:
         common = box.common(own)
         if common is not None:

@@ -20,6 +20,11 @@ class Box(NamedTuple):
     start: tuple[int, ...]
     stop: tuple[int, ...]
 
+    @classmethod
+    def at(cls, start: Sequence[int], shape: Sequence[int]) -> Box:
+        """Returns the box that begins at an element and has a number of them along each axis."""
+        return cls(tuple(start), tuple([low + size for low, size in zip(start, shape, strict=True)]))
+
     @property
     def shape(self) -> tuple[int, ...]:
         """How many elements it has along each axis."""
