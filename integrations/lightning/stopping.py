@@ -121,7 +121,7 @@ class AgreedStop:
         with self._lock:
             if not self._answered:
                 self._answered = True
-                self._say(None)
+                self._decline()
         self._thread.join(_PATIENCE)
         self._group.close()
 
@@ -159,8 +159,9 @@ class AgreedStop:
         answer = None if answers is None else _first_open([json.loads(one) for one in answers])
         return json.loads(self._group.broadcast("stop", json.dumps(answer).encode(), _PATIENCE))
 
-    def _say(self, nothing: None) -> None:
-        word = json.dumps(nothing).encode()
+    def _decline(self) -> None:
+        """Answers that this process passes no more points."""
+        word = json.dumps(None).encode()
         try:
             if self._group.index == 0:
                 self._group.broadcast("stop", word, _PATIENCE)

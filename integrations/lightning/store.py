@@ -208,8 +208,9 @@ class RunStore:
 
     def _make(self, options: CheckpointManagerOptions) -> CheckpointManager:
         """Makes a manager: of two items where each process has something of its own, now or at a step that is there."""
-        records = StepIndex(self.directory).records()
-        self._several = not self.together.alone or any(OWN in record.items for record in records.values())
+        self._several = not self.together.alone or any(
+            OWN in record.items for record in StepIndex(self.directory).records().values()
+        )
         return CheckpointManager(
             self.directory, {ITEM: self._saves, OWN: self._own} if self._several else self._saves, options
         )
