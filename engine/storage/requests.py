@@ -73,8 +73,10 @@ def finish(
     except HoldfastError:
         raise
     except (ValueError, IndexError, RuntimeError, OSError) as error:
-        mapped = map_status(error, url, action)
-        advice = hint(type(mapped))
-        if not advice:
-            raise mapped from error
-        raise type(mapped)(f"{mapped} ({advice})") from error
+        # Without a name of its own: an error that its frame holds keeps what its callers hold until a collection.
+        raise _advised(map_status(error, url, action), hint) from error
+
+
+def _advised(error: HoldfastError, hint: Callable[[type[HoldfastError]], str]) -> HoldfastError:
+    advice = hint(type(error))
+    return type(error)(f"{error} ({advice})") if advice else error

@@ -25,6 +25,20 @@ def take_over(process: Process, environment: dict[str, str], url: str, step: int
     return run.all_steps()
 
 
+def taken_over(store: Store, url: str, request: str) -> hf.CheckpointManager:
+    """Returns a run with step 1, in the middle of saving step 2: another run took over during one of its requests."""
+    older = hf.CheckpointManager(url)
+    older.save(1, TREE)
+    older.wait_until_finished()
+    arrived, go_on = threading.Event(), threading.Event()
+    store.server.fail(request, act=arrived.set, after=go_on)
+    older.save(2, TREE)
+    assert arrived.wait(10)
+    assert run_processes(take_over, 1, store.environment, url, 5, backend="none") == [[1, 5]]
+    go_on.set()
+    return older
+
+
 def test_the_older_run_finds_out_before_it_commits(store: Store) -> None:
     url = f"{store.url}/run"
     older = hf.CheckpointManager(url)
@@ -48,15 +62,7 @@ def test_the_older_run_finds_out_before_it_commits(store: Store) -> None:
 def test_taken_over_in_the_middle_of_a_save(store: Store) -> None:
     """The newer run sweeps what the older one is writing; the older one's step never appears."""
     url = f"{store.url}/run"
-    older = hf.CheckpointManager(url)
-    older.save(1, TREE)
-    older.wait_until_finished()
-    arrived, go_on = threading.Event(), threading.Event()
-    store.server.fail(r"(PUT|POST).*run/2/state\.\w+/tree\.json", act=arrived.set, after=go_on)
-    older.save(2, TREE)
-    assert arrived.wait(10)
-    assert run_processes(take_over, 1, store.environment, url, 5, backend="none") == [[1, 5]]
-    go_on.set()
+    older = taken_over(store, url, r"(PUT|POST).*run/2/state\.\w+/tree\.json")
     with pytest.raises(hf.SaveFailedError, match="taken over"):
         older.wait_until_finished()
     older.close()
@@ -111,15 +117,7 @@ def test_two_threads_save_to_one_path(store: Store) -> None:
 def test_taken_over_in_the_very_moment_of_the_commit(store: Store) -> None:
     """The commit record arrives when another run has swept the data: it is taken back."""
     url = f"{store.url}/run"
-    older = hf.CheckpointManager(url)
-    older.save(1, TREE)
-    older.wait_until_finished()
-    arrived, go_on = threading.Event(), threading.Event()
-    store.server.fail(r"(PUT|POST).*run/2/checkpoint\.json", act=arrived.set, after=go_on)
-    older.save(2, TREE)
-    assert arrived.wait(10)
-    assert run_processes(take_over, 1, store.environment, url, 5, backend="none") == [[1, 5]]
-    go_on.set()
+    older = taken_over(store, url, r"(PUT|POST).*run/2/checkpoint\.json")
     with pytest.raises(hf.SaveFailedError, match="another save"):
         older.wait_until_finished()
     older.close()
