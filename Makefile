@@ -4,14 +4,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test check format bench clean
+MINIMUM := .venv-minimum
+PARALLEL := --numprocesses=auto --dist=loadgroup
+
+.PHONY: help demo test test-all test-minimum check format bench clean
 help:
-	@echo "make demo    train on real data, get preempted half-way, resume, verify, list"
-	@echo "make test    run the tests"
-	@echo "make check   lint, formatting and types"
-	@echo "make format  put the code into shape"
-	@echo "make bench   compare with other ways to save checkpoints, on this disk"
-	@echo "make clean   remove everything that make has made"
+	@echo "make demo          train on real data, get preempted half-way, resume, verify, list"
+	@echo "make test          run the tests, in parallel"
+	@echo "make test-all      run the tests and the sweeps over every combination"
+	@echo "make test-minimum  run the tests with the oldest supported versions of all dependencies"
+	@echo "make check         lint, formatting and types"
+	@echo "make format        put the code into shape"
+	@echo "make bench         compare with other ways to save checkpoints, on this disk"
+	@echo "make clean         remove everything that make has made"
 
 $(READY): pyproject.toml constraints.txt hatch_build.py
 	$(PYTHON) -m venv $(VENV)
@@ -23,7 +28,23 @@ demo: $(READY)
 	$(BIN)/python -m holdfast.cli.demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
+
+test-all: $(READY)
+	$(BIN)/python -m pytest $(PARALLEL) -m "sweep or not sweep"
+
+$(MINIMUM)/.ready: pyproject.toml minimum.txt hatch_build.py
+	$(PYTHON) -m venv $(MINIMUM)
+	$(MINIMUM)/bin/python -m pip install --quiet --disable-pip-version-check --constraint minimum.txt torch
+	$(MINIMUM)/bin/python -m pip install --quiet --disable-pip-version-check --constraint minimum.txt --editable '.[dev]'
+	@touch $@
+
+# TESTS=tests/format runs a part of them, TESTS=core the part that .ci/run takes.
+CORE := tests/checkpoint tests/earlier_versions tests/format tests/pytree tests/storage \
+	tests/integrations/test_init_from.py tests/integrations/lightning/test_lightning_resume.py \
+	tests/test_exports.py tests/test_versions.py
+test-minimum: $(MINIMUM)/.ready
+	$(MINIMUM)/bin/python -m pytest $(PARALLEL) $(if $(filter core,$(TESTS)),$(CORE),$(TESTS))
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -38,4 +59,4 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.compare
 
 clean:
-	rm -rf $(VENV) build dist runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(MINIMUM) build dist runs .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.compare``: holdfast beside its peers, in one run."""
+"""``python -m benchmarks.compare``: measures holdfast and its peers in one run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STARTUP = "startup"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the comparison and prints it.
+    """Run the comparison and print it.
 
     Returns:
         1 where ``--check`` was given and a goal was missed, else 0.
@@ -67,7 +67,7 @@ def _measure_alone(options: argparse.Namespace, directory: Path) -> Results:
         )
         for measurements in rounds:
             results.workloads[name] = measurements
-            if options.json:  # after every round: what a long run has measured is kept whatever happens to it
+            if options.json:  # after every round: a long run that fails keeps its measurements
                 results.write(options.json)
     return results
 
@@ -75,24 +75,32 @@ def _measure_alone(options: argparse.Namespace, directory: Path) -> Results:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
     parser.add_argument(
-        "--workload", action="append", choices=[*WORKLOADS, STARTUP], help="measure this one only; may be repeated"
+        "--workload", action="append", choices=[*WORKLOADS, STARTUP], help="measure only this workload; may be repeated"
     )
     parser.add_argument(
-        "--only", action="append", choices=list(PEERS), metavar="NAME", help="this contender only; may be repeated"
+        "--only",
+        action="append",
+        choices=list(PEERS),
+        metavar="NAME",
+        help="measure only this contender; may be repeated",
     )
     parser.add_argument(
         "--processes",
         type=_positive,
         default=1,
-        help="processes of each program; with 2 or more, every array is sharded over them (the model unless given)",
+        help="processes of each program; with 2 or more, every array is sharded; workload model unless given",
     )
     parser.add_argument("--rounds", type=_positive, default=5, help="measurements of each number; 5 unless given")
     parser.add_argument(
-        "--directory", type=Path, default=Path("runs"), help="on the disk to measure; ./runs unless given"
+        "--directory", type=Path, default=Path("runs"), help="a directory on the disk to measure; ./runs unless given"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every single number to this file")
     parser.add_argument(
-        "--report", action="append", type=Path, metavar="FILE", help="measure nothing, show what is in such files"
+        "--report",
+        action="append",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing, show the contents of this file; may be repeated",
     )
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a goal is missed or was not measured")

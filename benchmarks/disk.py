@@ -1,4 +1,4 @@
-"""Files between measurements: durable, cold, counted and gone."""
+"""Files between measurements: fsyncs, drops, counts and removes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 
 def fsync_all(path: Path) -> None:
-    """Fsyncs a file or everything below a directory, then the directory that holds it.
+    """Fsync a file or everything below a directory, then the directory that holds it.
 
     For libraries that leave this to the file system: without it their times would not include the disk.
     """
@@ -28,7 +28,7 @@ def fsync_all(path: Path) -> None:
 
 
 def make_cold(path: Path, *, system_wide: bool = True) -> str:
-    """Drops what the page cache holds of a checkpoint.
+    """Drop the pages of a checkpoint from the page cache.
 
     Args:
         path: The checkpoint.
@@ -54,7 +54,7 @@ def bytes_on_disk(path: Path) -> int:
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint and waits until the file system has settled."""
+    """Remove a checkpoint and wait until the file system has settled."""
     if path.is_dir():
         shutil.rmtree(path)
     else:

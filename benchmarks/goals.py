@@ -1,4 +1,4 @@
-"""What holdfast must reach, as ratios and limits within one run."""
+"""The goals of holdfast, as ratios and limits within one run."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ class Goal:
 
     @property
     def bound(self) -> str:
-        """The limit, in print."""
+        """The limit, as text."""
         return f"{'>=' if self.at_least else '<='} {self.limit:g}{self.unit}"
 
     @property
     def found(self) -> str:
-        """The measured value, in print."""
+        """The measured value, as text."""
         return "not measured" if self.value is None else f"{self.value:.3g}{self.unit}"
 
     @property
     def verdict(self) -> str:
-        """One word."""
+        """The verdict, in one word."""
         return "met" if self.met else "MISSED"
 
 
 def goals(results: Results) -> list[Goal]:
-    """Returns every goal, with the values of this run."""
+    """Return every goal, with the values of this run."""
     return [
         *_model(results),
         *_leaves(results),

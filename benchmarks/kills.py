@@ -1,4 +1,4 @@
-"""``python -m benchmarks.kills``: a saving run is killed at random instants, and the next one checks what is left.
+"""``python -m benchmarks.kills``: kills a saving run at random instants; the next run checks the directory.
 
 The run saves asynchronously, keeps the newest three steps and every tenth, and replaces every third step by another
 edition of it. One process that has everything imported forks each life and ends it with SIGKILL: most of them while
@@ -24,15 +24,15 @@ from pathlib import Path
 from .kills_life import KEEP_NEWEST, KEEP_PERIOD, Life, warm_up
 
 LIVES_A_DIRECTORY = 50  # checking takes longer with every step that is kept
-EARLY_SHARE = 0.2  # of the kills fall into looking, taking over and checking
+EARLY_SHARE = 0.2  # of the kills happen while a life looks, takes over and checks
 EARLY_SECONDS = 0.03
-LATE_SAVES = 4.0  # the others fall within this many saves
+LATE_SAVES = 4.0  # the others happen within this many saves
 TIMEOUT_SECONDS = 120.0
 
 
 @dataclass
 class Ledger:
-    """What the lives on one directory have said.
+    """The reports of the lives on one directory.
 
     Attributes:
         committed: The newest edition of every step that was reported committed or seen whole.
@@ -45,7 +45,7 @@ class Ledger:
     problems: list[str] = field(default_factory=list)
 
     def hear(self, line: str) -> None:
-        """Takes down one line of a life."""
+        """Record one line of a life."""
         word, _, rest = line.partition(" ")
         self.counts[f"{word} {rest}" if word == "leftover" else word] += 1
         if word in ("committed", "listed"):
@@ -61,7 +61,7 @@ class Ledger:
 
 
 def live_and_die(directory: Path, ledger: Ledger, generator: random.Random, save_seconds: float) -> None:
-    """Forks one life, kills it at a random instant, and takes down what it said."""
+    """Fork one life, kill it at a random instant, and record its reports."""
     assert threading.active_count() == 1, "a process with threads must not fork"
     reading, writing = os.pipe()
     child = os.fork()
@@ -93,7 +93,7 @@ def live_and_die(directory: Path, ledger: Ledger, generator: random.Random, save
 
 
 def _read_until(pipe: int, end: bytes | None) -> bytes:
-    """Reads until a line is there, or the pipe is closed."""
+    """Read until a line has arrived, or the pipe is closed."""
     text = b""
     while end is None or end not in text:
         if not select.select([pipe], [], [], TIMEOUT_SECONDS)[0]:
@@ -106,7 +106,7 @@ def _read_until(pipe: int, end: bytes | None) -> bytes:
 
 
 def run(kills: int, directory: Path, seed: int) -> tuple[Counter[str], list[str]]:
-    """Kills a run many times, in several directories.
+    """Kill a run many times, in several directories.
 
     Returns:
         How often the lives said what, and the promises that were broken; the directory of a broken one is left.
@@ -128,7 +128,7 @@ def run(kills: int, directory: Path, seed: int) -> tuple[Counter[str], list[str]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command.
+    """Run the command.
 
     Returns:
         1 where a promise was broken, else 0.
@@ -136,7 +136,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__)
     parser.add_argument("--kills", type=int, default=2000, help="how often to kill; 2000 unless given")
     parser.add_argument("--directory", type=Path, default=Path("runs"), help="where to save; ./runs unless given")
-    parser.add_argument("--seed", type=int, default=None, help="of the random instants; another one each time")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="seed of the random instants; by default a new one each time"
+    )
     options = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     options.directory.mkdir(parents=True, exist_ok=True)

@@ -32,11 +32,11 @@ REPLACED_EVERY = 3  # steps; each of these is saved a second time, with another 
 WARM_SAVES = 5
 BIG_BYTES = 1 << 20
 RECORD = "checkpoint.json"
-ROOT_FILES = {"metadata", "options.json", "owner.json"}  # what a manager keeps beside its steps
+ROOT_FILES = {"metadata", "options.json", "owner.json"}  # the manager's own files beside its steps
 
 
 def content(step: int, edition: int) -> dict[str, Any]:
-    """Makes the tree of a step: never the same twice, and known by the step and its edition alone."""
+    """Make the tree of a step: different for each edition, and a function of step and edition alone."""
     generator = np.random.default_rng((step, edition))
     return {
         "step": step,
@@ -52,7 +52,7 @@ def content(step: int, edition: int) -> dict[str, Any]:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Tells whether two trees have the same keys, types and bits."""
+    """Return whether two trees have the same keys, types and bits."""
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
@@ -61,7 +61,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def warm_up(directory: Path) -> float:
-    """Imports what a life needs, so that no child has to.
+    """Import the modules of a life, so that no child has to.
 
     Returns:
         The seconds that a save takes here.
@@ -81,7 +81,7 @@ def warm_up(directory: Path) -> float:
 
 
 class Life:
-    """What the child process does between fork and SIGKILL.
+    """The work of the child process between fork and SIGKILL.
 
     Args:
         directory: The manager's directory.
@@ -95,7 +95,7 @@ class Life:
         self._pipe = pipe
 
     def run(self) -> None:
-        """Checks, then saves without end."""
+        """Check, then save without end."""
         try:
             self.look()
             options = hf.CheckpointManagerOptions(max_to_keep=KEEP_NEWEST, keep_period=KEEP_PERIOD)
@@ -108,7 +108,7 @@ class Life:
             self._problem(traceback.format_exc())
 
     def look(self) -> None:
-        """What a reader sees before anybody has cleaned up."""
+        """Check as a reader, before any cleanup."""
         for marker in ("partial", "deleted"):
             for _ in self._directory.glob(f"*/checkpoint.{marker}"):
                 self._say(f"leftover {marker}")
@@ -124,23 +124,23 @@ class Life:
                 self._problem(f"step {step} was reported committed, should be kept, and is gone")
 
     def _edition(self, summary: hf.CheckpointSummary) -> int | None:
-        """Reads a listed step whole and tells its edition; None where it is not what it must be."""
+        """Read a listed step whole and return its edition; None if its content is wrong."""
         step = summary.step
         try:
             found = hf.load(self._directory / str(step))
         except hf.HoldfastError as error:
-            self._problem(f"step {step} is listed and cannot be read: {error} ({summary.damage})")
+            self._problem(f"step {step} is listed, but cannot be read: {error} ({summary.damage})")
             return None
         edition = int(found["edition"])
         if not same(found, content(step, edition)):
-            self._problem(f"step {step} is listed and does not hold what was saved")
+            self._problem(f"step {step} is listed, but does not hold the saved values")
             return None
         if edition < self._kept.get(step, 0):
             self._problem(f"step {step} went back to edition {edition}")
         return edition
 
     def check(self, manager: hf.CheckpointManager) -> None:
-        """What must be so once the directory has been taken over."""
+        """Check as the new owner of the directory."""
         steps = manager.all_steps()
         for step in steps:
             for checkpoint in hf.verify(self._directory, step).checkpoints:
@@ -163,7 +163,7 @@ class Life:
             for edition in range(2 if step % REPLACED_EVERY == 0 else 1):
                 tree = content(step, edition)
                 manager.save(step, tree, force=edition > 0, reason=str(edition))
-                tree["big"] += 1  # what the loop does after save must not matter
+                tree["big"] += 1  # changes after save must not matter
                 tree["model"]["kernel"] *= 2
 
     def _say(self, line: str) -> None:
@@ -174,7 +174,7 @@ class Life:
 
 
 def _is_empty_folder(path: Path) -> bool:
-    """A kill right after mkdir or before rmdir leaves a folder without a marker, that might be anybody's."""
+    """A kill right after mkdir or before rmdir leaves a folder without a marker, which another program may own."""
     return path.is_dir() and not any(path.iterdir())
 
 

@@ -21,7 +21,7 @@ class PeakMemory:
         self._base = _field(STATUS, "VmRSS")
 
     def rise(self) -> int | None:
-        """Returns the bytes of the highest level above the first one; None where the kernel refuses to reset."""
+        """Return the bytes of the highest level above the first one; None where the kernel refuses to reset."""
         return _field(STATUS, "VmHWM") - self._base if self._resettable else None
 
 
@@ -41,7 +41,7 @@ def _field(file: Path, name: str) -> int:
 
 
 class Reserve:
-    """Memory that is ready for whoever needs it next.
+    """Touched memory, held ready for the next measurement.
 
     A virtual machine may hand free memory back to its host (virtio-balloon's free page reporting does after two
     seconds), and to touch it again then costs seconds for a gigabyte, several times what a load takes. So the harness
@@ -56,7 +56,7 @@ class Reserve:
         self._mapping: mmap.mmap | None = None
 
     def hold(self) -> None:
-        """Takes and touches the memory."""
+        """Take and touch the memory."""
         nbytes = min(self._nbytes, _field(MEMORY, "MemAvailable") // 3)
         self._mapping = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -64,7 +64,7 @@ class Reserve:
             self._mapping[start] = 1
 
     def release(self) -> None:
-        """Frees the memory, still warm."""
+        """Free the memory, still warm."""
         if self._mapping is not None:
             self._mapping.close()
             self._mapping = None

@@ -1,4 +1,4 @@
-"""What was measured, and its medians."""
+"""Measurements, and their medians."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Measurements:
     cold: str = ""
 
     def add(self, contender: str, measured: Mapping[str, Any]) -> None:
-        """Adds what one process measured; None stands for what this machine cannot measure."""
+        """Add the measurements of one process; None stands for a number that this machine cannot measure."""
         values = self.values[contender]
         for metric, value in measured.items():
             if metric == "cold":
@@ -44,7 +44,7 @@ class Measurements:
                 values[metric].append(value)
 
     def median(self, contender: str, metric: str) -> float | None:
-        """Returns the median over the rounds, or None where nothing was measured."""
+        """Return the median over the rounds, or None without measurements."""
         values = self.values.get(contender, {}).get(metric)
         return median(values) if values else None
 
@@ -58,12 +58,12 @@ class Results:
     workloads: dict[str, Measurements] = field(default_factory=dict)
 
     def median(self, workload: str, contender: str, metric: str) -> float | None:
-        """Returns a median, or None where nothing was measured."""
+        """Return a median, or None without measurements."""
         measurements = self.workloads.get(workload)
         return measurements.median(contender, metric) if measurements else None
 
     def write(self, path: Path) -> None:
-        """Writes every single number as JSON."""
+        """Write every single number as JSON."""
         document = {
             "rounds": self.rounds,
             "machine": self.machine,
@@ -76,7 +76,7 @@ class Results:
 
     @classmethod
     def read(cls, paths: Sequence[Path]) -> Results:
-        """Reads what :meth:`write` wrote; of a workload that is in several files, the last one counts."""
+        """Read files of :meth:`write`; if several hold one workload, the last one counts."""
         results = cls(rounds=0)
         for path in paths:
             document = json.loads(path.read_text())
@@ -87,7 +87,7 @@ class Results:
 
 
 def describe_machine(directory: Path) -> dict[str, str]:
-    """Says what the numbers depend on: cores, memory, file system and versions."""
+    """Return what the numbers depend on: cores, memory, file system and versions."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cores": str(os.cpu_count()),

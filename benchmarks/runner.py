@@ -1,4 +1,4 @@
-"""Runs every contender's operations, each in a process of its own, all of them once a round."""
+"""Runs all operations of all contenders once in each round, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RESERVE_FACTOR = 2.2  # times the bytes of the arrays: for the arrays and for th
 
 
 def run_workload(name: str, contenders: Sequence[str], rounds: int, directory: Path) -> Iterator[Measurements]:
-    """Measures one workload; generates what has been measured so far after every round.
+    """Measure one workload; yield the measurements so far after every round.
 
     Every round runs each operation of every contender once, beginning with another contender each time, so that a
     machine that slows down or speeds up does so for all of them.
@@ -60,7 +60,7 @@ def run_workload(name: str, contenders: Sequence[str], rounds: int, directory: P
 
 
 def run_startup(rounds: int, directory: Path) -> Measurements:
-    """Measures the import and the opening of a manager; their files are in the page cache."""
+    """Measure the import and the opening of a manager; their files are in the page cache."""
     measurements = Measurements(title="startup", nbytes=0)
     steps = directory / "steps"
     startup.fill(steps)
@@ -74,7 +74,7 @@ def run_startup(rounds: int, directory: Path) -> Measurements:
 
 
 def settle_raw_disk(directory: Path) -> dict[str, str]:
-    """Finds the threads and request sizes that suit this disk, and sets them for all measuring processes."""
+    """Find the fastest threads and request sizes for this disk, and set them for all measuring processes."""
     path = directory / "raw_disk_settings"
     writes: dict[str, float] = {}
     reads: dict[str, float] = {}
@@ -90,7 +90,7 @@ def settle_raw_disk(directory: Path) -> dict[str, str]:
 
 
 def tell(line: str) -> None:
-    """Says how far the run is, beside the report."""
+    """Print the progress of the run to standard error."""
     print(line, file=sys.stderr, flush=True)
 
 

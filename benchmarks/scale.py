@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from holdfast.engine.coordination import Member
-from holdfast.engine.item.catalog import Catalog
-from holdfast.engine.item.fragments import short_token
-from holdfast.engine.item.merging import make_fragment, merge_fragments
-from holdfast.engine.item.plan import Layout, plan_files, planned_places
-from holdfast.engine.tree import ArrayLeaf, Part
+from holdfast.engine.arrays.assignment import WriteAssignment
+from holdfast.engine.arrays.fragments import make_fragment, merge_fragments, short_token
+from holdfast.engine.arrays.plan import Catalog, Layout, plan_files, planned_chunks
+from holdfast.engine.distributed import ProcessInfo
+from holdfast.engine.pytree import ArrayLeaf, Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,7 +36,7 @@ SHAPES = 40
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What was measured for one number of processes.
+    """The measurements for one number of processes.
 
     Attributes:
         processes: How many there are.
@@ -65,12 +64,12 @@ class Scale:
 
     @property
     def seconds(self) -> float:
-        """All that process 0 does."""
+        """The time of all work of process 0."""
         return self.plan_seconds + self.fragment_seconds + self.merge_seconds + self.index_seconds
 
 
 def make_tree(processes: int, leaves: int) -> tuple[list[str], list[ArrayLeaf]]:
-    """Describes a tree of which every process holds a shard of every leaf.
+    """Describe a tree; every process holds a shard of every leaf.
 
     Args:
         processes: How many processes there are.
@@ -93,7 +92,7 @@ def make_tree(processes: int, leaves: int) -> tuple[list[str], list[ArrayLeaf]]:
 
 
 def measure(processes: int, leaves: int) -> Scale:
-    """Plans and merges for a number of processes.
+    """Plan and merge for a number of processes.
 
     Args:
         processes: How many.
@@ -106,24 +105,24 @@ def measure(processes: int, leaves: int) -> Scale:
     layout, token = Layout(), short_token(uuid.uuid4().hex)
     began = time.perf_counter()
     catalog = Catalog(names, described, layout)
-    spread = catalog.spread(processes)
+    assignment = WriteAssignment(catalog, processes)
     planned = time.perf_counter()
-    specs = [form.spec for form in catalog.forms]
+    specs = [encoding.spec for encoding in catalog.encodings]
 
     def fragment_of(process: int) -> bytes:
-        share = catalog.ordered(*spread.share(process))
-        files = plan_files(specs, layout, zip(share[0].tolist(), share[1].tolist(), strict=True))
-        places: NDArray[np.int64] = planned_places(files, specs)
+        arrays, numbers = catalog.in_tree_order(*assignment.chunks_of(process))
+        files = plan_files(specs, layout, zip(arrays.tolist(), numbers.tolist(), strict=True))
+        table: NDArray[np.int64] = planned_chunks(files, specs)
         sizes = [file.size for file in files]
-        return make_fragment(catalog, Member(process, processes, token), token, places, sizes)
+        return make_fragment(catalog, ProcessInfo(process, processes, token), token, table, sizes)
 
     fragments = [fragment_of(0)]
     told = time.perf_counter()
     fragments += [fragment_of(process) for process in range(1, processes)]
     received = time.perf_counter()
-    merged = merge_fragments(catalog, fragments)
+    index, _ = merge_fragments(catalog, fragments)
     put_together = time.perf_counter()
-    _, index = merged.places.encode(node_file="d/index", database_id=bytes(16), created_ns=0)
+    _, encoded_index = index.encode(node_file="d/index", database_id=bytes(16), created_ns=0)
     encoded = time.perf_counter()
     return Scale(
         processes=processes,
@@ -134,19 +133,19 @@ def measure(processes: int, leaves: int) -> Scale:
         merge_seconds=put_together - received,
         index_seconds=encoded - put_together,
         fragments_bytes=sum(map(len, fragments)),
-        index_bytes=len(index),
+        index_bytes=len(encoded_index),
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
     )
 
 
 def measure_apart(processes: int, leaves: int) -> Scale:
-    """Measures in a new process, whose memory is its own."""
+    """Measure in a new process, whose memory is its own."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(measure, processes, leaves).result()
 
 
 def table(results: Sequence[Scale]) -> str:
-    """Shows what was measured, one line for each number of processes."""
+    """Return the measurements, one line for each number of processes."""
     head = (
         "processes",
         "chunks",
@@ -176,15 +175,15 @@ def table(results: Sequence[Scale]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] = print) -> None:
-    """Measures for each number of processes and shows the results.
+    """Measure for each number of processes and show the results.
 
     Args:
         arguments: Of the command line.
         write: Where the text goes.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--processes", type=int, action="append", help="how many processes; several times for several")
-    parser.add_argument("--leaves", type=int, default=10_000, help="how many leaves the tree has")
+    parser.add_argument("--processes", type=int, action="append", help="the number of processes; may be repeated")
+    parser.add_argument("--leaves", type=int, default=10_000, help="the number of leaves of the tree")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each number of processes")
     options = parser.parse_args(arguments)
     results = []
@@ -193,7 +192,7 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
         if options.json:
             write(json.dumps(asdict(results[-1])))
     if not options.json:
-        write(f"{options.leaves:,} leaves, each divided among all processes; what process 0 does")
+        write(f"{options.leaves:,} leaves, each divided among all processes; the work of process 0")
         write(table(results))
 
 

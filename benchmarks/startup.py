@@ -1,4 +1,4 @@
-"""What a program waits for before it can train: the import, and a manager on a directory of many steps."""
+"""The time before a program can train: the import, and opening a manager on a directory of many steps."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ manager.close()
 
 
 def fill(directory: Path) -> None:
-    """Saves many small steps."""
+    """Save many small steps."""
     _run(FILL, str(directory), str(STEPS))
 
 
 def measure_import() -> float:
-    """Returns the seconds of ``import holdfast`` in a new process."""
+    """Return the seconds of ``import holdfast`` in a new process."""
     return float(_run(IMPORT))
 
 
 def measure_manager(directory: Path) -> float:
-    """Returns the seconds to open a manager and list its steps in a new process."""
+    """Return the seconds to open a manager and list its steps in a new process."""
     return float(_run(OPEN, str(directory), str(STEPS)))
 
 

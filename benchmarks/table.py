@@ -1,4 +1,4 @@
-"""Results as tables, for a terminal and for a README."""
+"""Results as tables, for a terminal and for the README."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ COLUMNS = (
     ("load +MiB", "load_memory", 2**20),
 )
 LEGEND = """\
-blocked: until an asynchronous save, the second one of its process, gives the loop back.
-durable: until a synchronous save has fsynced files and directories (we do, where orbax, safetensors and torch do not).
+blocked: how long an asynchronous save, the second one of its process, blocks the loop.
+durable: until files and directories are fsynced (the harness fsyncs where orbax, safetensors and torch do not).
 load: with a cold page cache, into numpy and into the contender's own array library (jax or torch).
-+MiB: highest resident memory above that of the arrays themselves."""
++MiB: peak resident memory above that of the arrays themselves."""
 
 Rows = list[list[str]]
 
 
 def rows(measurements: Measurements) -> Rows:
-    """Returns a heading and one line of text a contender."""
+    """Return a heading and one line of text for each contender."""
     lines = [["", *(title for title, _, _ in COLUMNS)]]
     for contender in measurements.values:
         cells = [_cell(measurements, contender, metric, unit) for _, metric, unit in COLUMNS]
@@ -53,12 +53,12 @@ def _cell(measurements: Measurements, contender: str, metric: str, unit: float) 
 
 
 def goal_rows(goals: Sequence[Goal]) -> Rows:
-    """Returns a heading and one line of text a goal."""
+    """Return a heading and one line of text for each goal."""
     return [["", "must be", "is", ""], *([goal.name, goal.bound, goal.found, goal.verdict] for goal in goals)]
 
 
 def aligned(lines: Rows) -> str:
-    """Lays out lines for a terminal: the first column to the left, the others to the right."""
+    """Lay out lines for a terminal: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]).rstrip()
@@ -67,14 +67,14 @@ def aligned(lines: Rows) -> str:
 
 
 def markdown(lines: Rows) -> str:
-    """Lays out lines as a Markdown table."""
+    """Lay out lines as a Markdown table."""
     heading, *others = lines
     rule = ["---", *["---:"] * (len(heading) - 1)]
     return "\n".join(f"| {' | '.join(line)} |" for line in [heading, rule, *others])
 
 
 def report(results: Results, goals: Sequence[Goal], *, as_markdown: bool) -> str:
-    """Returns the whole report: a table a workload, a legend, the goals."""
+    """Return the whole report: a table for each workload, a legend, the goals."""
     lay_out = markdown if as_markdown else aligned
     heading = "**{}**" if as_markdown else "{}"
     parts = [

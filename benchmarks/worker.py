@@ -1,4 +1,4 @@
-"""One operation of one contender in a process of its own; prints what it measured as one line of JSON.
+"""One operation of one contender in a process of its own; prints its measurements as one line of JSON.
 
 Every process first saves and loads a tiny tree, so that no import, thread pool or first touch of a code path is timed.
 When it is about to begin it prints ``ready`` and waits for a line, upon which the runner frees memory for it.
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 READY = "ready"
 MEMCPY_REPEATS = 5
-ASYNC_SAVES = 2  # the second one is reported: the first may still have to make its staging memory
+ASYNC_SAVES = 2  # the second one is reported: the first may still have to allocate its staging memory
 
 
 def measure(peer_name: str, workload_name: str, operation: str, path: Path) -> dict[str, Any]:
-    """Measures one operation: ``save``, ``load_numpy`` or ``load_native``.
+    """Measure one operation: ``save``, ``load_numpy`` or ``load_native``.
 
     A save leaves its last checkpoint at ``path``, where a load expects it.
     """

@@ -1,4 +1,4 @@
-"""What is saved: three trees of float32 arrays with content that does not compress."""
+"""The trees to save: float32 arrays with content that does not compress."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Workload:
         return sum(4 * math.prod(shape) for shape in self.shapes.values())
 
     def arrays(self) -> Iterator[tuple[str, Array]]:
-        """Yields every leaf's name and a fresh array; the content is the same each time."""
+        """Yield every leaf's name and a fresh array; the content is the same each time."""
         start = 0
         for name, shape in self.shapes.items():
             array = np.empty(shape, np.float32)
@@ -46,7 +46,7 @@ class Workload:
 
 
 def _fill(flat: Array, start: int) -> int:
-    """Fills an array with the noise that begins at ``start`` and goes round; returns where it ended."""
+    """Fill an array with the noise from ``start`` on, cyclically; return the position after it."""
     noise, done = _noise(), 0
     while done < flat.size:
         count = min(flat.size - done, noise.size - start)
@@ -61,12 +61,12 @@ def _noise() -> Array:
 
 
 def forget_noise() -> None:
-    """Gives the generator's memory back, so that it does not count as anybody's."""
+    """Free the generator's memory, so that it does not count for a contender."""
     _noise.cache_clear()
 
 
 def transformer(*, layers: int, width: int, vocabulary: int, context: int) -> dict[str, Shape]:
-    """Shapes of a decoder-only transformer with twelve leaves a layer."""
+    """Shapes of a decoder-only transformer with twelve leaves for each layer."""
     shapes: dict[str, Shape] = {
         "embedding.token": (vocabulary, width),
         "embedding.position": (context, width),
@@ -110,7 +110,7 @@ STANDARD = ("model", "leaves", "array")
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes a tree of dicts from dotted names."""
+    """Make a tree of dicts from dotted names."""
     tree: dict[str, Any] = {}
     for name, value in flat.items():
         *path, last = name.split(".")
@@ -122,7 +122,7 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unnest(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Makes dotted names from a tree of dicts; the inverse of ``nest``."""
+    """Make dotted names from a tree of dicts; the inverse of ``nest``."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):

@@ -1,11 +1,11 @@
 """The ``holdfast`` command.
 
-===========  =====================================================================
-``main``     the entry point: arguments in, exit status out, errors as one line
+===========  ==============================================================================================
+``main``     the entry point: takes arguments, returns the exit status, prints errors as one line
 ``status``   the exit statuses
 ``app``      the commands and their arguments
-``places``   what a directory argument means: a run, a manager's directory, a step
-``report``   what the commands print: tables for people, JSON for programs
+``places``   the meaning of a directory argument: a run, a manager's directory, a step
+``report``   the output of the commands: tables for people, JSON for programs
 ``log``      where log lines go
-===========  =====================================================================
+===========  ==============================================================================================
 """

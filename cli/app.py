@@ -10,14 +10,14 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Runs training recipes, and looks after the checkpoints of training runs.",
+    help="Run training recipes, and inspect, verify and convert checkpoints.",
 )
 
 Directory = Annotated[
     str,
     typer.Argument(metavar="DIR", help="A run, a directory of checkpoints, or one checkpoint: a path or URL."),
 ]
-Step = Annotated[int | None, typer.Argument(metavar="[STEP]", help="Which step.", min=0)]
+Step = Annotated[int | None, typer.Argument(metavar="[STEP]", help="The step.", min=0)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
@@ -26,10 +26,10 @@ def _start(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     _traceback: Annotated[
-        bool, typer.Option("--traceback", help="Print the traceback of an error; may stand anywhere.")
+        bool, typer.Option("--traceback", help="Print the traceback of an error; accepted anywhere.")
     ] = False,
 ) -> None:
-    # --traceback is declared for --help only: the entry point has dealt with it before.
+    # --traceback is declared for --help only: the entry point has handled it already.
     if version:
         from importlib.metadata import version as version_of
 
@@ -43,27 +43,27 @@ def run(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or a name that 'recipes' lists.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Values that go over the file, such as train.steps=400."),
+        typer.Argument(metavar="[KEY=VALUE]...", help="Values that override the file, such as train.steps=400."),
     ] = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print every key and value; run nothing.")
     ] = False,
 ) -> int:
-    """Trains a recipe; the same command again resumes.
+    """Train a recipe; the same command again resumes.
 
     Exit status: 0 done, 75 preempted and saved (run the same command again), 1 failed, 2 bad usage.
     """
-    from .run import run_recipe
+    from .recipes import run_recipe
 
     return run_recipe(config, overrides or [], print_config=print_config)
 
 
 @app.command()
 def recipes(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Explain every key of this one.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Explain every key of this recipe.")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Lists the training recipes that there are."""
+    """List the available recipes."""
     from .recipes import list_recipes
 
     return list_recipes(name, as_json=as_json)
@@ -71,7 +71,7 @@ def recipes(
 
 @app.command()
 def ls(directory: Directory, as_json: AsJson = False) -> int:
-    """Lists checkpoints.
+    """List checkpoints.
 
     For each: its age, size and metrics, why it is kept, and whether it is damaged.
     """
@@ -82,10 +82,7 @@ def ls(directory: Directory, as_json: AsJson = False) -> int:
 
 @app.command()
 def show(directory: Directory, step: Step = None, as_json: AsJson = False) -> int:
-    """Lists every leaf of a checkpoint.
-
-    By default of the newest.
-    """
+    """List every leaf of a checkpoint, by default of the newest."""
     from .inspect import show_leaves
 
     return show_leaves(directory, step, as_json=as_json)
@@ -93,9 +90,9 @@ def show(directory: Directory, step: Step = None, as_json: AsJson = False) -> in
 
 @app.command()
 def verify(directory: Directory, step: Step = None, as_json: AsJson = False) -> int:
-    """Reads and checks every byte.
+    """Check every byte of checkpoints, by default of all steps.
 
-    By default of all steps. Exit status 1 if anything is damaged.
+    Exit status 1 if anything is damaged.
     """
     from .inspect import verify_checkpoints
 
@@ -104,16 +101,18 @@ def verify(directory: Directory, step: Step = None, as_json: AsJson = False) -> 
 
 @app.command("import")
 def import_(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="What another library wrote: a file or a directory.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="The checkpoint of another library: a file or a directory.")
+    ],
     destination: Annotated[str, typer.Argument(metavar="DST", help="Where the checkpoints go.")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Makes checkpoints of another library into checkpoints of holdfast.
+    """Import checkpoints of another library.
 
     Reads Orbax (one checkpoint or a whole run), safetensors (a file, or a folder with an index), files of torch.save
     and Lightning, folders of torch.distributed.checkpoint, Flax's msgpack files, and TensorFlow's checkpoints (a
-    prefix such as dir/ckpt-5, or their directory). Nothing in them is ever run.
+    prefix such as dir/ckpt-5, or their directory). Nothing in them is ever executed.
     """
     from .convert import import_checkpoints
 
@@ -128,14 +127,14 @@ def export(
     ] = None,
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="safetensors, torch or orbax.")] = "safetensors",
     in_place: Annotated[
-        bool, typer.Option("--in-place", help="Only add the small files that make orbax read it where it is.")
+        bool, typer.Option("--in-place", help="Only add the small files with which orbax reads it in place.")
     ] = False,
-    step: Annotated[int | None, typer.Option("--step", help="Which step; by default the newest.", min=0)] = None,
-    item: Annotated[str | None, typer.Option("--item", help="Which item, if there are several.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+    step: Annotated[int | None, typer.Option("--step", help="The step; by default the newest.", min=0)] = None,
+    item: Annotated[str | None, typer.Option("--item", help="The item, if there are several.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Writes a checkpoint for other libraries to read.
+    """Export a checkpoint to the format of another library.
 
     For orbax, all steps are written unless one is given.
     """

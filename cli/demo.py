@@ -1,6 +1,6 @@
 """A demonstration: a run is preempted half-way, goes on, and ends where an uninterrupted run ends, bit for bit.
 
-``python -m holdfast.cli.demo [DIR]`` leaves its files in DIR, or in no place at all.
+``python -m holdfast.cli.demo [DIR]`` leaves its files in DIR; without it, they are removed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,7 @@ _PROGRESS = re.compile(r"step (\d+) of (\d+)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Shows what is promised, with real processes and a real signal.
-
-    Args:
-        arguments: At most a directory to leave the files in.
-
-    Returns:
-        0 if everything went as promised.
-    """
+    """Demonstrate the promises with real processes and a real signal, and return the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if len(arguments) > 1:
         print("usage: python -m holdfast.cli.demo [DIR]", file=sys.stderr)
@@ -74,9 +67,9 @@ def _demonstrate(directory: str) -> int:
 
 
 def _holdfast(arguments: Sequence[str], *, preempt: bool = False) -> int:
-    """Runs the command, repeats its output, and sends SIGTERM half-way if asked to."""
+    """Run the command, repeat its output, and send SIGTERM half-way if asked to."""
     print(f"$ holdfast {shlex.join(arguments)}", flush=True)
-    # The command of this very installation, whatever the search path holds.
+    # The command of this installation, not of the search path.
     process = subprocess.Popen(
         [sys.executable, "-m", "holdfast.cli.main", *arguments],
         stdout=subprocess.PIPE,
@@ -125,7 +118,7 @@ def _leaves(tree: object, path: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _equal(one: object, other: object) -> bool:
-    """Tells whether two leaves are the same bits, not just equal numbers."""
+    """Return whether two leaves have the same bits, not just equal numbers."""
     if not isinstance(one, np.ndarray) or not isinstance(other, np.ndarray):
         return type(one) is type(other) and repr(one) == repr(other)
     return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()

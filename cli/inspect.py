@@ -10,8 +10,7 @@ from typing import Any
 
 from .. import CheckpointSummary, describe, list_checkpoints, verify
 from ..engine.errors import CheckpointNotFoundError
-from ..engine.interop.native import NativeCheckpoint
-from ..engine.interop.places import find_checkpoint, open_at
+from ..engine.sources import NativeCheckpoint, find_checkpoint, open_at
 from ..engine.storage import Location
 from .log import configure_logging
 from .places import checkpoints_at, is_one_checkpoint, where_else
@@ -20,7 +19,7 @@ from .status import DONE, FAILED
 
 
 def list_steps(place: str, *, as_json: bool) -> int:
-    """Prints the checkpoints in a directory.
+    """Print the checkpoints in a directory.
 
     Args:
         place: The directory: a path or URL.
@@ -39,16 +38,17 @@ def list_steps(place: str, *, as_json: bool) -> int:
         print(f"no checkpoints in {location}{where_else(location)}")
         return DONE
     now = time.time()
+    names = _names([(item["step"], item["path"]) for item in found])
     rows = [
         [
-            "-" if item["step"] is None else str(item["step"]),
+            name,
             "-" if item["time"] is None else age(now - item["time"]),
             "-" if item["damage"] is not None and item["time"] is None else size(item["bytes"]),
             metrics_text(item["metrics"]),
             ", ".join(item["kept"]),
             "ok" if item["damage"] is None else f"damaged: {item['damage']}",
         ]
-        for item in found
+        for name, item in zip(names, found, strict=True)
     ]
     print_table(["STEP", "AGE", "SIZE", "METRICS", "KEPT BECAUSE", "STATE"], rows, right=["STEP", "AGE", "SIZE"])
     return DONE
@@ -56,11 +56,19 @@ def list_steps(place: str, *, as_json: bool) -> int:
 
 @contextlib.contextmanager
 def _saying_where_else(location: Location) -> Iterator[None]:
-    """Adds to an error about a directory without checkpoints where there are some."""
+    """Add the places of checkpoints nearby to an error about a directory without any."""
     try:
         yield
     except CheckpointNotFoundError as error:
         raise CheckpointNotFoundError(f"{error}{where_else(location)}") from error
+
+
+def _names(checkpoints: list[tuple[int | None, str]], step: str = "", other: str = "-") -> list[str]:
+    """Return what to call checkpoints: by step, unless they have several prefixes."""
+    names = [path.rpartition("/")[2] for _, path in checkpoints]
+    if len({name.rstrip("0123456789") for name in names}) > 1:
+        return names
+    return [other if number is None else f"{step}{number}" for number, _ in checkpoints]
 
 
 def _shown(item: CheckpointSummary) -> dict[str, Any]:
@@ -77,7 +85,7 @@ def _shown(item: CheckpointSummary) -> dict[str, Any]:
 
 
 def _one(location: Location) -> list[dict[str, Any]]:
-    """Describes one checkpoint: as its manager sees it, or by itself alone when it has no manager."""
+    """Describe one checkpoint: as a step of its directory, or alone if it is none."""
     for item in list_checkpoints(location.parent):
         if item.path == str(location):
             return [_shown(item)]
@@ -89,7 +97,7 @@ def _one(location: Location) -> list[dict[str, Any]]:
             "time": checkpoint.time,
             "bytes": checkpoint.nbytes,
             "metrics": checkpoint.metrics,
-            "reason": checkpoint.record.reason if isinstance(checkpoint, NativeCheckpoint) else "",
+            "reason": checkpoint.reason,
             "kept": [],
             "damage": None,
         }
@@ -97,7 +105,7 @@ def _one(location: Location) -> list[dict[str, Any]]:
 
 
 def show_leaves(place: str, step: int | None, *, as_json: bool) -> int:
-    """Prints every leaf of a checkpoint.
+    """Print every leaf of a checkpoint.
 
     Args:
         place: The directory: a path or URL.
@@ -155,7 +163,7 @@ def show_leaves(place: str, step: int | None, *, as_json: bool) -> int:
 
 
 def verify_checkpoints(place: str, step: int | None, *, as_json: bool) -> int:
-    """Reads and checks checkpoints.
+    """Read and check checkpoints.
 
     Args:
         place: The directory: a path or URL.
@@ -185,8 +193,8 @@ def verify_checkpoints(place: str, step: int | None, *, as_json: bool) -> int:
         ]
         print_json({"directory": str(location), "ok": result.ok, "checkpoints": checkpoints})
         return DONE if result.ok else FAILED
-    for item in result.checkpoints:
-        name = str(item.path) if item.step is None else f"step {item.step}"
+    names = _names([(item.step, item.path) for item in result.checkpoints], "step ", result.checkpoints[0].path)
+    for name, item in zip(names, result.checkpoints, strict=True):
         if not item.problems:
             print(f"{name}: whole, {size(item.bytes)} read and checked")
             continue

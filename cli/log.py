@@ -7,7 +7,7 @@ import sys
 
 
 class _Lines(logging.Handler):
-    """Writes to the streams of the moment, and around a progress bar where there is one."""
+    """Writes to the current streams, and around a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -23,7 +23,7 @@ class _Lines(logging.Handler):
 
 
 class _Format(logging.Formatter):
-    """``12:00:00 message``, with the level's name where it is not the usual one."""
+    """``12:00:00 message``, with the level's name where it is not info."""
 
     def format(self, record: logging.LogRecord) -> str:
         name = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
@@ -31,11 +31,7 @@ class _Format(logging.Formatter):
 
 
 def configure_logging(level: str) -> None:
-    """Shows what holdfast logs.
-
-    Args:
-        level: The least important level to show: debug, info, warning or error.
-    """
+    """Show what holdfast logs from a level on: debug, info, warning or error."""
     logger = logging.getLogger("holdfast")
     for handler in [handler for handler in logger.handlers if isinstance(handler, _Lines)]:
         logger.removeHandler(handler)

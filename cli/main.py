@@ -1,4 +1,4 @@
-"""The entry point: arguments in, exit status out, errors as one line on standard error."""
+"""The entry point: takes arguments, returns the exit status, prints errors as one line on standard error."""
 
 from __future__ import annotations
 
@@ -16,14 +16,7 @@ _TRACEBACK = "--traceback"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: Its arguments; by default those of the process.
-
-    Returns:
-        The exit status.
-    """
+    """Run the command with its arguments, by default those of the process, and return the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     with_traceback = _TRACEBACK in arguments
     arguments = [argument for argument in arguments if argument != _TRACEBACK]
@@ -33,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = app(args=arguments, prog_name="holdfast", standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of a pipe has gone, as in `holdfast ls | head`: nothing to say, and nobody to say it to.
+        # The reader of a pipe has gone, as in `holdfast ls | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except KeyboardInterrupt:
@@ -42,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if with_traceback:
             traceback.print_exception(error)
         return _explain(error)
-    if status == INTERRUPTED:  # what typer makes of Ctrl-C
+    if status == INTERRUPTED:  # typer's status for Ctrl-C
         return _complain("interrupted", INTERRUPTED)
     return status if isinstance(status, int) else DONE
 
@@ -54,7 +47,7 @@ def _explain(error: Exception) -> int:
         return _complain(f"the command needs {error.name}: pip install 'holdfast[cli]'", FAILED)
     usage_message = getattr(error, "format_message", None)  # errors of the argument parser
     if usage_message is not None:
-        return _complain(f"{usage_message()} (holdfast --help lists what there is)", BAD_USAGE)
+        return _complain(f"{usage_message()} (holdfast --help lists the commands)", BAD_USAGE)
     kind = type(error)
     if kind.__module__.partition(".")[0] == __package__.partition(".")[0]:
         return _complain(str(error), FAILED)

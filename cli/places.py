@@ -1,23 +1,22 @@
-"""What a directory argument means."""
+"""The checkpoints that a directory argument of the command names."""
 
 from __future__ import annotations
 
-from ..engine.errors import CheckpointNotFoundError, StorageError
-from ..engine.interop.places import is_foreign, is_ours
-from ..engine.record import RECORD
+from ..engine.errors import CheckpointNotFoundError, StorageError, shortened
+from ..engine.format import RECORD
+from ..engine.sources import is_foreign, is_ours
 from ..engine.storage import Location, as_location
 
 INSIDE_A_RUN = "checkpoints"
-_LOOKED_AT = 100  # directories below one that holds no checkpoint
-_NAMED = 8
+_LOOKED_AT = 100  # folders that are searched below a directory without checkpoints
 
 
 def checkpoints_at(place: str) -> Location:
-    """Finds the checkpoints that an argument names.
+    """Return the location of the checkpoints that an argument names.
 
     Args:
         place: A path or URL: a manager's directory, the directory of one checkpoint, or a run directory with
-            ``checkpoints`` inside; or what another library wrote, a file perhaps.
+            ``checkpoints`` inside; or a checkpoint of another library, which may be a file.
 
     Returns:
         The manager's directory, or the one checkpoint.
@@ -32,18 +31,18 @@ def checkpoints_at(place: str) -> Location:
     if inside.is_directory() and not is_foreign(location):
         return inside
     if not location.is_directory() and not is_foreign(location):
-        what = "this file is no checkpoint that is known" if location.exists() else "no such directory"
+        what = "this file is no checkpoint of a supported library" if location.exists() else "no such directory"
         raise CheckpointNotFoundError(f"{place}: {what}; give a run, a directory of checkpoints or one step")
     return location
 
 
 def is_one_checkpoint(location: Location) -> bool:
-    """Returns whether there is one checkpoint here, not a directory of many."""
+    """Return whether a location is one checkpoint, not a directory of them."""
     return (location / RECORD).is_there() or is_foreign(location)
 
 
 def where_else(location: Location) -> str:
-    """Returns where checkpoints are that lie near a directory without any, as the end of a sentence; or nothing."""
+    """Return the end of a sentence that names checkpoints near a directory without any, or an empty string."""
     if (location.parent / RECORD).is_there():
         return f"; it is a part of the checkpoint {location.parent}"
     if not location.is_local or is_ours(location):  # elsewhere, looking around takes long
@@ -53,5 +52,4 @@ def where_else(location: Location) -> str:
         found = sorted(name for name in folders if any(map(is_ours, (location / name, location / name / INSIDE_A_RUN))))
     except StorageError:
         return ""
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return f"; there are some below: {', '.join(found[:_NAMED])}{more}" if found else ""
+    return f"; there are some below: {shortened(found)}" if found else ""

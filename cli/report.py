@@ -1,4 +1,4 @@
-"""What the commands print: tables for people, JSON for programs."""
+"""The output of the commands: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,7 @@ _SPANS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """Prints a table: fitted to the terminal by wrapping, and as wide as it needs to be anywhere else.
-
-    Args:
-        columns: The headings.
-        rows: The cells.
-        right: The headings of the columns that are aligned to the right.
-    """
+    """Print a table: wrapped to fit a terminal, and as wide as it needs to be anywhere else."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
@@ -37,12 +31,12 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """Prints strict JSON; numbers that JSON has no word for become null."""
+    """Print strict JSON; NaN and infinities become null."""
     print(json.dumps(_finite(value), indent=2, allow_nan=False))
 
 
 def size(number: int) -> str:
-    """Returns bytes for people, in powers of 1000.
+    """Return bytes for people, in powers of 1000.
 
     >>> size(1234567)
     '1.2 MB'
@@ -58,7 +52,7 @@ def size(number: int) -> str:
 
 
 def age(seconds: float) -> str:
-    """Returns a span of time for people.
+    """Return a span of time for people.
 
     >>> age(7300)
     '2 h'
@@ -70,12 +64,12 @@ def age(seconds: float) -> str:
 
 
 def metrics_text(metrics: Mapping[str, Any] | None) -> str:
-    """Returns metrics in one line, nested ones with ``/`` in their names."""
+    """Return metrics in one line, nested ones with ``/`` in their names."""
     return ", ".join(f"{name} {_number(value)}" for name, value in _flat(metrics or {}))
 
 
 def count(number: int, one: str, many: str) -> str:
-    """Returns a number with its noun, such as ``3 leaves``."""
+    """Return a number with its noun, such as ``3 leaves``."""
     return f"{number} {one if number == 1 else many}"
 
 

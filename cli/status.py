@@ -4,7 +4,7 @@ from __future__ import annotations
 
 DONE = 0
 FAILED = 1
-"""Something went wrong; for ``holdfast verify``: something is damaged."""
+"""An error; for ``holdfast verify``: something is damaged."""
 BAD_USAGE = 2
 """Arguments, a configuration, or a directory without checkpoints: running the same again will not help."""
 PREEMPTED = 75

@@ -17,16 +17,23 @@ if TYPE_CHECKING:
     from .engine import checkpoint_utils as checkpoint_utils
     from .engine import type_handlers as type_handlers
     from .engine.api import load as load
+    from .engine.api import load_transformed as load_transformed
     from .engine.api import save as save
-    from .engine.checkpointer import AsyncCheckpointer as AsyncCheckpointer
-    from .engine.checkpointer import Checkpointer as Checkpointer
-    from .engine.checkpointer import PyTreeCheckpointer as PyTreeCheckpointer
+    from .engine.arrays import AggregateHandler as AggregateHandler
+    from .engine.arrays import Layout as Layout
+    from .engine.arrays import MsgpackHandler as MsgpackHandler
+    from .engine.arrays import Problem as Problem
+    from .engine.checkpoint import AsyncCheckpointer as AsyncCheckpointer
+    from .engine.checkpoint import Checkpointer as Checkpointer
+    from .engine.checkpoint import PyTreeCheckpointer as PyTreeCheckpointer
+    from .engine.checkpoint import SaveReport as SaveReport
+    from .engine.checkpoint import check_replicas as check_replicas
     from .engine.clock import Clock as Clock
     from .engine.clock import SystemClock as SystemClock
-    from .engine.coordination import Alone as Alone
-    from .engine.coordination import Coordinator as Coordinator
-    from .engine.coordination import Member as Member
-    from .engine.coordination import current_coordinator as current_coordinator
+    from .engine.distributed import Alone as Alone
+    from .engine.distributed import Coordinator as Coordinator
+    from .engine.distributed import ProcessInfo as ProcessInfo
+    from .engine.distributed import current_coordinator as current_coordinator
     from .engine.errors import BarrierTimeoutError as BarrierTimeoutError
     from .engine.errors import CheckpointExistsError as CheckpointExistsError
     from .engine.errors import CheckpointNotFoundError as CheckpointNotFoundError
@@ -51,6 +58,10 @@ if TYPE_CHECKING:
     from .engine.errors import UnknownArgumentError as UnknownArgumentError
     from .engine.errors import UnmatchedObjectsError as UnmatchedObjectsError
     from .engine.errors import UnsupportedLeafError as UnsupportedLeafError
+    from .engine.formats.convert import Conversion as Conversion
+    from .engine.formats.convert import export_checkpoint as export_checkpoint
+    from .engine.formats.convert import import_checkpoint as import_checkpoint
+    from .engine.formats.orbax.export import add_orbax_metadata as add_orbax_metadata
     from .engine.handlers import ArrayCheckpointHandler as ArrayCheckpointHandler
     from .engine.handlers import ArrayRestoreArgs as ArrayRestoreArgs
     from .engine.handlers import AsyncCheckpointHandler as AsyncCheckpointHandler
@@ -67,102 +78,53 @@ if TYPE_CHECKING:
     from .engine.handlers import TypeHandler as TypeHandler
     from .engine.handlers import TypeHandlerRegistry as TypeHandlerRegistry
     from .engine.handlers import register_type_handler as register_type_handler
-    from .engine.history import Restored as Restored
     from .engine.inspection import CheckpointSummary as CheckpointSummary
     from .engine.inspection import LeafSummary as LeafSummary
     from .engine.inspection import describe as describe
     from .engine.inspection import list_checkpoints as list_checkpoints
-    from .engine.interop.conversion import Conversion as Conversion
-    from .engine.interop.conversion import export_checkpoint as export_checkpoint
-    from .engine.interop.conversion import import_checkpoint as import_checkpoint
-    from .engine.interop.orbax_export import add_orbax_metadata as add_orbax_metadata
-    from .engine.item import AggregateHandler as AggregateHandler
-    from .engine.item import Layout as Layout
-    from .engine.item import MsgpackHandler as MsgpackHandler
-    from .engine.item import Problem as Problem
     from .engine.manager import CheckpointManager as CheckpointManager
-    from .engine.options import CheckpointManagerOptions as CheckpointManagerOptions
-    from .engine.policy import Decision as Decision
-    from .engine.replicas import check_replicas as check_replicas
-    from .engine.report import SaveReport as SaveReport
+    from .engine.manager import CheckpointManagerOptions as CheckpointManagerOptions
+    from .engine.manager import Decision as Decision
+    from .engine.manager import Restored as Restored
+    from .engine.pytree import LeafMetadata as LeafMetadata
+    from .engine.pytree import Transform as Transform
+    from .engine.pytree import apply_transformations as apply_transformations
     from .engine.storage import Location as Location
     from .engine.storage import as_location as as_location
-    from .engine.transformed import load_transformed as load_transformed
-    from .engine.tree import LeafMetadata as LeafMetadata
-    from .engine.tree import Transform as Transform
-    from .engine.tree import apply_transformations as apply_transformations
     from .engine.verification import CheckpointVerification as CheckpointVerification
     from .engine.verification import VerifyReport as VerifyReport
     from .engine.verification import verify as verify
 
 # Loaded when first asked for, so that importing the package costs next to nothing.
 _HOMES = {
-    "api": ("load", "save"),
-    "checkpointer": ("AsyncCheckpointer", "Checkpointer", "PyTreeCheckpointer"),
-    "clock": ("Clock", "SystemClock"),
-    "coordination": ("Alone", "Coordinator", "Member", "current_coordinator"),
-    "errors": (
-        "BarrierTimeoutError",
-        "CheckpointExistsError",
-        "CheckpointNotFoundError",
-        "DamagedCheckpointError",
-        "FormatVersionError",
-        "HoldfastError",
-        "InvalidLocationError",
-        "NoWholeCheckpointError",
-        "NotAllowedError",
-        "ObjectNotFoundError",
-        "OptionError",
-        "OwnershipError",
-        "PeerFailedError",
-        "SaveFailedError",
-        "StateError",
-        "StorageConflictError",
-        "StorageError",
-        "StorageFullError",
-        "StoragePermissionError",
-        "StorageUnavailableError",
-        "TreeMismatchError",
-        "UnknownArgumentError",
-        "UnmatchedObjectsError",
-        "UnsupportedLeafError",
-    ),
-    "handlers": (
-        "ArrayCheckpointHandler",
-        "ArrayRestoreArgs",
-        "AsyncCheckpointHandler",
-        "CheckpointHandler",
-        "JsonCheckpointHandler",
-        "ParamInfo",
-        "PerProcessCheckpointHandler",
-        "PreparedCheckpointHandler",
-        "PreparedItem",
-        "PyTreeCheckpointHandler",
-        "RestoreArgs",
-        "SaveArgs",
-        "SaveFuture",
-        "TypeHandler",
-        "TypeHandlerRegistry",
-        "register_type_handler",
-    ),
-    "history": ("Restored",),
-    "inspection": ("CheckpointSummary", "LeafSummary", "describe", "list_checkpoints"),
-    "interop.conversion": ("Conversion", "export_checkpoint", "import_checkpoint"),
-    "interop.orbax_export": ("add_orbax_metadata",),
-    "item": ("AggregateHandler", "Layout", "MsgpackHandler", "Problem"),
-    "manager": ("CheckpointManager",),
-    "options": ("CheckpointManagerOptions",),
-    "policy": ("Decision",),
-    "replicas": ("check_replicas",),
-    "report": ("SaveReport",),
-    "storage": ("Location", "as_location"),
-    "transformed": ("load_transformed",),
-    "tree": ("LeafMetadata", "Transform", "apply_transformations"),
-    "verification": ("CheckpointVerification", "VerifyReport", "verify"),
+    "api": "load load_transformed save",
+    "arrays": "AggregateHandler Layout MsgpackHandler Problem",
+    "checkpoint": "AsyncCheckpointer Checkpointer PyTreeCheckpointer SaveReport check_replicas",
+    "clock": "Clock SystemClock",
+    "distributed": "Alone Coordinator ProcessInfo current_coordinator",
+    "errors": """
+        BarrierTimeoutError CheckpointExistsError CheckpointNotFoundError DamagedCheckpointError FormatVersionError
+        HoldfastError InvalidLocationError NoWholeCheckpointError NotAllowedError ObjectNotFoundError OptionError
+        OwnershipError PeerFailedError SaveFailedError StateError StorageConflictError StorageError StorageFullError
+        StoragePermissionError StorageUnavailableError TreeMismatchError UnknownArgumentError UnmatchedObjectsError
+        UnsupportedLeafError
+    """,
+    "formats.convert": "Conversion export_checkpoint import_checkpoint",
+    "formats.orbax.export": "add_orbax_metadata",
+    "handlers": """
+        ArrayCheckpointHandler ArrayRestoreArgs AsyncCheckpointHandler CheckpointHandler JsonCheckpointHandler
+        ParamInfo PerProcessCheckpointHandler PreparedCheckpointHandler PreparedItem PyTreeCheckpointHandler
+        RestoreArgs SaveArgs SaveFuture TypeHandler TypeHandlerRegistry register_type_handler
+    """,
+    "inspection": "CheckpointSummary LeafSummary describe list_checkpoints",
+    "manager": "CheckpointManager CheckpointManagerOptions Decision Restored",
+    "pytree": "LeafMetadata Transform apply_transformations",
+    "storage": "Location as_location",
+    "verification": "CheckpointVerification VerifyReport verify",
 }
 _FRONTS = ("components", "graph")  # modules with names of their own, found without an import of their own
 _SUBMODULES = ("checkpoint_utils", "type_handlers")
-_MODULES = {name: module for module, names in _HOMES.items() for name in names}
+_MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 __version__ = "0.1.0"
 __all__ = sorted([*_MODULES, *_SUBMODULES])  # noqa: PLE0605 - a list, made of the table above

@@ -1,28 +1,20 @@
-"""Save a tree to a path, load it back: the engine in two calls."""
+"""A tree saved to a path and loaded back, into its own structure or another one."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
-from .checkpointer import Checkpointer, Place
-from .errors import CheckpointNotFoundError, DamagedCheckpointError, OptionError
+from .arrays import MANIFEST, ArrayDatabase, Layout
+from .checkpoint import Checkpointer, Place, SaveReport
+from .errors import CheckpointNotFoundError, DamagedCheckpointError, OptionError, itemized
 from .handlers import PyTreeCheckpointHandler
-from .interop.native import NativeCheckpoint
-from .interop.places import find_checkpoint as find_checkpoint
-from .interop.places import open_checkpoint
-from .interop.source import JSON, METRICS, TREE, CheckpointSource, as_reader, recognise
-from .interop.templates import under_template
-from .item import MANIFEST, ArrayDatabase, Layout, Select, load_tree
-from .report import SaveReport
+from .pytree import Patterns
+from .sources import CheckpointSource, NativeCheckpoint, open_checkpoint, recognise
 from .storage import Location, as_location
-from .tree import collection_paused
-
-_logger = logging.getLogger("holdfast")
 
 
 def save(path: Place, tree: Any, *, overwrite: bool = False, layout: Layout | None = None) -> SaveReport:
-    """Saves a tree: atomic, durable and checksummed when this returns.
+    """Save a tree: atomic, durable and checksummed when this returns.
 
     Args:
         path: Where: a path or a URL; nothing may be there yet.
@@ -32,7 +24,7 @@ def save(path: Place, tree: Any, *, overwrite: bool = False, layout: Layout | No
         layout: Sizes of chunks, segments and data files.
 
     Returns:
-        What it cost.
+        The report of the save.
 
     Raises:
         UnsupportedLeafError: A leaf cannot be saved; names every such leaf. Nothing was written.
@@ -51,8 +43,8 @@ def save(path: Place, tree: Any, *, overwrite: bool = False, layout: Layout | No
     return report
 
 
-def load(path: Place, *, like: Any = None, select: Select | None = None, item: str | None = None) -> Any:
-    """Loads a checkpoint; needs neither the devices nor the frameworks it was saved from.
+def load(path: Place, *, like: Any = None, select: Patterns | None = None, item: str | None = None) -> Any:
+    """Load a checkpoint; needs neither the devices nor the frameworks it was saved from.
 
     Args:
         path: A checkpoint, or a directory of steps, of which the newest is loaded. It may be one of another library:
@@ -71,9 +63,9 @@ def load(path: Place, *, like: Any = None, select: Select | None = None, item: s
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
-        DamagedCheckpointError: What is there does not verify.
+        DamagedCheckpointError: The stored data does not verify.
         TreeMismatchError: Template and checkpoint differ; lists every leaf that does.
-        UnsupportedLeafError: A file of another library holds objects that cannot be had without running code; names
+        UnsupportedLeafError: A file of another library holds objects that only running code can restore; names
             them. Nothing was run, and ``select=`` loads the rest.
     """
     location = as_location(path)
@@ -88,53 +80,19 @@ def load(path: Place, *, like: Any = None, select: Select | None = None, item: s
     items = checkpoint.items
     if item is not None and item not in items:
         raise CheckpointNotFoundError(f"{checkpoint.location}: no item {item!r}; it has {', '.join(sorted(items))}")
-    wanted = [item] if item is not None else _wanted(checkpoint)
+    wanted = [item] if item is not None else checkpoint.items_to_load()
     if len(wanted) == 1:
-        return _load_item(checkpoint, wanted[0], like, select)
+        return checkpoint.load(wanted[0], like, select)
     if like is not None or select is not None:
         raise OptionError(
             f"{checkpoint.location} has the items {', '.join(sorted(wanted))}: name one with item= to use like= or "
             "select="
         )
-    return {name: _load_item(checkpoint, name, None, None) for name in wanted}
+    return {name: checkpoint.load(name) for name in wanted}
 
 
-def _wanted(checkpoint: CheckpointSource) -> list[str]:
-    """Returns the items that are loaded when none is named."""
-    items = checkpoint.items
-    if isinstance(checkpoint, NativeCheckpoint):
-        return list(items)
-    wanted = [name for name, kind in items.items() if kind in (TREE, JSON)]
-    if not wanted:
-        raise OptionError(
-            f"{checkpoint.location}: none of the items of this {checkpoint.format} checkpoint is a tree or JSON: "
-            + ", ".join(f"{name} ({kind})" for name, kind in sorted(items.items()))
-        )
-    skipped = [f"{name} ({kind})" for name, kind in items.items() if kind not in (TREE, JSON, METRICS)]
-    if skipped:
-        _logger.warning("%s: skipped items that holdfast does not read: %s", checkpoint.location, ", ".join(skipped))
-    return wanted
-
-
-def _load_item(checkpoint: CheckpointSource, name: str, like: Any, select: Select | None) -> Any:
-    kind = checkpoint.items[name]
-    if kind != TREE:
-        if kind in (JSON, METRICS) and (like is not None or select is not None):
-            raise OptionError(
-                f"{checkpoint.location}: item {name!r} is JSON, not a tree of arrays: like= and select= do not apply"
-            )
-        return checkpoint.value(name)
-    if isinstance(checkpoint, NativeCheckpoint):
-        saved = checkpoint.parts[name]
-        kwargs: dict[str, Any] = {} if select is None else {"select": select}
-        return PyTreeCheckpointHandler().restore(checkpoint.location / saved.folder, like, files=saved.files, **kwargs)
-    with collection_paused():
-        source = under_template(checkpoint.tree(name), like)
-        return load_tree(as_reader(source), like=like, select=select)
-
-
-def _load_arrays(location: Location, like: Any, select: Select | None) -> dict[str, Any]:
-    """Loads a folder of arrays without a tree, such as TensorStore itself writes: a dictionary by their names."""
+def _load_arrays(location: Location, like: Any, select: Patterns | None) -> dict[str, Any]:
+    """Load a folder of arrays without a tree, as TensorStore writes them, into a dictionary by name."""
     if like is not None or select is not None:
         raise OptionError(f"{location} holds arrays without a tree: like= and select= do not apply")
     database = ArrayDatabase(location)
@@ -142,6 +100,50 @@ def _load_arrays(location: Location, like: Any, select: Select | None) -> dict[s
     arrays, problems = database.read(names)
     if problems:
         raise DamagedCheckpointError(
-            "\n".join([f"{location} is damaged:", *(f"  {p.leaf}: {p.file}: {p.what}" for p in problems)])
+            itemized(f"{location} is damaged:", [f"{p.leaf}: {p.file}: {p.what}" for p in problems])
         )
     return dict(zip(names, arrays, strict=True))
+
+
+def load_transformed(
+    path: Place,
+    transformations: Any,
+    new_tree: Any,
+    *,
+    default_to_original: bool = True,
+    item: str | None = None,
+) -> Any:
+    r"""Load what :func:`apply_transformations` would take from a checkpoint, and read nothing else of it.
+
+    Args:
+        path: A checkpoint, or a directory of steps, of which the newest is loaded; also of another library.
+        transformations: :class:`Transform` objects by their keys. ``value_fn`` is given a numpy array or a Python
+            value. ``multi_value_fn`` is given the saved tree as mappings and sequences that read a leaf when it is
+            indexed. Functions get read-only arrays; their results have to fit the new tree.
+        new_tree: The template: its containers, array libraries and shardings decide what is returned, and its dtypes
+            and shapes are checked. ``...`` takes the saved leaf. Leaves that are kept need values; all others may be
+            abstract, such as ``jax.ShapeDtypeStruct``.
+        default_to_original: Whether keys that no transformation names come from the checkpoint where it has them (True)
+            or from the new tree (False).
+        item: Which item, if the checkpoint has several trees.
+
+    Returns:
+        A tree of the new tree's containers.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint, or no such item.
+        DamagedCheckpointError: Data that is needed does not verify.
+        OptionError: A transformation makes no sense, or there are several items and none is named.
+        TreeMismatchError: Keys cannot be filled from the checkpoint; names all of them.
+
+    >>> import tempfile, numpy as np
+    >>> from holdfast import Transform, save
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     report = save(f"{directory}/ckpt", {"layer": {"w": np.arange(3)}, "step": 7})
+    ...     load_transformed(f"{directory}/ckpt", {"dense": Transform(original_key="layer")}, {"dense": {"w": ...}})
+    {'dense': {'w': array([0, 1, 2])}}
+    """
+    checkpoint = open_checkpoint(as_location(path))
+    return checkpoint.load_transformed(
+        checkpoint.only_tree(item), transformations, new_tree, default_to_original=default_to_original
+    )

@@ -1,30 +1,92 @@
-"""Time, injected so that policies and crashes can be tested as tables."""
+"""The clock, which tests replace, and durations: seconds, or text such as ``"15m"``, ``"1h"``, ``"1h30m"``."""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import math
+import re
 import time
 from typing import Protocol
 
+from .errors import OptionError
+
 
 class Clock(Protocol):
-    """Where the engine reads the time."""
+    """The source of the time."""
 
     def now(self) -> float:
-        """Returns the wall-clock time in seconds since 1970-01-01 UTC; it may jump in either direction."""
-        ...
+        """Return the wall-clock time in seconds since 1970-01-01 UTC; it may jump in either direction."""
 
     def monotonic(self) -> float:
-        """Returns seconds on a clock that never goes backwards; only differences have a meaning."""
-        ...
+        """Return seconds on a clock that never goes backwards; only differences are meaningful."""
 
 
 class SystemClock:
     """The clock of this machine."""
 
     def now(self) -> float:
-        """Returns the wall-clock time in seconds since 1970-01-01 UTC."""
+        """Return the wall-clock time in seconds since 1970-01-01 UTC."""
         return time.time()
 
     def monotonic(self) -> float:
-        """Returns seconds on a clock that never goes backwards."""
+        """Return seconds on a clock that never goes backwards."""
         return time.monotonic()
+
+
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*")
+
+Duration = float | int | str | datetime.timedelta
+
+
+def seconds(duration: Duration, *, name: str = "duration") -> float:
+    """Return a duration in seconds.
+
+    >>> seconds("1h30m")
+    5400.0
+    """
+    value = None
+    if isinstance(duration, datetime.timedelta):
+        value = duration.total_seconds()
+    elif isinstance(duration, str):
+        value = _parse(duration.strip())
+    elif isinstance(duration, (int, float)) and not isinstance(duration, bool):
+        # an int may be too large for a float
+        with contextlib.suppress(OverflowError):
+            value = float(duration)
+    if value is None or not math.isfinite(value) or value <= 0:
+        raise OptionError(
+            f"{name}={duration!r} is not a duration: give seconds above zero, or text such as '90s', '15m', '1h30m'"
+        )
+    return value
+
+
+def _parse(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    parts = _PART.findall(text)
+    if not parts or _PART.sub("", text):
+        return None
+    return sum(float(number) * _UNITS[unit] for number, unit in parts)
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration as an option spells it.
+
+    >>> format_duration(5400), format_duration(90.5), format_duration(0.25)
+    ('1h30m', '1m30.5s', '0.25s')
+    """
+    rest = round(seconds, 3)
+    parts = []
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        count, rest = divmod(rest, size)
+        if count:
+            parts.append(f"{count:.0f}{unit}")
+    rest = round(rest, 3)
+    if rest or not parts:
+        # Below a millisecond the rounding above would leave nothing.
+        parts.append(f"{rest or seconds:.10g}s")
+    return "".join(parts)

@@ -4,35 +4,35 @@
 
     HoldfastError
     ├── CheckpointNotFoundError      (FileNotFoundError)   nothing saved at this path or step
-    ├── CheckpointExistsError        (FileExistsError)     a save would replace something it must not
-    ├── DamagedCheckpointError       (ValueError)          what is stored does not pass its own checks
+    ├── CheckpointExistsError        (FileExistsError)     a save would replace data it must not
+    ├── DamagedCheckpointError       (ValueError)          stored data fails its own checks
     ├── FormatVersionError           (ValueError)          written by a newer holdfast, or not by holdfast
-    ├── UnsupportedLeafError         (TypeError)           a leaf of a kind that cannot be saved, or loaded
+    ├── UnsupportedLeafError         (TypeError)           a leaf of a kind that cannot be saved or loaded
     ├── TreeMismatchError            (ValueError)          template and checkpoint differ
-    ├── UnmatchedObjectsError        (AssertionError)      objects and a checkpoint do not match as was asserted
+    ├── UnmatchedObjectsError        (AssertionError)      objects and a checkpoint do not match as asserted
     ├── SaveFailedError              (RuntimeError)        a background save failed; names the lost step
     ├── NoWholeCheckpointError       (RuntimeError)        checkpoints exist, but none of them is whole
-    ├── OptionError                  (ValueError)          an option has a value that makes no sense
-    │   └── UnknownArgumentError     (TypeError)           a handler is given an argument that it does not know
-    ├── StateError                   (RuntimeError)        a call that the object's state does not allow
+    ├── OptionError                  (ValueError)          an option has an invalid value
+    │   └── UnknownArgumentError     (TypeError)           a handler does not know an argument
+    ├── StateError                   (RuntimeError)        the object's state does not allow a call
     ├── OwnershipError               (RuntimeError)        another run writes to this directory
-    ├── NotAllowedError              (PermissionError)     a checkpoint names code that it may not use
+    ├── NotAllowedError              (PermissionError)     a checkpoint names code that is not allowed
     ├── BarrierTimeoutError          (TimeoutError)        other processes of this program did not answer in time
     ├── PeerFailedError              (RuntimeError)        another process of this program failed
     └── StorageError                 (OSError)             the file system or object store refused
         ├── ObjectNotFoundError      (FileNotFoundError)   no such file or object
         ├── StoragePermissionError   (PermissionError)     not allowed
         ├── StorageFullError                               no space, or a quota is used up
-        ├── StorageConflictError                           somebody else changed the object meanwhile
-        ├── StorageUnavailableError  (ConnectionError)     the service did not answer; trying again may help
+        ├── StorageConflictError                           another process changed the object meanwhile
+        ├── StorageUnavailableError  (ConnectionError)     the service did not answer; retrying may help
         └── InvalidLocationError     (ValueError)          a path or URL that cannot be used
 
-Each of them also derives from the built-in exception in brackets, so ``except FileNotFoundError`` works as expected.
+Each also derives from the built-in exception in brackets, so ``except FileNotFoundError`` works as expected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class HoldfastError(Exception):
@@ -44,19 +44,19 @@ class CheckpointNotFoundError(HoldfastError, FileNotFoundError):
 
 
 class CheckpointExistsError(HoldfastError, FileExistsError):
-    """The destination holds something that a save must not replace."""
+    """The destination holds data that a save must not replace."""
 
 
 class DamagedCheckpointError(HoldfastError, ValueError):
-    """Stored bytes do not pass their own checks: truncated, altered or missing."""
+    """Stored bytes are truncated, altered or missing: they fail their own checks."""
 
 
 class FormatVersionError(HoldfastError, ValueError):
-    """The file was written by a newer version of holdfast, or is not one of its files."""
+    """A newer version of holdfast wrote the file, or it is not a file of holdfast."""
 
 
 class UnsupportedLeafError(HoldfastError, TypeError):
-    """A leaf of the tree is of a kind that cannot be saved, and nothing was written; or cannot be loaded safely."""
+    """A leaf of the tree cannot be saved, and nothing was written; or it cannot be loaded safely."""
 
 
 class TreeMismatchError(HoldfastError, ValueError):
@@ -72,10 +72,10 @@ class TreeMismatchError(HoldfastError, ValueError):
 
 
 class UnmatchedObjectsError(HoldfastError, AssertionError):
-    """Objects and a checkpoint do not match as a status was asked to assert.
+    """Objects and a checkpoint do not match as a status was told to assert.
 
     Attributes:
-        report: What was matched and what was not.
+        report: The objects and values that were matched, and those that were not.
     """
 
     def __init__(self, message: str, report: object = None) -> None:
@@ -84,10 +84,10 @@ class UnmatchedObjectsError(HoldfastError, AssertionError):
 
 
 class SaveFailedError(HoldfastError, RuntimeError):
-    """A save that ran in the background failed; its cause is chained.
+    """A background save failed; its cause is chained.
 
     Attributes:
-        step: The step that was not saved, or None for a save outside a manager.
+        step: The step that was not saved; None outside a manager.
     """
 
     def __init__(self, message: str, step: int | None = None) -> None:
@@ -100,11 +100,11 @@ class NoWholeCheckpointError(HoldfastError, RuntimeError):
 
 
 class OptionError(HoldfastError, ValueError):
-    """An option has a value that makes no sense."""
+    """An option has an invalid value."""
 
 
 class UnknownArgumentError(OptionError, TypeError):
-    """A handler is given an argument that it does not know."""
+    """A handler does not know an argument that it was given."""
 
 
 class StateError(HoldfastError, RuntimeError):
@@ -116,11 +116,11 @@ class OwnershipError(HoldfastError, RuntimeError):
 
 
 class NotAllowedError(HoldfastError, PermissionError):
-    """A checkpoint names a class or function that it may not use; nothing was imported or called."""
+    """A checkpoint names a class or function that is not allowed; nothing was imported or called."""
 
 
 class BarrierTimeoutError(HoldfastError, TimeoutError):
-    """Other processes of this program did not answer in time; names them.
+    """Other processes of this program did not answer in time; the message names them.
 
     Attributes:
         missing: The processes that did not answer.
@@ -132,7 +132,7 @@ class BarrierTimeoutError(HoldfastError, TimeoutError):
 
 
 class PeerFailedError(HoldfastError, RuntimeError):
-    """Another process of this program failed at what all of them do together; says which one, and why.
+    """Another process of this program failed during a joint operation; the message says which one, and why.
 
     Attributes:
         process: The process that failed.
@@ -160,17 +160,35 @@ class StorageFullError(StorageError):
 
 
 class StorageConflictError(StorageError):
-    """Somebody else changed the object in the meantime."""
+    """Another process changed the object in the meantime."""
 
 
 class StorageUnavailableError(StorageError, ConnectionError):
-    """The storage service did not answer in time; trying again may help."""
+    """The storage service did not answer in time; retrying may help."""
 
 
 class InvalidLocationError(StorageError, ValueError):
     """A path or URL that cannot be used as a location."""
 
 
-def told(error: BaseException) -> str:
-    """Returns an error's message with the notes that were added to it, for those who will not see the error itself."""
+def describe_error(error: BaseException) -> str:
+    """Return an error's message and notes, for another process or a log that does not get the error itself."""
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def shortened(values: Iterable[object], most: int = 8) -> str:
+    """Return values joined by commas: the first ones, and how many more there are."""
+    shown = [str(value) for value in values]
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
+
+
+def shortened_steps(steps: Iterable[int]) -> str:
+    """Return steps joined by commas; of many, the first and the last ones."""
+    shown = [str(step) for step in steps]
+    return ", ".join(shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-3:]])
+
+
+def itemized(headline: str, lines: Sequence[str], most: int = 20) -> str:
+    """Return a headline with indented lines below: the first ones, and how many more there are."""
+    more = [f"and {len(lines) - most} more"] if len(lines) > most else []
+    return "\n  ".join([headline, *lines[:most], *more])

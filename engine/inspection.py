@@ -1,4 +1,4 @@
-"""What is in a directory of checkpoints, and whether it is whole: data for people's and programs' eyes."""
+"""Lists of the steps in a directory and of the leaves in a checkpoint, as data for programs and for people."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .checkpointer import Place
-from .directory import stored_options
+from .arrays import Problem, SavedLeaf, naming
+from .checkpoint import Place
 from .errors import CheckpointNotFoundError, HoldfastError
-from .interop.native import NativeCheckpoint
-from .interop.places import open_at, open_checkpoint, step_index
-from .interop.source import JSON, METRICS, TREE, recognise_steps
-from .item import Problem, SavedLeaf, naming
-from .policy import reasons
-from .record import CheckpointRecord
+from .format import CheckpointRecord
+from .manager import StepEntry, reasons, stored_options
+from .pytree import format_path, materialize
+from .sources import JSON, METRICS, TREE, find_steps, open_at, open_checkpoint
 from .storage import Location, as_location
-from .tree import display, materialize
 
 _LONGEST_VALUE = 60  # characters of a value that is shown
 
@@ -34,17 +31,17 @@ class CheckpointSummary:
         metrics: The metrics stored with it, or None.
         reason: Why it was saved.
         kept: Why it is kept, as far as that is known.
-        damage: What is wrong with it at first sight (its record, missing or truncated files), or None.
+        damage: What is wrong with its record or the sizes of its files, or None.
     """
 
     step: int
     path: str
-    time: float | None
-    bytes: int
-    metrics: Mapping[str, Any] | None
-    reason: str
-    kept: tuple[str, ...]
-    damage: str | None
+    time: float | None = None
+    bytes: int = 0
+    metrics: Mapping[str, Any] | None = None
+    reason: str = ""
+    kept: tuple[str, ...] = ()
+    damage: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,32 +51,33 @@ class LeafSummary:
     Attributes:
         item: The item it belongs to.
         path: Its path in the tree, such as ``params/Dense_0/kernel``.
-        kind: What it was: ``"jax"``, ``"numpy"``, ``"torch"``, ``"key"``, ``"int"``, ``"str"``, ...
+        kind: Its kind when it was saved: ``"jax"``, ``"numpy"``, ``"torch"``, ``"key"``, ``"int"``, ``"str"``, ...
         shape: Its shape; ``()`` for a value that is no array.
         dtype: The name of its element type, or None for a value that is no array.
-        sharding: How it was spread over devices, or ``""``.
+        sharding: How it was divided among devices, or ``""``.
         bytes: Bytes of its elements.
         value: The value of a leaf that is no array, shortened; None for arrays.
     """
 
     item: str
-    path: str
+    path: str = ""
     kind: str
-    shape: tuple[int, ...]
-    dtype: str | None
-    sharding: str
-    bytes: int
-    value: str | None
+    shape: tuple[int, ...] = ()
+    dtype: str | None = None
+    sharding: str = ""
+    bytes: int = 0
+    value: str | None = None
 
 
 def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
-    """Lists the steps of a directory; reads only their records and looks at the sizes of their files.
+    """List the steps of a directory; reads only their records and the sizes of their files.
 
     Args:
-        directory: A manager's directory.
+        directory: A manager's directory, or a directory of steps of another library. Steps of several names, such as
+            ``a-1`` and ``b-1``, are all listed.
 
     Returns:
-        The steps in ascending order, damaged ones among them.
+        The steps, damaged ones included: by name, in ascending order.
 
     Raises:
         CheckpointNotFoundError: There is nothing at this path.
@@ -87,55 +85,50 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
     location = as_location(directory).snapshot()
     if not location.exists():
         raise CheckpointNotFoundError(f"{location}: there is nothing at this path")
-    index = step_index(location)
-    if not index.steps() and not index.damage:
-        foreign = recognise_steps(location)
-        if foreign is not None:
-            return [_foreign_summary(step, place, foreign.format) for step, place in sorted(foreign.steps.items())]
-    options = stored_options(location)
-    kept = reasons(index.infos(), options.rules()) if options is not None else {}
-    found = {step: _damaged_summary(step, index.location(step), what) for step, what in index.damage.items()}
-    for step in index.steps():
-        record = index.record(step)
-        found[step] = CheckpointSummary(
-            step=step,
-            path=str(index.location(step)),
-            time=record.time,
-            bytes=record.nbytes,
-            metrics=record.metrics,
-            reason=record.reason,
-            kept=kept.get(step, ()),
-            damage=next((f"{p.file}: {p.what}" for p in _file_problems(index.location(step), record)), None),
-        )
-    return [found[step] for step in sorted(found)]
+    steps = find_steps(location)
+    if not steps.is_native:
+        return [_foreign_summary(entry, steps.format) for entry in steps.entries]
+    # Options say what the last run keeps, not which of several series it wrote.
+    options = stored_options(location) if len({entry.series for entry in steps.entries}) < 2 else None
+    infos = [entry.info for entry in steps.entries if entry.record is not None]
+    kept = {} if options is None else reasons(infos, options.rules())
+    return [_native_summary(entry, kept.get(entry.step, ())) for entry in steps.entries]
 
 
-def _foreign_summary(step: int, place: Location, format_name: str) -> CheckpointSummary:
+def _native_summary(entry: StepEntry, kept: tuple[str, ...]) -> CheckpointSummary:
+    record = entry.record
+    if record is None:
+        return CheckpointSummary(step=entry.step, path=str(entry.location), damage=str(entry.error))
+    return CheckpointSummary(
+        step=entry.step,
+        path=str(entry.location),
+        time=record.time,
+        bytes=record.nbytes,
+        metrics=record.metrics,
+        reason=record.reason,
+        kept=kept,
+        damage=next((f"{p.file}: {p.what}" for p in _file_problems(entry.location, record)), None),
+    )
+
+
+def _foreign_summary(entry: StepEntry, format_name: str) -> CheckpointSummary:
     try:
-        checkpoint = open_at(place)
+        checkpoint = open_at(entry.location)
         metrics = checkpoint.metrics
     except HoldfastError as error:
-        return _damaged_summary(step, place, str(error))
+        return CheckpointSummary(step=entry.step, path=str(entry.location), damage=str(error))
     return CheckpointSummary(
-        step=step,
-        path=str(place),
+        step=entry.step,
+        path=str(entry.location),
         time=checkpoint.time,
         bytes=checkpoint.nbytes,
         metrics=metrics,
         reason=f"written by {format_name}",
-        kept=(),
-        damage=None,
-    )
-
-
-def _damaged_summary(step: int, place: Location, what: str) -> CheckpointSummary:
-    return CheckpointSummary(
-        step=step, path=str(place), time=None, bytes=0, metrics=None, reason="", kept=(), damage=what
     )
 
 
 def describe(path: Place, step: int | None = None) -> list[LeafSummary]:
-    """Describes every leaf of a checkpoint without reading its data.
+    """Describe every leaf of a checkpoint without reading its data.
 
     Args:
         path: A checkpoint, or a directory of steps.
@@ -147,6 +140,7 @@ def describe(path: Place, step: int | None = None) -> list[LeafSummary]:
     Raises:
         CheckpointNotFoundError: There is no such checkpoint.
         DamagedCheckpointError: Its structure does not verify.
+        OptionError: Checkpoints of several names have this step, such as ``a-1`` and ``b-1``.
     """
     checkpoint = open_checkpoint(as_location(path).snapshot(), step)
     found: list[LeafSummary] = []
@@ -155,22 +149,18 @@ def describe(path: Place, step: int | None = None) -> list[LeafSummary]:
             reader = checkpoint.tree(name)
             with naming(reader.location):
                 found.extend(_leaf_summary(name, leaf) for leaf in reader.leaves)
-        elif isinstance(checkpoint, NativeCheckpoint):
-            files = checkpoint.parts[name].files
-            found.extend(_item_summary(name, kind, path=file, size=known.size) for file, known in files.items())
+        elif (files := checkpoint.files(name)) is not None:
+            found.extend(
+                LeafSummary(item=name, path=file, kind=kind, bytes=known.size) for file, known in files.items()
+            )
         else:
             value = _shortened(repr(checkpoint.value(name))) if kind in (JSON, METRICS) else None
-            found.append(_item_summary(name, kind, value=value))
+            found.append(LeafSummary(item=name, kind=kind, value=value))
     return found
 
 
-def _item_summary(item: str, kind: str, *, path: str = "", size: int = 0, value: str | None = None) -> LeafSummary:
-    """Describes what is no leaf of a tree."""
-    return LeafSummary(item=item, path=path, kind=kind, shape=(), dtype=None, sharding="", bytes=size, value=value)
-
-
 def _file_problems(location: Location, record: CheckpointRecord) -> Iterator[Problem]:
-    """Compares the sizes of a checkpoint's files with its record."""
+    """Compare the sizes of a checkpoint's files with its record."""
     for item in record.items.values():
         sizes = _sizes(location / item.folder)
         for file, known in item.files.items():
@@ -195,7 +185,7 @@ def _leaf_summary(item: str, leaf: SavedLeaf) -> LeafSummary:
     saved = leaf.saved
     return LeafSummary(
         item=item,
-        path=display(leaf.name),
+        path=format_path(leaf.name),
         kind=saved.kind,
         shape=saved.shape or (),
         dtype=None if saved.dtype is None else str(saved.dtype),
@@ -206,7 +196,7 @@ def _leaf_summary(item: str, leaf: SavedLeaf) -> LeafSummary:
 
 
 def _value_text(leaf: SavedLeaf) -> str:
-    """Writes a value that is no array as Python would, shortened."""
+    """Write a value that is no array as Python would, shortened."""
     (value,) = materialize([None], [leaf.saved], [None], [leaf.name])
     try:
         text = hex(value) if leaf.saved.kind == "int" else repr(value)

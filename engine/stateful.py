@@ -1,12 +1,12 @@
-"""The state of anything that carries one: data iterators, generators, timers.
+"""The state of data iterators, random generators, timers and other stateful objects.
 
-An object is *stateful* when it has ``get_state``/``set_state`` (Grain iterators, ``torch.Generator``),
-``state_dict``/``load_state_dict`` (torch, torchdata), or is one of the random generators of numpy or the standard
-library. :func:`state_of` takes its state as a tree of containers, arrays and plain values, which is a snapshot: what
-the object does later does not change it. :func:`restore_state` gives it back, from what was loaded without a template.
+An object is *stateful* if it has ``get_state``/``set_state`` (Grain iterators, ``torch.Generator``) or
+``state_dict``/``load_state_dict`` (torch, torchdata), or if it is a random generator of numpy or the standard library.
+:func:`state_of` returns a snapshot of its state as a tree of containers, arrays and plain values. :func:`restore_state`
+restores it from a tree that was loaded without a template.
 
-Arrays of torch and jax are wrapped in a one-entry dict that names their library, so that they come back as what they
-were, although a checkpoint loads as numpy arrays when nothing else is asked for.
+Arrays of torch and jax are wrapped in a one-entry dict that names their library, because a checkpoint loads as numpy
+arrays without a template.
 """
 
 from __future__ import annotations
@@ -27,24 +27,11 @@ _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
 
 def is_stateful(thing: object) -> bool:
-    """Returns whether the object has a state that can be taken and given back in place."""
+    """Return whether the state of an object can be saved and restored in place."""
     return isinstance(thing, (random.Random, np.random.Generator)) or _methods(thing) is not None
 
 
 def state_of(thing: object) -> Any:
-    """Returns a snapshot of an object's state.
-
-    Args:
-        thing: A stateful object, or plain data (``None``, bool, int, float, str, bytes, and lists, tuples and dicts
-            of them), whose state is itself.
-
-    Returns:
-        A tree that an engine's checkpoint can hold: containers, numpy arrays and plain values, and one-entry dicts
-        around arrays of torch and jax.
-
-    Raises:
-        OptionError: The object has no state that one could take.
-    """
     if isinstance(thing, np.random.Generator):
         return encode_state(thing.bit_generator.state)
     if isinstance(thing, random.Random):
@@ -55,27 +42,16 @@ def state_of(thing: object) -> Any:
         return encode_state(getattr(thing, methods[0])())
     if not is_plain(thing):
         raise OptionError(
-            f"{type(thing).__qualname__} has no state to save: give it get_state() and set_state(state), or "
+            f"{type(thing).__qualname__} has no state to save: define get_state() and set_state(state), or "
             "state_dict() and load_state_dict(state), or pass plain data"
         )
     return thing
 
 
 def restore_state(thing: object, state: Any) -> Any:
-    """Gives an object the state that :func:`state_of` took, as loaded without a template.
-
-    Args:
-        thing: The object to bring back; anything that is not stateful stands for plain data.
-        state: What was loaded.
-
-    Returns:
-        The object itself, changed in place, or for plain data the state.
-
-    Raises:
-        DamagedCheckpointError: The state is of another kind of object.
-    """
+    """Restore the state that :func:`state_of` returned, and return the object, or plain data itself."""
     if isinstance(thing, np.random.Generator):
-        # numpy takes the words of some bit generators as arrays only, and loading keeps them arrays.
+        # Some bit generators of numpy accept their words as arrays only; loading keeps them arrays.
         thing.bit_generator.state = decode_state(state)
         return thing
     if isinstance(thing, random.Random):
@@ -93,7 +69,7 @@ def restore_state(thing: object, state: Any) -> Any:
 
 
 def is_plain(value: object) -> bool:
-    """Returns whether a value is made of plain data only: no arrays, no objects."""
+    """Return whether a value consists of plain data only, without arrays or objects."""
     if isinstance(value, dict):
         return all(isinstance(key, (str, int)) and is_plain(item) for key, item in value.items())
     if isinstance(value, (list, tuple)):
@@ -111,12 +87,12 @@ def _methods(thing: object) -> tuple[str, str] | None:
 
 
 def encode_state(value: Any) -> Any:
-    """Returns a snapshot of a tree, with arrays of torch and jax wrapped so that they come back as what they were."""
+    """Return a snapshot of a tree, with arrays of torch and jax wrapped in the name of their library."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, dict):
         entries = {key: encode_state(item) for key, item in value.items()}
-        # A plain dict would lose the order and the type that an OrderedDict or a Counter has.
+        # A plain dict would lose the order of an OrderedDict and the type of a Counter.
         return entries if type(value) is dict else _like(value, entries)
     if type(value) in (list, tuple):
         return type(value)(map(encode_state, value))
@@ -135,13 +111,13 @@ def encode_state(value: Any) -> Any:
 
 def _like(original: Any, entries: dict[Any, Any]) -> Any:
     copied = original.copy()
-    for key, item in entries.items():  # not update(), which adds up in a Counter
+    for key, item in entries.items():  # not update(), which adds the values of a Counter
         copied[key] = item
     return copied
 
 
 def decode_state(value: Any) -> Any:
-    """Gives back what :func:`encode_state` was given, from what was loaded without a template."""
+    """Return the tree that :func:`encode_state` was given, from its result as loaded without a template."""
     if isinstance(value, dict):
         if value.keys() == {_TORCH}:
             return _tensor(value[_TORCH])
@@ -167,7 +143,7 @@ def _tensor(array: Any) -> Any:
         return array
     array = np.asarray(array)
     if array.dtype.kind == "V" or array.dtype.type.__module__.startswith("ml_dtypes"):
-        # torch knows these types by the same names, but numpy hands it their bytes only.
+        # torch has these types under the same names, but cannot convert them from numpy.
         bits = torch.from_numpy(np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}"))
         return bits.view(getattr(torch, array.dtype.name)).reshape(array.shape)
     return torch.from_numpy(np.array(array))

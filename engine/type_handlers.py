@@ -1,42 +1,42 @@
-"""Leaves of one's own types: ``holdfast.type_handlers``, with the calls that elsewhere switch OCDBT on.
+"""``holdfast.type_handlers``: handlers for leaves of the user's own types.
 
-Here there is nothing to switch on: arrays are always kept in an OCDBT database. These calls are for programs that have
-them, so that they run unchanged.
+Orbax also has calls here that switch OCDBT on. holdfast always stores arrays in an OCDBT database; it accepts these
+calls so that programs written for Orbax run unchanged.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from .arrays import AggregateHandler as AggregateHandler
+from .arrays import MsgpackHandler as MsgpackHandler
 from .errors import OptionError
-from .handlers.type_handlers import DEFAULT_REGISTRY as DEFAULT_REGISTRY
-from .handlers.type_handlers import ParamInfo as ParamInfo
-from .handlers.type_handlers import TypeHandler as TypeHandler
-from .handlers.type_handlers import TypeHandlerRegistry as TypeHandlerRegistry
-from .handlers.type_handlers import register_type_handler as register_type_handler
-from .item import AggregateHandler as AggregateHandler
-from .item import MsgpackHandler as MsgpackHandler
+from .handlers import DEFAULT_REGISTRY as DEFAULT_REGISTRY
+from .handlers import ParamInfo as ParamInfo
+from .handlers import TypeHandler as TypeHandler
+from .handlers import TypeHandlerRegistry as TypeHandlerRegistry
+from .handlers import register_type_handler as register_type_handler
 
 
 def create_coordinator_server_and_context() -> tuple[None, None]:
-    """Returns the context and the server with which processes write to one OCDBT database: none, as none is needed.
+    """Return None for the server and the context with which Orbax writes to one OCDBT database: none is needed.
 
-    Every process writes data files of its own, and process 0 writes the database over all of them.
+    Every process writes its own data files, and process 0 writes the database over all of them.
     """
     return None, None
 
 
 def register_standard_handlers_with_options(*, use_ocdbt: bool = True, ts_context: Any = None) -> None:
-    """Accepts the options with which arrays are kept here in any case.
+    """Accept the options that holdfast always uses.
 
     Args:
-        use_ocdbt: Has to be true.
+        use_ocdbt: Must be true.
         ts_context: What :func:`create_coordinator_server_and_context` returned: None.
 
     Raises:
-        OptionError: OCDBT is not to be used, or something else is to be used with it.
+        OptionError: ``use_ocdbt`` is false, or ``ts_context`` is given.
     """
     if ts_context is not None:
         raise OptionError("ts_context: holdfast writes OCDBT databases by itself, without a context; leave it out")
     if not use_ocdbt:
-        raise OptionError("use_ocdbt=False: holdfast always keeps arrays in an OCDBT database; leave it out")
+        raise OptionError("use_ocdbt=False: holdfast always stores arrays in an OCDBT database; leave it out")

@@ -1,24 +1,21 @@
-"""Whether checkpoints are whole: everything is read, and what is wrong is named file by file and leaf by leaf."""
+"""Verification of checkpoints: every byte is read and checked; problems are named file by file and leaf by leaf."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from .checkpointer import Place
-from .commit import read_record
-from .digests import check_file
+from .arrays import Problem, TreeReader, check_file
+from .checkpoint import Place, read_record
 from .errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, HoldfastError
-from .interop.places import find_checkpoint, is_run, open_at, step_locations
-from .interop.source import JSON, METRICS, TREE
-from .item import Problem, TreeReader
-from .record import RECORD, TREES, CheckpointRecord, ItemRecord, own_item
+from .format import RECORD, TREES, CheckpointRecord, ItemRecord, own_item
+from .sources import JSON, METRICS, TREE, find_checkpoint, find_steps, is_run, open_at
 from .storage import Location, as_location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointVerification:
-    """What reading a whole checkpoint has shown.
+    """The problems that were found by reading one checkpoint.
 
     Attributes:
         step: Its step, or None outside a manager's directory.
@@ -35,53 +32,54 @@ class CheckpointVerification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What reading whole checkpoints has shown.
+    """The problems that were found by reading checkpoints.
 
     Attributes:
-        checkpoints: One entry for each, in ascending order of steps.
+        checkpoints: One entry for each: by name, in ascending order of steps.
     """
 
     checkpoints: tuple[CheckpointVerification, ...]
 
     @property
     def ok(self) -> bool:
-        """Returns whether all of them are whole."""
+        """Return whether all of them are whole."""
         return not any(checkpoint.problems for checkpoint in self.checkpoints)
 
 
 def verify(path: Place, step: int | None = None) -> VerifyReport:
-    """Reads a checkpoint, or all of a directory, and checks every byte.
+    """Read a checkpoint, or all of a directory, and check every byte.
 
     Args:
         path: A checkpoint, or a directory of steps.
         step: Which step of such a directory; None is all of them.
 
     Returns:
-        What is wrong, file by file and leaf by leaf.
+        The problems, file by file and leaf by leaf.
 
     Raises:
         CheckpointNotFoundError: There is no such checkpoint.
+        OptionError: Checkpoints of several names have this step, such as ``a-1`` and ``b-1``.
     """
     location = as_location(path).snapshot()
     if step is None and is_run(location):
-        places = step_locations(location)
-        if places:
-            found = [_verified(place, one) for one, place in places.items()]
+        entries = find_steps(location).entries
+        if entries:
+            found = [_verify_listed(entry.location, entry.step) for entry in entries]
             return VerifyReport(checkpoints=tuple(one for one in found if one is not None))
     return VerifyReport(checkpoints=(_verify(find_checkpoint(location, step), step),))
 
 
-def _verified(location: Location, step: int) -> CheckpointVerification | None:
-    """Verifies a step of a directory; None if a run has deleted it meanwhile, which takes the record first."""
+def _verify_listed(location: Location, step: int) -> CheckpointVerification | None:
+    """Verify a step of a directory; None if a run deletes it meanwhile, which removes the record first."""
     is_ours = (location / RECORD).is_there()
     try:
         result = _verify(location, step)
     except CheckpointNotFoundError:
         return None
-    if (
-        is_ours and result.problems and not (as_location(location.url) / RECORD).is_there()
-    ):  # now, not when it was listed
-        return None
+    if is_ours and result.problems:
+        now = as_location(location.url)  # without the snapshot of the listing
+        if not (now / RECORD).is_there():
+            return None
     return result
 
 
@@ -107,7 +105,7 @@ def _verify(location: Location, step: int | None) -> CheckpointVerification:
 
 
 def _verify_beside(location: Location, record: CheckpointRecord, parts: Mapping[str, ItemRecord]) -> Iterator[Problem]:
-    """Checks files of items that belong to none of the trees in them, such as the records of components."""
+    """Check the files of items that belong to none of the trees in them, such as the records of components."""
     read = {f"{part.folder}/{file}" for part in parts.values() for file in part.files}
     for item in record.items.values():
         for file in item.files:
@@ -116,7 +114,7 @@ def _verify_beside(location: Location, record: CheckpointRecord, parts: Mapping[
 
 
 def _verify_foreign(location: Location, step: int | None) -> CheckpointVerification:
-    """Reads all that can be read of a checkpoint of another library."""
+    """Read every item of a checkpoint of another library that holdfast can read."""
     problems: list[Problem] = []
     size = 0
     try:
@@ -147,7 +145,7 @@ def _verify_item(folder: Location, item: ItemRecord) -> list[Problem]:
         for share in own.shares() if own is not None else ():
             below = TreeReader(folder / share.folder, share.files).verify()
             found += [p for one in below if (p := one._replace(file=f"{share.folder}/{one.file}")) not in found]
-    except HoldfastError as error:  # the structure itself: say which files differ, or else what the reader said
+    except HoldfastError as error:  # in the structure: name the files that differ, or else pass on the reader's error
         return list(differ) or [Problem("", "", str(error))]
     return found
 

@@ -1,106 +1,123 @@
-"""The options that every training callback takes, in one list."""
+"""The options of training callbacks, and how a callback takes them as keyword arguments.
+
+:class:`CallbackOptions` adds to the options of every manager what only callbacks have. :func:`takes` gives a callback's
+``__init__`` the fields of such a dataclass as its arguments, with their types, defaults and documentation.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Literal, get_args
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar, get_args
 
+from ..engine.checkpoint import Place
 from ..engine.errors import OptionError
 from ..engine.handlers import PyTreeCheckpointHandler
-from ..engine.options import CheckpointManagerOptions
+from ..engine.manager import (
+    CheckpointManagerOptions,
+    CheckpointOptions,
+    documentation,
+    documented,
+    options_as_text,
+)
 from ..engine.storage import as_location
 
-if TYPE_CHECKING:
-    from ..engine.checkpointer import Place
-    from ..engine.durations import Duration
-
-BestMode = Literal["max", "min"]
 Resume = Literal["auto", "must", "never"]
-BestFn = str | Callable[[Mapping[str, Any]], float]
 
-DEFAULT_INTERVAL = "15m"
+P = ParamSpec("P")
+S = TypeVar("S")
+A = TypeVar("A")
+T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CallbackOptions:
+@documented
+@dataclass(frozen=True, kw_only=True)
+class CallbackOptions(CheckpointOptions):
     """When a callback saves, what it keeps, and whether it resumes.
 
-    The triggers add up: a step is saved when any of them says so. With none of the three given, a checkpoint is
-    saved every 15 minutes. The retention rules add up, too: a step is kept when any of them wants it.
-
-    Attributes:
-        save_interval_steps: Save every so many steps.
-        save_interval_secs: Save when so much time has passed since the last save: seconds, or ``"15m"``, ``"1h"``.
-        save_on_best: Save when the metric is better than at every earlier checkpoint; needs ``best_fn``.
-        save_at_end: Save the last step when training ends, whatever the triggers say.
-        best_fn: The metric that tells which step is best: its name, or a function of the metrics.
-        best_mode: Whether the best value of the metric is the largest or the smallest.
-        max_to_keep: Keep so many checkpoints: the best ones with ``best_fn``, the newest ones without; None for all.
-        keep_latest: Keep so many of the newest checkpoints, best or not.
-        keep_period: Keep every checkpoint whose step is a multiple of this.
-        keep_time_interval: Keep one checkpoint in every such span of time.
-        keep_steps: Keep these steps.
-        resume: ``"auto"`` resumes if there is something to resume from, ``"must"`` raises if there is not, and
-            ``"never"`` raises if there is.
-        init_from: The checkpoint that a fresh start takes its weights from, or None.
-        compression: Compress arrays with zstd at this level, 1 to 22; None does not.
+    A step is saved when any trigger asks for it: ``save_interval_steps``, ``save_interval_secs`` or ``save_on_best``.
+    With none of these given, a checkpoint is saved every 15 minutes. A checkpoint is kept when any rule wants it; the
+    newest is always kept.
     """
 
-    save_interval_steps: int | None = None
-    save_interval_secs: Duration | None = None
-    save_on_best: bool = False
-    save_at_end: bool = True
-    best_fn: BestFn | None = None
-    best_mode: BestMode = "max"
-    max_to_keep: int | None = None
-    keep_latest: int | None = None
-    keep_period: int | None = None
-    keep_time_interval: Duration | None = None
-    keep_steps: Collection[int] = ()
-    resume: Resume = "auto"
-    init_from: Place | None = None
-    compression: int | None = None
+    DEFAULT_TRIGGER: ClassVar[Mapping[str, Any]] = {"save_interval_secs": "15m"}
+
+    save_at_end: bool = field(
+        default=True,
+        metadata=documentation("Save the last step when training ends, whether or not a trigger asks for it."),
+    )
+    resume: Resume = field(
+        default="auto",
+        metadata=documentation(
+            '``"auto"`` resumes if there is a checkpoint, ``"must"`` raises if there is none, and ``"never"`` raises '
+            "if there is one."
+        ),
+    )
+    init_from: Place | None = field(
+        default=None,
+        metadata=documentation(
+            "Where a fresh start takes its weights from: any checkpoint that ``hf.load`` reads, of holdfast or of "
+            "another library. Names, shapes and dtypes of all weights must agree; everything else starts fresh. A run "
+            "that resumes ignores it."
+        ),
+    )
+    compression: int | None = field(
+        default=None,
+        metadata=documentation(
+            "Compress arrays with zstd at this level, 1 to 22. None does not compress, which is faster on a fast disk.",
+            least=1,
+            greatest=22,
+        ),
+    )
 
     def __post_init__(self) -> None:
         if self.init_from is not None:
-            as_location(self.init_from)  # whether it is a place at all
+            as_location(self.init_from)  # raises if it is not a place
         if self.resume not in get_args(Resume):
             close = difflib.get_close_matches(str(self.resume), get_args(Resume), n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise OptionError(f"resume={self.resume!r} is not one of 'auto', 'must', 'never'{hint}")
-        if self.save_on_best and self.best_fn is None:
-            raise OptionError("save_on_best=True needs best_fn=: the name of the metric, or a function of the metrics")
-        self.manager_options()
-        self.tree_handler()
+        super().__post_init__()
 
     def tree_handler(self) -> PyTreeCheckpointHandler:
-        """Returns what saves a tree as these options say.
-
-        Raises:
-            OptionError: A value makes no sense.
-        """
+        """Return the handler that saves a tree with these options."""
         return PyTreeCheckpointHandler(compression=self.compression)
 
     def manager_options(self) -> CheckpointManagerOptions:
-        """Returns the same for a :class:`~holdfast.CheckpointManager`.
+        """Return the same options for a :class:`~holdfast.CheckpointManager`."""
+        shared = {one.name: getattr(self, one.name) for one in fields(CheckpointOptions)}
+        return CheckpointManagerOptions(**shared if self.has_triggers else {**shared, **self.DEFAULT_TRIGGER})
 
-        Raises:
-            OptionError: A value makes no sense.
-        """
-        interval = self.save_interval_secs
-        if interval is None and self.save_interval_steps is None and not self.save_on_best:
-            interval = DEFAULT_INTERVAL
-        return CheckpointManagerOptions(
-            save_interval_steps=self.save_interval_steps,
-            save_interval_secs=interval,
-            save_on_best=self.save_on_best,
-            best_fn=self.best_fn,
-            best_mode=self.best_mode,
-            max_to_keep=self.max_to_keep,
-            keep_latest=self.keep_latest,
-            keep_period=self.keep_period,
-            keep_time_interval=self.keep_time_interval,
-            keep_steps=self.keep_steps,
+
+def takes(arguments: Callable[P, A]) -> Callable[[Callable[[S, A], None]], Callable[Concatenate[S, P], None]]:
+    """Give an ``__init__`` that takes one dataclass the fields of that dataclass as its arguments."""
+
+    def decorate(init: Callable[[S, A], None]) -> Callable[Concatenate[S, P], None]:
+        vars(arguments)["__init__"].__qualname__ = init.__qualname__  # which TypeErrors name
+
+        @functools.wraps(init)
+        def with_arguments(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            init(self, arguments(*args, **kwargs))
+
+        this, *_ = inspect.signature(init).parameters.values()
+        signature = inspect.signature(arguments)
+        vars(with_arguments)["__signature__"] = signature.replace(
+            parameters=[this, *signature.parameters.values()], return_annotation=None
         )
+        return with_arguments
+
+    return decorate
+
+
+def documents(arguments: type) -> Callable[[type[T]], type[T]]:
+    """Put the documentation of a callback's arguments in the place of ``{arguments}`` in its docstring."""
+
+    def decorate(callback: type[T]) -> type[T]:
+        if callback.__doc__ is not None:  # which python -OO removes
+            callback.__doc__ = callback.__doc__.replace("{arguments}", options_as_text(arguments).strip())
+        return callback
+
+    return decorate

@@ -1,13 +1,13 @@
 """Training programs that a YAML file describes and ``holdfast run`` runs.
 
 ====================  =============================================================================
-``registry``          which recipes there are, and what each of them needs installed
-``schema``            what their YAML may say: one pydantic model a recipe, one shared checkpoint section
-``configuration``     a file and ``key=value`` arguments in, a checked configuration out
-``runner``            a checked configuration in, an outcome out: run directory, resume rules, signals
+``registry``          the available recipes, and the packages that each needs
+``schema``            the keys of their YAML: one pydantic model a recipe, one shared checkpoint section
+``configuration``     reads a file and ``key=value`` arguments into a checked configuration
+``runner``            runs a configuration: run directory, rules of resume, signals
 ``flax_digits``, ...  the programs
 ====================  =============================================================================
 
-Importing this package, reading configurations and listing recipes load neither jax nor torch; only the program that is
-run does.
+Importing this package, reading configurations and listing recipes load neither jax nor torch; only running a program
+does.
 """

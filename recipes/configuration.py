@@ -1,22 +1,23 @@
-"""A file and ``key=value`` arguments in, a checked configuration out."""
+"""Reads a file and ``key=value`` arguments into a checked configuration."""
 
 from __future__ import annotations
 
+import importlib.resources
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 
-from .config_files import read_config
-from .overrides import apply_overrides
-from .problems import ConfigError, KeyPath, Problem, did_you_mean, dotted, found
+from .problems import ConfigError, KeyPath, Problem, SourceLine, did_you_mean, dotted, found
 from .registry import RECIPES, Recipe
 from .schema import Config
 from .yaml_reader import Document, read_yaml
 
+_PACKAGE = f"{__package__.rpartition('.')[0]}.configs"
 _EXPECTED = {
     "bool_type": "true or false",
     "finite_number": "a finite number",
@@ -50,25 +51,18 @@ class Configuration:
     config: Config
 
     def resolved(self) -> dict[str, Any]:
-        """Returns every key with its value, as plain JSON-able data: what the run is first, how it is run last."""
+        """Return every key with its value as plain data, the keys that identify the run first."""
         values = self.config.model_dump(mode="json")
         order = ["recipe", "name", "run_dir", *self.config.IDENTITY]
         return {key: values[key] for key in [*order, *values] if key in values}
 
     def yaml(self) -> str:
-        """Returns every key with its value, as YAML."""
+        """Return every key with its value, as YAML."""
         return to_yaml(self.resolved())
 
 
 def load_configuration(name: str, arguments: Sequence[str] = ()) -> Configuration:
-    """Reads and checks a configuration.
-
-    Args:
-        name: A path or a bundled name.
-        arguments: ``key=value`` texts that go over the file.
-
-    Returns:
-        The checked configuration.
+    """Read and check a configuration: a path or a bundled name, and ``key=value`` texts that override the file.
 
     Raises:
         ConfigError: Something is wrong; the message has one line for every problem.
@@ -95,8 +89,71 @@ def load_configuration(name: str, arguments: Sequence[str] = ()) -> Configuratio
     return Configuration(source, recipe, config)
 
 
+def bundled_configs() -> list[str]:
+    """Return the names of the configurations that come with the package, sorted."""
+    files = importlib.resources.files(_PACKAGE).iterdir()
+    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+
+
+def read_config(name: str) -> tuple[str, str]:
+    """Return the name of a configuration for error messages, and its text.
+
+    ``name`` is a path, with or without ``.yaml``, or a bundled name such as ``flax_digits``, also written
+    ``flax_digits.yaml`` or ``configs/flax_digits.yaml``. A file of that path goes first.
+
+    Raises:
+        ConfigError: There is no such configuration, or it is not a readable text file.
+    """
+    for path in (Path(name), Path(f"{name}.yaml")):
+        if path.is_file():
+            try:
+                return str(path), path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise _no_config(name, f"the file cannot be read: {error}") from error
+    bundled = name.removeprefix("configs/").removesuffix(".yaml")
+    known = bundled_configs()
+    if bundled in known:
+        file = importlib.resources.files(_PACKAGE) / f"{bundled}.yaml"
+        return f"configs/{bundled}.yaml", file.read_text(encoding="utf-8")
+    if name and Path(name).is_dir():
+        inside = Path(name, "config.yaml")
+        hint = f"; did you mean {inside}?" if inside.is_file() else "; give the path of a YAML file"
+        raise _no_config(name, f"this is a directory{hint}")
+    hint = did_you_mean(bundled, known) or f"; bundled: {', '.join(known)}"
+    raise _no_config(name, f"no such file, and holdfast has no configuration of this name{hint}")
+
+
+def _no_config(name: str, text: str) -> ConfigError:
+    return ConfigError([Problem(SourceLine(name), "", text)])
+
+
+def apply_overrides(document: Document, arguments: Sequence[str]) -> None:
+    """Override values of a document with ``key=value`` arguments, in place; add what is wrong to its problems.
+
+    Keys are dotted, as in ``train.steps=400``, numbers are indices into lists, and values are YAML; an empty value is
+    null.
+    """
+    given: dict[KeyPath, str] = {}
+    for argument in arguments:
+        place = SourceLine(f"argument {argument}")
+        key, equals, text = argument.partition("=")
+        path: KeyPath = tuple(key.split("."))
+        if not equals or "" in path:
+            document.problems.append(Problem(place, "", "expected key=value, such as train.steps=400"))
+            continue
+        earlier = next((other for other in given if other[: len(path)] == path or path[: len(other)] == other), None)
+        if earlier is not None:
+            document.problems.append(Problem(place, key, f"the key is given twice; the first is {given[earlier]}"))
+            continue
+        given[path] = argument
+        value = read_yaml(text, place.source, one_place=True)
+        document.problems.extend(Problem(item.place, key, item.text) for item in value.problems)
+        if not value.problems:
+            _set(document, path, value, place)
+
+
 def to_yaml(values: dict[str, Any]) -> str:
-    """Returns plain values as YAML 1.2, in the order they have."""
+    """Return plain values as YAML 1.2, in the order they have."""
     stream = io.StringIO()
     yaml = YAML()
     yaml.width = 120
@@ -106,7 +163,7 @@ def to_yaml(values: dict[str, Any]) -> str:
 
 
 def section_keys(schema: type[BaseModel], path: KeyPath) -> list[str]:
-    """Returns the keys that the section at a path may have; none where the schema has no section."""
+    """Return the keys of the section at a path; none where the schema has no section."""
     section: type[BaseModel] | None = schema
     for key in path:
         field = section.model_fields.get(str(key)) if section else None
@@ -161,3 +218,33 @@ def _section(annotation: Any) -> type[BaseModel] | None:
 
 def _position(problem: Problem) -> tuple[bool, int]:
     return problem.place.line is None, problem.place.line or 0
+
+
+def _set(document: Document, path: KeyPath, value: Document, place: SourceLine) -> None:
+    if not isinstance(document.values, dict):
+        return  # the file holds no section at all, which is reported already
+    container: Any = document.values
+    full: KeyPath = ()
+    for depth, key in enumerate(path):
+        index: str | int = key
+        if isinstance(container, list):
+            if not str(key).isdigit() or int(key) >= len(container):
+                text = f"expected the index of an item, 0 to {len(container) - 1}, found {key}"
+                document.problems.append(Problem(place, dotted(path[: depth + 1]), text))
+                return
+            index = int(key)
+        elif not isinstance(container, dict):
+            text = f"expected a section to set a key in, found {found(container)}"
+            document.problems.append(Problem(place, dotted(path[:depth]), text))
+            return
+        full = (*full, index)
+        if depth < len(path) - 1:
+            if isinstance(container, dict) and index not in container:
+                container[index] = {}
+                document.places[full] = place
+            container = container[index]
+            continue
+        container[index] = value.values
+        for old in [old for old in document.places if old[: len(full)] == full]:
+            del document.places[old]
+        document.places.update({(*full, *inner): place for inner in value.places})

@@ -1,4 +1,4 @@
-"""What passes between the runner and a training program."""
+"""The data that the runner gives to a training program and takes back from it."""
 
 from __future__ import annotations
 
@@ -26,18 +26,15 @@ class RunContext:
     log_interval: int
 
     def progress(self, start: int, total: int) -> Progress:
-        """Returns the report of a run that begins with `start` of `total` steps done."""
+        """Return the report of a run that begins with `start` of `total` steps done."""
         return Progress(start, total, self.log_interval)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run ended.
+    """How a run ended: the steps done when it began, the steps done now, and whether it was preempted.
 
-    Attributes:
-        start: Steps that were done when it began.
-        step: Steps done now.
-        preempted: It was asked to stop, saved, and waits to be run again.
+    A preempted run has saved, and goes on when it is run again.
     """
 
     start: int

@@ -23,12 +23,12 @@ class Images(NamedTuple):
     labels: NDArray[np.int32]
 
     def part(self, chosen: slice | NDArray[np.int64]) -> Images:
-        """Returns some of the images."""
+        """Return some of the images."""
         return Images(self.pixels[chosen], self.labels[chosen])
 
 
 def split_digits(validation_fraction: float, seed: int) -> tuple[Images, Images]:
-    """Returns the training and the validation images; the seed decides which is which."""
+    """Return the training and the validation images; the seed decides which is which."""
     pixels, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(seed).permutation(len(labels))
     images = Images((pixels[order] / 16).astype(np.float32), labels[order].astype(np.int32))
@@ -67,11 +67,11 @@ class Batches:
         return self._images.part(chosen)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position: the epoch, and how many of its images have been used."""
+        """Return the position: the epoch, and how many of its images have been used."""
         return {"epoch": self._epoch, "position": self._position}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a position that :meth:`get_state` returned."""
+        """Go to a position that :meth:`get_state` returned."""
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._order = self._shuffled()
 

@@ -34,7 +34,7 @@ class Classifier(nn.Module):
 
     @nn.compact
     def __call__(self, pixels: jax.Array, training: bool) -> jax.Array:
-        """Returns float32[n, 10], the logits of float32[n, 64] pixels."""
+        """Return float32[n, 10], the logits of float32[n, 64] pixels."""
         x = pixels
         for units in self.hidden:
             x = nn.relu(nn.BatchNorm(use_running_average=not training)(nn.Dense(units)(x)))
@@ -49,7 +49,7 @@ class TrainState(train_state.TrainState):
 
 
 def initial_state(config: FlaxDigits) -> TrainState:
-    """Returns the state before the first update."""
+    """Return the state before the first update."""
     model = Classifier(config.model.hidden, config.model.dropout)
     variables = model.init(jax.random.key(config.seed), jnp.zeros((1, 64)), training=False)
     state: TrainState = TrainState.create(
@@ -63,7 +63,7 @@ def initial_state(config: FlaxDigits) -> TrainState:
 
 @partial(jax.jit, donate_argnums=0)
 def train_step(state: TrainState, batch: Images, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Does one update; the dropout depends on the key and the step alone, so that a resumed run repeats it."""
+    """Do one update; the dropout depends on the key and the step alone, so that a resumed run repeats it."""
 
     def loss_of(params: Any) -> tuple[jax.Array, Any]:
         logits, changed = state.apply_fn(
@@ -82,7 +82,7 @@ def train_step(state: TrainState, batch: Images, key: jax.Array) -> tuple[TrainS
 
 @jax.jit
 def evaluate(state: TrainState, images: Images) -> dict[str, jax.Array]:
-    """Returns the loss and the accuracy on images held back."""
+    """Return the loss and the accuracy on images held back."""
     variables = {"params": state.params, "batch_stats": state.batch_stats}
     logits = state.apply_fn(variables, images.pixels, training=False)
     return {
@@ -92,7 +92,7 @@ def evaluate(state: TrainState, images: Images) -> dict[str, jax.Array]:
 
 
 def run(config: FlaxDigits, context: RunContext) -> Outcome:
-    """Trains from the newest checkpoint, or from the beginning."""
+    """Train from the newest checkpoint, or from the beginning."""
     total = step = config.train.steps
     with CheckpointCallback(context.checkpoints, **context.callback_arguments) as checkpoint:
         training, validation = split_digits(config.data.validation_fraction, config.seed)

@@ -12,8 +12,12 @@ from flax import nnx
 from ..integrations.flax import CheckpointCallback
 from .context import Outcome, RunContext
 from .optimizers import adamw
+from .registry import MissingExtraError
 from .schema import FlaxText, TextModel
 from .text import Windows, help_texts, windows
+
+if not hasattr(nnx, "List"):
+    raise MissingExtraError("the recipe flax_text needs flax 0.12 or newer: pip install 'flax>=0.12'")
 
 VALIDATION_WINDOWS = 128
 
@@ -35,7 +39,7 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(model.dropout, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array, training: bool) -> jax.Array:
-        """Returns float32[batch, context, width], as `x` is."""
+        """Return float32[batch, context, width], as `x` is."""
         attended = self.attention(self.attention_norm(x), mask=mask)
         x = x + self.dropout(attended, deterministic=not training)
         expanded = nnx.gelu(self.expand(self.feed_forward_norm(x)))
@@ -60,7 +64,7 @@ class Transformer(nnx.Module):
         self.logits = nnx.Linear(model.width, characters, rngs=rngs)
 
     def __call__(self, characters: jax.Array, training: bool) -> jax.Array:
-        """Returns float32[batch, context, alphabet], the logits after each of int32[batch, context] characters."""
+        """Return float32[batch, context, alphabet], the logits after each of int32[batch, context] characters."""
         x = self.tokens(characters) + self.positions(jnp.arange(characters.shape[1]))
         mask = nnx.make_causal_mask(characters)
         for block in self.blocks:
@@ -69,7 +73,7 @@ class Transformer(nnx.Module):
 
 
 def loss_of(model: Transformer, batch: jax.Array, training: bool) -> jax.Array:
-    """Returns the mean cross-entropy of the next character, in nats, over int32[batch, context + 1] windows."""
+    """Return the mean cross-entropy of the next character, in nats, over int32[batch, context + 1] windows."""
     logits = model(batch[:, :-1], training)
     losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
     return losses.mean()
@@ -77,7 +81,7 @@ def loss_of(model: Transformer, batch: jax.Array, training: bool) -> jax.Array:
 
 @nnx.jit
 def train_step(model: Transformer, optimizer: nnx.Optimizer[Transformer], batch: jax.Array) -> dict[str, jax.Array]:
-    """Does one update, in place."""
+    """Do one update, in place."""
     loss, gradients = nnx.value_and_grad(loss_of)(model, batch, training=True)
     optimizer.update(model, gradients)
     return {"loss": loss}
@@ -85,12 +89,12 @@ def train_step(model: Transformer, optimizer: nnx.Optimizer[Transformer], batch:
 
 @nnx.jit
 def evaluate(model: Transformer, batch: jax.Array) -> dict[str, jax.Array]:
-    """Returns the loss on windows held back."""
+    """Return the loss on windows held back."""
     return {"val_loss": loss_of(model, batch, training=False)}
 
 
 def run(config: FlaxText, context: RunContext) -> Outcome:
-    """Trains from the newest checkpoint, or from the beginning."""
+    """Train from the newest checkpoint, or from the beginning."""
     total = step = config.train.steps
     with CheckpointCallback(context.checkpoints, **context.callback_arguments) as checkpoint:
         corpus = help_texts(config.data.validation_fraction)

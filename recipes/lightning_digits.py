@@ -45,26 +45,26 @@ class Classifier(LightningModule):
         self.layers = nn.Sequential(*layers, nn.Linear(width, CLASSES))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Returns float32[n, 10], the logits of float32[n, 64] pixels."""
+        """Return float32[n, 10], the logits of float32[n, 64] pixels."""
         logits: Tensor = self.layers(pixels)
         return logits
 
     def training_step(self, batch: Batch, _: int) -> Tensor:
-        """Returns the loss of a batch."""
+        """Return the loss of a batch."""
         pixels, labels = batch
         loss = functional.cross_entropy(self(pixels), labels)
         self.log("loss", loss)
         return loss
 
     def validation_step(self, batch: Batch, _: int) -> None:
-        """Reports the loss and the accuracy on images held back."""
+        """Report the loss and the accuracy on images held back."""
         pixels, labels = batch
         logits = self(pixels)
         self.log("val_loss", functional.cross_entropy(logits, labels))
         self.log("val_accuracy", (logits.argmax(-1) == labels).float().mean())
 
     def configure_optimizers(self) -> Any:
-        """Returns AdamW, and the schedule that is advanced after every update."""
+        """Return AdamW, and the schedule that is advanced after every update."""
         section = self.schedule
         optimizer = torch.optim.AdamW(self.parameters(), section.learning_rate, weight_decay=section.weight_decay)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(section, step))
@@ -72,7 +72,7 @@ class Classifier(LightningModule):
 
 
 def learning_rate_factor(section: Schedule, step: int) -> float:
-    """Returns the learning rate of an update in units of the largest: a linear rise, then a cosine down to 0.1."""
+    """Return the learning rate of an update in units of the largest: a linear rise, then a cosine down to 0.1."""
     if step < section.warmup_steps:
         return step / section.warmup_steps
     done = min(1.0, (step - section.warmup_steps) / (section.decay_steps - section.warmup_steps))
@@ -80,7 +80,7 @@ def learning_rate_factor(section: Schedule, step: int) -> float:
 
 
 class Report(Callback):
-    """Tells the progress, as the other recipes do, and remembers where the run began.
+    """Reports the progress, as the other recipes do, and remembers where the run began.
 
     Args:
         context: Where the progress goes.
@@ -94,35 +94,35 @@ class Report(Callback):
         self.progress: Progress | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins the report."""
+        """Begin the report."""
         self.start = trainer.global_step
         self.progress = self.context.progress(self.start, self.train.steps)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Reports an update, unless a validation comes first."""
+        """Report an update, unless a validation comes first."""
         if self.progress is not None and trainer.global_step % self.train.eval_interval_steps:
             self.progress.update(trainer.global_step, trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reports an update with what the validation has found."""
+        """Report an update with the metrics of the validation."""
         if self.progress is not None:
             self.progress.update(trainer.global_step, trainer.callback_metrics)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Ends the report."""
+        """End the report."""
         if self.progress is not None:
             self.progress.close()
 
 
 def loader(images: Images, batch_size: int, *, training: bool) -> DataLoader[Any]:
-    """Returns batches of float32[n, 64] pixels and int64[n] labels, shuffled for training."""
+    """Return batches of float32[n, 64] pixels and int64[n] labels, shuffled for training."""
     dataset = TensorDataset(torch.from_numpy(images.pixels), torch.from_numpy(images.labels).long())
     return DataLoader(dataset, batch_size, shuffle=training, drop_last=training)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Leaves out what Lightning says about itself."""
+    """Silence Lightning's messages about itself."""
     levels = {log: log.level for log in map(logging.getLogger, TALKATIVE)}
     for log in levels:
         log.setLevel(logging.WARNING)
@@ -137,7 +137,7 @@ def quiet() -> Iterator[None]:
 
 
 def run(config: LightningDigits, context: RunContext) -> Outcome:
-    """Trains from the newest checkpoint, or from the beginning."""
+    """Train from the newest checkpoint, or from the beginning."""
     total = config.train.steps
     # A model as small as this gains nothing from more, and a single thread adds up in the same order everywhere.
     torch.set_num_threads(1)

@@ -8,7 +8,7 @@ from .schema import Schedule
 
 
 def adamw(section: Schedule) -> optax.GradientTransformation:
-    """Returns AdamW with a learning rate that is warmed up linearly and then decayed along a cosine."""
+    """Return AdamW with a learning rate that is warmed up linearly and then decayed along a cosine."""
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=section.learning_rate,

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: all problems at once, each with the place where it was written."""
+"""The problems of a configuration: all at once, each with the place where it was written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SourceLine:
     """Where a key was written: a line of a file, or an argument of the command."""
 
     source: str
@@ -24,9 +24,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: where it was written, which key, and what was expected and found."""
+    """A problem: where it was written, which key, and what was expected and found."""
 
-    place: Place
+    place: SourceLine
     key: str
     text: str
 
@@ -47,18 +47,18 @@ class ConfigError(OptionError):
 
 
 def dotted(path: KeyPath) -> str:
-    """Returns a key path as it is written on the command line, such as ``model.hidden.0``."""
+    """Return a key path as it is written on the command line, such as ``model.hidden.0``."""
     return ".".join(str(key) for key in path)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns ``'; did you mean "steps"?'`` for the known word that is nearest to `word`, or nothing."""
+    """Return ``'; did you mean "steps"?'`` for the known word that is nearest to a word, or nothing."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f'; did you mean "{near[0]}"?' if near else ""
 
 
 def found(value: object) -> str:
-    """Returns a value as an error message shows it: with its kind, and shortened when it is long."""
+    """Return a value for an error message: with its kind, and shortened when it is long."""
     match value:
         case None:
             return "nothing"

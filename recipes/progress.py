@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, plain lines otherwise."""
+"""The progress of a run: a bar on a terminal, lines otherwise."""
 
 from __future__ import annotations
 
@@ -16,16 +16,10 @@ logger = logging.getLogger("holdfast.recipes")
 
 
 class Progress:
-    """Reports finished steps.
+    """Reports finished steps, on a bar or in lines; by default a bar on a terminal.
 
-    Metrics may be scalars on a device: they are only looked at when they are reported, so that the loop is not held up
-    in between.
-
-    Args:
-        start: Steps that were done when this process began.
-        total: Steps in all.
-        interval: Report every so many steps; the last step is always reported.
-        bar: Draw a bar; by default on a terminal.
+    Metrics may be scalars on a device: they are fetched only when they are reported, so that the loop does not wait in
+    between.
     """
 
     def __init__(self, start: int, total: int, interval: int, *, bar: bool | None = None) -> None:
@@ -41,17 +35,12 @@ class Progress:
             self._bar = tqdm(initial=start, total=total, unit=" steps", dynamic_ncols=True, leave=True)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Reports that a step is finished.
-
-        Args:
-            step: Steps done so far.
-            metrics: What is known about this step.
-        """
+        """Report that a step is finished, with its metrics."""
         previous, self._last = self._last, step
         due = step // self._interval != previous // self._interval or step >= self._total
         if self._bar is not None:
             if due:
-                self._bar.set_postfix_str(_written(metrics), refresh=False)
+                self._bar.set_postfix_str(_format_metrics(metrics), refresh=False)
             self._bar.update(step - previous)
         elif due:
             now = time.monotonic()
@@ -61,12 +50,12 @@ class Progress:
                 "step %d of %d: %s (%s steps/s)",
                 step,
                 self._total,
-                _written(metrics),
+                _format_metrics(metrics),
                 f"{rate:.{0 if rate >= 10 else 1}f}",
             )
 
     def close(self) -> None:
-        """Leaves the bar as it is, so that lines can follow it."""
+        """Leave the bar as it is, so that lines can follow it."""
         if self._bar is not None:
             self._bar.close()
 
@@ -79,5 +68,5 @@ class Progress:
         self.close()
 
 
-def _written(metrics: Mapping[str, Any]) -> str:
+def _format_metrics(metrics: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {float(value):.4f}" for name, value in metrics.items())

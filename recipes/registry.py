@@ -1,4 +1,4 @@
-"""Which recipes there are."""
+"""The available recipes."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..engine.errors import HoldfastError
-from . import schema, self_play_schema
+from . import schema
 
 if TYPE_CHECKING:
     from .context import Outcome, RunContext
 
 
 class MissingExtraError(HoldfastError, ImportError):
-    """A package is not installed that comes with one of holdfast's extras."""
+    """A package is not installed, or too old, that one of holdfast's extras brings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A training program: its name, what its YAML may say, and where its ``run`` function is.
+    """A training program.
 
     Attributes:
-        name: What the ``recipe`` key of a configuration says; also the module's name.
+        name: The value of the ``recipe`` key of a configuration; also the module's name.
         summary: One line for people.
         schema: The model of its configuration.
         extra: The extra of holdfast that it needs, as in ``pip install 'holdfast[flax]'``.
-        packages: The import names of what it needs beyond the recipes' own requirements.
+        packages: The import names of the packages that it needs beyond the recipes' own requirements.
     """
 
     name: str
@@ -38,11 +38,11 @@ class Recipe:
     packages: tuple[str, ...]
 
     def missing(self) -> list[str]:
-        """Returns which of the packages are not installed, without importing them."""
+        """Return which of the packages are not installed, without importing them."""
         return [package for package in self.packages if importlib.util.find_spec(package) is None]
 
     def program(self) -> Callable[[Any, RunContext], Outcome]:
-        """Imports the program.
+        """Import the program.
 
         Raises:
             MissingExtraError: A package that it needs is not installed; the message has the pip command.
@@ -84,7 +84,7 @@ RECIPES = {
         Recipe(
             "self_play",
             "two torch policies that learn a board game by playing against each other",
-            self_play_schema.SelfPlay,
+            schema.SelfPlay,
             "lightning",
             ("tqdm", "torch"),
         ),

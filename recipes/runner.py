@@ -1,25 +1,25 @@
-"""A checked configuration in, an outcome out: the run's directory, its rules for resuming, its report."""
+"""Runs a checked configuration: the run's directory, its rules of resume, its report."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..engine.errors import CheckpointExistsError, CheckpointNotFoundError, DamagedCheckpointError, OptionError
-from ..engine.interop.places import open_checkpoint
-from ..engine.manager import CheckpointManager
-from ..engine.options import CheckpointManagerOptions
-from ..engine.record import RECORD
+from ..engine.checkpoint import Place
+from ..engine.errors import CheckpointNotFoundError, DamagedCheckpointError, OptionError
+from ..engine.format import RECORD
+from ..engine.manager import CheckpointManager, CheckpointManagerOptions
+from ..engine.sources import open_checkpoint
 from ..engine.storage import Location, as_location
-from ..integrations.options import CallbackOptions
-from ..integrations.preemption import PreemptionSignal
+from ..integrations.loop import PreemptionSignal, all_steps, check_resume
 from .configuration import Configuration, to_yaml
 from .context import Outcome, RunContext
-from .identity import differences
+from .problems import KeyPath, dotted
 
 logger = logging.getLogger("holdfast.recipes")
 
@@ -27,13 +27,7 @@ CONFIG_FILE = "config.yaml"
 
 
 def run(configuration: Configuration) -> Outcome:
-    """Runs a recipe, from its newest checkpoint if there is one.
-
-    Args:
-        configuration: What to run.
-
-    Returns:
-        How it ended.
+    """Run a recipe, from its newest checkpoint if there is one.
 
     Raises:
         OptionError: The checkpoints are from a run with another model, data, optimizer or seed.
@@ -47,7 +41,7 @@ def run(configuration: Configuration) -> Outcome:
     checkpoints = config.checkpoint.directory or str(run_dir / "checkpoints")
     logger.info("%s: %d steps of %s in %s", config.name, config.train.steps, configuration.recipe.name, run_dir)
     with PreemptionSignal() as preemption:
-        # Until the program watches for preemptions itself, there is nothing to save.
+        # Until the program handles preemptions itself, there is nothing to save.
         newest = _check_checkpoints(configuration, checkpoints)
         if newest >= config.train.steps:
             logger.info("nothing to do: step %d is saved in %s; raise train.steps to train on", newest, checkpoints)
@@ -70,47 +64,45 @@ def run(configuration: Configuration) -> Outcome:
 
 
 def _check_checkpoints(configuration: Configuration, checkpoints: str) -> int:
-    """Returns the newest step that there is, 0 without any, if the run may go on from it."""
+    """Return the newest step, 0 without any, if the run may go on from it."""
     with CheckpointManager(checkpoints, options=CheckpointManagerOptions(read_only=True)) as manager:
         newest = manager.latest_step()
         try:
             stored = (manager.metadata() or {}).get("config")
         except DamagedCheckpointError as error:
             raise DamagedCheckpointError(
-                f"{error}; so nobody knows what configuration the checkpoints are from: if it is this one, remove "
+                f"{error}; the configuration that the checkpoints are from is unknown: if it is this one, remove "
                 f"{manager.directory}/metadata and run the same command again"
             ) from error
-    section = configuration.config.checkpoint
+    section = configuration.config.checkpoint.options()
+    if section.resume != "auto":
+        check_resume(
+            section.resume,
+            all_steps(as_location(checkpoints)),
+            checkpoints,
+            option="checkpoint.resume={}",
+            elsewhere="begin another run with name=... or run_dir=...",
+        )
     if newest is None:
-        if section.resume == "must":
-            raise CheckpointNotFoundError(
-                f"checkpoint.resume=must, but there is no checkpoint in {checkpoints}; check the path, or set "
-                "checkpoint.resume=auto to start when there is none"
-            )
         if section.init_from is not None:
             try:
                 open_checkpoint(_weights_at(section.init_from))  # before anything is written
             except CheckpointNotFoundError as error:
                 raise CheckpointNotFoundError(f"checkpoint.init_from: {error}") from error
         return 0
-    if section.resume == "never":
-        raise CheckpointExistsError(
-            f"checkpoint.resume=never, but {checkpoints} has checkpoints, the newest of step {newest}; begin another "
-            "run with name=... or run_dir=..., or set checkpoint.resume=auto to go on"
-        )
     if isinstance(stored, Mapping):
         _check_identity(configuration, dict(stored), checkpoints)
     return newest
 
 
 def _callback_arguments(configuration: Configuration) -> dict[str, Any]:
-    section = configuration.config.checkpoint
-    arguments = section.callback_arguments()
-    return arguments if section.init_from is None else {**arguments, "init_from": _weights_at(section.init_from)}
+    arguments = configuration.config.checkpoint.callback_arguments()
+    place = arguments["init_from"]
+    return arguments if place is None else {**arguments, "init_from": _weights_at(place)}
 
 
-def _weights_at(place: str) -> Location:
-    """Returns the checkpoints that weights are taken from: a run is known by its directory as well."""
+def _weights_at(place: Place) -> Location:
+    """Return the checkpoints that weights are taken from; the directory of a run stands for those in it."""
     location = as_location(place)
     inside = location / "checkpoints"
     return inside if inside.is_directory() and not (location / RECORD).exists() else location
@@ -137,8 +129,8 @@ def _check_identity(configuration: Configuration, stored: dict[str, Any], checkp
 
 
 def _store_config(configuration: Configuration, run_dir: Path, checkpoints: str) -> None:
-    """Stores the whole configuration with the checkpoints, and in the run's directory for people."""
-    options = CallbackOptions(**configuration.config.checkpoint.callback_arguments()).manager_options()
+    """Store the whole configuration with the checkpoints, and in the run's directory for people."""
+    options = configuration.config.checkpoint.options().manager_options()
     metadata = {"recipe": configuration.recipe.name, "config": configuration.resolved()}
     with CheckpointManager(checkpoints, options=options, metadata=metadata) as manager:
         manager.acquire()
@@ -146,7 +138,7 @@ def _store_config(configuration: Configuration, run_dir: Path, checkpoints: str)
 
 
 def _write_config(configuration: Configuration, run_dir: Path) -> None:
-    """Writes a file that can be run, too."""
+    """Write a file that can be run, too."""
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / CONFIG_FILE
     partial = path.with_name(f".{CONFIG_FILE}.partial")
@@ -162,3 +154,70 @@ def _report(outcome: Outcome, total: int, seconds: float, checkpoints: str) -> N
     else:
         text = "done: %d steps in %.1f s, step %d of %d is saved in %s"
     logger.info(text, done, seconds, outcome.step, total, checkpoints)
+
+
+# ---- whether a run still is the run that its checkpoints are from
+
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One key whose value differs from the one stored with the checkpoints.
+
+    Attributes:
+        key: The dotted key.
+        before: The value stored with the checkpoints, as text.
+        now: The value of the configuration, as text.
+        identity: Whether the key identifies the run.
+    """
+
+    key: str
+    before: str
+    now: str
+    identity: bool
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before} (checkpoints), {self.now} (now)"
+
+    def allowed(self, keys: Sequence[str]) -> bool:
+        """Return whether the run may go on: the key does not identify it, or one of ``keys`` allows the change."""
+        return not self.identity or any(self.key == key or self.key.startswith(f"{key}.") for key in keys)
+
+
+def differences(stored: dict[str, Any], resolved: dict[str, Any], identity: Sequence[str]) -> list[Difference]:
+    """Return the keys that differ between the configuration stored with the checkpoints and the one at hand.
+
+    They come in the order of the configuration; keys that only the checkpoints have come last. ``identity`` has the
+    top-level keys that identify the run.
+    """
+    before, now = dict(_flat(stored)), dict(_flat(resolved))
+    keys = [*now, *(key for key in before if key not in now)]
+    return [
+        Difference(
+            dotted(key),
+            _format_value(before.get(key, _MISSING)),
+            _format_value(now.get(key, _MISSING)),
+            key[0] in identity,
+        )
+        for key in keys
+        if before.get(key, _MISSING) != now.get(key, _MISSING)
+    ]
+
+
+def _flat(values: dict[str, Any], path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def _format_value(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case _:
+            return "nothing" if value is _MISSING else str(value)

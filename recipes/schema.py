@@ -1,4 +1,4 @@
-"""What the YAML of a recipe may say.
+"""The keys of the YAML of a recipe.
 
 Every section is a pydantic model that refuses unknown keys and never converts one type into another. The text under a
 field is its documentation, with units; ``holdfast recipes NAME`` prints it.
@@ -7,21 +7,24 @@ field is its documentation, with units; ``holdfast recipes NAME`` prints it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 from pydantic_core import PydanticCustomError
 
-from ..engine import durations
+from ..engine import clock
+from ..engine.checkpoint import Place
 from ..engine.errors import OptionError
+from ..engine.manager import BestFn, documented_fields
+from ..integrations.options import CallbackOptions
 from .problems import KeyPath, did_you_mean
 
 
 def _duration(value: Any) -> Any:
     try:
         if value is not None and not isinstance(value, (list, dict)):
-            durations.seconds(value)
+            clock.seconds(value)
             return value
     except (OptionError, TypeError):
         pass
@@ -52,45 +55,52 @@ class Section(BaseModel):
     )
 
 
-class CheckpointSection(Section):
-    """When to save, what to keep and whether to resume: the same words for every recipe."""
+class CheckpointKeys(Section):
+    """The keys of the ``checkpoint:`` section that only recipes have."""
 
     directory: PathOrUrl | None = None
     """Where the checkpoints go: a path, or a URL such as s3://bucket/run. Default: checkpoints/ in run_dir."""
-    save_interval_steps: Count | None = None
-    """Save every so many steps. With no trigger given: every 15 minutes."""
-    save_interval_secs: Duration | None = None
-    """Save when so much time has passed since the last save: seconds, or text such as 15m."""
-    save_on_best: bool = False
-    """Save when best_fn is better than at every earlier checkpoint."""
-    save_at_end: bool = True
-    """Save the last step."""
-    best_fn: str | None = None
-    """The metric that tells which step is best."""
-    best_mode: Literal["max", "min"] = "max"
-    """Whether the largest or the smallest value of best_fn is the best."""
-    max_to_keep: Count | None = None
-    """Keep so many checkpoints: the best with best_fn, else the newest. Default: all. The newest always stays."""
-    keep_latest: Count | None = None
-    """Keep so many of the newest checkpoints, best or not."""
-    keep_period: Count | None = None
-    """Keep every checkpoint whose step is a multiple of this."""
-    keep_time_interval: Duration | None = None
-    """Keep one checkpoint in every such span of time: seconds, or text such as 1h."""
-    keep_steps: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
-    """Keep these steps."""
-    resume: Literal["auto", "must", "never"] = "auto"
-    """auto: resume if there is a checkpoint; must: fail if there is none; never: fail if there is one."""
-    init_from: Annotated[PathOrUrl, Field(min_length=1)] | None = None
-    """Where a fresh run takes its weights from: any checkpoint, of holdfast, Orbax, safetensors, torch or Lightning."""
-    compression: Annotated[int, Field(ge=1, le=22)] | None = None
-    """Compress arrays with zstd at this level. Default: not at all, which is quicker on a fast disk."""
     allow_changes: list[str] = Field(default_factory=list)
     """Keys of model, data, optimizer or seed that may differ from the checkpoints' when the run resumes."""
 
+    def options(self) -> CallbackOptions:
+        """Return the options of the callback."""
+        return CallbackOptions(**self.callback_arguments())
+
     def callback_arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments that the integrations' callbacks take, without the directory."""
-        return self.model_dump(exclude={"directory", "allow_changes"})
+        """Return the keyword arguments that the integrations' callbacks take, without the directory."""
+        return self.model_dump(exclude=set(CheckpointKeys.model_fields))
+
+
+_IN_YAML: dict[Any, Any] = {
+    clock.Duration | None: Duration | None,
+    BestFn | None: str | None,
+    Collection[int]: list[Annotated[int, Field(ge=0)]],
+    Place | None: Annotated[PathOrUrl, Field(min_length=1)] | None,
+}
+"""Types of options, and how YAML writes them where that differs."""
+
+
+def _checkpoint_keys() -> Iterator[tuple[str, Any]]:
+    """Yield a key of the ``checkpoint:`` section for every option of the callbacks."""
+    kinds = get_type_hints(CallbackOptions)
+    for option in documented_fields(CallbackOptions):
+        kind, default = kinds[option.name], option.default
+        description = option.metadata["documentation"].replace("``", "").replace("None", "null")
+        limits = {"ge": option.metadata["least"], "le": option.metadata["greatest"]}
+        written = _IN_YAML.get(kind, kind)
+        yield option.name, (written, Field([] if default == () else default, description=description, **limits))
+
+
+if TYPE_CHECKING:
+    CheckpointSection = CheckpointKeys
+else:
+    CheckpointSection = create_model(
+        "CheckpointSection",
+        __base__=CheckpointKeys,
+        __doc__="When to save, what to keep and whether to resume: the options of the callbacks.",
+        **dict(_checkpoint_keys()),
+    )
 
 
 class TrainSection(Section):
@@ -103,19 +113,19 @@ class TrainSection(Section):
 
 
 class LoggingSection(Section):
-    """What to say meanwhile."""
+    """What to report meanwhile."""
 
     interval_steps: Count = 100
     """Report the progress every so many steps."""
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """What the log shows; info has a line for every save."""
+    """The least important messages to log; info has a line for every save."""
 
 
 class Config(Section):
-    """What all recipes have in common."""
+    """The keys that all recipes have."""
 
     IDENTITY: ClassVar[tuple[str, ...]] = ("recipe", "seed", "model", "data", "optimizer")
-    """The keys that make a run what it is: a run does not resume when one of them has changed."""
+    """The keys that identify a run: it does not resume when one of them has changed."""
     METRICS: ClassVar[tuple[str, ...]] = ()
     """The names of the metrics that the recipe stores with its checkpoints."""
 
@@ -132,25 +142,25 @@ class Config(Section):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     """When to save, what to keep and whether to resume."""
     logging: LoggingSection = Field(default_factory=LoggingSection)
-    """What to say meanwhile."""
+    """What to report meanwhile."""
 
     def conflicts(self) -> Iterator[tuple[KeyPath, str]]:
-        """Yields what is wrong although every key by itself is right: the key, and what to do about it."""
-        checkpoint = self.checkpoint
-        if checkpoint.save_on_best and checkpoint.best_fn is None:
-            text = f"expected best_fn to name a metric as well: {', '.join(self.METRICS)}"
-            yield ("checkpoint", "save_on_best"), text
-        if checkpoint.best_fn is not None and checkpoint.best_fn not in self.METRICS:
-            text = f'expected a metric of this recipe ({", ".join(self.METRICS)}), found "{checkpoint.best_fn}"'
-            yield ("checkpoint", "best_fn"), text + did_you_mean(checkpoint.best_fn, self.METRICS)
+        """Yield the keys that conflict although each by itself is right, and what to do about it."""
+        given = self.checkpoint.callback_arguments()
+        best_fn, metrics = given["best_fn"], ", ".join(self.METRICS)
+        if given["save_on_best"] and best_fn is None:
+            yield ("checkpoint", "save_on_best"), f"expected best_fn to name a metric as well: {metrics}"
+        if best_fn is not None and best_fn not in self.METRICS:
+            text = f'expected a metric of this recipe ({metrics}), found "{best_fn}"'
+            yield ("checkpoint", "best_fn"), text + did_you_mean(best_fn, self.METRICS)
         known = list(self.identity_keys())
-        for index, key in enumerate(checkpoint.allow_changes):
+        for index, key in enumerate(self.checkpoint.allow_changes):
             if key not in known:
                 text = f'expected one of {", ".join(self.IDENTITY[1:])}, or a key in them, found "{key}"'
                 yield ("checkpoint", "allow_changes", index), text + did_you_mean(key, known)
 
     def identity_keys(self) -> Iterator[str]:
-        """Yields the dotted names of everything that makes the run what it is: sections, and the keys in them."""
+        """Yield the dotted names of everything that identifies the run: sections, and the keys in them."""
         for name in self.IDENTITY[1:]:
             yield name
             section = getattr(self, name, None)
@@ -264,7 +274,74 @@ class FlaxText(_Scheduled):
     """The text."""
 
     def conflicts(self) -> Iterator[tuple[KeyPath, str]]:
-        """Yields what is wrong although every key by itself is right: the key, and what to do about it."""
         yield from super().conflicts()
         if self.model.width % self.model.heads:
             yield ("model", "width"), f"expected a multiple of heads ({self.model.heads}), found {self.model.width}"
+
+
+class SelfPlayModel(Section):
+    """The network of each policy: a multilayer perceptron with two heads."""
+
+    hidden: Annotated[list[Count], Field(min_length=1)] = Field(default_factory=lambda: [64, 64])
+    """Units of every hidden layer."""
+
+
+class SelfPlayGame(Section):
+    """Stones fall into columns; the player who first has enough of them in a line wins."""
+
+    rows: Annotated[int, Field(gt=0, le=12)] = 4
+    """Stones that fit into a column."""
+    columns: Annotated[int, Field(gt=0, le=12)] = 5
+    """Columns of the board."""
+    connect: Annotated[int, Field(gt=1, le=12)] = 3
+    """Stones in a line that win."""
+    batch_size: Annotated[int, Field(gt=1, le=10_000)] = 128
+    """Games that are played for an update; each policy begins half of them."""
+    explore: Fraction = 0.15
+    """The share of the moves that are random; they are not learnt from."""
+
+
+class SelfPlayOptimizer(Section):
+    """Adam, one for each policy."""
+
+    learning_rate: Positive = 3e-3
+    """The learning rate."""
+    entropy: NotNegative = 0.02
+    """Weight of the entropy of the moves, which keeps policies exploring."""
+
+
+class SelfPlaySwap(Section):
+    """Takes a policy from another checkpoint while training goes on."""
+
+    policy: Literal["p0", "p1"] = "p1"
+    """The policy that gets other weights; its optimizer and everything else stay as they are."""
+    path: Annotated[str, Field(min_length=1)] | None = None
+    """The directory of the policy in another checkpoint, such as .../300/trainer/learner/policies/p0; null for none."""
+    at_step: Annotated[int, Field(ge=0)] = 0
+    """Swap when so many updates are done; a run that is resumed later does not do it again."""
+
+
+class SelfPlay(Config):
+    """The keys of the recipe ``self_play``."""
+
+    IDENTITY: ClassVar[tuple[str, ...]] = ("recipe", "seed", "model", "game", "optimizer")
+    METRICS: ClassVar[tuple[str, ...]] = ("loss", "win_rate", "win_rate_p0", "win_rate_p1")
+
+    name: Name = "self_play"
+    """The name of the run."""
+    model: SelfPlayModel = Field(default_factory=SelfPlayModel)
+    """The network of each policy."""
+    game: SelfPlayGame = Field(default_factory=SelfPlayGame)
+    """The game, and how many of them are played."""
+    optimizer: SelfPlayOptimizer = Field(default_factory=SelfPlayOptimizer)
+    """Adam, one for each policy."""
+    swap: SelfPlaySwap = Field(default_factory=SelfPlaySwap)
+    """Whether a policy is taken from another checkpoint while training goes on."""
+
+    def conflicts(self) -> Iterator[tuple[KeyPath, str]]:
+        yield from super().conflicts()
+        if self.game.connect > max(self.game.rows, self.game.columns):
+            text = f"expected a line that fits on {self.game.rows} x {self.game.columns}, found {self.game.connect}"
+            yield ("game", "connect"), text
+        if self.swap.path is None and self.swap.at_step:
+            yield ("swap", "at_step"), "expected a path as well: where the other policy comes from"

@@ -31,7 +31,7 @@ class Corpus:
 
 
 def help_texts(validation_fraction: float) -> Corpus:
-    """Returns all topics of Python's ``help()``, in alphabetical order; the end of the text is held back."""
+    """Return all topics of Python's ``help()``, in alphabetical order; the end of the text is held back."""
     topics: dict[str, str] = pydoc_data.topics.topics
     text = "\n\n".join(topics[name] for name in sorted(topics))
     alphabet = "".join(sorted(set(text)))
@@ -42,7 +42,7 @@ def help_texts(validation_fraction: float) -> Corpus:
 
 
 def windows(numbers: NDArray[np.int32], context: int, count: int) -> NDArray[np.int32]:
-    """Returns int32[count, context + 1]: windows spread evenly over the text."""
+    """Return int32[count, context + 1]: windows spread evenly over the text."""
     starts = np.linspace(0, len(numbers) - context - 1, count).astype(np.int64)
     return _cut(numbers, starts, context)
 
@@ -77,11 +77,11 @@ class Windows:
         return _cut(numbers, starts, self._context)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns how many batches were drawn, and from which text."""
+        """Return how many batches were drawn, and from which text."""
         return {"batch": self._batch, "fingerprint": self._corpus.fingerprint}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a position that :meth:`get_state` returned.
+        """Go to a position that :meth:`get_state` returned.
 
         Raises:
             OptionError: The position belongs to another text.

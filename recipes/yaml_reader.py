@@ -1,4 +1,4 @@
-"""YAML 1.2 text to plain values, with the place of every key.
+"""Reads YAML 1.2 into plain values, with the place of every key.
 
 Scalars follow the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema): ``1e-3`` is a number, ``on``,
 ``no`` and ``2024-01-01`` are text, and ``010`` is ten. Tags are refused, and so is a key that is given twice.
@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from .problems import KeyPath, Place, Problem, dotted
+from .problems import KeyPath, Problem, SourceLine, dotted
 
 _TAG = "tag:yaml.org,2002:"
 _TEXT_TAGS = {f"{_TAG}str", f"{_TAG}timestamp", f"{_TAG}value", f"{_TAG}merge"}
@@ -25,26 +25,20 @@ class Document:
     """Plain values (dict, list, str, int, float, bool, None) and where each of them was written."""
 
     values: Any = None
-    places: dict[KeyPath, Place] = field(default_factory=dict)
+    places: dict[KeyPath, SourceLine] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
-    def place(self, path: KeyPath) -> Place:
-        """Returns where a key was written, or the nearest section around a key that nobody wrote."""
+    def place(self, path: KeyPath) -> SourceLine:
+        """Return where a key was written, or the nearest section around a key that is not in the text."""
         while path not in self.places and path:
             path = path[:-1]
         return self.places[path]
 
 
 def read_yaml(text: str, source: str, *, one_place: bool = False) -> Document:
-    """Reads one YAML document.
+    """Read one YAML document: the values, their places, and bad syntax, tags and doubled keys as problems.
 
-    Args:
-        text: The YAML text.
-        source: The name that error messages give it: a file's path, or an argument.
-        one_place: Leave line numbers out, for text that is a single argument.
-
-    Returns:
-        The values, their places, and the problems found on the way: bad syntax, tags and doubled keys.
+    ``source`` names the text in error messages; ``one_place`` leaves line numbers out, for a text that is one argument.
     """
     return _Reader(source, one_place).read(text)
 
@@ -57,16 +51,16 @@ class _Reader:
         self._open: set[int] = set()
 
     def read(self, text: str) -> Document:
-        self._document.places[()] = Place(self._source)
+        self._document.places[()] = SourceLine(self._source)
         try:
             root: Node | None = YAML(typ="safe", pure=True).compose(text)
         except MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
-            place = Place(self._source, None if mark is None or self._one_place else mark.line + 1)
+            place = SourceLine(self._source, None if mark is None or self._one_place else mark.line + 1)
             self._report(place, (), f"this is not YAML: {error.problem or error.context}")
             return self._document
         except YAMLError as error:
-            self._report(Place(self._source), (), f"this is not YAML: {' '.join(str(error).split())}")
+            self._report(SourceLine(self._source), (), f"this is not YAML: {' '.join(str(error).split())}")
             return self._document
         self._document.values = None if root is None else self._value(root, ())
         return self._document
@@ -127,10 +121,10 @@ class _Reader:
         self._report(self._place(node), path, f"the tag {tag} is not allowed: write plain YAML")
         return None
 
-    def _place(self, node: Node) -> Place:
-        return Place(self._source, None if self._one_place else node.start_mark.line + 1)
+    def _place(self, node: Node) -> SourceLine:
+        return SourceLine(self._source, None if self._one_place else node.start_mark.line + 1)
 
-    def _report(self, place: Place, path: KeyPath, text: str) -> None:
+    def _report(self, place: SourceLine, path: KeyPath, text: str) -> None:
         self._document.problems.append(Problem(place, dotted(path), text))
 
 

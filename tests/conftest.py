@@ -2,18 +2,39 @@
 property tests that try the same examples every time, so that a test that passes here passes elsewhere.
 
 Torch's threads wait for each other busily: beside other work on two cores, that takes many times as long as one thread.
+
+Tests run in parallel. Programs of several processes run one after the other, on one worker: beside each other they take
+each other's processor until their timeouts pass.
 """
 
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 from hypothesis import settings  # after the environment is set
+from tests.versions import older
+
+pytest_plugins = ["tests.fixtures"]
 
 settings.register_profile("default", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the tests that start connected processes into one group; skips those that need newer versions."""
+    for item in items:
+        for package, needed in (mark.args for mark in item.iter_markers("needs")):
+            if older(package, needed):
+                item.add_marker(pytest.mark.skip(f"{package} {version(package)} is installed, {needed} is needed"))
+        module = item.getparent(pytest.Module)
+        names = set() if module is None else vars(module.obj).keys()
+        together = {"run_processes", "run_outcomes"} & names or "run_together" in getattr(item, "fixturenames", ())
+        if "processes" in item.path.parts or together:
+            item.add_marker(pytest.mark.xdist_group("processes"))

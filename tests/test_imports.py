@@ -12,27 +12,25 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("engine", "integrations", "recipes", "cli")  # each imports itself and those before it
-SHARED = ("errors", "clock", "durations")  # what anything in the engine may import
-PURE = ("format", "tree", "policy", "storage", "coordination")  # these import none of each other
+SHARED = ("errors", "clock")  # what anything in the engine may import
+PURE = ("storage", "format", "pytree", "distributed")  # these import none of each other
 LAYERS: tuple[tuple[str, ...], ...] = (
     SHARED,
     PURE,
-    ("record", "report", "metrics", "stateful"),
-    ("digests",),
-    ("item",),
+    ("stateful",),
+    ("arrays",),
     ("handlers",),
-    ("checkpoint_utils", "type_handlers", "marks", "commit", "background", "ownership", "options"),
-    ("participation", "together", "agreement"),
-    ("decisions", "replicas"),
-    ("saving", "checkpointer"),
-    ("steps", "items", "directory", "rollback", "history", "curation", "manager"),
-    ("interop",),
-    ("api", "inspection", "verification", "transformed"),
+    ("checkpoint_utils", "type_handlers", "checkpoint"),
+    ("manager",),
+    ("sources",),
+    ("formats",),
+    ("api", "inspection", "verification"),
     ("graph",),
     ("components",),
     ("_package", "_graph", "_components"),
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
+POLICIES = ("metrics", "retention", "triggers")  # of the manager: pure functions of a list of steps
 FRAMEWORKS = {"jax", "jaxlib", "torch", "flax", "optax", "lightning", "pytorch_lightning", "tensorstore"}
 
 
@@ -126,11 +124,10 @@ def test_engine_loads_no_framework_by_itself() -> None:
     assert wrong == []
 
 
-def test_pure_rooms_do_no_input_or_output() -> None:
+def test_pure_modules_do_no_input_or_output() -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
-        for room in ("format", "policy")
-        for path in sources(f"engine/{room}")
+        for path in (*sources("engine/format"), *(ROOT / "engine" / "manager" / f"{name}.py" for name in POLICIES))
         for name in imports(path)
         if name.split(".")[0] in ("io", "pathlib", "socket", "time", "random")
     ]
@@ -163,7 +160,26 @@ def test_importing_the_package_loads_next_to_nothing() -> None:
     assert "numpy" not in loaded_by("import holdfast")
 
 
+def test_rooms_are_entered_by_the_front() -> None:
+    """What other rooms may import is what ``__init__.py`` of a room imports; ``formats`` is a folder of rooms."""
+    listed = {
+        front.parent.name: {name.rpartition(".")[2] for name in imports(front)}
+        for front in (ROOT / "engine").glob("*/__init__.py")
+        if front.parent.name != "formats"
+    }
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for room in ROOMS
+        for path in sources(room)
+        for name in imports(path)
+        if (other := engine_unit(name)) in listed
+        and path.relative_to(ROOT).parts[:2] != ("engine", other)
+        and name.split(".")[3:] not in [[one] for one in listed[other]]
+    ]
+    assert wrong == []
+
+
 def test_imports_are_found() -> None:
-    found = set(imports(ROOT / "engine" / "manager.py"))
-    assert {"holdfast.engine.curation.CheckpointCuration", "holdfast.engine.policy.Decision", "logging"} <= found
+    found = set(imports(ROOT / "engine" / "manager" / "manager.py"))
+    assert {"holdfast.engine.checkpoint.Save", "holdfast.engine.manager.triggers.Decision", "logging"} <= found
     assert "holdfast.engine.manager.CheckpointManager" in set(imports(ROOT / "engine" / "_package.py"))

@@ -1,4 +1,4 @@
-"""The contenders: one module a library, all behind ``Peer``."""
+"""The contenders: one module for each library, all behind ``Peer``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .base import Peer
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What the runner knows of a contender without importing its library.
+    """The facts about a contender that need no import of its library.
 
     Attributes:
         where: Its module in this folder and its class.
@@ -29,7 +29,7 @@ PEERS = {
     "holdfast (jax)": Entry(where="holdfast_engine:HoldfastJax"),
     "holdfast (torch)": Entry(where="holdfast_engine:HoldfastTorch"),
     "orbax": Entry(where="orbax_checkpoint:Orbax"),
-    # one file an array: no choice for 10,000 of them
+    # one file for each array: not feasible for 10,000 of them
     "orbax (tuned)": Entry(where="orbax_checkpoint:OrbaxTuned", skipped=("leaves",)),
     "safetensors": Entry(where="safetensors_file:Safetensors"),
     "torch.save": Entry(where="torch_save:TorchSave"),
@@ -39,7 +39,7 @@ PEERS = {
 
 
 def load_peer(name: str) -> Peer:
-    """Imports a contender's module and makes the contender."""
+    """Import a contender's module and make the contender."""
     module, class_name = PEERS[name].where.split(":")
     peer = getattr(import_module(f".{module}", __name__), class_name)()
     assert isinstance(peer, Peer)

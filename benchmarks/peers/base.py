@@ -1,4 +1,4 @@
-"""What the harness asks of every contender."""
+"""The interface of a contender."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Wait = Callable[[], None]
 
 
 class Peer(ABC):
-    """A library, in the mode and with the settings that suit it best.
+    """A library, in its fastest mode and with its fastest settings.
 
     Attributes:
         library: The array library whose arrays are saved; a second column is loaded into it.
-        asynchronous: Whether ``save_async`` gives the loop back before the bytes are durable.
+        asynchronous: Whether ``save_async`` returns before the bytes are durable.
         verified: Whether what is loaded is compared with what was saved.
     """
 
@@ -30,25 +30,25 @@ class Peer(ABC):
 
     @abstractmethod
     def hold(self, arrays: Mapping[str, Array]) -> Tree:
-        """Makes the tree that a program of this library would hold; numpy's memory is not shared."""
+        """Make the tree that a program of this library would hold; numpy's memory is not shared."""
 
     @abstractmethod
     def save(self, path: Path, tree: Tree) -> None:
-        """Saves; on return files and directories are durable."""
+        """Save; on return files and directories are durable."""
 
     def save_async(self, path: Path, tree: Tree) -> Wait:
-        """Starts a save; the returned function waits until it is durable."""
+        """Start a save; the returned function waits until it is durable."""
         raise TypeError(f"{type(self).__name__} has no asynchronous save of {len(tree)} items to {path}")
 
     @abstractmethod
     def load_numpy(self, path: Path, shapes: Mapping[str, Shape]) -> Tree:
-        """Loads numpy arrays, all of their bytes in memory, nested or under dotted names."""
+        """Load numpy arrays, all of their bytes in memory, nested or under dotted names."""
 
     def load_native(self, path: Path, shapes: Mapping[str, Shape]) -> Tree:
-        """Loads arrays of ``library``, all of their bytes in memory."""
+        """Load arrays of ``library``, all of their bytes in memory."""
         raise TypeError(
             f"{type(self).__name__} cannot load {path} into arrays other than numpy's ({len(shapes)} leaves)"
         )
 
     def close(self) -> None:  # noqa: B027  # most have nothing to stop
-        """Stops threads that would hold up the end of the process."""
+        """Stop threads that would delay the end of the process."""

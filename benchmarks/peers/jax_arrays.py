@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def hold(arrays: Mapping[str, Array]) -> Tree:
-    """Copies into arrays that own their memory, as a training step's results do."""
+    """Copy into arrays that own their memory, as a training step's results do."""
     tree = nest({name: jnp.array(array, copy=True) for name, array in arrays.items()})
     return ready(tree)
 
@@ -32,7 +32,7 @@ def template(shapes: Mapping[str, Shape]) -> Tree:
 
 
 def ready(tree: Any) -> Tree:
-    """Waits until every array of a loaded tree is there."""
+    """Wait until every array of a loaded tree is there."""
     tree = jax.block_until_ready(tree)  # type: ignore[no-untyped-call]  # jax leaves it unannotated
     assert isinstance(tree, dict)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree))

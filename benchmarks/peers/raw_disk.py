@@ -69,7 +69,7 @@ def _setting(name: str) -> tuple[int, int]:
 
 
 def write(path: Path, nbytes: int, threads: int, block: int) -> None:
-    """Writes and fsyncs a file of at least ``nbytes`` bytes, and its directory."""
+    """Write and fsync a file of at least ``nbytes`` bytes, and its directory."""
     size = -(-nbytes // SECTOR) * SECTOR
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o644)
     try:
@@ -86,7 +86,7 @@ def write(path: Path, nbytes: int, threads: int, block: int) -> None:
 
 
 def read(path: Path, threads: int, block: int, memory: Memory | None = None) -> None:
-    """Reads a whole file, into the same memory again and again unless other memory is given."""
+    """Read a whole file, into one reused buffer unless other memory is given."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     try:
         size = os.fstat(descriptor).st_size

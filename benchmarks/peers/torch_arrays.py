@@ -16,7 +16,7 @@ PAGE_FLOATS = 1024  # float32 elements on a page of memory
 
 
 def hold(arrays: Mapping[str, Array]) -> Tree:
-    """Copies into a flat state dict of tensors that own their memory."""
+    """Copy into a flat state dict of tensors that own their memory."""
     return {name: torch.tensor(array) for name, array in arrays.items()}
 
 
@@ -26,12 +26,12 @@ def empty(shapes: Mapping[str, Shape]) -> Tree:
 
 
 def as_numpy(tree: Tree) -> Tree:
-    """Views every tensor as a numpy array."""
+    """View every tensor as a numpy array."""
     return {name: tensor.numpy() for name, tensor in tree.items()}
 
 
 def touched(tree: Tree) -> Tree:
-    """Reads one element of every page, so that a mapped file is in memory and not merely promised."""
+    """Read one element of every page, so that a mapped file is in memory and not only mapped."""
     for tensor in tree.values():
         tensor.view(-1)[::PAGE_FLOATS].sum()
     return tree

@@ -15,7 +15,7 @@ SHARDED_PEERS = {
 
 
 def load_sharded_peer(name: str) -> type[ShardedPeer]:
-    """Imports a contender's module and returns its class."""
+    """Import a contender's module and return its class."""
     module, class_name = SHARDED_PEERS[name].split(":")
     found: type[ShardedPeer] = getattr(import_module(f".{module}", __name__), class_name)
     return found

@@ -1,4 +1,4 @@
-"""What the harness asks of a contender that saves from several processes."""
+"""The interface of a contender that saves from several processes."""
 
 from __future__ import annotations
 
@@ -45,30 +45,30 @@ class ShardedPeer(ABC):
 
     @abstractmethod
     def meet(self) -> None:
-        """Waits for the other processes."""
+        """Wait for the other processes."""
 
     @abstractmethod
     def hold(self, arrays: Mapping[str, Array]) -> Tree:
-        """Makes the tree that a program holds: this process's part of each array."""
+        """Make the tree that a program holds: this process's part of each array."""
 
     @abstractmethod
     def save(self, path: Path, tree: Tree) -> None:
-        """Saves together; on return files and directories are durable, on process 0 at the latest."""
+        """Save together; on return files and directories are durable, on process 0 at the latest."""
 
     @abstractmethod
     def load(self, path: Path, shapes: Mapping[str, Shape]) -> Tree:
-        """Loads together, to where :meth:`hold` has it."""
+        """Load together, with the placement of :meth:`hold`."""
 
     @abstractmethod
     def parts(self, tree: Tree) -> Mapping[str, NDArray[np.float32]]:
-        """Returns this process's part of every array."""
+        """Return this process's part of every array."""
 
     def close(self) -> None:  # noqa: B027  # most have nothing to stop
-        """Leaves the program."""
+        """Leave the program."""
 
 
 def part_of(array: Array, program: Program) -> Array:
-    """Returns a process's part of an array: a run of its first axis."""
+    """Return a process's part of an array: a run of its first axis."""
     size = array.shape[0] // program.count
     if size * program.count != array.shape[0]:
         raise ValueError(f"{array.shape[0]} rows cannot be shared evenly by {program.count} processes")

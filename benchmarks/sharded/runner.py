@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def run_sharded(
     name: str, contenders: Sequence[str], processes: int, rounds: int, directory: Path
 ) -> Iterator[Measurements]:
-    """Measures one workload, sharded over processes; generates what has been measured so far after every round."""
+    """Measure one workload, sharded over processes; yield the measurements so far after every round."""
     workload = WORKLOADS[name]()
     title = f"{workload.title}, sharded over {processes} processes"
     measurements = Measurements(title=title, nbytes=workload.nbytes)
@@ -45,7 +45,7 @@ def run_sharded(
 
 
 def _run_program(contender: str, workload: str, operation: str, path: Path, processes: int) -> dict[str, Any]:
-    """Runs one program; of every number, the largest of its processes counts."""
+    """Run one program, and keep the largest number of its processes for each measurement."""
     port = _free_port()
     command = [sys.executable, "-m", "benchmarks.sharded.worker", contender, workload, operation, str(path)]
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""One process of a program that saves or loads together; prints what it measured as one line of JSON."""
+"""One process of a program that saves or loads together; prints its measurements as one line of JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def measure(peer: ShardedPeer, workload: Workload, operation: str, path: Path) -> dict[str, Any]:
-    """Measures one operation, ``save`` or ``load``, from when all processes have met until this one is done."""
+    """Measure one operation, ``save`` or ``load``, from the meeting of all processes until this one is done."""
     _warm_up(peer, path.with_name(f"{path.name}.warm"))
     if operation == "save":
         tree = peer.hold(dict(workload.arrays()))
@@ -86,7 +86,7 @@ def _main() -> None:
     peer = load_sharded_peer(options.peer)(program)
     try:
         measured = measure(peer, WORKLOADS[options.workload](), options.operation, options.path)
-        peer.meet()  # nobody leaves while another may still need what process 0 runs for all
+        peer.meet()  # no process leaves while another may still need the services of process 0
     finally:
         peer.close()
     print(json.dumps(measured), flush=True)

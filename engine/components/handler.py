@@ -6,27 +6,25 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..arrays import Layout, read_checked
+from ..checkpoint import read_record
 from ..clock import SystemClock
-from ..commit import read_record
-from ..coordination import Member
-from ..digests import read_checked
+from ..distributed import ProcessInfo
 from ..errors import OptionError
-from ..format import DOCUMENT_LIMIT
-from ..graph import Patterns
-from ..handlers import Files, PreparedCheckpointHandler, PreparedItem, PyTreeCheckpointHandler
-from ..handlers.base import no_arguments
-from ..item import Layout
-from ..record import COMPONENTS, RECORD, CheckpointRecord, FileRecord
+from ..format import COMPONENTS, DOCUMENT_LIMIT, RECORD, CheckpointRecord, FileRecord
+from ..graph import Path
+from ..handlers import Files, PreparedCheckpointHandler, PreparedItem, PyTreeCheckpointHandler, no_arguments
+from ..pytree import Patterns
 from ..storage import Location
-from .building import build
-from .checkpointable import Checkpointable
-from .layout import DATA, METADATA, OWN, below, part_records
+from .component import Checkpointable
+from .constructing import build
+from .layout import METADATA, below, part_records
 from .live import live_tree
-from .names import Path
+from .names import STATE
 from .permissions import Permissions
-from .preparing import PreparedComponents, prepare, write_file
 from .reading import NativeComponent, full_structure, of_record
-from .restoring import Keeping, restore_saved
+from .restoring import KeepPatterns, restore_saved
+from .saving import PreparedComponents, prepare, write_file
 
 
 class ComponentCheckpointHandler(PreparedCheckpointHandler):
@@ -35,7 +33,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
     The item's folder is a tree of components as ``save_to_path`` makes it: it can be given to ``restore_from_path``
     and ``from_checkpoint``, and so can every directory of a component in it.
 
-    In a program of several processes it is process 0 whose components are saved, and all of them get these back.
+    In a program of several processes, a save writes the components of process 0, and all processes restore these.
 
     Args:
         layout: Sizes of chunks and data files, and how chunks are compressed.
@@ -73,19 +71,19 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
     def prepare(
         self, item: Any, *, snapshot: bool, state: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> PreparedItem:
-        """Takes the states of a component and of all below it.
+        """Take the states of a component and of all below it.
 
         Args:
             item: The component.
             snapshot: Whether it may change between this call and the writing.
-            state: What to save in the place of its state; of the components below only those that are in it.
-            **kwargs: None are known.
+            state: The state to save in the place of its own; without components that are not in it.
+            **kwargs: No others are known.
 
         Returns:
-            What writes the tree into a folder.
+            The tree, ready to be written into a folder.
 
         Raises:
-            UnsupportedLeafError: A state cannot be saved; names what.
+            UnsupportedLeafError: A state cannot be saved; names the value.
         """
         no_arguments(self, kwargs, self.prepare)
         prepared = prepare(
@@ -111,36 +109,36 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
         renamed: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Restores a running component, or makes a new one.
+        """Restore a running component, or make a new one.
 
         Args:
             directory: The folder.
-            item: The running component; or the class, or None, of what is to be made.
-            files: What the commit record says about the folder.
+            item: The running component; or the class of the new one, or None for the saved class.
+            files: The files of the folder, from the commit record.
             strict: Whether components and values that only the program or only the checkpoint has are errors.
             keep: For a running component: patterns of paths such as ``"**/lr"``; values that match stay as they are.
             overrides: For a new one: constructor arguments by name, in the place of the saved ones.
-            trust: For a new one: import whatever the checkpoint names.
+            trust: For a new one: import everything the checkpoint names.
             allowed: For a new one: classes, functions and patterns of import paths that the checkpoint may name.
-            renamed: For a new one: what import paths in the checkpoint stand for now.
-            **kwargs: None are known.
+            renamed: For a new one: the classes that import paths in the checkpoint stand for now.
+            **kwargs: No others are known.
 
         Returns:
             The component.
 
         Raises:
-            DamagedCheckpointError: What is stored does not verify.
+            DamagedCheckpointError: The stored data does not verify.
             TreeMismatchError: Program and checkpoint do not match.
-            NotAllowedError: The checkpoint names what is not allowed.
+            NotAllowedError: The checkpoint names a class or function that is not allowed.
         """
         no_arguments(self, kwargs, self.restore)
         saved = _opened(directory, files)
         if item is not None and not isinstance(item, type):
             if overrides or trust or allowed or renamed:
                 raise OptionError(
-                    "overrides=, trust=, allowed= and renamed= say how a component is made; a running one was given"
+                    "overrides=, trust=, allowed= and renamed= are for a new component, and a running one was given"
                 )
-            restore_saved(live_tree(item), saved, strict=strict, keep=None if keep is None else Keeping(keep))
+            restore_saved(live_tree(item), saved, strict=strict, keep=None if keep is None else KeepPatterns(keep))
             return item
         if keep is not None:
             raise OptionError("keep= is for a running component, and none was given; name values in overrides=")
@@ -148,7 +146,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
         return build(item or object, saved, permissions=permissions, strict=strict, overrides=overrides or {})
 
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
-        """Returns the state with a description of every leaf in its place; no data is read."""
+        """Return the state with a description of every leaf in its place; no data is read."""
         return full_structure(_opened(directory, files))
 
 
@@ -166,16 +164,13 @@ class _PreparedTree:
         self._prepared = prepared
         self._files: dict[str, FileRecord] = {}
 
-    def write(self, folder: Location, member: Member) -> bytes:
-        """Writes the tree; only process 0 is asked to."""
-        folders = {path: below(folder, path) / OWN for path in self._prepared.states}
-        for own in folders.values():
-            (own / DATA).make_directory(sync=False)
+    def write(self, folder: Location, member: ProcessInfo) -> bytes:
+        # Only process 0 calls this.
+        folders = {path: below(folder, path) / STATE for path in self._prepared.states}
         items = self._prepared.write(folders)
         self._files = {f"{item.folder}/{file}": known for item in items.values() for file, known in item.files.items()}
         for path, record in part_records(CheckpointRecord(items=items, time=SystemClock().now())).items():
-            said = {RECORD: record.encode(), METADATA: self._prepared.descriptions[path]}
-            for name, content in said.items():
+            for name, content in {RECORD: record.encode(), METADATA: self._prepared.descriptions[path]}.items():
                 self._files["/".join((*path, name))] = write_file(below(folder, path) / name, content)
         directories = {path[:length] for path in folders for length in range(len(path) + 1)}
         for path in sorted(directories, key=len, reverse=True):
@@ -183,5 +178,4 @@ class _PreparedTree:
         return b""
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
-        """Tells the files."""
         return self._files

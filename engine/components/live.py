@@ -1,4 +1,4 @@
-"""The tree of components of a running program: which there are, and what each of them is called."""
+"""The tree of components of a running program."""
 
 from __future__ import annotations
 
@@ -9,57 +9,38 @@ from typing import Any
 import numpy as np
 
 from ..errors import OptionError
-from ..graph.flax_objects import is_nnx_object, nnx_children
-from ..graph.torch_objects import is_module, is_optimizer
+from ..graph import Path, is_module, is_nnx_object, is_optimizer, nnx_children, tracked_attributes
+from ..pytree import is_jax_array, is_torch_tensor
 from ..stateful import is_stateful
-from ..tree.frameworks import is_jax_array, is_torch_tensor
-from .names import Path, named_path
-from .recipes import CtorArguments
+from .constructor_spec import CtorArguments
+from .names import named_path
 
-RECIPE = "_holdfast_recipe"
-"""Name of the attribute that the arguments of the constructor are kept in."""
+ARGUMENTS = "_holdfast_recipe"  # name of the attribute that keeps the arguments of the constructor
 _DEPTH = 8  # containers inside containers that are searched for components
 
 
 @dataclass(slots=True, eq=False)
 class LiveComponent:
-    """A component of the program.
-
-    Attributes:
-        value: The object.
-        path: Its path from the root.
-        name: What the component above calls it; ``""`` for the root.
-        children: Its own components.
-        same: Components of other names that are the same object as one elsewhere in the tree: that one's path.
-    """
-
     value: Any
-    path: Path
-    name: str = ""
+    path: Path  # from the root
+    name: str = ""  # in the component above; empty for the root
     children: list[LiveComponent] = field(default_factory=list)
+    # Other names of components elsewhere in the tree: the paths of those.
     same: dict[Path, Path] = field(default_factory=dict)
 
     def walk(self) -> Iterator[LiveComponent]:
-        """Generates this component and all below it, those above first."""
+        """Generate this component and all below it, those above first."""
         yield self
         for child in self.children:
             yield from child.walk()
 
     def relative(self, child: LiveComponent) -> Path:
-        """Returns the path of a component below this one, seen from here."""
         return child.path[len(self.path) :]
 
 
-def live_tree(root: Any) -> LiveComponent:
-    """Finds all components below one, the nearest first; each object is found once.
-
-    Args:
-        root: Where to begin.
-
-    Raises:
-        OptionError: A component has two of the same name, or one that is no name.
-    """
-    start = LiveComponent(root, ())
+def live_tree(root: Any, path: Path = (), name: str = "") -> LiveComponent:
+    """Return the tree of the components below one; an object that is found twice is in it once, as near as it is."""
+    start = LiveComponent(root, path, name)
     seen = {id(root): start}
     queue = [start]
     for owner in queue:
@@ -87,11 +68,7 @@ def live_tree(root: Any) -> LiveComponent:
 
 
 def components_of(value: Any) -> list[tuple[str, Any]]:
-    """Returns the components of an object by name, as it tells them itself; none if it cannot tell.
-
-    Args:
-        value: Any object.
-    """
+    """Return the components that an object itself names; none if it has no method for that."""
     method = method_of(value, "get_checkpointable_components")
     if method is None:
         return []
@@ -107,12 +84,11 @@ def components_of(value: Any) -> list[tuple[str, Any]]:
 
 
 def is_component(value: Any) -> bool:
-    """Whether an object is a component by its own methods: it has a state, and can tell what is below it."""
     return all(method_of(value, name) for name in ("get_state", "set_state", "get_checkpointable_components"))
 
 
 def method_of(value: Any, name: str) -> Callable[..., Any] | None:
-    """Returns a method of an object, or None; one whose class makes up attributes as they are asked for has none."""
+    """Return a method of an object, or None; attributes that ``__getattr__`` makes up do not count."""
     if isinstance(value, type) or not (hasattr(type(value), name) or name in getattr(value, "__dict__", ())):
         return None
     found = getattr(value, name, None)
@@ -120,25 +96,11 @@ def method_of(value: Any, name: str) -> Callable[..., Any] | None:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Returns the attributes of an object that belong to its state.
-
-    Args:
-        value: Any object; what its class lists in ``__untracked__`` is left out.
-    """
-    left_out = {name for kind in type(value).__mro__ for name in getattr(kind, "__untracked__", ())}
-    return {
-        name: child
-        for name, child in getattr(value, "__dict__", {}).items()
-        if name not in left_out and not isinstance(child, CtorArguments)
-    }
+    return {name: child for name, child in tracked_attributes(value) if not isinstance(child, CtorArguments)}
 
 
 def attributes_with_state(component: LiveComponent) -> dict[str, Any]:
-    """Returns the attributes of a torch module that torch does not know of and that are surely no configuration.
-
-    Args:
-        component: The module.
-    """
+    """Return the attributes of a torch module that hold a state and that torch does not know of."""
     below = {id(child.value) for child in component.children}
     return {
         name: value
@@ -156,24 +118,12 @@ def _has_state(value: Any, depth: int) -> bool:
 
 
 def unnamed(value: Any, known: Collection[int]) -> list[str]:
-    """Returns the attributes of a component that are components, and that nobody has named as such.
-
-    Args:
-        value: The component.
-        known: The identities of all components of the tree.
-    """
+    """Return the names of attributes that are components, but are not among the known ones."""
     return [name for name, child in discovered(value) if id(child) not in known]
 
 
 def discovered(value: Any) -> list[tuple[str, Any]]:
-    """Finds components among an object's attributes, also in lists, tuples, dictionaries and containers of torch.
-
-    Args:
-        value: Any object.
-
-    Returns:
-        The components by path: attributes by their name, elements by their key below that.
-    """
+    """Return components among an object's attributes, also in lists, tuples, dictionaries and modules."""
     found: list[tuple[str, Any]] = []
     attributes = attributes_of(value)
     if is_module(value):
@@ -197,6 +147,11 @@ def _elements(value: Any) -> Sequence[tuple[Any, Any]]:
         return [(key, child) for key, child in value.items() if isinstance(key, str | int) and key != ""]
     if isinstance(value, list | tuple):
         return list(enumerate(value))
-    if is_module(value):  # a ModuleDict, a ModuleList, or a module that is no component
+    if is_module(value):  # a ModuleDict, a ModuleList, or a module that is not a component
         return [(key, child) for key, child in value._modules.items() if child is not None]
     return nnx_children(value) if is_nnx_object(value) else []
+
+
+def kept_arguments(value: Any) -> CtorArguments | None:
+    found = getattr(value, "__dict__", {}).get(ARGUMENTS)
+    return found if isinstance(found, CtorArguments) else None

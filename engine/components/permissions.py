@@ -1,4 +1,4 @@
-"""Which classes and functions a checkpoint may name: nothing is imported, looked up or called unless it is allowed."""
+"""The classes and functions that a checkpoint may name: nothing else is imported, looked up or called."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _renamed: dict[str, Any] = {}
 
 
 def import_path(thing: Any) -> str:
-    """Returns how recipes name a class or function: ``"module:qualified.name"``."""
+    """Return the name of a class or function in constructor specs: ``"module:qualified.name"``."""
     return f"{thing.__module__}:{thing.__qualname__}"
 
 
 def allow(thing: T) -> T:
-    """Lets every checkpoint use a class or function by its name; also a decorator.
+    """Allow every checkpoint to name a class or function; also a decorator.
 
     Args:
-        thing: A class or function; or a pattern of import paths such as ``"mygame.*"``, of which modules are imported
-            when a checkpoint names something in them.
+        thing: A class or function; or a pattern of import paths such as ``"mygame.*"``. A module that matches is
+            imported when a checkpoint names something in it.
 
     Returns:
         The same.
@@ -41,43 +41,41 @@ def allow(thing: T) -> T:
     ... class Config:
     ...     pass
     """
-    if isinstance(thing, str):
-        _patterns.append(thing)
-    elif callable(thing) and hasattr(thing, "__qualname__"):
-        _allowed[import_path(thing)] = thing
-    else:
-        raise OptionError(f"{thing!r:.80} is neither a class or function nor a pattern of import paths")
+    _add(thing, _allowed, _patterns, "")
     return thing
 
 
+def _add(thing: Any, allowed: dict[str, Any], patterns: list[str], option: str) -> None:
+    if isinstance(thing, str):
+        patterns.append(thing)
+    elif callable(thing) and hasattr(thing, "__qualname__"):
+        allowed[import_path(thing)] = thing
+    else:
+        raise OptionError(f"{option}{thing!r:.80} is neither a class or function nor a pattern of import paths")
+
+
 def rename(old: str, new: Any) -> None:
-    """Says what the name of a class or function in older checkpoints stands for now.
+    """Declare the class or function that a name in older checkpoints stands for now.
 
     Args:
         old: The import path in the checkpoints, such as ``"game.policies:Net"``.
-        new: The class or function itself, or its import path, which has to be allowed, then.
+        new: The class or function itself, or its import path, which has to be allowed.
     """
     _renamed[_checked(old)] = new
 
 
+def _is_import_path(path: Any) -> bool:
+    return isinstance(path, str) and len(path) <= _LONGEST and _NAME.fullmatch(path) is not None
+
+
 def _checked(path: Any) -> str:
-    if not isinstance(path, str) or len(path) > _LONGEST or _NAME.fullmatch(path) is None:
+    if not _is_import_path(path):
         raise OptionError(f"{path!r:.120} is not an import path; write 'package.module:Name'")
-    return path
+    return str(path)
 
 
 class Permissions:
-    """What one call allows.
-
-    Args:
-        trust: Whether anything may be imported.
-        allowed: Classes, functions, and patterns of import paths that are allowed besides those of :func:`allow`.
-        renamed: For import paths in the checkpoint what they stand for now.
-        base: What classes of components derive from that need no permission as long as they are loaded.
-
-    Raises:
-        OptionError: An argument is of another kind.
-    """
+    """The classes and functions that one call allows."""
 
     def __init__(
         self,
@@ -92,33 +90,15 @@ class Permissions:
             raise OptionError(
                 f"allowed={allowed!r:.80} must be a list of classes, functions and patterns of import paths"
             )
-        things = [allowed] if isinstance(allowed, str) else list(allowed)
-        self._patterns = [*_patterns, *(thing for thing in things if isinstance(thing, str))]
-        self._allowed = dict(_allowed)
-        for thing in things:
-            if not isinstance(thing, str):
-                if not callable(thing) or not hasattr(thing, "__qualname__"):
-                    raise OptionError(
-                        f"allowed=[{thing!r:.80}] must hold classes, functions, or patterns of import paths"
-                    )
-                self._allowed[import_path(thing)] = thing
+        self._patterns, self._allowed = list(_patterns), dict(_allowed)
+        for thing in [allowed] if isinstance(allowed, str) else allowed:
+            _add(thing, self._allowed, self._patterns, "allowed=")
         self._renamed = {**_renamed, **{_checked(old): new for old, new in (renamed or {}).items()}}
         self._base = base
 
     def resolve(self, path: Any, where: str, *, made: bool = False) -> Any:
-        """Returns the class or function of an import path.
-
-        Args:
-            path: The path, not trusted in any way.
-            where: Who names it, for messages.
-            made: Whether an instance is to be made of it, with arguments that are not trusted either. Layers and
-                optimizers of torch need a permission for that.
-
-        Raises:
-            NotAllowedError: It is not allowed.
-            OptionError: It is allowed, and cannot be found.
-        """
-        if not isinstance(path, str) or len(path) > _LONGEST or _NAME.fullmatch(path) is None:
+        """Return the class or function of an import path; ``made`` if the checkpoint wants an instance made."""
+        if not _is_import_path(path):
             raise NotAllowedError(f"{where}: {path!r:.120} is not the import path of a class or function")
         named = path
         if path in self._renamed:
@@ -135,20 +115,20 @@ class Permissions:
         if self._trust:
             return _imported(path, where)
         if self._matches(path):
-            return self._own(_imported(path, where), path, where)
+            return self._defined_at(_imported(path, where), path, where)
         raise NotAllowedError(
             f"{where} names {named}, which is not allowed: nothing was imported. Import its module first if it is a "
             "class of components, or pass allowed=[...] with it, or trust=True if you know where this checkpoint comes "
-            "from; renamed={'" + path + "': ...} if it is called otherwise now"
+            "from; renamed={'" + path + "': ...} if it has another name now"
         )
 
     def _matches(self, path: str) -> bool:
-        """Whether a pattern allows an import path; the colon in it counts as a dot, too."""
+        """Whether a pattern matches an import path, as it is or with a dot for the colon."""
         dotted = path.replace(":", ".")
         return any(fnmatch.fnmatchcase(one, pattern) for pattern in self._patterns for one in (path, dotted))
 
-    def _own(self, found: Any, path: str, where: str) -> Any:
-        """Returns what a pattern has allowed if it is defined there, and not just imported there by its module."""
+    def _defined_at(self, found: Any, path: str, where: str) -> Any:
+        """Return an object that a pattern allows, if it is defined at that path, and not only imported there."""
         home, name = getattr(found, "__module__", None), getattr(found, "__qualname__", None)
         own = f"{home}:{name}" if isinstance(home, str) and isinstance(name, str) else None
         if own is not None and (self._matches(own) or self._allowed.get(own) is found):
@@ -159,10 +139,10 @@ class Permissions:
         )
 
     def _loaded(self, path: str, made: bool) -> Any | None:
-        """Returns a class that is loaded already and harmless: one of components, or a layer or optimizer of torch."""
+        """Return a loaded class that is harmless: one of components, or a layer or optimizer of torch."""
         found = [] if self._base is None else [kind for kind in _subclasses(self._base) if import_path(kind) == path]
         if found:
-            return found[-1]  # the newest: an older one of the same name was defined anew, as in a notebook
+            return found[-1]  # the newest: a notebook defines a class of the same name again
         module, name = path.split(":")
         for prefix, home, base in () if made else _FRAMEWORK_CLASSES:
             root = sys.modules.get(home)
@@ -193,7 +173,7 @@ def _imported(path: str, where: str) -> Any:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise OptionError(
-            f"{where} names {path}, which cannot be imported: {error}. If it is called otherwise now, pass "
+            f"{where} names {path}, which cannot be imported: {error}. If it has another name now, pass "
             f"renamed={{{path!r}: ...}}"
         ) from error
     return found

@@ -7,41 +7,29 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Protocol
 
-from ..checkpointer import Place
-from ..commit import read_record
-from ..digests import read_checked
+from ..arrays import TreeReader, load_tree, read_checked, tree_metadata
+from ..checkpoint import Place, read_record
 from ..errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError
-from ..format import DOCUMENT_LIMIT
-from ..item import TreeReader, load_tree, tree_metadata
-from ..record import COMPONENT, COMPONENTS, RECORD, CheckpointRecord, ItemRecord
+from ..format import COMPONENT, COMPONENTS, DOCUMENT_LIMIT, RECORD, CheckpointRecord, ItemRecord
+from ..graph import Path
+from ..pytree import LeafRequest, collection_paused
 from ..storage import Location, as_location
-from ..tree import LeafRequest, collection_paused
-from .description import Description
-from .layout import below, part_records, parts_of, whole_around
-from .names import OWN, Path, name_of, written
+from .layout import Description, below, part_records, parts_of, whole_around
+from .names import STATE, format_component_path, name_of
 from .rllib import RLlibComponent, looks_like_rllib
 
-_LOOKED_AT = 100  # directories in which a tree is searched for that a message can name
+_SEARCHED = 100  # directories in which a message looks for a tree to name
 _FRAMEWORKS = {"jax": "jax", "torch": "torch", "key": "jax"}
 
 
 class SavedComponent(Protocol):
-    """A component in a checkpoint, whatever wrote it."""
+    """A component in a checkpoint of holdfast or of RLlib."""
+
+    location: Location
+    path: Path  # from where the checkpoint was opened
 
     @property
-    def location(self) -> Location:
-        """Its directory."""
-        ...
-
-    @property
-    def path(self) -> Path:
-        """Its path from where the checkpoint was opened."""
-        ...
-
-    @property
-    def description(self) -> Description:
-        """What is said of it."""
-        ...
+    def description(self) -> Description: ...
 
     @property
     def children(self) -> Mapping[Path, SavedComponent]:
@@ -49,27 +37,11 @@ class SavedComponent(Protocol):
         ...
 
     def state(self) -> Any:
-        """Reads its own state, without those of the components below.
-
-        Raises:
-            DamagedCheckpointError: It does not verify.
-        """
+        """Read its own state, without those of the components below; raise DamagedCheckpointError."""
         ...
 
 
 class NativeComponent:
-    """A component that holdfast wrote.
-
-    Args:
-        root: Where the checkpoint was opened.
-        items: The items of its record that are components, by their paths from there.
-        path: The component's path from there.
-
-    Raises:
-        DamagedCheckpointError: What describes it does not verify.
-        FormatVersionError: A newer version of holdfast wrote it.
-    """
-
     def __init__(self, root: Location, items: Mapping[Path, ItemRecord], path: Path = ()) -> None:
         self._root = root
         self._items = items
@@ -77,22 +49,23 @@ class NativeComponent:
         self.location = below(root, path)
         self._item = items[path]
         self._folder = root / self._item.folder
-        self.description = self._describe()
+        place = self._folder / COMPONENT
+        content = read_checked(place, self._item.files[COMPONENT], limit=DOCUMENT_LIMIT)
+        self.description = Description.decode(content, source=str(place))
 
     @cached_property
     def children(self) -> Mapping[Path, NativeComponent]:
-        """The components below it by their paths from it."""
         found: dict[Path, NativeComponent] = {}
         for path in self.description.components:
             if (*self.path, *path) not in self._items:
                 raise DamagedCheckpointError(
-                    f"{self.location}: its component {written(path)} is not in the commit record"
+                    f"{self.location}: its component {format_component_path(path)} is not in the commit record"
                 )
             found[path] = NativeComponent(self._root, self._items, (*self.path, *path))
         return found
 
     def state(self) -> Any:
-        """Reads its own state; arrays are of the libraries that they were saved from."""
+        # Arrays are of the libraries that they were saved from.
         with collection_paused():
             reader = TreeReader(self._folder, self._item.files)
             requests = {
@@ -103,26 +76,11 @@ class NativeComponent:
             return load_tree(reader, requests=requests)
 
     def structure(self) -> Any:
-        """Returns its own state with a description of every leaf in its place; no data is read."""
+        """Return its own state with a description of every leaf in its place; no data is read."""
         return tree_metadata(TreeReader(self._folder, self._item.files))
-
-    def _describe(self) -> Description:
-        place = self._folder / COMPONENT
-        content = read_checked(place, self._item.files[COMPONENT], limit=DOCUMENT_LIMIT)
-        return Description.decode(content, source=str(place))
 
 
 def open_component(path: Place) -> SavedComponent:
-    """Opens what was saved at a path: a tree of components, or one of its parts by its directory.
-
-    Args:
-        path: The directory. One that RLlib wrote will do, too.
-
-    Raises:
-        CheckpointNotFoundError: There is none.
-        DamagedCheckpointError: It does not verify.
-        FormatVersionError: A newer version of holdfast wrote it.
-    """
     location = as_location(path)
     if (location / RECORD).is_there():
         return of_record(location, read_record(location))
@@ -137,11 +95,10 @@ def open_component(path: Place) -> SavedComponent:
 
 
 def of_record(location: Location, record: CheckpointRecord) -> NativeComponent:
-    """Opens the tree of components that a commit record describes; see :func:`open_component`."""
     parts = parts_of(record)
     if () not in parts:
         trees = [str(location / item.folder) for item in record.items.values() if item.kind == COMPONENTS]
-        hint = "read it with hf.load, or restore it with what saved it"
+        hint = "read it with hf.load, or restore it with the class that saved it"
         raise CheckpointNotFoundError(
             f"{location}: the checkpoint here is none of components, its items are {', '.join(sorted(record.items))}; "
             + (f"one of these is a tree of components: give {' or '.join(trees)}" if trees else hint)
@@ -150,10 +107,10 @@ def of_record(location: Location, record: CheckpointRecord) -> NativeComponent:
 
 
 def read_state(path: Place) -> Any:
-    """Reads the state of a saved component with those of all below it, as ``get_state`` returns it; runs nothing.
+    """Read the state of a saved component with those of all below it, as ``get_state`` returns it; run nothing.
 
     Args:
-        path: The directory of a tree of components, or of one of its parts; also of one that RLlib wrote.
+        path: The directory of a tree of components, or of one of its parts; also one that RLlib wrote.
 
     Returns:
         A dictionary: the component's own state, and under their names the states of the components below.
@@ -166,7 +123,7 @@ def read_state(path: Place) -> Any:
 
 
 def _part_of_a_whole(location: Location) -> SavedComponent:
-    """Opens a part whose own record is missing, by the record of what it is part of."""
+    """Open a part whose own record is missing, by the record of the tree around it."""
     found = whole_around(location)
     if found is None:
         raise CheckpointNotFoundError(f"{location}: there is no tree of components here{_what_is_at(location)}")
@@ -174,19 +131,20 @@ def _part_of_a_whole(location: Location) -> SavedComponent:
     known = parts_of(record)
     if path in known:
         return NativeComponent(location, parts_of(part_records(record)[path]))
-    if path[-1] == OWN and path[:-1] in known:
+    if path[-1] == STATE and path[:-1] in known:
         raise CheckpointNotFoundError(
-            f"{location}: here is the state of a component; give its directory, the one above"
+            f"{location}: this is the folder of a component's state; give the component's directory, the one above"
         )
-    inside = [written(other) for other in known if other[: len(path)] == path]
+    names = ", ".join(format_component_path(path) for path in known if path) or "none but itself"
+    inside = [format_component_path(other) for other in known if other[: len(path)] == path]
     more = f"; below it are {', '.join(inside)}" if inside else ""
-    raise CheckpointNotFoundError(f"{location}: {root} has no such component{more}; it has {_names(known)}")
+    raise CheckpointNotFoundError(f"{location}: {root} has no such component{more}; it has {names}")
 
 
 def _what_is_at(location: Location) -> str:
     if not location.exists():
         return "; there is nothing at this path"
-    for place in [location / entry.name for entry in location.entries() if entry.is_directory][:_LOOKED_AT]:
+    for place in [location / entry.name for entry in location.entries() if entry.is_directory][:_SEARCHED]:
         with contextlib.suppress(CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError):
             record = read_record(place)
             if () in parts_of(record):
@@ -197,30 +155,26 @@ def _what_is_at(location: Location) -> str:
     return ", nor in the directories right below"
 
 
-def _names(known: Mapping[Path, Any]) -> str:
-    return ", ".join(written(path) for path in known if path) or "none but itself"
-
-
 def all_components(component: SavedComponent) -> Iterator[SavedComponent]:
-    """Generates a component and all below it, those above first."""
+    """Generate a component and all below it, those above first."""
     yield component
     for child in component.children.values():
         yield from all_components(child)
 
 
 def full_state(component: SavedComponent) -> Any:
-    """Reads the state of a component with those of all below it, as ``get_state`` returns it."""
+    """Read the state of a component with those of all below it, as ``get_state`` returns it."""
     return _nested(component, component.state(), full_state)
 
 
 def full_structure(component: NativeComponent) -> Any:
-    """Returns the same with a description of every leaf in its place; no data is read."""
+    """Return the same with a description of every leaf in its place; no data is read."""
     return _nested(component, component.structure(), full_structure)
 
 
 def _nested(component: SavedComponent, own: Any, of: Callable[[Any], Any]) -> Any:
     for path, child in component.children.items():
         if not isinstance(own, dict):
-            raise DamagedCheckpointError(f"{component.location}: its state is no dictionary, but it has components")
+            raise DamagedCheckpointError(f"{component.location}: its state is not a dictionary, but it has components")
         own[name_of(path)] = of(child)
     return own

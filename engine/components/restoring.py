@@ -4,59 +4,71 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ..checkpointer import Place
+from ..arrays import SavedLeaf
 from ..errors import OptionError, TreeMismatchError
-from ..graph import PathFilter, Patterns
-from ..item import SavedLeaf
-from ..tree import flatten
+from ..graph import Path, format_section
+from ..pytree import PathFilter, Patterns, flatten
 from .live import LiveComponent, live_tree
-from .names import Path, find, written
-from .reading import SavedComponent, all_components, open_component
-from .report import ComponentReport
-from .states import Keep, OwnReport, ask, own_state, set_own_state
+from .names import find, format_component_path
+from .reading import SavedComponent, all_components
+from .states import Keep, OwnReport, match_kept, own_state, set_own_state
 
 _logger = logging.getLogger("holdfast")
 
 
-def restore(
-    root: Any, path: Place, *, component: str | None = None, keep: Patterns | None = None, strict: bool = False
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentReport:
+    """The restored components and values, and the others. Components are named by their paths, the root by ``(root)``.
+
+    Attributes:
+        checkpoint: Where the states come from.
+        restored: Components of the program that were restored.
+        missing: Components of the program that the checkpoint does not have; they stay as they are.
+        unused: Components of the checkpoint that the program does not have.
+        missing_values: Values of restored components that the checkpoint does not have: ``learner/p0: net/bias``.
+        unused_values: Values of the checkpoint that a restored component has no place for.
+    """
+
+    checkpoint: str
+    restored: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    missing_values: tuple[str, ...] = ()
+    unused_values: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether program and checkpoint match exactly."""
+        return not (self.missing or self.unused or self.missing_values or self.unused_values)
+
+    def problems(self) -> list[str]:
+        """Return a line for each kind of mismatch."""
+        return [
+            *format_section("components that the checkpoint does not have", self.missing),
+            *format_section("components that the program does not have", self.unused),
+            *format_section("values that the checkpoint does not have", self.missing_values),
+            *format_section("values that the program does not have", self.unused_values),
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.checkpoint}: {len(self.restored)} components restored", *self.problems()])
+
+
+def restore_saved(
+    target: LiveComponent, saved: SavedComponent, *, strict: bool, keep: Keep | None = None, fresh: bool = False
 ) -> ComponentReport:
-    """Restores a component and all below it, in place.
-
-    Args:
-        root: The running component.
-        path: What to restore from: the directory of a tree of components, or of one of its parts.
-        component: Restores only this component of the running one, such as ``"learner/p1"``, from what was saved at
-            ``path``, whatever that was called there.
-        keep: Patterns of paths such as ``"**/lr"``: values that match stay as they are in the program. A path is that
-            of the component and that of the value within it: ``learner/optimizer/groups/0/lr``.
-        strict: Whether components and values that only the program or only the checkpoint has are errors.
-
-    Returns:
-        What was restored and what was not.
-
-    Raises:
-        CheckpointNotFoundError: Nothing was saved there.
-        DamagedCheckpointError: A state does not verify; nothing was changed.
-        TreeMismatchError: The running component has none that is called ``component``; or a state does not fit.
-    """
-    live = live_tree(root)
-    target = live if component is None else locate(live, component)
-    saved = open_component(path)
-    return restore_saved(target, saved, strict=strict, keep=None if keep is None else Keeping(keep))
+    """Restore a live component, just made if it is ``fresh``, from one that has been opened."""
+    report = _Restore(target, saved, keep, strict=strict, fresh=fresh).run()
+    for line in report.problems():
+        _logger.warning("%s: %s", saved.location, line.strip())
+    return report
 
 
-class Keeping:
-    """Tells of the paths of values whether they stay as they are in the program.
-
-    Args:
-        patterns: One or more patterns; paths that match one stay.
-
-    Raises:
-        OptionError: A pattern is no text.
-    """
+class KeepPatterns:
+    """Returns for the path of a value whether it stays as it is in the program."""
 
     def __init__(self, patterns: Patterns) -> None:
         texts = patterns if isinstance(patterns, Sequence) and not isinstance(patterns, str) else [patterns]
@@ -67,17 +79,11 @@ class Keeping:
         self._unused = set(self._filters)
 
     def __call__(self, path: Path, leaf: SavedLeaf | None) -> bool:
-        """Tells whether a value stays."""
         matched = {text for text, chosen in self._filters.items() if chosen.chooses(path)}
         self._unused -= matched
         return bool(matched)
 
     def check(self) -> None:
-        """Makes sure that every pattern has matched something.
-
-        Raises:
-            TreeMismatchError: One has not.
-        """
         if self._unused:
             raise TreeMismatchError(
                 f"keep: {', '.join(map(repr, sorted(self._unused)))} matches no value that was saved, and nothing was "
@@ -86,36 +92,8 @@ class Keeping:
             )
 
 
-def locate(live: LiveComponent, component: str) -> LiveComponent:
-    """Finds a component by the path that a person gave."""
-    known = {one.path: one for one in live.walk()}
-    by_path = {one.path: one for one in known.values()}
-    for one in known.values():
-        by_path.update({path: known[target] for path, target in one.same.items()})
-    return by_path[find(component, by_path, type(live.value).__qualname__)]
-
-
-def restore_saved(
-    target: LiveComponent, saved: SavedComponent, *, strict: bool, keep: Keep | None = None, fresh: bool = False
-) -> ComponentReport:
-    """Restores a live component from one that has been opened; see :func:`restore`.
-
-    Args:
-        target: The component.
-        saved: What was saved.
-        strict: Whether components and values that only the program or only the checkpoint has are errors.
-        keep: Tells which values stay as they are.
-        fresh: Whether nobody else knows the component yet, so that it need not get back what it had after an error.
-    """
-    restoring = _Restoring(target, saved, keep, strict=strict, fresh=fresh)
-    report = restoring.run()
-    for line in report.problems():
-        _logger.warning("%s: %s", saved.location, line.strip())
-    return report
-
-
-class _Restoring:
-    """One restore: every state is read, and so verified, before anything is changed."""
+class _Restore:
+    """One restore: every state is read, and so verified, before anything changes."""
 
     def __init__(
         self, target: LiveComponent, saved: SavedComponent, keep: Keep | None, *, strict: bool, fresh: bool
@@ -126,16 +104,20 @@ class _Restoring:
         self._strict = strict
         self._fresh = fresh
         self._origins = self._match(target)
-        if strict:
-            self._refuse_missing()
+        missing = [format_component_path(one.path) for one in target.walk() if one.path not in self._origins]
+        if strict and missing:
+            raise TreeMismatchError(
+                f"{saved.location} does not have all components of the program (strict=True); nothing was changed:",
+                missing,
+            )
         self._states = {path: origin.state() for path, origin in self._origins.items()}
-        if isinstance(keep, Keeping):
+        if isinstance(keep, KeepPatterns):
             self._check(keep)
         self._done: dict[Path, OwnReport] = {}
         self._before: list[tuple[LiveComponent, Any]] = []
 
     def _match(self, target: LiveComponent) -> dict[Path, SavedComponent]:
-        """Returns what to restore each component from, by its path; those first that are below others."""
+        """Return the saved component for each live one, by its path, those below others first."""
         found: dict[Path, SavedComponent] = {}
 
         def visit(one: LiveComponent, saved: SavedComponent) -> None:
@@ -149,28 +131,18 @@ class _Restoring:
         return found
 
     def _same(self, saved: SavedComponent, path: Path) -> SavedComponent | None:
-        """Finds a component that was saved under another path of the tree, as it was the same object."""
+        """Return a component that was saved under another path of the tree, as it was the same object."""
         goal = saved.description.same.get(path)
         start = self._saved.description.path
         if goal is None or goal[: len(start)] != start:
             return None
         return descend(self._saved, goal[len(start) :])
 
-    def _refuse_missing(self) -> None:
-        """Raises an error if components of the program are not in the checkpoint."""
-        missing = [_shown(one.path) for one in self._target.walk() if one.path not in self._origins]
-        if missing:
-            raise TreeMismatchError(
-                f"{self._saved.location} does not have all components of the program (strict=True); nothing was "
-                "changed:",
-                missing,
-            )
-
-    def _check(self, keep: Keeping) -> None:
-        """Raises an error if a pattern matches nothing that was saved, also of components that are yet to be made."""
+    def _check(self, keep: KeepPatterns) -> None:
+        """Raise an error if a pattern matches no saved value, also of components that are yet to be made."""
         live = {one.path: one for one in self._target.walk()}
         for path, origin in self._origins.items():
-            ask(live[path], self._states[path], origin.location, self._within(path) or keep)
+            match_kept(live[path], self._states[path], origin.location, self._within(path) or keep)
         matched = {origin.path for origin in self._origins.values()}
         for saved in all_components(self._saved):
             if saved.path not in matched:
@@ -180,12 +152,12 @@ class _Restoring:
         keep.check()
 
     def run(self) -> ComponentReport:
-        """Gives every component its state; then those that only exist since another has got its own."""
+        """Give every component its state, and then those that exist only since another has got its own."""
         try:
             live = {one.path: one for one in self._target.walk()}
             for path, origin in self._origins.items():
                 self._set(live[path], self._states.pop(path), origin, last=not self._states)
-            while new := self._born():
+            while new := self._new_origins():
                 live = {one.path: one for one in self._target.walk()}
                 for path, origin in new.items():
                     self._set(live[path], origin.state(), origin, last=False)
@@ -200,9 +172,9 @@ class _Restoring:
             )
         return report
 
-    def _born(self) -> dict[Path, SavedComponent]:
-        """Returns what components are to be restored from that exist only by now."""
-        self._target = _again(self._target)
+    def _new_origins(self) -> dict[Path, SavedComponent]:
+        """Return the saved components for live ones that did not exist before."""
+        self._target = live_tree(self._target.value, self._target.path, self._target.name)
         new = {path: origin for path, origin in self._match(self._target).items() if path not in self._done}
         self._origins.update(new)
         return new
@@ -213,44 +185,41 @@ class _Restoring:
         self._done[one.path] = set_own_state(one, state, origin.location, self._within(one.path))
 
     def _within(self, above: Path) -> Keep | None:
-        """Tells of paths within a component whether their values stay."""
+        """Return the same for paths within a component."""
         keep = self._keep
         return None if keep is None else lambda path, leaf: keep((*above, *path), leaf)
 
     def _take_back(self) -> None:
-        """Gives components the states that they had: one that does not fit leaves the others as they were."""
         for one, state in reversed(self._before):
             try:
                 if state or not isinstance(state, dict):
                     set_own_state(one, state)
-            except Exception:  # the error that led here is the one to tell
-                _logger.warning("%s: its state could not be taken back", _shown(one.path), exc_info=True)
+            except Exception:  # the error that led here is the one to raise
+                _logger.warning("%s: its state could not be taken back", format_component_path(one.path), exc_info=True)
 
     def _report(self) -> ComponentReport:
-        """Says what was done."""
         used = {origin.path for origin in self._origins.values()}
+        _, *below = all_components(self._saved)
         return ComponentReport(
             checkpoint=str(self._saved.location),
-            restored=tuple(map(_shown, self._done)),
-            missing=tuple(_shown(one.path) for one in self._target.walk() if one.path not in self._done),
-            unused=tuple(_shown(path) for path in _unused(self._saved, used)),
-            missing_values=_values(self._done, "missing"),
-            unused_values=_values(self._done, "unused"),
+            restored=tuple(map(format_component_path, self._done)),
+            missing=tuple(format_component_path(one.path) for one in self._target.walk() if one.path not in self._done),
+            unused=tuple(format_component_path(one.path) for one in below if one.path not in used),
+            missing_values=_values({path: one.missing for path, one in self._done.items()}),
+            unused_values=_values({path: one.unused for path, one in self._done.items()}),
         )
 
 
-def _again(target: LiveComponent) -> LiveComponent:
-    """Finds the components below one anew."""
-    found = live_tree(target.value)
-    for one in list(found.walk()):
-        one.path = (*target.path, *one.path)
-        one.same = {(*target.path, *path): (*target.path, *owner) for path, owner in one.same.items()}
-    found.name = target.name
-    return found
+def locate(live: LiveComponent, component: str) -> LiveComponent:
+    known = {one.path: one for one in live.walk()}
+    by_path = dict(known)
+    for one in known.values():
+        by_path.update({path: known[target] for path, target in one.same.items()})
+    return by_path[find(component, by_path, type(live.value).__qualname__)]
 
 
 def descend(saved: SavedComponent, path: Path) -> SavedComponent | None:
-    """Finds a saved component below another, or None."""
+    """Return a saved component below another, or None."""
     if not path:
         return saved
     for below, child in saved.children.items():
@@ -259,18 +228,5 @@ def descend(saved: SavedComponent, path: Path) -> SavedComponent | None:
     return None
 
 
-def _unused(saved: SavedComponent, used: set[Path]) -> list[Path]:
-    found = []
-    for child in saved.children.values():
-        if child.path not in used:
-            found.append(child.path)
-        found += _unused(child, used)
-    return found
-
-
-def _values(done: dict[Path, OwnReport], which: str) -> tuple[str, ...]:
-    return tuple(f"{_shown(path)}: {value}" for path, one in done.items() for value in getattr(one, which))
-
-
-def _shown(path: Path) -> str:
-    return written(path) or "(root)"
+def _values(by_component: dict[Path, tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(f"{format_component_path(path)}: {value}" for path, values in by_component.items() for value in values)

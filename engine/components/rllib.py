@@ -1,33 +1,72 @@
 """Directories that RLlib wrote (versions 1.1 to 2.1 of its checkpoints), read without running anything.
 
 Each component's directory holds its state, ``state.pkl`` or ``state.msgpack``, under a name that ``metadata.json``
-(``rllib_checkpoint.json`` for algorithms) may tell, and the pickled class and constructor arguments. Pickles are taken
-apart by :mod:`~holdfast.engine.interop.unpickling`, which knows arrays and Python's plain types; what else they hold is
-left out. Sub-directories are the components below. See
-https://docs.ray.io/en/latest/rllib/checkpoints.html
+(``rllib_checkpoint.json`` for algorithms) may give, and the pickled class and constructor arguments. Subdirectories are
+the components below. See https://docs.ray.io/en/latest/rllib/checkpoints.html
+
+Pickles are interpreted by :mod:`~holdfast.engine.formats.torch.pickles`, which knows arrays and Python's plain types;
+all other objects are left out. In msgpack (https://github.com/msgpack/msgpack/blob/master/spec.md), arrays of numpy are
+maps as the package msgpack-numpy defines them: ``{b"nd": True, b"type": "<f4", b"shape": [2], b"data": ...}``.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from ..digests import read_checked
+import numpy as np
+
+from ..arrays import read_checked
 from ..errors import CheckpointNotFoundError, DamagedCheckpointError
-from ..interop.pickled import Name
-from ..interop.torch_files import without_objects
-from ..interop.torch_objects import BUILDERS
-from ..interop.unpickling import Builder, unpickle
+from ..format import array_of, decode_msgpack
+from ..formats.torch.files import without_objects
+from ..formats.torch.objects import BUILDERS
+from ..formats.torch.pickles import Builder, Name, unpickle
+from ..graph import Path
+from ..pytree import escape_key
 from ..storage import Location
-from ..tree import escape_key
-from .description import Description
-from .msgpack_state import decode_state
-from .names import Path
-from .recipes import encode_recipe
+from .constructor_spec import encode_spec
+from .layout import Description
+
+_DTYPE = re.compile(r"[<>|=]?[biufcSU][0-9]{1,9}|\?")
+
+
+def decode_state(content: bytes) -> Any:
+    return decode_msgpack(content, mapping=_numpy_value)
+
+
+def _numpy_value(found: dict[Any, Any]) -> Any:
+    """Return the array, scalar or complex number that a map of msgpack-numpy describes, or the map itself."""
+    if b"nd" in found:
+        return _array(found)
+    if b"complex" not in found:
+        return found
+    try:
+        return complex(found[b"data"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedCheckpointError(f"a complex number is not valid: {error!r}") from error
+
+
+def _array(found: dict[Any, Any]) -> Any:
+    name, data, shape = found.get(b"type"), found.get(b"data"), found.get(b"shape", [])
+    name = name.decode("ascii", "replace") if isinstance(name, bytes) else name
+    if found.get(b"kind", b"") not in (b"", "") or not isinstance(name, str) or not _DTYPE.fullmatch(name):
+        raise DamagedCheckpointError(f"an array of numpy has the type {name!r:.80}, which is not plain data")
+    try:
+        dtype = np.dtype(name)
+    except (TypeError, ValueError) as error:
+        raise DamagedCheckpointError(f"an array of numpy has the type {name!r:.80}") from error
+    if not dtype.itemsize:
+        raise DamagedCheckpointError(f"an array of numpy has the type {name!r:.80}, which has no bytes")
+    is_array = found[b"nd"] is True
+    array = array_of(shape if is_array else [], dtype, data)
+    return array.copy() if is_array else array[()]
+
 
 _logger = logging.getLogger("holdfast")
 
@@ -39,13 +78,6 @@ _LEVELS = 32
 
 
 class RLlibComponent:
-    """A component that RLlib wrote.
-
-    Args:
-        location: Its directory.
-        path: Its path from where the checkpoint was opened.
-    """
-
     def __init__(self, location: Location, path: Path = ()) -> None:
         self.location = location
         self.path = path
@@ -54,7 +86,6 @@ class RLlibComponent:
 
     @cached_property
     def children(self) -> Mapping[Path, RLlibComponent]:
-        """The components below it by their paths from it."""
         found: dict[Path, RLlibComponent] = {}
         for name, is_directory in self._names.items():
             if is_directory and looks_like_rllib(self.location / name):
@@ -66,13 +97,12 @@ class RLlibComponent:
 
     @cached_property
     def description(self) -> Description:
-        """What is said of it; the class is only a name."""
-        name, recipe, obstacle = "", None, f"{self.location} has no {_CLASS}"
+        name, spec, obstacle = "", None, f"{self.location} has no {_CLASS}"
         if _CLASS in self._names:
-            name, recipe, obstacle = self._constructor()
+            name, spec, obstacle = self._constructor()
         return Description(
             type=name or "unknown:unknown",
-            recipe=recipe,
+            constructor=spec,
             obstacle=obstacle,
             path=self.path,
             components=tuple(self.children),
@@ -80,7 +110,6 @@ class RLlibComponent:
         )
 
     def state(self) -> Any:
-        """Reads its own state; what is neither array nor plain data is left out, and logged."""
         place = self.location / self._state_file()
         content = read_checked(place, None, limit=_LIMIT)
         try:
@@ -95,13 +124,13 @@ class RLlibComponent:
         named = [name for name in found for base in bases if name.rpartition(".")[0] == base]
         chosen = named or found
         if len(chosen) > 1:
-            # RLlib leaves the old file in place when it saves in another form, and cannot tell which one is newer.
+            # RLlib leaves the old file in place when it saves in another form, and nothing says which one is newer.
             raise DamagedCheckpointError(
                 f"{self.location} holds the states {', '.join(sorted(chosen))}, which were saved at different times; "
                 "remove all but one"
             )
         if not chosen:
-            raise CheckpointNotFoundError(f"{self.location}: there is no state here")
+            raise CheckpointNotFoundError(f"{self.location}: there is no file of a state here")
         return chosen[0]
 
     def _read_metadata(self) -> dict[str, Any]:
@@ -115,7 +144,7 @@ class RLlibComponent:
         return {}
 
     def _constructor(self) -> tuple[str, dict[str, Any] | None, str]:
-        """Returns the name of the class, the recipe, and why there is none."""
+        """Return the name of the class, the constructor spec, and why there is none."""
         place = self.location / _CLASS
         content = read_checked(place, None, limit=_SMALL)
         try:
@@ -124,18 +153,18 @@ class RLlibComponent:
             given = found.get("ctor_args_and_kwargs") if isinstance(found, dict) else None
             name = f"{kind.module}:{kind.attribute}" if isinstance(kind, Name) else ""
             if not isinstance(given, tuple) or len(given) != 2:
-                return name, None, f"{place} does not say what it was made with"
+                return name, None, f"{place} has no constructor arguments"
             args, kwargs = without_objects(list(given), [], len(content))
         except DamagedCheckpointError as error:
             raise DamagedCheckpointError(f"{place}: {error}") from error
-        if not isinstance(args, list | tuple) or not isinstance(kwargs, dict) or not all(map(_is_name, kwargs)):
-            return name, None, f"the arguments in {place} are no plain data"
-        recipe, _ = encode_recipe(tuple(args), kwargs, lambda _: None, lambda _: None)
-        return name, recipe, ""
+        named = isinstance(kwargs, dict) and all(isinstance(key, str) and key.isidentifier() for key in kwargs)
+        if not isinstance(args, list | tuple) or not named:
+            return name, None, f"the arguments in {place} are not plain data"
+        spec, _ = encode_spec(tuple(args), kwargs, lambda _: None, lambda _: None)
+        return name, spec, ""
 
 
 def looks_like_rllib(location: Location) -> bool:
-    """Whether a directory is one that RLlib wrote."""
     return any(_is_state(entry.name) for entry in location.entries() if not entry.is_directory)
 
 
@@ -144,23 +173,18 @@ def _is_state(name: str) -> bool:
     return form in ("pkl", "msgpack") and (base == "state" or base.endswith("_state"))
 
 
-def _is_name(key: Any) -> bool:
-    return isinstance(key, str) and key.isidentifier()
-
-
 def _plain(content: bytes, place: Location) -> Any:
-    """Returns the data that a pickle holds."""
     left_out: list[str] = []
     found = without_objects(unpickle(content, _BUILDERS), left_out, len(content), needed=())
     if left_out:
-        _logger.warning("%s: left out what is no data: %s", place, "; ".join(left_out[:20]))
+        _logger.warning("%s: left out objects that are not data: %s", place, "; ".join(left_out[:20]))
     if not isinstance(found, dict):
-        raise DamagedCheckpointError("it is no dictionary of data")
+        raise DamagedCheckpointError("it is not a dictionary of data")
     return found
 
 
 def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
-    """Makes an array as numpy's pickles of protocol 5 describe it."""
+    """Make an array as numpy's pickles of protocol 5 describe it."""
     array = BUILDERS[Name("numpy.core.multiarray", "_reconstruct")](None, (0,), b"b")
     array.set_state((1, shape, dtype, order == "F", bytes(data) if isinstance(data, bytes | bytearray) else data))
     return array

@@ -1,8 +1,8 @@
-"""The state of one component, without what belongs to the components below it: taken, and given back.
+"""The state of one component, without that of the components below it: taken, and given back.
 
-A component that has a ``get_state`` of its own says itself what its state is. For all others it is what can be reached
-from the object's attributes by the walk of :mod:`~holdfast.engine.graph`, up to the components below. What a torch
-optimizer keeps for parameters of those belongs to the optimizer, by the paths of the parameters.
+A component with a ``get_state`` of its own decides what its state is. For all others it is everything that the walk of
+:mod:`~holdfast.engine.graph` reaches from the object's attributes, up to the components below. The values that a torch
+optimizer keeps for parameters of those belong to the optimizer, by the paths of the parameters.
 """
 
 from __future__ import annotations
@@ -11,89 +11,105 @@ import copy
 import inspect
 import json
 import logging
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..errors import DamagedCheckpointError, TreeMismatchError, UnsupportedLeafError
-from ..graph import Restoration, StoredGraph, capture, shown
-from ..graph.torch_objects import is_module, is_optimizer
-from ..item import SavedLeaf
-from ..storage import Location
-from ..storage.local import LocalBackend
-from ..tree import expand, flatten
-from ..tree.frameworks import is_torch_tensor
-from .live import LiveComponent
-from .memory import MemoryTree
-from .names import Names, Path, written
-from .own_graph import called, own_graph, stand_in
+from ..arrays import SavedLeaf, TreeSource
+from ..errors import DamagedCheckpointError, TreeMismatchError, UnsupportedLeafError, shortened
+from ..graph import (
+    Leaf,
+    LiveGraph,
+    Node,
+    Path,
+    Restoration,
+    StoredGraph,
+    capture,
+    format_node_path,
+    is_module,
+    is_nnx_object,
+    is_optimizer,
+    walk,
+)
+from ..pytree import ArrayLeaf, Saved, TreeDocument, describe, expand, flatten, is_torch_tensor
+from ..storage import LocalBackend, Location
+from .live import LiveComponent, attributes_of, attributes_with_state, is_component
+from .names import STATE, Names, format_component_path
 
 _logger = logging.getLogger("holdfast")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# Returns whether the value at a path of a component stays as it is in the program.
 Keep = Callable[[Path, SavedLeaf | None], bool]
 
+# Key of a state for the document of its objects, as text, where the names of the values do not imply them.
 GRAPH = "__graph__"
-"""Key of a state under which stands, as text, which objects its values belong to, where their names do not say that."""
 
 
-class _Given(Location):
-    """Stands, in messages, for where a state came from that somebody has given."""
+class _GivenState(Location):
+    """The place of a state that the program gave, for messages."""
 
     @property
     def url(self) -> str:
         return "the state"
 
 
-_GIVEN = _Given(LocalBackend(), "/")
+_GIVEN = _GivenState(LocalBackend(), "/")
 
 
 @dataclass(frozen=True, slots=True)
 class OwnReport:
-    """What a component's own state has done to it.
+    missing: tuple[str, ...] = ()  # values of the component that the state does not have
+    unused: tuple[str, ...] = ()  # values of the state that the component has no place for
 
-    Attributes:
-        missing: Values of the component that the state does not have.
-        unused: Values of the state that the component has no place for.
-    """
 
-    missing: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
-
+# ---- components with a state of their own
 
 _inherited: set[Any] = set()
 
 
 def inherited(method: F) -> F:
-    """Marks a method as one that components inherit, to be told from what they say themselves."""
+    """Mark a method as the one that components inherit, to distinguish it from overrides."""
     _inherited.add(method)
     return method
 
 
 def overrides(value: Any, method: str) -> bool:
-    """Whether an object has a ``get_state`` or ``set_state`` that is not the one that all components inherit."""
+    """Whether an object has a ``get_state`` or ``set_state`` other than the one that components inherit."""
     found = getattr(type(value), method, None)
     return found is not None and found not in _inherited
 
 
+def _has_own(value: Any, method: str) -> bool:
+    # Modules and optimizers have a state_dict, but the walk names their values better.
+    return overrides(value, method) and not is_optimizer(value)
+
+
+def call_get_state(value: Any, components: Names | None, not_components: Names | None) -> Any:
+    """Call an object's own ``get_state`` with as many of the arguments as it takes."""
+    method = value.get_state
+    given = {"components": components, "not_components": not_components}
+    arguments = {name: names for name, names in given.items() if names is not None}
+    if arguments:
+        try:
+            parameters = inspect.signature(method).parameters.values()
+        except (TypeError, ValueError):
+            parameters = ()  # type: ignore[assignment]  # the signature of a function in C is unknown
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+            known = {one.name for one in parameters}
+            arguments = {name: names for name, names in arguments.items() if name in known}
+    return method(**arguments)
+
+
+# ---- taking
+
+
 def own_state(component: LiveComponent, *, snapshot: bool) -> Any:
-    """Takes the state of one component, without the states of those below.
-
-    Args:
-        component: The component.
-        snapshot: Whether to copy what the program may change later.
-
-    Returns:
-        A tree.
-
-    Raises:
-        UnsupportedLeafError: Something in it cannot be saved; names all that cannot.
-    """
-    if not _speaks_for_itself(component.value, "get_state"):
+    if not _has_own(component.value, "get_state"):
         return default_state(component, snapshot=snapshot)
     names = {child.name for child in component.children}
     state = call_get_state(component.value, None, sorted(names) or None)
@@ -103,60 +119,51 @@ def own_state(component: LiveComponent, *, snapshot: bool) -> Any:
 
 
 def default_state(component: LiveComponent, *, snapshot: bool) -> dict[str, Any]:
-    """Takes the state of a component that says nothing of it itself; see :func:`own_state`."""
-    root = stand_in(component)
-    graph, skipped = own_graph(component, root)
+    """Take the state of a component that has no ``get_state`` of its own."""
+    graph, skipped = own_graph(component, stand_in(component))
     for path, reason in skipped.items():
-        _logger.warning("component %s: %s is not saved: it %s", written(component.path) or "(root)", path, reason)
+        _logger.warning("component %s: %s is not saved: it %s", format_component_path(component.path), path, reason)
     found = capture(graph)
     state: dict[str, Any] = dict(found.tree)
-    if _says_more(found.document, found.tree):
+    if _needs_document(found.document, found.tree):
         if GRAPH in state:
-            raise UnsupportedLeafError(f"{called(component)} has an attribute {GRAPH!r}, a name that is taken")
+            raise UnsupportedLeafError(f"{_called(component)} has an attribute {GRAPH!r}, a name that is taken")
         state[GRAPH] = json.dumps(found.document, separators=(",", ":"))
     return dict(copied(state)) if snapshot else state
 
 
-def _speaks_for_itself(value: Any, method: str) -> bool:
-    # Modules and optimizers have a state_dict, but their own places are known better by the walk.
-    return overrides(value, method) and not is_optimizer(value)
+def _needs_document(document: Mapping[str, Any], tree: Any) -> bool:
+    """Whether a graph is more than its values in their containers."""
+    nodes = document["nodes"]
+    names = set(flatten(tree).names)
+    edges = sum(len(node.get("edges", ())) for node in nodes)
+    return (
+        edges != len(nodes) - 1
+        or any(node.get("slots") or node.get("groups") for node in nodes)
+        or any("value" in node and node["value"] not in names for node in nodes)
+    )
 
 
-def call_get_state(value: Any, components: Names | None, not_components: Names | None) -> Any:
-    """Calls an object's own ``get_state`` with as many of the arguments as it takes."""
-    method = value.get_state
-    given = {"components": components, "not_components": not_components}
-    arguments = {name: names for name, names in given.items() if names is not None}
-    if arguments:
-        try:
-            parameters = inspect.signature(method).parameters.values()
-        except (TypeError, ValueError):
-            parameters = ()  # type: ignore[assignment]  # nothing is known of a function in C
-        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
-            known = {one.name for one in parameters}
-            arguments = {name: names for name, names in arguments.items() if name in known}
-    return method(**arguments)
+def copied(tree: Any) -> Any:
+    """Return a tree with copies of everything that can change."""
+    if isinstance(tree, np.ndarray):
+        return tree.copy()
+    if is_torch_tensor(tree):
+        return tree.detach().clone()
+    if isinstance(tree, dict | list) or type(tree) is tuple:
+        contents = expand(tree)
+        if contents is not None:
+            return contents.build([copied(child) for child in contents.values])
+    return copy.copy(tree) if isinstance(tree, set) else tree
+
+
+# ---- giving back
 
 
 def set_own_state(
     component: LiveComponent, state: Any, source: Location | None = None, keep: Keep | None = None
 ) -> OwnReport:
-    """Gives a component its own state; those below stay as they are.
-
-    Args:
-        component: The component.
-        state: What :func:`own_state` returned, or a part of it.
-        source: Where it came from, for messages.
-        keep: Tells of the path of a value, and of what is saved for it, whether the program's own value stays. A
-            component that takes its state itself is not asked.
-
-    Returns:
-        What did not match.
-
-    Raises:
-        TreeMismatchError: Shapes or dtypes differ, or nothing at all matches; nothing was changed.
-    """
-    if _speaks_for_itself(component.value, "set_state"):
+    if _has_own(component.value, "set_state"):
         component.value.set_state(state)
         return OwnReport()
     return set_default_state(component, state, source, keep)
@@ -165,25 +172,25 @@ def set_own_state(
 def set_default_state(
     component: LiveComponent, state: Any, source: Location | None = None, keep: Keep | None = None
 ) -> OwnReport:
-    """Gives its state to a component that does not do that itself; see :func:`set_own_state`."""
+    """Give its state to a component that has no ``set_state`` of its own."""
     if not isinstance(state, Mapping):
-        raise TreeMismatchError(f"{called(component)}: expected a dictionary as state, found {type(state).__name__}")
+        raise TreeMismatchError(f"{_called(component)}: expected a dictionary as state, found {type(state).__name__}")
     source = source or _GIVEN
     stored = _stored(component, state, source)
     root = stand_in(component)
     before = dict(vars(root))
     graph, _ = own_graph(component, root)
-    own = {shown(node.path) for node in graph.leaves()}
-    restoration = Restoration(stored, root, exclude=_excluded(stored, keep) or None)
-    restoration.outcome.partial = True  # what is left over is in the report
+    own = {format_node_path(node.path) for node in graph.leaves()}
+    restoration = Restoration(stored, root, ignore=_kept(stored, keep))
+    restoration.progress.partial = True  # the report has the values that are left over
     try:
         restoration.advance()
     except TreeMismatchError as error:
         if not error.differences:
             raise
-        other = "leave them out" if source is _GIVEN else "say which of its own it keeps, restore_from_path(keep=...)"
+        other = "leave them out" if source is _GIVEN else "name values that stay with restore_from_path(keep=...)"
         raise TreeMismatchError(
-            f"{source}: these values do not fit {called(component)}; nothing was changed. "
+            f"{source}: these values do not fit {_called(component)}; nothing was changed. "
             f"Change the program, or {other}:",
             error.differences,
         ) from error
@@ -194,28 +201,43 @@ def set_default_state(
     unused = report.pending + report.unused
     if unused and own and not set(report.restored) & own:
         raise TreeMismatchError(
-            f"{source}: nothing in it matches {called(component)}, and nothing was changed. It has {_some(unused)}; "
-            f"the component has {_some(sorted(own))}"
+            f"{source}: nothing in it matches {_called(component)}, and nothing was changed. "
+            f"It has {shortened(map(repr, unused))}; the component has {shortened(map(repr, sorted(own)))}"
         )
     return OwnReport(tuple(path for path in report.missing if path in own), unused)
 
 
-def ask(component: LiveComponent, state: Any, source: Location, keep: Keep) -> None:
-    """Asks of every value that a component is about to be given whether it stays; changes nothing."""
-    if isinstance(state, Mapping) and not _speaks_for_itself(component.value, "set_state"):
-        _excluded(_stored(component, state, source), keep)
+def match_kept(component: LiveComponent, state: Any, source: Location, keep: Keep) -> None:
+    """Call ``keep`` for every value that a component is about to get; change nothing."""
+    if isinstance(state, Mapping) and not _has_own(component.value, "set_state"):
+        _kept(_stored(component, state, source), keep)
+
+
+def _kept(stored: StoredGraph, keep: Keep | None) -> list[Path]:
+    """Return the paths of the values that stay as they are in the program."""
+    if keep is None:
+        return []
+    paths = [(stored.graph.path(number), node.value) for number, node in stored.graph.values()]
+    return [path for path, value in paths if keep(path, stored.leaves.get(value or ""))]
+
+
+def _called(component: LiveComponent) -> str:
+    name = type(component.value).__qualname__
+    return f"component {format_component_path(component.path)} ({name})" if component.path else name
+
+
+# ---- a state in memory, opened as a checkpoint is
 
 
 def _stored(component: LiveComponent, state: Mapping[str, Any], source: Location) -> StoredGraph:
-    """Opens a state as if it were a checkpoint."""
     values = {key: value for key, value in state.items() if key != GRAPH}
     if is_module(component.value):
         values = _nested(values)
-    return StoredGraph(MemoryTree(values, _document(state, source), source), source)
+    return StoredGraph(_MemoryTree(values, _document(state, source), source), source)
 
 
 def _nested(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Takes the names of a ``state_dict()`` apart at their dots, which no attribute of a module has."""
+    """Split the names of a ``state_dict()`` at their dots, which no attribute of a module has."""
     found: dict[Any, Any] = {}
     for name, value in state.items():
         *above, last = name.split(".") if isinstance(name, str) else [name]
@@ -228,27 +250,6 @@ def _nested(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return found
 
 
-def _excluded(stored: StoredGraph, keep: Keep | None) -> list[str]:
-    """Returns patterns for exactly the values that stay as they are in the program."""
-    if keep is None:
-        return []
-    paths = [(stored.graph.path(number), node.value) for number, node in stored.graph.values()]
-    kept = [shown(path) for path, value in paths if keep(path, stored.leaves.get(value or ""))]
-    return [re.sub(r"([*?[])", r"[\1]", path) for path in kept]
-
-
-def _says_more(document: Mapping[str, Any], tree: Any) -> bool:
-    """Whether a graph is more than its values in their containers."""
-    nodes = document["nodes"]
-    names = set(flatten(tree).names)
-    edges = sum(len(node.get("edges", ())) for node in nodes)
-    return (
-        edges != len(nodes) - 1
-        or any(node.get("slots") or node.get("groups") for node in nodes)
-        or any("value" in node and node["value"] not in names for node in nodes)
-    )
-
-
 def _document(state: Mapping[str, Any], source: Location) -> Any:
     text = state.get(GRAPH)
     if text is None:
@@ -259,22 +260,108 @@ def _document(state: Mapping[str, Any], source: Location) -> Any:
         raise DamagedCheckpointError(f"{source}: {GRAPH} does not describe a graph: {error}") from error
 
 
-# ---- values
+class _MemoryTree(TreeSource):
+    def __init__(self, tree: Any, document: Any, location: Location) -> None:
+        flat = flatten(tree)
+        self.location = location
+        self.tree = TreeDocument(flat.structure)
+        self.leaves = []
+        self._arrays: dict[str, ArrayLeaf] = {}
+        self._document = document
+        for name, one in zip(flat.names, describe(flat.names, flat.values), strict=True):
+            if isinstance(one, ArrayLeaf):
+                self._arrays[name] = one
+                self.leaves.append(SavedLeaf(name, Saved(one.details, one.dtype, one.shape)))
+            else:
+                self.leaves.append(SavedLeaf(name, Saved(one.details)))
+
+    def graph_document(self) -> Any:
+        return self._document
+
+    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+        return [self._arrays[leaf.name].copy() if leaf.name in self._arrays else None for leaf in leaves]
 
 
-def copied(tree: Any) -> Any:
-    """Returns a tree with copies of everything that can change."""
-    if isinstance(tree, np.ndarray):
-        return tree.copy()
-    if is_torch_tensor(tree):
-        return tree.detach().clone()
-    if isinstance(tree, dict | list) or type(tree) is tuple:
-        contents = expand(tree)
-        if contents is not None:
-            return contents.build([copied(child) for child in contents.values])
-    return copy.copy(tree) if isinstance(tree, set) else tree
+# ---- a component as a graph of its own
 
 
-def _some(names: Any) -> str:
-    shortened = ", ".join(map(repr, names[:8])) or "no values"
-    return shortened + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+class _Part:
+    """Stands for an object of a component below: the paths of its parameters are needed, its values are not."""
+
+
+def stand_in(component: LiveComponent) -> Node:
+    """Return a node with the component's own attributes, and with the components below under their names."""
+    node = Node()
+    value = component.value
+    if is_module(value) or is_nnx_object(value):
+        object.__setattr__(node, "_holdfast_root", value)
+        if is_module(value):
+            vars(node).update(attributes_with_state(component))
+    elif is_optimizer(value) or isinstance(value, np.ndarray) or is_torch_tensor(value):
+        vars(node)[STATE] = value  # an object without a name of its own
+    else:
+        _fill(node, component)
+    return node
+
+
+def _fill(node: Any, component: LiveComponent) -> None:
+    below = {id(child.value) for child in component.children}
+    attributes = attributes_of(component.value)
+    if not attributes and not hasattr(component.value, "__dict__"):
+        which = f"component {format_component_path(component.path)}" if component.path else "the component"
+        raise UnsupportedLeafError(
+            f"{which} is a {type(component.value).__qualname__}, which has no attributes that could be restored in "
+            "place: make it an attribute of a component, or give it get_state() and set_state(state)"
+        )
+    for name, value in attributes.items():
+        if id(value) not in below and not is_component(value):
+            vars(node)[name] = value
+    kept = set(vars(node))
+    for child in component.children:
+        path = component.relative(child)
+        if path[0] not in kept:
+            *between, last = path
+            holder = node
+            for segment in between:
+                holder = vars(holder).setdefault(segment, _Part())
+            vars(holder)[last] = _part(child)
+        elif isinstance(part := _part(child), _Part):  # others are found where they are, in a container
+            vars(node)[f"{'/'.join(path)} (component)"] = part
+
+
+def _part(component: LiveComponent) -> Any:
+    value = component.value
+    if is_module(value) or is_nnx_object(value) or is_optimizer(value) or not hasattr(value, "__dict__"):
+        return value
+    part = _Part()
+    _fill(part, component)
+    return part
+
+
+def own_graph(component: LiveComponent, root: Node) -> tuple[LiveGraph, dict[str, str]]:
+    """Return the graph of a component's own values, and its own objects that cannot be saved, with the reasons."""
+    graph = walk(root)
+    own = {id(graph.root)}
+    below = {id(child.value) for child in component.children}
+    skipped = {format_node_path(path): reason for path, reason in graph.skipped.items()}
+    queue = [graph.root]
+    for node in queue:
+        for segment, child in node.edges.items():
+            # Saved as a component: one below, or the component itself where an object refers to it.
+            if isinstance(child.value, _Part) or is_component(child.value) or id(child.value) in below:
+                path = format_node_path((*node.path, segment))
+                skipped = {one: why for one, why in skipped.items() if one != path and not one.startswith(f"{path}/")}
+            elif id(child) not in own:
+                own.add(id(child))
+                queue.append(child)
+        own.update(id(value) for _, _, value in node.optimizer_slots)
+    if any(node.optimizer_slots or node.groups for node in graph.nodes if id(node) in own):
+        for node in graph.nodes:  # those of components below are names without values
+            if id(node) not in own:
+                node.optimizer_slots, node.groups = [], []
+                if isinstance(node.view, Leaf):
+                    node.view = Leaf(node.view.slot, node.view.shared, ready=False)
+        return graph, skipped
+    for node in graph.nodes:
+        node.edges = {segment: child for segment, child in node.edges.items() if id(child) in own}
+    return LiveGraph([node for node in graph.nodes if id(node) in own], graph.skipped, graph.notes), skipped

@@ -1,67 +1,45 @@
 """The index over the chunks of many zarr arrays, encoded from columns.
 
-An index of ten million chunks has as many keys; none of them becomes a Python object here. The keys of an array differ
-from those of another with the same grid in what they begin with only, so that they are laid out once for each grid.
+An index of ten million chunks has as many keys; none of them becomes a Python object here. Arrays of the same grid have
+the same keys after their names, so that keys are laid out once for each grid.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .ocdbt import encode_rows
-from .ocdbt_columns import shared_prefixes
-from .ocdbt_entries import INLINE_LIMIT, KEY_LIMIT
-from .ocdbt_rows import Rows
+from .ocdbt_read import INLINE_LIMIT, KEY_LIMIT
+from .ocdbt_write import Rows, encode_database, shared_prefixes
 from .zarr import chunk_keys, metadata_key
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+Grid = tuple[int, ...]
 
-    from numpy.typing import NDArray
-
-    Grid = tuple[int, ...]
-
-_BATCH = 1 << 20
-"""Keys that are laid out in memory at a time, unless a single array has more."""
+_BATCH = 1 << 20  # keys that are laid out in memory at a time, unless a single array has more
 
 
 def key_order(names: Sequence[str]) -> list[int]:
-    """Sorts arrays the way their keys are sorted.
-
-    Args:
-        names: The names of the arrays.
-
-    Returns:
-        The position of each in `names`, in the order of the keys: "a.b" comes before "a", as "a.b/" does before "a/".
-    """
+    """Return the positions of arrays in the order of their keys."""
     return sorted(range(len(names)), key=[_prefix(name) for name in names].__getitem__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayIndex:
-    """Where the chunks of arrays lie; one element per array in the sequences, one per chunk in the columns.
+    """Where the chunks of arrays lie: sequences with an element for each array, columns with one for each chunk."""
 
-    Attributes:
-        names: The names of the arrays, sorted as by `key_order`, no two alike.
-        grids: How many chunks each has along each axis.
-        metadata: The ``zarr.json`` of each.
-        files: Paths of the data files, relative to the directory of the database.
-        file_ids: Index into `files`. Chunks are in the order of the arrays, those of one array in C order.
-        offsets: Where the chunk starts in its file, in bytes.
-        lengths: Size of the chunk in its file, in bytes.
-        starts: The number of the first chunk of each array, and the number of all chunks.
-    """
-
-    names: Sequence[str]
-    grids: Sequence[Grid]
-    metadata: Sequence[bytes]
-    files: Sequence[str]
+    names: Sequence[str]  # the names of the arrays in the order of `key_order`; all are different
+    grids: Sequence[Grid]  # how many chunks each has along each axis
+    metadata: Sequence[bytes]  # the ``zarr.json`` of each
+    files: Sequence[str]  # paths of the data files, relative to the directory of the database
+    # Index into `files`. Chunks are in the order of the arrays, those of one array in C order.
     file_ids: NDArray[np.integer]
-    offsets: NDArray[np.int64]
-    lengths: NDArray[np.int64]
+    offsets: NDArray[np.int64]  # where the chunk starts in its file, in bytes
+    lengths: NDArray[np.int64]  # size of the chunk in its file, in bytes
+    # The number of the first chunk of each array, and the number of all chunks.
     starts: NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,26 +48,13 @@ class ArrayIndex:
         np.cumsum([counts[grid] for grid in self.grids], out=starts[1:])
         object.__setattr__(self, "starts", starts)
         if {len(self.file_ids), len(self.offsets), len(self.lengths)} != {int(starts[-1])}:
-            raise ValueError(f"the arrays have {starts[-1]} chunks, and the columns other lengths")
+            raise ValueError(f"the arrays have {starts[-1]} chunks, but the columns have other lengths")
 
     def encode(
         self, *, node_file: str, database_id: bytes, created_ns: int, node_limit: int = 1 << 20
     ) -> tuple[bytes, bytes]:
-        """Encodes the index as an OCDBT database.
-
-        Args:
-            node_file: The path that the file with the nodes will have, relative to the directory of the database.
-            database_id: 16 bytes that no other database has.
-            created_ns: When it was made, in nanoseconds since 1970-01-01 UTC.
-            node_limit: Bytes that a node should not pass.
-
-        Returns:
-            The content of ``manifest.ocdbt``, and the content of `node_file`.
-
-        Raises:
-            ValueError: A name or the metadata of an array is too long.
-        """
-        return encode_rows(
+        """Encode the index as an OCDBT database; return its manifest and its node file."""
+        return encode_database(
             self._batches(), node_file=node_file, database_id=database_id, created_ns=created_ns, node_limit=node_limit
         )
 
@@ -106,11 +71,11 @@ class ArrayIndex:
             first = last
 
     def _rows(self, first: int, last: int, templates: dict[Grid, _Template]) -> Rows:
-        """Lays out the keys of some arrays: those of the chunks, sorted as text, then that of the metadata."""
+        """Lay out the keys of some arrays: those of the chunks, sorted as text, then the key of the metadata."""
         grids, metadata = self.grids[first:last], self.metadata[first:last]
         prefixes = [_prefix(name) for name in self.names[first:last]]
         prefix_sizes = np.array([len(prefix) for prefix in prefixes], np.int64)
-        common = shared_prefixes(prefixes)  # no prefix is the beginning of another one
+        common = shared_prefixes(prefixes)  # no prefix begins with another one
         bases = self.starts[first:last]
         begins = bases - bases[0] + np.arange(last - first)
         total = int(self.starts[last] - bases[0]) + last - first
@@ -129,7 +94,7 @@ class ArrayIndex:
             sizes[rows] = template.sizes
             for column, source in ((file_ids, self.file_ids), (offsets, self.offsets), (lengths, self.lengths)):
                 column[rows[:, :-1]] = source[chunks]
-            if len(template.longest) + int(prefix_sizes[members].max()) > KEY_LIMIT:
+            if template.longest + int(prefix_sizes[members].max()) > KEY_LIMIT:
                 raise ValueError(f"a key has more than {KEY_LIMIT} bytes")
         shared[begins] = common
         sizes[begins] += prefix_sizes - common
@@ -161,28 +126,14 @@ class ArrayIndex:
 
 
 class _Template:
-    """The keys of an array with a certain grid, without what they begin with.
-
-    Args:
-        grid: How many chunks there are along each axis.
-
-    Attributes:
-        keys: The keys in their order.
-        longest: The longest of them.
-        order: The number of the chunk that each belongs to; the last key is that of the metadata.
-        shared: Bytes that each shares with the one before.
-        sizes: Bytes of each that follow those.
-        text: These bytes, joined.
-    """
-
-    __slots__ = ("keys", "longest", "order", "shared", "sizes", "text")
+    """The keys of an array with a certain grid, without the array's name."""
 
     def __init__(self, grid: tuple[int, ...]) -> None:
         keys = chunk_keys("", grid)
         order = sorted(range(len(keys)), key=keys.__getitem__)
         self.keys = [*(keys[number] for number in order), metadata_key("")]
-        self.longest = max(self.keys, key=len)
-        self.order: NDArray[Any] = np.array(order, np.int64)
+        self.longest = max(map(len, self.keys))
+        self.order: NDArray[Any] = np.array(order, np.int64)  # the chunk of each key but the last
         self.shared = shared_prefixes(self.keys)
         suffixes = [key[size:] for key, size in zip(self.keys, self.shared.tolist(), strict=True)]
         self.sizes = np.array([len(suffix) for suffix in suffixes], np.int64)

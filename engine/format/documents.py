@@ -1,9 +1,8 @@
-"""JSON files that say what they are and check themselves.
+"""JSON files with a format, a version, a kind and a digest.
 
 A document is one JSON object: ``{"format": "holdfast", "version": 1, "kind": ..., <body>, "digest": "crc32c:..."}``.
-The digest is the CRC-32C of the compact JSON text of everything but the digest itself, members in the order of the
-file; so white space does not matter to it, and every value, name and the order of the members does. This rule holds
-for every version of the format.
+The digest is the CRC-32C of the compact JSON text of all other members, in the order of the file: it covers every name,
+every value and the order of the members, but no white space. This rule holds for every version of the format.
 """
 
 from __future__ import annotations
@@ -13,36 +12,19 @@ import re
 from typing import Any, NoReturn
 
 from ..errors import DamagedCheckpointError, FormatVersionError
-from .checksums import crc32c, extend
+from .codecs import crc32c, extend
 
 FORMAT = "holdfast"
-VERSION = 1
-"""The newest version of the format that is read, and the one that is written."""
+VERSION = 1  # the newest version of the format that is read, and the one that is written
 
-DOCUMENT_LIMIT = 128 << 20
-"""Bytes of the largest document that is read or written."""
+DOCUMENT_LIMIT = 128 << 20  # bytes of the largest document that is read or written
 
 _RESERVED = ("format", "version", "kind", "digest")
-_READABLE = frozenset({"checkpoint"})
-"""Kinds that people look into; all others are compact."""
+_READABLE = frozenset({"checkpoint"})  # kinds that people read; all others are compact
 _DIGEST = re.compile(r"crc32c:[0-9a-f]{8}")
 
 
 def encode_document(kind: str, body: dict[str, Any]) -> bytes:
-    """Encodes a document.
-
-    Args:
-        kind: What the document is, such as "checkpoint" or "tree".
-        body: Its content: strings, finite numbers, booleans, None, lists and dicts with string keys.
-
-    Returns:
-        The JSON text, ending in one newline.
-
-    Raises:
-        ValueError: The body holds something that JSON does not, such as NaN, is nested too deeply or too large, or
-            uses one of the names format, version, kind and digest.
-        TypeError: The body holds an object of another type.
-    """
     taken = [name for name in _RESERVED if name in body]
     if taken:
         raise ValueError(f"the body of a document cannot have members called {', '.join(taken)}")
@@ -62,20 +44,7 @@ def encode_document(kind: str, body: dict[str, Any]) -> bytes:
 
 
 def decode_document(data: bytes, kind: str, *, source: str) -> dict[str, Any]:
-    """Decodes a document and checks it.
-
-    Args:
-        data: The content of the file.
-        kind: What the document must be.
-        source: The path of the file, for error messages.
-
-    Returns:
-        The body: what was given to `encode_document`.
-
-    Raises:
-        DamagedCheckpointError: The file is not a whole document of this kind.
-        FormatVersionError: It is whole, but of a newer version, or not written by holdfast.
-    """
+    """Verify a document and return its body."""
 
     def damaged(what: str, cause: Exception | None = None) -> NoReturn:
         raise DamagedCheckpointError(f"{source} is damaged: {what}") from cause
@@ -129,11 +98,7 @@ def _digest(text: str) -> str:
 
 
 def _written_digest(data: bytes, digest: str) -> str | None:
-    """Computes the digest of a document that is still as `encode_document` has written it, without encoding it anew.
-
-    Returns:
-        The digest, or None if the text is laid out in another way.
-    """
+    """Compute the digest from the bytes that `encode_document` wrote; None where they were formatted since."""
     end = f',"digest":"{digest}"}}\n'.encode("ascii")
     if not data.endswith(end):
         return None

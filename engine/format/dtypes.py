@@ -1,4 +1,4 @@
-"""The names of dtypes, and how each dtype is stored."""
+"""The names of dtypes in documents, and the zarr data type that stores each."""
 
 from __future__ import annotations
 
@@ -15,17 +15,12 @@ DType: TypeAlias = "np.dtype[Any]"
 
 
 class Stored(NamedTuple):
-    """How the elements of an array are stored.
+    """How the elements of an array are stored."""
 
-    Attributes:
-        data_type: The name of the zarr data type.
-        numpy: The same as a numpy dtype, little endian.
-        extra: None when elements are stored as themselves. Otherwise their bytes are stored, as they lie in memory,
-            along one more trailing axis of this size.
-    """
-
-    data_type: str
-    numpy: DType
+    data_type: str  # the name of the zarr data type
+    numpy: DType  # the same as a numpy dtype, little endian
+    # None when elements are stored as themselves. Otherwise their bytes in memory are stored along one more trailing
+    # axis of this size.
     extra: int | None
 
 
@@ -55,68 +50,16 @@ _ZARR: dict[str, DType] = _PLAIN | {
 }
 _LONG = int(np.finfo(np.longdouble).nmant)
 _LONG_NAME = re.compile(r"([<>]?)(c?longdouble)([0-9]{1,3})")
-# A multiple of zero is left out on purpose: numpy divides by it and takes the whole process down.
+# Zero multiples are not accepted: numpy divides by them, which ends the process.
 _UNITS = r"(?:\[(?:[1-9][0-9]{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
 _NUMPY_NAME = re.compile(
     rf"(?:datetime64|timedelta64){_UNITS}|[<>][iufc][0-9]{{1,2}}|[<>][mM]8{_UNITS}|[<>|][SUV][0-9]{{1,10}}"
 )
 
 
-def dtype_name(dtype: DType) -> str:
-    """Names a dtype, so that `dtype_from_name` returns it exactly, byte order included.
-
-    Args:
-        dtype: Any dtype whose elements are plain bytes.
-
-    Returns:
-        A name such as "float32", "bfloat16", ">i4", "<U5" or "datetime64[ns]".
-
-    Raises:
-        TypeError: The elements are objects or have fields.
-    """
-    return _name(dtype)
-
-
-def dtype_from_name(name: str) -> DType:
-    """Finds the dtype with a name that `dtype_name` gave.
-
-    Args:
-        name: The name. It is looked up or parsed, never evaluated.
-
-    Returns:
-        The dtype.
-
-    Raises:
-        DamagedCheckpointError: No dtype has this name.
-        FormatVersionError: It is the long double of another kind of machine, or needs a newer ml_dtypes.
-    """
-    return _parse(name) if isinstance(name, str) else _unknown(name)
-
-
-def storage_dtype(dtype: DType) -> Stored:
-    """Decides how the elements of an array are stored.
-
-    Args:
-        dtype: The dtype of the array in memory.
-
-    Returns:
-        The dtype of the stored array. Those that TensorStore's zarr3 has a name for are stored as themselves, little
-        endian; all others as bytes.
-
-    Raises:
-        TypeError: The elements are objects or have fields.
-    """
-    return _stored(dtype)
-
-
-def zarr_dtype(data_type: str) -> DType | None:
-    """Finds the little-endian numpy dtype of a zarr data type; None when it is not known."""
-    dtype = _ZARR.get(data_type)
-    return None if dtype is None else dtype.newbyteorder("<")
-
-
 @lru_cache(maxsize=1024)
-def _name(dtype: DType) -> str:
+def dtype_name(dtype: DType) -> str:
+    """Return the name of a dtype, from which `dtype_from_name` makes it again, byte order included."""
     name = dtype.name
     known = _PLAIN.get(name) or _ML_DTYPES.get(name)
     if known is not None and known == dtype:
@@ -133,6 +76,11 @@ def _name(dtype: DType) -> str:
     return dtype.str
 
 
+def dtype_from_name(name: str) -> DType:
+    """Return the dtype that `dtype_name` gave a name."""
+    return _parse(name) if isinstance(name, str) else _unknown(name)
+
+
 @lru_cache(maxsize=1024)
 def _parse(name: str) -> DType:
     dtype = _PLAIN.get(name) or _ML_DTYPES.get(name)
@@ -144,8 +92,8 @@ def _parse(name: str) -> DType:
     if long:
         if int(long[3]) != _LONG:
             raise FormatVersionError(
-                f"the dtype {name} is the long double of another kind of machine; it has {long[3]} bits of mantissa, "
-                f"the one of this machine {_LONG}"
+                f"the dtype {name} is the long double of another kind of machine; its mantissa has {long[3]} bits, "
+                f"on this machine {_LONG}"
             )
         dtype = np.dtype(long[2])
         if long[1]:
@@ -155,7 +103,7 @@ def _parse(name: str) -> DType:
             dtype = np.dtype(name)
         except (TypeError, ValueError):
             return _unknown(name)
-    if dtype is None or _name(dtype) != name:
+    if dtype is None or dtype_name(dtype) != name:
         return _unknown(name)
     return dtype
 
@@ -164,9 +112,15 @@ def _unknown(name: object) -> DType:
     raise DamagedCheckpointError(f"{str(name)[:100]!r} is not the name of a dtype that holdfast stores")
 
 
+def zarr_dtype(data_type: str) -> DType | None:
+    """Return the little-endian numpy dtype of a zarr data type, or None for an unknown one."""
+    dtype = _ZARR.get(data_type)
+    return None if dtype is None else dtype.newbyteorder("<")
+
+
 @lru_cache(maxsize=1024)
-def _stored(dtype: DType) -> Stored:
-    _name(dtype)  # refuses what has no name
+def storage_dtype(dtype: DType) -> Stored:
+    dtype_name(dtype)  # refuses a dtype without a name
     little = _ZARR.get(dtype.name)
     if little is not None and dtype.newbyteorder("=") == little:
         return Stored(dtype.name, little.newbyteorder("<"), None)

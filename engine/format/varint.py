@@ -1,24 +1,23 @@
-"""Variable-length unsigned integers (ULEB128), whole columns at a time.
+"""Variable-length unsigned integers (ULEB128) and a cursor over binary fields that checks all it reads.
 
-Seven bits a byte, the lowest first; the top bit of a byte says that another one follows. See
-https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format, where every count and length is one.
+A varint has seven bits a byte, the lowest first; the top bit of a byte is set where another one follows. OCDBT stores
+every count and length so: https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from ..errors import DamagedCheckpointError
 
-MAX_BYTES = 10
-"""Bytes of the longest encoding of a 64-bit number."""
+INT64_MAX = (1 << 63) - 1
+_MAX_BYTES = 10  # of the encoding of a 64-bit number
 
 
 def encode_varint(value: int) -> bytes:
-    """Encodes one number between 0 and 2**64 - 1."""
     if not 0 <= value < 1 << 64:
         raise ValueError(f"a varint holds 0 to 2**64 - 1, not {value}")
     out = bytearray()
@@ -30,14 +29,6 @@ def encode_varint(value: int) -> bytes:
 
 
 def varint_sizes(values: NDArray[Any]) -> NDArray[np.int64]:
-    """Counts the bytes that each number's encoding takes.
-
-    Args:
-        values: Non-negative integers, one axis.
-
-    Returns:
-        A number from 1 to 10 for each value.
-    """
     values = values.astype(np.uint64, copy=False)
     sizes = np.ones(values.shape, np.int64)
     largest = int(values.max()) if values.size else 0
@@ -49,14 +40,6 @@ def varint_sizes(values: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def encode_varints(values: NDArray[Any]) -> bytes:
-    """Encodes a column of numbers, one after the other.
-
-    Args:
-        values: Non-negative integers, one axis.
-
-    Returns:
-        The encodings, joined.
-    """
     values = values.astype(np.uint64, copy=False)
     if not values.size or values.max() < 128:
         return values.astype(np.uint8).tobytes()
@@ -73,25 +56,13 @@ def encode_varints(values: NDArray[Any]) -> bytes:
 
 
 def decode_varints(data: NDArray[np.uint8], count: int) -> tuple[NDArray[np.uint64], int]:
-    """Decodes a column of numbers.
-
-    Args:
-        data: The bytes, which begin with the column and may go on after it.
-        count: How many numbers the column has.
-
-    Returns:
-        The numbers, and how many bytes they took.
-
-    Raises:
-        ValueError: The bytes end too early, or a number does not fit 64 bits. Nothing that grows with `count` is
-            allocated before `count` is known to be at most the number of bytes.
-    """
+    """Decode a column of numbers; return them and the bytes they took."""
     if count > data.size:
         raise ValueError(f"{count} numbers cannot lie in {data.size} bytes")
     first = data[:count]
     if not count or first.max() < 128:
         return first.astype(np.uint64), count
-    ends = np.flatnonzero(data[: count * MAX_BYTES] < 128)[:count]
+    ends = np.flatnonzero(data[: count * _MAX_BYTES] < 128)[:count]
     if ends.size < count:
         raise ValueError(f"found only {ends.size} of {count} numbers")
     starts = np.empty_like(ends)
@@ -99,7 +70,7 @@ def decode_varints(data: NDArray[np.uint8], count: int) -> tuple[NDArray[np.uint
     starts[1:] = ends[:-1] + 1
     sizes = ends - starts + 1
     longest = int(sizes.max())
-    if longest > MAX_BYTES or (longest == MAX_BYTES and data[ends[sizes == MAX_BYTES]].max() > 1):
+    if longest > _MAX_BYTES or (longest == _MAX_BYTES and data[ends[sizes == _MAX_BYTES]].max() > 1):
         raise ValueError("a number does not fit 64 bits")
     values = np.zeros(count, np.uint64)
     for k in range(longest):
@@ -107,3 +78,60 @@ def decode_varints(data: NDArray[np.uint8], count: int) -> tuple[NDArray[np.uint
         digit = data[starts[some] + k].astype(np.uint64) & np.uint64(127)
         values[some] |= digit << np.uint64(7 * k)
     return values, int(ends[-1]) + 1
+
+
+class Cursor:
+    """Reads fields one after the other, and checks that the bytes are there before it allocates anything for them."""
+
+    def __init__(self, data: bytes, source: str) -> None:
+        self.data = data
+        self.position = 0
+        self.source = source
+        self._array = np.frombuffer(data, np.uint8)
+
+    @property
+    def remaining(self) -> int:
+        return len(self.data) - self.position
+
+    def fail(self, what: str) -> NoReturn:
+        raise DamagedCheckpointError(f"{self.source} is damaged: {what}")
+
+    def take(self, count: int) -> bytes:
+        if count > self.remaining:
+            self.fail(f"expected {count} more bytes at offset {self.position}, found {self.remaining}")
+        self.position += count
+        return self.data[self.position - count : self.position]
+
+    def byte(self) -> int:
+        return self.take(1)[0]
+
+    def column(self, count: int) -> NDArray[np.uint8]:
+        """Read `count` unsigned bytes, one number each."""
+        return np.frombuffer(self.take(count), np.uint8)
+
+    def varint(self, limit: int = INT64_MAX) -> int:
+        if self.position < len(self.data) and self.data[self.position] < 128:  # the common case, without arrays
+            value = self.byte()
+        else:
+            value = int(self.wide_varints(1)[0])
+        if value > limit:
+            self.fail(f"the number {value} before offset {self.position} exceeds its limit of {limit}")
+        return value
+
+    def varints(self, count: int, limit: int = INT64_MAX) -> NDArray[np.int64]:
+        values = self.wide_varints(count)
+        if count and int(values.max()) > limit:
+            self.fail(f"the number {int(values.max())} before offset {self.position} exceeds its limit of {limit}")
+        return values.astype(np.int64)
+
+    def wide_varints(self, count: int) -> NDArray[np.uint64]:
+        try:
+            values, size = decode_varints(self._array[self.position :], count)
+        except ValueError as error:
+            self.fail(f"{error} at offset {self.position}")
+        self.position += size
+        return values
+
+    def finish(self) -> None:
+        if self.remaining:
+            self.fail(f"{self.remaining} bytes follow where it should end")

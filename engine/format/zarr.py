@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -16,39 +15,28 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from ..errors import DamagedCheckpointError, FormatVersionError
-from .dtypes import Stored as Stored
-from .dtypes import dtype_from_name as dtype_from_name
-from .dtypes import dtype_name as dtype_name
-from .dtypes import storage_dtype as storage_dtype
 from .dtypes import zarr_dtype
 
-METADATA_LIMIT = 1 << 20
-"""Bytes of the longest ``zarr.json`` that is read."""
+METADATA_LIMIT = 1 << 20  # bytes of the longest ``zarr.json`` that is read
 
 _CACHED_LIMIT = 2048
+_MEMBERS = (
+    {"zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding"}
+    | {"fill_value", "codecs", "attributes", "dimension_names"}
+)  # fmt: skip
 _RANK_LIMIT = 65
 _BYTES_LIMIT = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayMetadata:
-    """What ``zarr.json`` says of an array.
-
-    Attributes:
-        shape: The shape of the array, in elements.
-        data_type: The name of the zarr data type.
-        chunk_shape: The shape of a chunk; chunks at the end are stored whole, too.
-        endian: The byte order of stored elements; None where they are single bytes.
-        checksummed: Whether the four last bytes of each stored chunk are the CRC-32C of the others.
-        compression: The level of zstd that chunks are compressed with, in front of that checksum, so that their sizes
-            are only known from the index; None where they are not. See `decompress_chunk`.
-    """
-
-    shape: tuple[int, ...]
-    data_type: str
-    chunk_shape: tuple[int, ...]
-    endian: Literal["little", "big"] | None
-    checksummed: bool
+    shape: tuple[int, ...]  # the shape of the array, in elements
+    data_type: str  # the name of the zarr data type
+    chunk_shape: tuple[int, ...]  # the shape of a chunk; chunks at the end are stored whole, too
+    endian: Literal["little", "big"] | None  # the byte order of stored elements; None where they are single bytes
+    checksummed: bool  # whether the four last bytes of each stored chunk are the CRC-32C of the others
+    # The zstd level of chunks that are compressed, in front of that checksum; only the index has their sizes then. None
+    # for chunks that are not compressed.
     compression: int | None = None
 
     @property
@@ -58,7 +46,6 @@ class ArrayMetadata:
 
     @property
     def chunk_count(self) -> int:
-        """The number of chunks."""
         return math.prod(self.grid)
 
     @property
@@ -73,17 +60,7 @@ class ArrayMetadata:
 def encode_array_metadata(
     shape: tuple[int, ...], data_type: str, chunk_shape: tuple[int, ...], compression: int | None = None
 ) -> bytes:
-    """Encodes the ``zarr.json`` of an array whose chunks are little endian and followed by their checksum.
-
-    Args:
-        shape: The shape of the array, in elements.
-        data_type: The name of the zarr data type.
-        chunk_shape: The shape of a chunk; every size at least 1.
-        compression: The level of zstd that chunks are compressed with, or None.
-
-    Returns:
-        Compact JSON. All codecs are explicit, as TensorStore may choose a sharded layout where none are given.
-    """
+    """Encode the ``zarr.json`` of an array whose chunks are little endian and followed by their checksum."""
     if len(shape) != len(chunk_shape) or min(chunk_shape, default=1) < 1 or min(shape, default=0) < 0:
         raise ValueError(f"an array of shape {shape} cannot have chunks of shape {chunk_shape}")
     if data_type == "bool":
@@ -113,18 +90,6 @@ def encode_array_metadata(
 
 
 def decode_array_metadata(data: bytes) -> ArrayMetadata:
-    """Decodes the ``zarr.json`` of an array.
-
-    Args:
-        data: The JSON text.
-
-    Returns:
-        What it says.
-
-    Raises:
-        DamagedCheckpointError: It is not the metadata of a zarr version 3 array.
-        FormatVersionError: It is, but uses a codec, chunk grid, data type or extension that holdfast does not read.
-    """
     if len(data) > METADATA_LIMIT:
         _damaged(f"it has {len(data)} bytes; the limit is {METADATA_LIMIT}")
     # Many arrays of a tree share one text; long ones are not worth the memory.
@@ -168,17 +133,7 @@ _decode_cached = lru_cache(maxsize=4096)(_decode)
 
 
 def decode_fill_value(data: bytes) -> bytes:
-    """Reads what the elements of chunks that were not stored are, out of the ``zarr.json`` of an array.
-
-    Args:
-        data: The JSON text, which `decode_array_metadata` accepts.
-
-    Returns:
-        One element, in the byte order of the stored ones.
-
-    Raises:
-        DamagedCheckpointError: There is no such value, or the data type cannot hold it.
-    """
+    """Return the bytes of the fill value, which is every element of a chunk that was not stored."""
     dtype = decode_array_metadata(data).dtype
     value = json.loads(data.decode("utf-8")).get("fill_value")
     parts = value if isinstance(value, list) and dtype.kind == "c" and len(value) == 2 else [value]
@@ -204,38 +159,19 @@ def _fill_part(value: object) -> bool | int | float:
 
 
 def metadata_key(name: str) -> bytes:
-    """Returns the key of the ``zarr.json`` of the array called `name`; the empty name stands for the root."""
+    """Return the key of the ``zarr.json`` of an array; the array at the root has the empty name."""
     return f"{name}/zarr.json".encode() if name else b"zarr.json"
 
 
 def chunk_keys(name: str, grid: tuple[int, ...]) -> list[bytes]:
-    """Lists the keys of the chunks of an array.
-
-    Args:
-        name: The name of the array; the empty name stands for the root.
-        grid: The number of chunks along each axis. When it was read from a file, compare `chunk_count` with the number
-            of keys in the database first: a few bytes can describe any number of chunks.
-
-    Returns:
-        One key per chunk, the last axis varying fastest; none when the array is empty.
-    """
     prefix = f"{name}/c".encode() if name else b"c"
-    return [prefix + suffix for suffix in _chunk_suffixes(grid)]
-
-
-def _chunk_suffixes(grid: tuple[int, ...]) -> Sequence[bytes]:
     if grid.count(1) == len(grid):
-        return _single_suffix(len(grid))
-    return [("/" + "/".join(map(str, indices))).encode() for indices in product(*map(range, grid))]
-
-
-@lru_cache(maxsize=64)
-def _single_suffix(axes: int) -> tuple[bytes]:
-    return (b"/0" * axes,)
+        return [prefix + b"/0" * len(grid)]
+    return [prefix + ("/" + "/".join(map(str, indices))).encode() for indices in product(*map(range, grid))]
 
 
 def _codecs(codecs: object, itemsize: int) -> tuple[Literal["little", "big"] | None, bool, int | None]:
-    """Returns the byte order, whether there is a checksum, and the level of compression."""
+    """Return the byte order, whether chunks have a checksum, and the zstd level."""
     if not isinstance(codecs, list) or not codecs:
         _damaged("it has no codecs")
     named = [_named(codec, "codecs") for codec in codecs]
@@ -256,27 +192,15 @@ def _codecs(codecs: object, itemsize: int) -> tuple[Literal["little", "big"] | N
 
 
 def _check_extensions(document: dict[str, Any]) -> None:
-    known = {
-        "zarr_format",
-        "node_type",
-        "shape",
-        "data_type",
-        "chunk_grid",
-        "chunk_key_encoding",
-        "fill_value",
-        "codecs",
-        "attributes",
-        "dimension_names",
-    }
     for name, value in document.items():
-        if name in known or (name == "storage_transformers" and value == []):
+        if name in _MEMBERS or (name == "storage_transformers" and value == []):
             continue
         if not (isinstance(value, dict) and value.get("must_understand") is False):
             _unsupported("extension", name)
 
 
 def _named(value: object, what: str) -> tuple[str, dict[str, Any]]:
-    """Reads a name with its configuration; a bare name is allowed by zarr 3.1."""
+    """Return a name and its configuration; zarr 3.1 allows a bare name."""
     if isinstance(value, str):
         return value, {}
     if isinstance(value, dict):

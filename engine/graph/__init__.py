@@ -2,51 +2,14 @@
 
 from __future__ import annotations
 
-from .capture import CapturedGraph, capture
+from .capture import capture
 from .checkpoint import Checkpoint
-from .latest import checkpoints_iterator, latest_checkpoint
+from .frameworks import is_module, is_nnx_object, is_optimizer, nnx_children
 from .manager import CheckpointManager
-from .paths import Path, PathFilter, Patterns, parse_path, shown, storage_name
-from .reader import CheckpointReader, GraphView, load_checkpoint
-from .report import RestoreReport
-from .restoration import Restoration
-from .saved import Rename, SavedGraph, SavedNode
-from .status import RestoreStatus
+from .paths import Path, format_node_path, format_section, parse_path, storage_name
+from .reader import CheckpointReader, GraphView, checkpoints_iterator, latest_checkpoint, load_checkpoint
+from .restoration import Restoration, RestoreReport, RestoreStatus
 from .stored import GraphCheckpointHandler, StoredGraph, open_graph
-from .tracked import Node, TrackedDict, TrackedList, Untracked, Value
+from .tracked import Node, TrackedDict, TrackedList, Untracked, Value, tracked_attributes
+from .views import Leaf
 from .walk import LiveGraph, LiveNode, walk
-
-__all__ = [
-    "CapturedGraph",
-    "Checkpoint",
-    "CheckpointManager",
-    "CheckpointReader",
-    "GraphCheckpointHandler",
-    "GraphView",
-    "LiveGraph",
-    "LiveNode",
-    "Node",
-    "Path",
-    "PathFilter",
-    "Patterns",
-    "Rename",
-    "Restoration",
-    "RestoreReport",
-    "RestoreStatus",
-    "SavedGraph",
-    "SavedNode",
-    "StoredGraph",
-    "TrackedDict",
-    "TrackedList",
-    "Untracked",
-    "Value",
-    "capture",
-    "checkpoints_iterator",
-    "latest_checkpoint",
-    "load_checkpoint",
-    "open_graph",
-    "parse_path",
-    "shown",
-    "storage_name",
-    "walk",
-]

@@ -1,150 +1,98 @@
-"""A live graph made into what is stored: a tree of values by readable path, and a document of nodes and edges."""
+"""Capture of a live graph for saving: a tree of values by readable path, and a document of nodes and edges."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UnsupportedLeafError
-from ..tree import escape_key, flatten, unescape_key
-from ..tree.containers import class_name
-from ..tree.python_leaves import is_python_value
-from ..tree.structure import MAX_DEPTH
-from .cells import BoxCell, StateCell
-from .paths import Path, PathFilter, shown, storage_name
-from .views import Branch, Leaf
-from .walk import SLOTS, LiveGraph, LiveNode
+from ..pytree import MAX_DEPTH, class_name, escape_key, flatten, is_python_value, unescape_key, unflatten
+from .paths import Path, format_node_path, storage_name
+from .slots import BoxSlot, StateSlot
+from .views import Branch
+from .walk import OPTIMIZER_SLOTS, LiveGraph, LiveNode
+
+# Prefix of the storage names of values of which each process saves its own; no other name begins with it.
+PER_PROCESS = "//"
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """A graph that is ready to be saved.
-
-    Attributes:
-        tree: The values in nested containers, each once, under the shortest path to it.
-        document: Nodes and edges, as JSON.
-        skipped: What was reachable and is not saved, each with the reason.
-        notes: What people should know of objects that are saved.
-        own: What each process has of its own, by storage names; None where all is saved together.
-    """
-
-    tree: Any
-    document: dict[str, Any]
-    skipped: Mapping[Path, str]
-    notes: Mapping[Path, str]
-    own: Mapping[str, Any] | None = None
+    tree: Any  # the values, each once, under the shortest path to it
+    document: dict[str, Any]  # nodes and edges, as JSON
+    skipped: Mapping[Path, str]  # objects that are not saved, each with the reason
+    notes: Mapping[Path, str]  # for people, on objects that are saved
+    per_process: Mapping[str, Any] | None = None  # the values of which each process saves its own, by storage name
 
 
-OWN = "//"
-"""What the storage names of values begin with that each process has of its own; no other name does."""
-
-
-def capture(graph: LiveGraph, chosen: PathFilter | None = None, *, apart: bool = False) -> CapturedGraph:
-    """Makes a graph ready to be saved.
-
-    Args:
-        graph: What a walk has found.
-        chosen: Which values to save, by their shortest paths; None is all.
-        apart: Whether the states of objects, such as data iterators, differ from process to process.
-
-    Returns:
-        Its values and its document. Arrays are not copied; states of objects are.
-    """
+def capture(graph: LiveGraph, *, apart: bool = False) -> CapturedGraph:
+    """Take the values and the structure of a graph; ``apart`` separates the states of objects for each process."""
     numbers = {id(node): number for number, node in enumerate(graph.nodes)}
-    chosen = chosen or PathFilter()
-    own = [node for node in graph.leaves() if apart and _is_state(node) and chosen.chooses(node.path)]
-    shape = _nested(graph, numbers, chosen, {id(node) for node in own})
-    flat = flatten(shape)
-    names = dict(zip(flat.values, flat.names, strict=True))
-    values = {number: _value(graph.nodes[number]) for number in names}
-    names.update({numbers[id(node)]: OWN + escape_key(storage_name(node.path)) for node in own})
-    nodes = [_node(node, numbers, names) for node in graph.nodes]
-    states = {storage_name(node.path): _value(node) for node in own} if apart else None
-    return CapturedGraph(_filled(shape, values), {"nodes": nodes}, graph.skipped, graph.notes, states)
-
-
-def _is_state(node: LiveNode) -> bool:
-    return isinstance(node.view, Leaf) and isinstance(node.view.cell, StateCell)
-
-
-def _value(node: LiveNode) -> Any:
-    assert isinstance(node.view, Leaf)
-    return node.view.cell.get()
-
-
-def _nested(graph: LiveGraph, numbers: dict[int, int], chosen: PathFilter, elsewhere: set[int]) -> Any:
-    """Returns containers that hold the number of every value; of those without values, only what is an empty one."""
-    inside: dict[Path, dict[Any, Any]] = {(): {}}
-    kinds: dict[int, type] = {}
-    empty: dict[int, type] = {}
+    states = [node for node in graph.leaves() if apart and isinstance(node.slot, StateSlot)]
     too_deep = [node for node in graph.leaves() if len(node.path) > MAX_DEPTH]
     if too_deep:
         raise UnsupportedLeafError(
-            f"{shown(too_deep[0].path[:4])}/...: {len(too_deep)} values are more than {MAX_DEPTH} objects away from "
-            "the checkpoint, and nothing was written; attach what holds them under a name of its own"
+            f"{format_node_path(too_deep[0].path[:4])}/...: {len(too_deep)} values are more than {MAX_DEPTH} objects "
+            "away from the checkpoint, and nothing was written; attach the objects that hold them under names of their "
+            "own"
         )
-    for node in graph.nodes:
-        for segment, child in node.edges.items():
-            if child.path != (*node.path, segment) or len(child.path) > MAX_DEPTH:
-                continue  # stored under another path, or nothing that would be stored
-            if isinstance(child.view, Branch):
-                branch = inside[child.path] = {}
-                inside[node.path][node.keys[segment]] = branch
-                if child.view.sequence:
-                    kinds[id(branch)] = tuple if child.view.label == "tuple" else list
-                is_empty = not child.view.edges and (child.view.sequence or isinstance(child.value, dict))
-                if is_empty and len(child.path) < MAX_DEPTH and chosen.chooses(child.path):
-                    empty[id(branch)] = kinds.get(id(branch), dict)
-            elif child.has_value and chosen.chooses(child.path) and id(child) not in elsewhere:
-                inside[node.path][node.keys[segment]] = numbers[id(child)]
-        for _, _, child in node.slots:
-            if not chosen.chooses(child.path):
-                continue
-            branch = inside[node.path]
-            for segment in child.path[len(node.path) : -1]:
-                branch = branch.setdefault(unescape_key(segment), {})
-            branch[unescape_key(child.path[-1])] = numbers[id(child)]
-    return _pruned(inside[()], kinds, empty) or {}
+    flat = flatten(_nested(graph.root, numbers, {id(node) for node in states}) or {})
+    names = dict(zip(flat.values, flat.names, strict=True))
+    tree = unflatten(flat.structure, [graph.nodes[number].slot.get() for number in flat.values])
+    names.update({numbers[id(node)]: PER_PROCESS + escape_key(storage_name(node.path)) for node in states})
+    nodes = [_node_document(node, numbers, names) for node in graph.nodes]
+    per_process = {storage_name(node.path): node.slot.get() for node in states} if apart else None
+    return CapturedGraph(tree, {"nodes": nodes}, graph.skipped, graph.notes, per_process)
 
 
-def _pruned(branch: dict[Any, Any], kinds: Mapping[int, type], empty: Mapping[int, type]) -> Any:
-    """Returns a container without those in it that have nothing to store, and are not empty containers of the program.
+def _nested(node: LiveNode, numbers: Mapping[int, int], elsewhere: Collection[int]) -> Any:
+    """Return the containers below a node with the number of each value in its place.
 
-    It is a list or tuple where all elements of one are stored here.
+    None stands for a container that holds no value, unless it is empty in the program.
     """
-    kept = {}
-    for key, child in branch.items():
-        below = _pruned(child, kinds, empty) if isinstance(child, dict) else child
+    if not isinstance(node.view, Branch):
+        return numbers[id(node)] if node.has_value and id(node) not in elsewhere else None
+    found: dict[Any, Any] = {}
+    complete = True
+    for segment, child in node.edges.items():
+        if child.path != (*node.path, segment) or len(child.path) > MAX_DEPTH:
+            continue  # stored under another path, or too deep to hold a value
+        below = _nested(child, numbers, elsewhere)
         if below is not None:
-            kept[key] = below
-    if not kept:
-        return empty[id(branch)]() if id(branch) in empty else None
-    kind = kinds.get(id(branch))
-    whole = kind is not None and len(kept) == len(branch) and list(kept) == list(range(len(kept)))
-    return kind(kept.values()) if kind is not None and whole else kept
+            found[node.keys[segment]] = below
+        elif isinstance(child.view, Branch):
+            complete = False
+    for _, _, value in node.optimizer_slots:
+        branch = found
+        for segment in value.path[len(node.path) : -1]:
+            branch = branch.setdefault(unescape_key(segment), {})
+        branch[unescape_key(value.path[-1])] = numbers[id(value)]
+    sequence: type = tuple if node.view.label == "tuple" else list
+    if found:
+        is_sequence = node.view.sequence and complete and list(found) == list(range(len(found)))
+        return sequence(found.values()) if is_sequence else found
+    if node.view.edges or len(node.path) == MAX_DEPTH:
+        return None
+    if node.view.sequence:
+        return sequence()
+    return {} if isinstance(node.value, dict) else None
 
 
-def _filled(shape: Any, values: Mapping[int, Any]) -> Any:
-    if isinstance(shape, int):
-        return values[shape]
-    if isinstance(shape, list | tuple):
-        return type(shape)([_filled(child, values) for child in shape])
-    return {key: _filled(child, values) for key, child in shape.items()}
-
-
-def _node(node: LiveNode, numbers: dict[int, int], names: Mapping[int, str]) -> dict[str, Any]:
+def _node_document(node: LiveNode, numbers: dict[int, int], names: Mapping[int, str]) -> dict[str, Any]:
     document: dict[str, Any] = {}
     number = numbers[id(node)]
     if isinstance(node.view, Branch):
         document["type"] = node.view.label
         document["edges"] = {segment: numbers[id(child)] for segment, child in node.edges.items()}
-    elif node.view.in_place and isinstance(node.view.cell, BoxCell) and is_python_value(node.view.cell.get()):
+    elif node.view.in_place and isinstance(node.slot, BoxSlot) and is_python_value(node.slot.get()):
         document["type"] = class_name(node.value)  # a box for a number, which is not that number
     if number in names:
         document["value"] = names[number]
-    if node.slots:
-        document[SLOTS] = [[numbers[id(one)], segment, numbers[id(value)]] for one, segment, value in node.slots]
+    if node.optimizer_slots:
+        document[OPTIMIZER_SLOTS] = [
+            [numbers[id(one)], segment, numbers[id(value)]] for one, segment, value in node.optimizer_slots
+        ]
     if node.groups:
         document["groups"] = [[numbers[id(parameter)] for parameter in group] for group in node.groups]
     return document

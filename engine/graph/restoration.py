@@ -1,54 +1,204 @@
-"""One restore: values are validated, read and written, now for the objects that exist, later for those that turn up."""
+"""One restore: values are validated, read and written, now for the objects that exist, later for those that are new.
+
+A save restores nothing: the state of an object since it was built is the program's, and is saved as it is or not at
+all. :func:`check_restored` refuses a save that would lose values of a restore.
+"""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
 
-from ..tree import collection_paused
-from ..tree.structure import KeyProblem, key_segments
-from .capture import OWN
-from .cells import Assignment, write
-from .contents import PLAIN_KINDS, PlainValues
-from .ledger import Proxy, last_restore, next_number, note_restore
+from ..errors import StateError, UnmatchedObjectsError
+from ..pytree import KeyProblem, PathFilter, Patterns, collection_paused, key_segments
+from .capture import PER_PROCESS
 from .matching import Matching
-from .outcome import Outcome
-from .paths import Path, PathFilter, Patterns, shown
-from .report import RestoreReport
+from .paths import Path, format_node_path, format_section
 from .saved import Rename
+from .slots import Assignment, Proxy, last_writer, note_writer, restore_numbers, write_slots
 from .stored import StoredGraph
 from .tracked import Node, expect, forget
-from .values import Values
+from .values import PLAIN_KINDS, PlainValues, ValueReader
 from .views import COUNTER
 from .walk import walk
 
 _logger = logging.getLogger("holdfast")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """The state of a restore at one moment. Paths are formatted for people: ``net/l1/weight``.
+
+    Attributes:
+        checkpoint: Where the values come from; ``""`` where no checkpoint was given.
+        restored: Values in the program that were restored.
+        missing: Values in the program for which the checkpoint has none.
+        pending: Values of the checkpoint that wait for an object.
+        unused: Values of the checkpoint in whose place the program has something that has no such value.
+        conflicts: Objects of the checkpoint that are two different objects in the program: the path in the checkpoint,
+            and both paths in the program.
+        skipped: Objects in the program that are neither saved nor restored, each with the reason.
+        nontrivial: Whether anything but the root was found in the checkpoint.
+    """
+
+    checkpoint: str = ""
+    restored: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    pending: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    conflicts: tuple[tuple[str, str, str], ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
+    nontrivial: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether program and checkpoint match exactly."""
+        return not (self.missing or self.pending or self.unused or self.conflicts)
+
+    def __str__(self) -> str:
+        parts = [f"{self.checkpoint or 'no checkpoint'}: {len(self.restored)} values restored"]
+        parts += format_section("in the program, not in the checkpoint", self.missing)
+        parts += format_section("in the checkpoint, not in the program", self.pending)
+        parts += format_section("in the checkpoint; in the program something else is in its place", self.unused)
+        conflicts = [f"{saved}: {one} and {other}" for saved, one, other in self.conflicts]
+        parts += format_section("one object in the checkpoint, two in the program", conflicts)
+        return "\n".join(parts)
+
+
+class RestoreStatus:
+    """The progress of a restore; later calls may see more objects.
+
+    Values for objects that are built later are restored at the latest by `try_complete` and the assertions, never by a
+    save.
+
+    Args:
+        restoration: The restore, or None where no checkpoint was given.
+        root: The object that was restored into; it is kept alive.
+    """
+
+    def __init__(self, restoration: Restoration | None, root: Node) -> None:
+        self._restoration = restoration
+        self._root = root
+
+    @property
+    def report(self) -> RestoreReport:
+        """The restored values and the others, for the objects that the program has now."""
+        return RestoreReport() if self._restoration is None else self._restoration.report(self._root)
+
+    def try_complete(self) -> Self:
+        """Restore objects that have been built since, wherever they were attached.
+
+        Objects that are attached to a `Node` or a tracked list or dictionary are restored at once. This is for objects
+        that are attached elsewhere, such as a layer that is assigned to a module. The assertions do the same. Values
+        that are restored already stay as they are.
+
+        Raises:
+            TreeMismatchError: An object does not fit its value; nothing was changed.
+        """
+        if self._restoration is not None and not self._restoration.retired:
+            self._restoration.advance()
+        return self
+
+    def assert_consumed(self) -> Self:
+        """Check that program and checkpoint match exactly.
+
+        Raises:
+            UnmatchedObjectsError: A value is in one of them only.
+        """
+        report = self._checked()
+        if not report.complete:
+            raise UnmatchedObjectsError(f"program and checkpoint do not match exactly: {report}", report)
+        return self
+
+    def assert_existing_objects_matched(self) -> Self:
+        """Check that every value that is in the program now was restored.
+
+        Raises:
+            UnmatchedObjectsError: One was not.
+        """
+        report = self._checked()
+        if report.missing or report.conflicts:
+            raise UnmatchedObjectsError(f"not everything in the program was restored: {report}", report)
+        return self
+
+    def assert_nontrivial_match(self) -> Self:
+        """Check that anything at all was found in the checkpoint.
+
+        Raises:
+            UnmatchedObjectsError: Nothing but the root was.
+        """
+        report = self._checked()
+        if not report.nontrivial:
+            raise UnmatchedObjectsError(describe_no_match(report), report)
+        return self
+
+    def expect_partial(self) -> Self:
+        """Declare that values of the checkpoint may stay unrestored.
+
+        No warning is logged for them, and a save leaves them behind: it saves the values of the program, and warns of
+        objects that exist by now and have not got theirs. An object that is attached to a `Node` is restored
+        nevertheless.
+        """
+        if self._restoration is not None:
+            self._restoration.progress.partial = True
+        return self
+
+    def _checked(self) -> RestoreReport:
+        if self._restoration is None:
+            raise UnmatchedObjectsError("no checkpoint was given: restore(None) restores nothing", self.report)
+        if self._restoration.progress.unrestored():
+            self.try_complete()
+        return self.report
+
+
+def describe_no_match(report: RestoreReport) -> str:
+    """Describe a restore that found nothing, and what there was to find."""
+    if not report.missing and not set(report.restored) - {COUNTER}:
+        what = f"{report.checkpoint}: nothing was restored, as nothing has been attached yet"
+    else:
+        what = (
+            f"{report.checkpoint}: nothing was restored. Names in the program and in the checkpoint differ from the "
+            "first key on: Checkpoint(model) and Checkpoint(model=model) are two different things, for example"
+        )
+    sections = format_section("in the program", report.missing) + format_section("in the checkpoint", report.pending)
+    return "\n".join([what, *sections])
+
+
+@dataclass(slots=True)
+class RestoreProgress:
+    """The values of a checkpoint that were restored; outlives the restore, to warn of those that never were."""
+
+    wanted: dict[int, Path]  # the nodes of the values to restore, with their paths
+    where: str
+    restored: set[int] = field(default_factory=set)  # the nodes of the values that were restored
+    partial: bool = False  # whether some of them may never be
+
+    def left(self) -> list[int]:
+        return [number for number in self.wanted if number not in self.restored]
+
+    def unrestored(self) -> list[Path]:
+        return [self.wanted[number] for number in self.left()]
+
+    def warn(self) -> None:
+        """Log the values that were never restored, once the checkpoint object is gone."""
+        left = [] if self.partial else self.unrestored()
+        if left:
+            _logger.warning(
+                "a checkpoint object is gone, and values of %s were never restored; call expect_partial() if that is "
+                "intended:\n%s",
+                self.where,
+                "\n".join(format_section("not restored", list(map(format_node_path, left)))),
+            )
+
+
 _waiting: weakref.WeakSet[Restoration] = weakref.WeakSet()
 
 
-def others_wait(restoration: Restoration) -> bool:
-    """Whether other restores still wait for objects."""
-    return any(other is not restoration for other in _waiting)
-
-
 class Restoration:
-    """A restore into a root and everything that can be reached from it.
-
-    Args:
-        stored: The checkpoint.
-        root: Where to begin; it is not kept alive.
-        rename: For paths in the checkpoint the paths in the program.
-        select: Patterns of paths in the program; only values that match are restored.
-        exclude: Patterns of paths in the program; values that match stay as they are.
-        ignore: Paths that are neither restored nor missed, whether they are there or not.
-
-    Attributes:
-        outcome: Which values were restored.
-        retired: Whether a later restore has taken over all that it waits for.
-        told: The paths of values whose objects a save has found.
-    """
+    """A restore into a root and everything that can be reached from it."""
 
     def __init__(
         self,
@@ -61,67 +211,55 @@ class Restoration:
         ignore: Iterable[Path] = (),
     ) -> None:
         self._root = weakref.ref(root)
-        self._number = next_number()
+        self._number = next(restore_numbers)
         graph = stored.graph.renamed(rename) if rename else stored.graph
         plain = {
             number
             for number, node in graph.values()
             if (leaf := stored.leaves.get(str(node.value))) is not None
             and leaf.saved.kind in PLAIN_KINDS
-            and not str(node.value).startswith(OWN)
+            and not str(node.value).startswith(PER_PROCESS)
             and node.transform is None
             and not node.type  # no box, which the program has to make
         }
         self._matching = Matching(graph, PlainValues(graph, plain))
-        self._values = Values(stored, graph, self._matching.plain, str(stored.checkpoint))
+        self._reader = ValueReader(stored, graph, self._matching.plain, str(stored.checkpoint))
         self._ignored = frozenset(ignore)
         self._filter = PathFilter(select, exclude)
-        self._paths = {number: graph.path(number) for number, _ in graph.values()}
-        self._filter.check(self._paths.values())
-        self._wanted = {number for number, path in self._paths.items() if self._chooses(path)}
-        self.outcome = Outcome(self._paths, self._wanted, str(stored.checkpoint))
-        weakref.finalize(self, self.outcome.warn).atexit = False
+        paths = {number: graph.path(number) for number, _ in graph.values()}
+        self._filter.check(paths.values())
+        self._wanted = {number: path for number, path in paths.items() if self._chooses(path)}
+        self.progress = RestoreProgress(self._wanted, str(stored.checkpoint))
+        weakref.finalize(self, self.progress.warn).atexit = False
         self._proxies: list[Proxy] = []
-        self._left = len(self._wanted)
         self._settled: set[Path] = set()
-        self.retired = False
-        self.told: set[Path] = set()
+        self.retired = False  # whether a later restore has taken over all that it waits for
+        self.reported: set[Path] = set()  # values whose objects a save has found
         self._holders: list[weakref.ref[Any]] = []
 
     @property
     def done(self) -> bool:
-        """Whether everything was restored, and nobody needs to know of that any more."""
-        return self.retired or not (self.outcome.unrestored() or self._proxies)
+        """Whether everything was restored, and no other restore depends on what this one wrote."""
+        return self.retired or not (self.progress.unrestored() or self._proxies)
 
     def retire(self) -> None:
-        """Ends the restore: what turns up from now on is somebody else's."""
+        """End the restore: objects that are built later belong to another one."""
         self.retired = True
-        self.outcome.partial = True
+        self.progress.partial = True
         self._stop_waiting()
 
     def advance(self) -> None:
-        """Restores everything that can be reached from the root and was not restored yet.
-
-        Raises:
-            TreeMismatchError: An object does not fit its value; names all such objects. Nothing has been changed.
-            DamagedCheckpointError: A value does not verify. Nothing has been changed.
-        """
+        """Restore everything that can be reached from the root and was not restored yet."""
         root = self._root()
         if root is not None:
             with collection_paused():
                 self._apply(self._matching.from_root(root))
 
     def resume(self, holder: object, key: object = None) -> None:
-        """Restores what has turned up below a holder since: under one key, or anywhere.
-
-        Raises:
-            TreeMismatchError: An object does not fit its value. Nothing has been changed, and what has turned up counts
-                as not having done so.
-        """
         self._apply(self._matching.from_holder(holder, key))
 
     def awaited(self) -> list[Path]:
-        """Returns the paths of values that `advance` would restore now; they stay as they are."""
+        """Return the paths of values that `advance` would restore now; they stay as they are."""
         root = self._root()
         if root is None:
             return []
@@ -132,7 +270,6 @@ class Restoration:
         return [path for one in due for _, path in _values(one)]
 
     def expects_below(self, holder: object, key: object) -> bool:
-        """Tells whether there are values for what may be attached below a key of a holder."""
         try:
             (segment,) = [str(key)] if isinstance(key, int) else key_segments([key])
         except KeyProblem:
@@ -145,60 +282,61 @@ class Restoration:
         """Whether anything but the root was found in the checkpoint."""
         graph = self._matching.graph
         return any(
-            number != 0 and path != (COUNTER,) and (number not in self._paths or self._chooses(path))
+            number in self._wanted or graph.nodes[number].value is None
             for number in self._matching.bindings.numbers()
-            if (path := graph.path(number)) is not None
+            if number != 0 and graph.path(number) != (COUNTER,)
         )
 
     def wanted(self) -> set[Path]:
-        """Returns the values of the checkpoint that it restores."""
-        return {self._paths[number] for number in self._wanted}
+        return set(self._wanted.values())
 
     def report(self, root: Node) -> RestoreReport:
-        """Says what is restored and what is not, as the program is now."""
         live = walk(root, strict=False)
         restored, missing = [], []
         for node in live.leaves():
-            cell = node.view.cell  # type: ignore[union-attr]  # leaves have one
-            if node.path in self._settled or last_restore(cell) >= self._number:
-                restored.append(shown(node.path))
+            if node.path in self._settled or last_writer(node.slot) >= self._number:
+                restored.append(format_node_path(node.path))
             elif self._chooses(node.path):
-                missing.append(shown(node.path))
-        unused = self._matching.unused
-        left = self.outcome.left()
-        conflicts = self._matching.bindings.conflicts.items()
+                missing.append(format_node_path(node.path))
+        graph, unused = self._matching.graph, self._matching.unused
+        left = self.progress.left()
         return RestoreReport(
-            checkpoint=self.outcome.where,
+            checkpoint=self.progress.where,
             restored=tuple(restored),
             missing=tuple(missing),
-            pending=tuple(shown(self._paths[number]) for number in left if number not in unused),
-            unused=tuple(shown(self._paths[number]) for number in left if number in unused),
+            pending=tuple(format_node_path(self._wanted[number]) for number in left if number not in unused),
+            unused=tuple(format_node_path(self._wanted[number]) for number in left if number in unused),
             conflicts=tuple(
-                (shown(self._matching.graph.path(number)), shown(one), shown(other))
-                for number, (one, other) in conflicts
+                (format_node_path(graph.path(number)), format_node_path(one), format_node_path(other))
+                for number, (one, other) in self._matching.bindings.conflicts.items()
             ),
-            skipped=tuple((shown(path), reason) for path, reason in live.skipped.items()),
+            skipped=tuple((format_node_path(path), reason) for path, reason in live.skipped.items()),
             nontrivial=self.found_anything,
         )
 
     def _chooses(self, path: Path) -> bool:
         return path not in self._ignored and self._filter.chooses(path)
 
-    # ---- from values to cells
+    # ---- from values to slots
 
     def _apply(self, found: Iterable[Assignment]) -> None:
         try:
             due, known = self._sorted(found)
-            self._write(due)
+            # All values are validated and read before anything changes.
+            write_slots(self._reader.read(due))
         except BaseException:
             self._matching.undo()
             raise
+        for one in due:
+            note_writer(one.slot, self._number)
+            if isinstance(one.slot.anchor, Proxy):
+                self._proxies.append(one.slot.anchor)  # the note about its last writer lives as long as it does
         for one in due + known:
             self._note(one)
         self._wait()
 
     def _sorted(self, found: Iterable[Assignment]) -> tuple[list[Assignment], list[Assignment]]:
-        """Returns what is to be restored, and what was by a later restore, or is by way of another path."""
+        """Return the assignments to do, and those done by a later restore or by way of another path."""
         due: list[Assignment] = []
         known: list[Assignment] = []
         taken: dict[tuple[int, Path], Assignment] = {}
@@ -207,12 +345,12 @@ class Restoration:
                 number in self._wanted and self._chooses(path) for number, path in _values(one)
             ):
                 continue
-            place = id(one.cell.anchor), one.cell.trail
-            if last_restore(one.cell) >= self._number or place in taken:
+            place = id(one.slot.anchor), one.slot.trail
+            if last_writer(one.slot) >= self._number or place in taken:
                 known.append(one)
                 if (first := taken.get(place)) and first.saved != one.saved:
                     what = "%s and %s are one object, and two in the checkpoint; it gets the value of the first"
-                    _logger.warning(what, shown(first.path), shown(one.path))
+                    _logger.warning(what, format_node_path(first.path), format_node_path(one.path))
                 continue
             taken[place] = one
             due.append(one)
@@ -221,15 +359,13 @@ class Restoration:
     def _note(self, one: Assignment) -> None:
         self._settled.add(one.path)
         for number, path in _values(one):
-            if number in self._wanted and number not in self.outcome.restored:
-                self._left -= 1
-            self.outcome.restored.add(number)
+            self.progress.restored.add(number)
             self._settled.add(path)
             self._matching.unused.pop(number, None)
 
     def _wait(self) -> None:
-        """Has holders tell of what is attached to them, as long as values wait for that."""
-        left = self._left > 0
+        """Have holders report new objects, as long as values wait for them."""
+        left = len(self.progress.restored) < len(self._wanted)
         for holder in self._matching.waiting:
             for target in (holder, holder.__holdfast_root__() if isinstance(holder, Node) else None):
                 if left and not self.retired and expect(target, self):
@@ -239,7 +375,8 @@ class Restoration:
             _waiting.add(self)
         else:
             self._stop_waiting()
-            self._proxies = self._proxies if others_wait(self) else []
+            others_wait = any(other is not self for other in _waiting)
+            self._proxies = self._proxies if others_wait else []
 
     def _stop_waiting(self) -> None:
         for reference in self._holders:
@@ -247,17 +384,46 @@ class Restoration:
         self._holders.clear()
         _waiting.discard(self)
 
-    def _write(self, due: list[Assignment]) -> None:
-        """Validates everything, reads everything, and only then changes anything."""
-        write(self._values.of(due))
-        for one in due:
-            note_restore(one.cell, self._number)
-            if isinstance(one.cell.anchor, Proxy):
-                self._proxies.append(one.cell.anchor)  # what was noted of it is known as long as it lives
-
 
 def _values(one: Assignment) -> list[tuple[int, Path]]:
-    """Returns the values that an assignment restores, each with its path in the program."""
+    """Return the values that an assignment restores, each with its path in the program."""
     if one.covers is None:
         return [(one.saved, one.path)]
     return [(number, (*one.path, *below)) for number, below in one.covers]
+
+
+def check_restored(restorations: Sequence[Restoration]) -> None:
+    """Raise StateError if a save would lose values that a restore was asked for."""
+    lost: list[str] = []
+    unrestored: list[str] = []
+    for place, restoration in enumerate(restorations):
+        progress = restoration.progress
+        if not progress.unrestored():
+            continue
+        superseded: set[Path] = set().union(*(other.wanted() for other in restorations[place + 1 :]))
+        late = [path for path in restoration.awaited() if path not in superseded]
+        settled = superseded.union(late)
+        if progress.partial:
+            new = [format_node_path(path) for path in late if path not in restoration.reported]
+            if new:
+                what = "objects that were built since the restore from %s keep the values of the program:\n%s"
+                _logger.warning(what, progress.where, "\n".join(format_section("not restored", new)))
+        else:
+            unrestored += [f"{format_node_path(path)} ({progress.where})" for path in late]
+            lost += [
+                f"{format_node_path(path)} ({progress.where})" for path in progress.unrestored() if path not in settled
+            ]
+        restoration.reported.update(late)
+    if lost or unrestored:
+        raise StateError(
+            "\n".join(
+                [
+                    "a restore is not complete, and nothing was written:",
+                    *format_section("values waiting for their objects, which a save would lose", lost),
+                    *format_section("objects built since the restore, without their values", unrestored),
+                    "Build the objects and call try_complete() on the status that the restore returned, to take the "
+                    "values of the checkpoint (a manager has the status of restore_or_initialize as manager.status); "
+                    "or call expect_partial() on it, to leave them behind and save the values of the program",
+                ]
+            )
+        )

@@ -1,105 +1,176 @@
-"""What a torch optimizer keeps: values for each parameter, and options for each group of parameters.
+"""Slots: the places in live objects that hold one value each, from which it is saved and into which it is restored.
 
-Both belong to parameters, never to numbers: another order of modules or of groups does not swap them.
+Objects that change in place are their own slots (tensors, writable numpy arrays, boxes, objects with a state). Every
+other value is replaced where it is attached: an attribute, an entry, or a part of an immutable container that is
+built anew.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from ..stateful import decode_state, encode_state
-from ..tree.frameworks import is_torch_tensor
-from ..tree.python_leaves import is_python_value
+from ..pytree import expand, key_segments
+from ..stateful import restore_state, state_of
 from .paths import Path
 
-_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Options that say how an optimizer computes, not what; they depend on the devices of the program."""
 
-
-class OptimizerView:
-    """A torch optimizer, seen as values of parameters.
-
-    Args:
-        optimizer: The optimizer.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-
-    def groups(self) -> list[list[Any]]:
-        """Returns the parameters, group by group."""
-        return [list(group["params"]) for group in self.optimizer.param_groups]
-
-    def options(self, group: int) -> dict[str, Any]:
-        """Returns the options of a group by name, such as its learning rate, without those that are the program's."""
-        options = self.optimizer.param_groups[group].items()
-        return {name: value for name, value in options if not name.startswith("param") and name not in _IMPLEMENTATION}
-
-    def option_cell(self, group: int, name: str) -> OptionCell:
-        """Returns the place of an option, whether it is there yet or not."""
-        return OptionCell(self.optimizer, group, name)
-
-    def group_by_parameter(self) -> dict[int, dict[str, Any]]:
-        """Returns the group that every parameter is in, by the parameter's id."""
-        return {id(parameter): group for group in self.optimizer.param_groups for parameter in group["params"]}
-
-    def slots(self, parameter: Any) -> dict[str, Any]:
-        """Returns what is kept for a parameter by name; nothing before the first step."""
-        return dict(self.optimizer.state.get(parameter, {}))
-
-    def slot_cell(self, parameter: Any, name: str) -> SlotCell:
-        """Returns the place of what is kept for a parameter, whether it is there yet or not."""
-        return SlotCell(self.optimizer, parameter, name)
-
-
-class SlotCell:
-    """The place of one value that an optimizer keeps for a parameter.
-
-    Attributes:
-        anchor: The parameter.
-        trail: Where this is, seen from there.
-    """
-
-    def __init__(self, optimizer: Any, parameter: Any, name: str) -> None:
-        self.optimizer = optimizer
-        self.anchor = parameter
-        self.name = name
-        self.trail: Path = (str(id(optimizer)), name)
+class Slot(Protocol):
+    anchor: Any  # the object whose lifetime bounds that of the slot
+    trail: Path  # the path from the anchor to the slot
 
     def get(self) -> Any:
-        """Returns the value; of lists and the like a snapshot, ``...`` where there is none yet."""
-        state = self.optimizer.state.get(self.anchor, {})
-        value = state.get(self.name, ...)
-        return value if value is ... or is_simple(value) else encode_state(value)
+        """Return the value; ``...`` where the slot is still empty."""
+        ...
 
     def set(self, value: Any) -> None:
-        """Changes the value; what was not kept before is kept from now on."""
-        self.optimizer.state[self.anchor][self.name] = decode_state(value)
+        """Change the value; it has the kind, dtype and shape of what `get` returns."""
+        ...
 
 
-class OptionCell:
-    """The place of one option of a group."""
+@dataclass(eq=False)
+class BoxSlot:
+    """A value that one function reads and another replaces."""
 
-    def __init__(self, optimizer: Any, group: int, name: str) -> None:
-        self.anchor = optimizer
-        self.trail: Path = ("groups", str(group), name)
-        self._options = optimizer.param_groups[group]
-        self._name = name
+    anchor: Any
+    trail: Path
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+
+
+@dataclass(eq=False)
+class StateSlot:
+    """An object with a state of its own (see :mod:`~holdfast.engine.stateful`); its value is a tree."""
+
+    thing: Any
+    anchor: Any
+    trail: Path
 
     def get(self) -> Any:
-        """Returns the value; ``...`` where there is none yet."""
-        value = self._options.get(self._name, ...)
-        return value if value is ... or is_simple(value) else encode_state(value)
+        return state_of(self.thing)
 
     def set(self, value: Any) -> None:
-        """Changes the value; a tensor stays the tensor that it is."""
-        old = self._options.get(self._name)
-        if is_torch_tensor(old) and is_torch_tensor(value):
-            old.detach().copy_(value)
+        restore_state(self.thing, value)
+
+
+class PartSlot:
+    """A part of an immutable container, which is built anew to change the part."""
+
+    def __init__(self, owner: Slot, below: Path, value: Any) -> None:
+        self._value = value
+        self.owner = owner
+        self.below = below
+        self.anchor = owner.anchor
+        self.trail: Path = (*owner.trail, *below)
+
+    def get(self) -> Any:
+        return self._value
+
+    def set(self, value: Any) -> None:
+        self.owner.set(_replaced(self.owner.get(), {self.below: value}))
+
+
+@dataclass(eq=False)
+class EntrySlot:
+    """An entry that a dictionary lacks as yet."""
+
+    entries: dict[Any, Any]
+    anchor: Any
+    trail: Path
+    holder: int  # the dictionary's node in the checkpoint
+    key: Any = None  # the entry's key, set before the entry is
+
+    def get(self) -> Any:
+        return ...
+
+    def set(self, value: Any) -> None:
+        dict.__setitem__(self.entries, self.key, value)
+
+
+@dataclass(slots=True, eq=False)
+class Assignment:
+    """A value of the checkpoint and the slot it belongs in."""
+
+    saved: int  # the value's node in the checkpoint
+    slot: Slot
+    path: Path  # the slot's path in the program
+    # Of a tensor that an optimizer has yet to create: parameter, name, group.
+    likeness: tuple[Any, str, dict[str, Any]] | None = None
+    covers: list[tuple[int, Path]] | None = None  # of a container of plain values: its values and their paths from it
+
+
+def write_slots(changes: list[tuple[Slot, Any]]) -> None:
+    """Change slots; an immutable container is built anew once for all of its parts."""
+    parts: dict[tuple[int, Path], tuple[Slot, dict[Path, Any]]] = {}
+    for slot, value in changes:
+        if isinstance(slot, PartSlot):
+            owner = (id(slot.owner.anchor), slot.owner.trail)
+            parts.setdefault(owner, (slot.owner, {}))[1][slot.below] = value
         else:
-            self._options[self._name] = decode_state(value)
+            slot.set(value)
+    for owner_slot, updates in parts.values():
+        owner_slot.set(_replaced(owner_slot.get(), updates))
 
 
-def is_simple(value: object) -> bool:
-    """Whether a value is one leaf; lists of tensors and the like are trees."""
-    return is_torch_tensor(value) or is_python_value(value)
+def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
+    """Return a container with parts replaced; it shares all other children with the old one."""
+    if () in updates:
+        return updates[()]
+    contents = expand(value)
+    assert contents is not None
+    segments = key_segments(contents.keys, len(contents.values))
+    below: dict[str, dict[Path, Any]] = {}
+    for path, update in updates.items():
+        below.setdefault(path[0], {})[path[1:]] = update
+    values = [
+        _replaced(child, below[segment]) if segment in below else child
+        for segment, child in zip(segments, contents.values, strict=True)
+    ]
+    return contents.build(values)
+
+
+# ---- the last writer of each slot: the restore that was called last wins, in any order of objects
+
+restore_numbers = itertools.count(1)
+_writers: dict[int, tuple[weakref.ref[object], dict[Path, int]]] = {}
+_proxies: weakref.WeakValueDictionary[int, Proxy] = weakref.WeakValueDictionary()
+
+
+class Proxy:
+    """Stands for an object that has no weak references, and keeps it alive as long as the proxy itself lives."""
+
+    __slots__ = ("__weakref__", "thing")
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+
+def proxy(thing: Any) -> Proxy:
+    """Return the one live proxy of an object."""
+    found = _proxies.get(id(thing))
+    if found is None or found.thing is not thing:
+        found = _proxies[id(thing)] = Proxy(thing)
+    return found
+
+
+def last_writer(slot: Slot) -> int:
+    """Return the number of the restore that wrote to a slot last; 0 if none did."""
+    reference, numbers = _writers.get(id(slot.anchor), (None, {}))
+    return numbers.get(slot.trail, 0) if reference is not None and reference() is slot.anchor else 0
+
+
+def note_writer(slot: Slot, number: int) -> None:
+    key = id(slot.anchor)
+    entry = _writers.get(key)
+    if entry is None or entry[0]() is not slot.anchor:
+        entry = _writers[key] = (weakref.ref(slot.anchor, lambda gone: _forget(key, gone)), {})
+    entry[1][slot.trail] = number
+
+
+def _forget(key: int, gone: weakref.ref[object]) -> None:
+    entry = _writers.get(key)
+    if entry is not None and entry[0] is gone:
+        del _writers[key]

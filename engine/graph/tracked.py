@@ -1,9 +1,10 @@
-"""Objects of our own: holders of named things, which restore what is attached to them later, and boxes for values."""
+"""Holders of objects that restore what is attached to them later, and boxes for values."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsIndex
 
 from ..errors import OptionError, UnsupportedLeafError
@@ -13,11 +14,11 @@ class Resumable(Protocol):
     """A restore that has values for objects which do not exist yet."""
 
     def resume(self, holder: object, key: object = None) -> None:
-        """Restores what has turned up below a holder since: under one key, or anywhere."""
+        """Restore new objects below a holder: under one key, or anywhere."""
         ...
 
     def expects_below(self, holder: object, key: object) -> bool:
-        """Tells whether there are values for what may be attached below a key of a holder."""
+        """Whether there are values for objects below a key of a holder."""
         ...
 
 
@@ -25,7 +26,7 @@ class Untracked:
     """Marks a value that belongs to a `Node` and is neither saved nor restored.
 
     Args:
-        value: What the attribute shall be.
+        value: The value of the attribute.
 
     >>> node = Node(weights=Untracked("not saved"))
     >>> node.weights
@@ -43,7 +44,7 @@ class Value:
         value: A bool, int, float, complex, str, bytes or None.
 
     Attributes:
-        value: What is in it.
+        value: The value in the box.
 
     >>> step = Value(1)
     >>> step.assign_add(1)
@@ -55,11 +56,11 @@ class Value:
         self.value = value
 
     def assign(self, value: Any) -> None:
-        """Changes the value."""
+        """Change the value."""
         self.value = value
 
     def assign_add(self, amount: Any) -> None:
-        """Adds to the value."""
+        """Add to the value."""
         self.value = self.value + amount
 
     def __int__(self) -> int:
@@ -78,11 +79,11 @@ class Value:
 class Node:
     """A holder of named objects: a part of a checkpoint, or a stand-in for a part of one.
 
-    Everything that is assigned to an attribute is saved with it. After a restore, what is attached under a name that
-    the checkpoint has values for gets them at once.
+    Everything that is assigned to an attribute is saved with it. After a restore, an object that is attached under a
+    name for which the checkpoint has values gets them at once.
 
     Args:
-        **objects: What it holds.
+        **objects: The objects it holds, by name.
 
     >>> node = Node(bias=[0.0, 0.0])
     >>> node.bias
@@ -106,18 +107,16 @@ class Node:
         for name, value in objects.items():
             setattr(self, name, value)
 
-    def __new__(cls, *_: Any, **__: Any) -> Self:  # noqa: D102 - also called for copies, which have no __init__
+    def __new__(cls, *_: Any, **__: Any) -> Self:
         node = super().__new__(cls)
-        object.__setattr__(node, "_holdfast_pending", [])
-        object.__setattr__(node, "_holdfast_untracked", set())
-        object.__setattr__(node, "_holdfast_root", None)
-        object.__setattr__(node, "_holdfast_counter", None)
+        for name, value in (("pending", []), ("untracked", set()), ("root", None), ("counter", None)):
+            object.__setattr__(node, f"_holdfast_{name}", value)
         return node
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _reserved(type(self)) or name in _OWN:
+        if name in _reserved(type(self)):  # type: ignore[arg-type]  # mypy takes the class for an instance
             raise OptionError(
-                f"{name!r} is a name of {type(self).__name__} itself; attach the object under another one"
+                f"{name!r} is a name that {type(self).__name__} needs for itself; attach the object under another one"
             )
         if isinstance(value, Untracked):
             self._holdfast_untracked.add(name)
@@ -126,26 +125,26 @@ class Node:
         before, hidden = vars(self).get(name, _NOTHING), name in self._holdfast_untracked
         self._holdfast_untracked.discard(name)
         object.__setattr__(self, name, _tracked(self, name, value))
-        try:
-            resume(self, name)
-        except BaseException:  # what does not fit is not attached
+
+        def undo() -> None:
             if before is _NOTHING:
                 object.__delattr__(self, name)
             else:
                 object.__setattr__(self, name, before)
                 self._holdfast_untracked.update([name] if hidden else [])
-            raise
+
+        _resume(self, name, undo)
 
     if TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> Any: ...  # whatever was attached
+        def __getattr__(self, name: str) -> Any: ...  # any attached object
 
     def __delattr__(self, name: str) -> None:
         object.__delattr__(self, name)
         self._holdfast_untracked.discard(name)
 
     def __holdfast_root__(self) -> Any:
-        """Returns the object whose edges this node has besides its own, or None."""
+        """Return the object whose edges this node has besides its own, or None."""
         root = self._holdfast_root
         return root() if isinstance(root, weakref.ref) else root
 
@@ -168,50 +167,39 @@ class Node:
 
 
 class TrackedList(list[Any]):
-    """A list that restores what is put into it, where a restored checkpoint has values for that place.
+    """A list that restores each new element for which a restored checkpoint has values.
 
     A plain list that is attached to a `Node` while values for its elements are pending becomes one of these.
 
     Args:
-        elements: What is in it.
+        elements: Its elements.
     """
 
     def __init__(self, elements: Iterable[Any] = ()) -> None:
         super().__init__(elements)
         self._holdfast_pending: list[Resumable] = []
-        self._holdfast_origin = _Origin(elements, list(self)) if type(elements) is list else None
+        self._holdfast_origin = (elements, _contents(self)) if type(elements) is list else None
 
     def append(self, element: Any) -> None:
-        """Adds an element, and restores it."""
+        """Add an element, and restore it."""
         super().append(_tracked(self, len(self), element))
-        try:
-            resume(self, len(self) - 1)
-        except BaseException:  # what does not fit is not attached
-            super().pop()
-            raise
+        _resume(self, len(self) - 1, super().pop)
 
     def extend(self, elements: Iterable[Any]) -> None:
-        """Adds elements, and restores them."""
+        """Add elements, and restore them."""
         for element in elements:
             self.append(element)
 
     def insert(self, index: SupportsIndex, element: Any) -> None:
-        """Adds an element in between, and restores what stands at the places that are new."""
+        """Add an element in between, and restore the elements whose index is new."""
         before = list(self)
         super().insert(index, element)
-        self._resume(before)
+        _resume(self, None, partial(super().__setitem__, slice(None), before))
 
     def __setitem__(self, index: Any, element: Any) -> None:
         before = list(self) if self._holdfast_pending else []
         super().__setitem__(index, element)
-        self._resume(before)
-
-    def _resume(self, before: list[Any]) -> None:
-        try:
-            resume(self)
-        except BaseException:
-            super().__setitem__(slice(None), before)
-            raise
+        _resume(self, None, partial(super().__setitem__, slice(None), before))
 
     def __iadd__(self, elements: Iterable[Any]) -> Self:  # type: ignore[misc]  # as list's own is
         self.extend(elements)
@@ -222,38 +210,30 @@ class TrackedList(list[Any]):
 
 
 class TrackedDict(dict[Any, Any]):
-    """A dictionary that restores what is put into it, where a restored checkpoint has values for that key.
+    """A dictionary that restores each new entry for which a restored checkpoint has values.
 
     Args:
-        entries: What is in it.
+        entries: Its entries.
     """
 
     def __init__(self, entries: Mapping[Any, Any] | Iterable[tuple[Any, Any]] = ()) -> None:
         super().__init__(entries)
         self._holdfast_pending: list[Resumable] = []
-        known = [item for pair in self.items() for item in pair]
-        self._holdfast_origin = _Origin(entries, known) if type(entries) is dict else None
+        self._holdfast_origin = (entries, _contents(self)) if type(entries) is dict else None
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        before = self.get(key, _NOTHING)
+        undo = partial(super().__setitem__, key, self[key]) if key in self else partial(super().__delitem__, key)
         super().__setitem__(key, _tracked(self, key, value))
-        try:
-            resume(self, key)
-        except BaseException:  # what does not fit is not attached
-            if before is _NOTHING:
-                super().__delitem__(key)
-            else:
-                super().__setitem__(key, before)
-            raise
+        _resume(self, key, undo)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Returns an entry, after making and restoring it where there is none."""
+        """Return an entry, after making and restoring it where there is none."""
         if key not in self:
             self[key] = default
         return self[key]
 
     def update(self, *entries: Any, **more: Any) -> None:
-        """Sets entries, and restores them."""
+        """Set entries, and restore them."""
         for key, value in dict(*entries, **more).items():
             self[key] = value
 
@@ -265,42 +245,32 @@ class TrackedDict(dict[Any, Any]):
         return dict, (dict(self),)
 
 
-class _Origin:
-    """The plain container that a tracked one was made from: changes to it would be lost, so they are found."""
-
-    def __init__(self, container: Any, contents: list[Any]) -> None:
-        self._container = container
-        self._contents = contents  # kept, so that ids stay theirs
-
-    def check(self, path: str) -> None:
-        container = self._container
-        now = [item for pair in container.items() for item in pair] if isinstance(container, dict) else container
-        if [*map(id, now)] != [*map(id, self._contents)]:
-            kind = type(container).__name__
-            raise UnsupportedLeafError(
-                f"{path}: the {kind} that was attached here has been changed since through another reference to it, "
-                f"which the checkpoint does not see. Change it through the object that it was attached to, or attach a "
-                f"Tracked{kind.title()} from the start; nothing was written"
-            )
+def tracked_attributes(value: object) -> list[tuple[str, Any]]:
+    """Return an object's attributes without those that its class, or a base, names in ``__untracked__``."""
+    untracked = {name for kind in type(value).__mro__ for name in vars(kind).get("__untracked__", ())}
+    return [(name, child) for name, child in getattr(value, "__dict__", {}).items() if name not in untracked]
 
 
 def check_origin(container: object, path: str) -> None:
-    """Makes sure that what a tracked container was made from has not been changed apart from it.
+    """Raise UnsupportedLeafError if the plain container behind a tracked one has been changed."""
+    if not isinstance(container, TrackedList | TrackedDict) or container._holdfast_origin is None:
+        return
+    origin, contents = container._holdfast_origin  # the contents are kept alive, so that no other object gets their ids
+    if [*map(id, _contents(origin))] != [*map(id, contents)]:
+        kind = type(origin).__name__
+        raise UnsupportedLeafError(
+            f"{path}: the {kind} that was attached here was changed later through another reference, which the "
+            f"checkpoint does not see; nothing was written. Change it through the object that it was attached to, "
+            f"or attach a Tracked{kind.title()} from the start"
+        )
 
-    Raises:
-        UnsupportedLeafError: It has.
-    """
-    origin = getattr(container, "_holdfast_origin", None)
-    if isinstance(origin, _Origin):
-        origin.check(path)
+
+def _contents(container: Any) -> list[Any]:
+    return [item for pair in container.items() for item in pair] if isinstance(container, dict) else list(container)
 
 
 def expect(holder: object, restore: Resumable) -> bool:
-    """Has a holder tell a restore of what is attached to it from now on, if it is one that can.
-
-    Returns:
-        Whether it does so from now on, and did not before.
-    """
+    """Make a holder report new objects to a restore; return whether it can and did not do so before."""
     if not isinstance(holder, Node | TrackedList | TrackedDict) or restore in holder._holdfast_pending:
         return False
     holder._holdfast_pending.append(restore)
@@ -308,38 +278,34 @@ def expect(holder: object, restore: Resumable) -> bool:
 
 
 def forget(holder: object, restore: Resumable) -> None:
-    """Ends what :func:`expect` began."""
+    """End what :func:`expect` began."""
     if isinstance(holder, Node | TrackedList | TrackedDict) and restore in holder._holdfast_pending:
         holder._holdfast_pending.remove(restore)
 
 
-def resume(holder: Node | TrackedList | TrackedDict, key: object = None) -> None:
-    """Tells all restores that wait for a holder that something has been attached to it; the latest goes first.
-
-    Args:
-        holder: The holder.
-        key: The name, key or place of what has been attached; None where that may be several things.
-    """
-    for restore in reversed(list(holder._holdfast_pending)):
-        restore.resume(holder, key)
+def _resume(holder: Node | TrackedList | TrackedDict, key: object, undo: Callable[[], Any]) -> None:
+    """Report a new object to all restores that wait for its holder, the latest first."""
+    try:
+        for restore in reversed(list(holder._holdfast_pending)):
+            restore.resume(holder, key)
+    except BaseException:  # an object that does not fit is not attached
+        undo()
+        raise
 
 
 def _tracked(holder: Node | TrackedList | TrackedDict, key: object, value: Any) -> Any:
-    """Returns a container that restores what is put into it, in the place of a plain one that values wait for."""
+    """Return a tracked container in the place of a plain one that values wait for."""
     if type(value) in (list, dict) and any(restore.expects_below(holder, key) for restore in holder._holdfast_pending):
         return TrackedList(value) if type(value) is list else TrackedDict(value)
     return value
 
 
 _NOTHING = object()
-_OWN = frozenset(Node.__slots__) - {"__dict__", "__weakref__"}
-_RESERVED: dict[type, frozenset[str]] = {Node: frozenset()}
 
 
+@cache
 def _reserved(kind: type) -> frozenset[str]:
-    """Returns the names that a class derived from `Node` needs for itself."""
-    found = _RESERVED.get(kind)
-    if found is None:
-        bases = [base for base in kind.__mro__ if base not in (Node, object)]
-        found = _RESERVED[kind] = frozenset(name for base in bases for name in vars(base)) - {"__doc__", "__module__"}
-    return found
+    """Return the names that a class derived from `Node` needs for itself."""
+    bases = [base for base in kind.__mro__ if base not in (Node, object)]
+    names = frozenset(name for base in bases for name in vars(base)).union(Node.__slots__)
+    return names - {"__dict__", "__weakref__", "__doc__", "__module__"}

@@ -1,172 +1,235 @@
-"""The values of a checkpoint, made like what is in the program in their places."""
+"""Values of a checkpoint, made like the values in the program that they are for.
+
+Arrays change in place, so the program must have theirs before they can be restored. Plain values do not: a list or
+dictionary that holds nothing else, such as a history of losses, takes all values that were saved, however many.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arrays import naming
 from ..errors import TreeMismatchError
-from ..item import SavedLeaf, naming
-from ..tree import Saved, compare, describe_template, display, materialize, unescape_key
-from ..tree.frameworks import is_torch_tensor
-from ..tree.python_leaves import is_python_value
-from .cells import Assignment, Cell, StateCell
-from .contents import PLAIN_KINDS, EntryCell, PlainValues
-from .paths import Path, shown
+from ..pytree import (
+    MAX_DEPTH,
+    NUMBER_KINDS,
+    Saved,
+    compare,
+    describe_template,
+    is_python_value,
+    is_torch_tensor,
+    materialize,
+    unescape_key,
+)
+from .frameworks import OptionSlot, TensorSlot, is_single_leaf, new_optimizer_tensor
+from .paths import Path, format_node_path, storage_name
 from .saved import SavedGraph, Transform
-from .slots import OptionCell, is_simple
+from .slots import Assignment, EntrySlot, Slot, StateSlot
 from .stored import StoredGraph
-from .torch_objects import TensorCell, like_state_of
+from .tracked import TrackedDict, TrackedList
+
+# Kinds of leaves that need no object of the program.
+PLAIN_KINDS = NUMBER_KINDS | {"str", "bytes", "none", "set", "frozenset", "numpy_scalar"}
+
+_CONTAINERS = (list, dict, tuple, TrackedList, TrackedDict)
+_SEQUENCES = {"list": list, "tuple": tuple, f"{TrackedList.__module__}.{TrackedList.__name__}": list}
+_LABELS = frozenset({*_SEQUENCES, "dict", f"{TrackedDict.__module__}.{TrackedDict.__name__}"})
 
 
-class Values:
-    """Reads values for cells.
+class PlainValues:
+    """The nodes of a checkpoint that are plain values, or containers of nothing else."""
 
-    Args:
-        stored: The checkpoint.
-        graph: Its graph, under the names of the program.
-        plain: What in it is plain values.
-        where: What to call it in messages.
-    """
+    def __init__(self, graph: SavedGraph, values: set[int]) -> None:
+        self._graph = graph
+        self._values = values
+        self._known: dict[int, list[tuple[int, Path]] | None] = {}
+        self._sharing: set[int] = set()
+
+    def below(self, number: int) -> list[tuple[int, Path]] | None:
+        """Return the values in a container and their paths from it; None if it holds anything else, too."""
+        if number not in self._known:
+            self._known[number] = None  # during the search, for containers that hold themselves
+            self._known[number] = self._search(number)
+        return self._known[number]
+
+    def is_sequence(self, number: int) -> bool:
+        return self._graph.nodes[number].type in _SEQUENCES
+
+    def shares(self, number: int) -> bool:
+        """Whether other edges lead to containers in this one, too; asked after `below`."""
+        return number in self._sharing
+
+    def build(self, number: int, values: Mapping[int, Any], keys: Callable[[int], Mapping[str, Any]]) -> Any:
+        if number in values:
+            return values[number]
+        node = self._graph.nodes[number]
+        if node.type in _SEQUENCES:
+            order = sorted(node.edges, key=int)
+            return _SEQUENCES[node.type](self.build(node.edges[segment], values, keys) for segment in order)
+        known = keys(number)
+        order = [segment for segment in known if segment in node.edges]
+        order += [segment for segment in node.edges if segment not in known]
+        return {
+            known.get(segment, unescape_key(segment)): self.build(node.edges[segment], values, keys)
+            for segment in order
+        }
+
+    def _search(self, number: int) -> list[tuple[int, Path]] | None:
+        found: list[tuple[int, Path]] = []
+        queue: list[tuple[int, Path]] = [(number, ())]
+        for node, path in queue:
+            if node in self._values:
+                found.append((node, path))
+                continue
+            known = self._graph.nodes[node]
+            if known.value is not None or known.type not in _LABELS or known.optimizer_slots or len(path) > MAX_DEPTH:
+                return None
+            if known.type in _SEQUENCES and not all(edge.isascii() and edge.isdigit() for edge in known.edges):
+                return None  # renamed
+            for segment, child in known.edges.items():
+                if self._graph.above(child) != (node, segment):
+                    return None  # stored elsewhere, or a container that holds itself
+                if child in self._graph.shared and child not in self._values:
+                    self._sharing.add(number)
+                queue.append((child, (*path, segment)))
+        return found
+
+
+def is_plain(value: Any, known: dict[int, bool], depth: int = 0) -> bool:
+    """Whether a value is plain, or a container of plain values; ``known`` has the answers by the containers' ids."""
+    if is_python_value(value):
+        return True
+    if type(value) not in _CONTAINERS or depth > MAX_DEPTH:
+        return False
+    if id(value) not in known:
+        known[id(value)] = False  # during the search: no plain container holds itself
+        children = value.values() if isinstance(value, dict) else value
+        known[id(value)] = all(is_plain(child, known, depth + 1) for child in children)
+    return known[id(value)]
+
+
+class ValueReader:
+    """Reads the values for slots."""
 
     def __init__(self, stored: StoredGraph, graph: SavedGraph, plain: PlainValues, where: str) -> None:
         self._stored = stored
         self._graph = graph
         self._plain = plain
         self._where = where
-        self._kept_for = {value: one for node in graph.nodes for one, _, value in node.slots}
+        self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
 
-    def of(self, due: list[Assignment]) -> list[tuple[Cell, Any]]:
-        """Returns the cells of assignments with their values.
-
-        Args:
-            due: The assignments.
-
-        Raises:
-            TreeMismatchError: An object does not fit its value; names all such objects.
-            DamagedCheckpointError: A value does not verify.
-        """
+    def read(self, due: list[Assignment]) -> list[tuple[Slot, Any]]:
+        """Return the slots of assignments with their values, after comparing all of them with the program."""
         trees: list[Assignment] = []
         leaves: list[Assignment] = []
         for one in due:
-            whole = one.covers is not None or isinstance(one.cell, StateCell)
-            (trees if whole or self._value(one) not in self._stored.leaves else leaves).append(one)
-        values = [*self._materialized(leaves), *self._trees(trees)]
-        return [(one.cell, value) for one, value in zip(leaves + trees, values, strict=True)]
+            whole = one.covers is not None or isinstance(one.slot, StateSlot)
+            (trees if whole or self._name(one) not in self._stored.leaves else leaves).append(one)
+        values = [*self._read_leaves(leaves), *self._read_trees(trees)]
+        return [(one.slot, value) for one, value in zip(leaves + trees, values, strict=True)]
 
-    def _value(self, one: Assignment) -> str:
-        """Returns the storage name of a value."""
+    def _name(self, one: Assignment) -> str:
         return self._graph.nodes[one.saved].value or ""
 
-    def _trees(self, due: list[Assignment]) -> list[Any]:
-        """Returns states of objects, plain values, and containers of such values and of empty ones."""
+    def _read_trees(self, due: list[Assignment]) -> list[Any]:
+        """Return states of objects, plain values, and containers of plain values."""
         for one in due:
-            if one.covers is None and not isinstance(one.cell, StateCell):
-                live = one.cell.get()
-                if live is not ... and is_simple(live) and live is not None and not is_python_value(live):
+            if one.covers is None and not isinstance(one.slot, StateSlot):
+                live = one.slot.get()
+                if live is not ... and is_single_leaf(live) and live is not None and not is_python_value(live):
                     raise TreeMismatchError(
-                        f"{shown(one.path)}: expected one array (program), found a tree of values (checkpoint)"
+                        f"{format_node_path(one.path)}: expected one array (program), found a tree of values "
+                        "(checkpoint)"
                     )
         numbers = [[one.saved] if one.covers is None else [number for number, _ in one.covers] for one in due]
-        names = [str(self._graph.nodes[number].value) for several in numbers for number in several]
+        names = [str(self._graph.nodes[number].value) for group in numbers for number in group]
         loaded = iter(self._stored.load(names))
         found = []
-        for one, several in zip(due, numbers, strict=True):
-            if isinstance(one.cell, EntryCell):
-                segment = one.cell.trail[-1]
-                one.cell.key = self._keys(one.cell.holder).get(segment, unescape_key(segment))
-            values = {number: next(loaded) for number in several}
+        for one, group in zip(due, numbers, strict=True):
+            if isinstance(one.slot, EntrySlot):
+                segment = one.slot.trail[-1]
+                one.slot.key = self._keys(one.slot.holder).get(segment, unescape_key(segment))
+            values = {number: next(loaded) for number in group}
             found.append(values[one.saved] if one.covers is None else self._plain.build(one.saved, values, self._keys))
         return found
 
     def _keys(self, number: int) -> dict[str, Any]:
-        return self._stored.keys_at(self._graph.place(number))
+        return self._stored.keys_at(self._graph.container_name(number))
 
-    def _materialized(self, due: list[Assignment]) -> list[Any]:
-        """Returns the values for leaves, each like what is in the program."""
+    def _read_leaves(self, due: list[Assignment]) -> list[Any]:
+        """Return the values for leaves, each of the kind that the program has."""
         nodes = [self._graph.nodes[one.saved] for one in due]
-        saved = [self._stored.leaves[self._value(one)].saved for one in due]
+        stored_names = list(map(self._name, due))
+        saved = [self._stored.leaves[name].saved for name in stored_names]
         arrays: list[NDArray[Any] | None] = []
         if any(node.transform is not None for node in nodes):
-            arrays = self._read(due)
+            arrays = self._stored.read(stored_names)
             for index, node in enumerate(nodes):
                 if node.transform is not None:
                     arrays[index] = changed = _transformed(node.transform, arrays[index], due[index].path)
                     saved[index] = Saved({"kind": "numpy"}, changed.dtype, changed.shape)
-        templates = [_template(one, leaf) for one, leaf in zip(due, saved, strict=True)]
-        names = [".".join(one.path) for one in due]
-        targets = describe_template(names, templates)
-        differences = [
-            difference
-            for target, leaf in zip(targets, saved, strict=True)
-            if (difference := compare(target, leaf)) is not None
-        ]
-        differences += [what for one, leaf in zip(due, saved, strict=True) if (what := self._problem(one, leaf))]
-        if differences:
+        names = [storage_name(one.path) for one in due]
+        targets = describe_template(names, [_template(one, leaf) for one, leaf in zip(due, saved, strict=True)])
+        differences = [compare(target, leaf) for target, leaf in zip(targets, saved, strict=True)]
+        differences += [self._problem(one, leaf) for one, leaf in zip(due, saved, strict=True)]
+        if any(differences):
             raise TreeMismatchError(
-                f"{self._where}: {len(differences)} objects do not fit their values in the checkpoint; "
+                f"{self._where}: {sum(map(bool, differences))} objects do not fit their values in the checkpoint; "
                 "nothing was changed. Leave them out with exclude=, or change them:",
-                [line.replace("(template)", "(program)") for line in differences],
+                [line.replace("(template)", "(program)") for line in differences if line],
             )
         if not arrays:
-            arrays = self._read(due)
+            arrays = self._stored.read(stored_names)
         with naming(self._stored.location):
             values = materialize(targets, saved, arrays, names)
-        return [_likened(one, leaf, value) for one, leaf, value in zip(due, saved, values, strict=True)]
-
-    def _read(self, due: list[Assignment]) -> list[NDArray[Any] | None]:
-        return self._stored.read([self._value(one) for one in due])
+        for index, (one, leaf) in enumerate(zip(due, saved, strict=True)):
+            if one.likeness is not None and leaf.kind == "torch" and not is_torch_tensor(values[index]):
+                parameter, name, group = one.likeness
+                values[index] = new_optimizer_tensor(parameter, name, values[index], group)
+        return values
 
     def _problem(self, one: Assignment, leaf: Saved) -> str | None:
-        """Says why a tensor cannot take its value, or what an optimizer kept does not fit its parameter."""
-        if isinstance(one.cell, TensorCell) and one.cell.overlaps:
-            return f"{shown(one.path)}: elements of this tensor share memory, as after expand(); make a copy of it"
-        if one.likeness is None or not leaf.shape or one.cell.get() not in (None, ...):
+        """Return why a tensor cannot take its value, or why an optimizer's value does not fit its parameter."""
+        if isinstance(one.slot, TensorSlot) and one.slot.overlaps:
+            what = "elements of this tensor share memory, as after expand(); make a copy of it"
+            return f"{format_node_path(one.path)}: {what}"
+        if one.likeness is None or not leaf.shape or one.slot.get() not in (None, ...):
             return None
-        own = tuple(TensorCell(one.likeness[0]).template(leaf.shape).shape)
-        kept_for = self._kept_for.get(one.saved)
-        parameter = None if kept_for is None else self._leaf(kept_for)
-        if parameter is None or not parameter.saved.shape == leaf.shape != own:
+        shape = tuple(TensorSlot(one.likeness[0]).template(leaf.shape).shape)
+        number = self._parameter_of.get(one.saved)
+        name = None if number is None else self._graph.nodes[number].value
+        parameter = None if name is None else self._stored.leaves.get(name)
+        if parameter is None or not parameter.saved.shape == leaf.shape != shape:
             return None
-        where = display(".".join(one.path))
-        return f"{where}: expected shape {list(own)} (its parameter), found {list(leaf.shape)} (checkpoint)"
-
-    def _leaf(self, number: int) -> SavedLeaf | None:
-        value = self._graph.nodes[number].value
-        return None if value is None else self._stored.leaves.get(value)
+        where = format_node_path(one.path)
+        return f"{where}: expected shape {list(shape)} (its parameter), found {list(leaf.shape)} (checkpoint)"
 
 
 def _transformed(transform: Transform, array: Any, path: Path) -> NDArray[Any]:
-    """Applies a function of the user's own; what it raises says which value it was for."""
+    """Apply a function of the program; a note on its error names the value."""
     try:
         changed = np.asarray(transform(array), order="C")
     except Exception as error:
-        error.add_note(f"raised by the function of rename= for {shown(path)}")
+        error.add_note(f"raised by the function of rename= for {format_node_path(path)}")
         raise
     if changed.dtype == object:
-        raise TreeMismatchError(f"{shown(path)}: the function of rename= returned no array of numbers")
+        raise TreeMismatchError(f"{format_node_path(path)}: the function of rename= did not return an array of numbers")
     return changed
 
 
 def _template(one: Assignment, leaf: Saved) -> Any:
-    """Returns what the value has to be like; ``...`` where anything will do."""
-    if isinstance(one.cell, TensorCell):
-        return one.cell.template(leaf.shape or ())
-    live = one.cell.get()
+    """Return the template for a value; ``...`` where any value will do."""
+    if isinstance(one.slot, TensorSlot):
+        return one.slot.template(leaf.shape or ())
+    live = one.slot.get()
     if live is None or live is ... or (is_python_value(live) and leaf.kind == "none"):
-        return ...  # a place for a value that was not there yet, or is not there any more
-    if isinstance(one.cell, OptionCell) and is_python_value(live) and leaf.kind in PLAIN_KINDS:
+        return ...  # a slot that was empty in the program or in the checkpoint
+    if isinstance(one.slot, OptionSlot) and is_python_value(live) and leaf.kind in PLAIN_KINDS:
         return ...  # torch's own defaults are 0 where others are 0.1
-    if not (is_simple(live) or hasattr(live, "dtype")):
-        return ...  # a container that an optimizer keeps
+    if not (is_single_leaf(live) or hasattr(live, "dtype")):
+        return ...  # a container of an optimizer
     return live
-
-
-def _likened(one: Assignment, leaf: Saved, value: Any) -> Any:
-    """Makes the tensors that an optimizer does not have yet."""
-    if one.likeness is None or leaf.kind != "torch" or is_torch_tensor(value):
-        return value
-    parameter, name, group = one.likeness
-    return like_state_of(parameter, name, value, group)

@@ -1,4 +1,4 @@
-"""What a live object is to the graph: a branch with named edges, a leaf with a value, or nothing that can be saved."""
+"""Classification of live objects: a branch with named edges, a leaf with a value, or an object that is not saved."""
 
 from __future__ import annotations
 
@@ -13,60 +13,56 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import OptionError
+from ..pytree import (
+    KeyProblem,
+    class_name,
+    expand,
+    is_jax_abstract,
+    is_jax_array,
+    is_python_value,
+    is_torch_tensor,
+    key_segments,
+)
 from ..stateful import is_stateful
-from ..tree.containers import class_name, expand
-from ..tree.frameworks import is_jax_abstract, is_jax_array, is_torch_tensor
-from ..tree.python_leaves import is_python_value
-from ..tree.structure import KeyProblem, key_segments
-from .cells import ArrayCell, BoxCell, Cell, PartCell, StateCell
-from .flax_objects import is_nnx_object, is_nnx_variable, nnx_children, variable_value
-from .ledger import proxy
+from .frameworks import (
+    TensorSlot,
+    is_module,
+    is_nnx_object,
+    is_nnx_variable,
+    is_optimizer,
+    is_uninitialized,
+    module_children,
+    nnx_children,
+    variable_accessors,
+)
 from .paths import Path
-from .slots import OptimizerView
-from .torch_objects import TensorCell, is_module, is_optimizer, is_uninitialized, module_children
-from .tracked import Node, TrackedDict, TrackedList, Untracked, Value
+from .slots import BoxSlot, PartSlot, Slot, StateSlot, proxy
+from .tracked import Node, TrackedDict, TrackedList, Untracked, Value, tracked_attributes
 
-COUNTER = "save_counter"
-"""Name of the edge to the number of a checkpoint's last numbered save."""
-_NO_PLAIN_OBJECTS = {"torch", "jax", "jaxlib", "flax", "optax", "numpy", "lightning", "pytorch_lightning"}
+COUNTER = "save_counter"  # name of the edge to the number of a checkpoint's last numbered save
+_LIBRARIES = {"torch", "jax", "jaxlib", "flax", "optax", "numpy", "lightning", "pytorch_lightning"}
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, staticmethod)
 
 
 @dataclass(slots=True)
 class Position:
-    """Where a value hangs: enough to replace it.
+    """Where a value hangs, with all that is needed to replace it."""
 
-    Attributes:
-        anchor: The nearest object above that can be referred to weakly.
-        trail: The way from there.
-        change: Puts another value in its place; None where nothing can.
-        part: The cell of this place, where it is a part of something immutable.
-    """
+    anchor: Any  # the nearest object above that can be referred to weakly
+    trail: Path  # the path from there
+    change: Callable[[Any], None] | None  # puts another value in its place; None where that is impossible
+    part: PartSlot | None = None  # the slot, for a part of an immutable container
 
-    anchor: Any
-    trail: Path
-    change: Callable[[Any], None] | None
-    part: PartCell | None = None
-
-    def cell(self, value: Any) -> Cell:
-        """Returns the cell of this place, which holds a value now."""
+    def slot(self, value: Any) -> Slot:
         if self.part is not None:
             return self.part
-        return BoxCell(self.anchor, self.trail, lambda: value, self.change or _refuse)
+        return BoxSlot(self.anchor, self.trail, lambda: value, self.change or _refuse)
 
 
 @dataclass(slots=True)
 class Edge:
-    """A named edge from a branch.
-
-    Attributes:
-        segment: Its name, escaped.
-        key: The key that the name was made from.
-        value: Where it leads.
-        position: Where that hangs.
-    """
-
-    segment: str
+    segment: str  # its name: the key, escaped
     key: Any
     value: Any
     position: Position
@@ -74,141 +70,61 @@ class Edge:
 
 @dataclass(slots=True)
 class Branch:
-    """An object with edges.
-
-    Attributes:
-        label: The name of its type.
-        edges: The edges, in the object's own order.
-        sequence: Whether the keys are 0, 1, 2, ...
-        functional: Whether it is built anew to change it, so that it may be another object after every restore.
-        optimizer: What keeps values for each of its parameters, if this is an optimizer of torch.
-        lenient: Whether things below that cannot be saved are reported instead of being errors.
-        notes: What people should know, by edge.
-    """
-
-    label: str
-    edges: list[Edge]
-    sequence: bool = False
-    functional: bool = False
-    optimizer: OptimizerView | None = None
-    lenient: bool = False
-    notes: dict[str, str] = field(default_factory=dict)
+    label: str  # the name of its type
+    edges: list[Edge]  # in the object's own order
+    sequence: bool = False  # whether the keys are 0, 1, 2, ...
+    functional: bool = False  # whether it is built anew, so that it may be another object after every restore
+    optimizer: Any = None  # the torch optimizer, if it is one
+    lenient: bool = False  # whether objects below that cannot be saved are reported instead of being errors
+    notes: dict[str, str] = field(default_factory=dict)  # for people, by edge
 
 
 @dataclass(slots=True)
 class Leaf:
-    """An object with a value.
+    """An object with a value."""
 
-    Attributes:
-        cell: Where the value is.
-        shared: Whether it is one thing wherever it is reached, to be stored once.
-        ready: Whether it has a value already; parameters of lazy modules do not.
-        in_place: Whether it is the object itself that is changed, not the place where it hangs.
-    """
-
-    cell: Cell
-    shared: bool
-    ready: bool = True
-    in_place: bool = True
+    slot: Slot
+    shared: bool  # whether it is one object wherever it is reached, to be stored once
+    ready: bool = True  # whether it has a value already; parameters of lazy modules do not
+    in_place: bool = True  # whether a restore changes the object itself, not the place where it hangs
 
 
 @dataclass(slots=True)
-class Nothing:
-    """What cannot be saved.
-
-    Attributes:
-        reason: Why.
-        meant: Whether that is as its owner wants it: it was marked, or it is code.
-    """
-
+class Unsaved:
     reason: str
-    meant: bool = False
+    intended: bool = False  # whether its owner wants that: it is marked as untracked, or is code
 
 
-View = Branch | Leaf | Nothing
+View = Branch | Leaf | Unsaved
 
 
-def look(value: Any, position: Position) -> View:
-    """Says what an object is to the graph.
-
-    Args:
-        value: The object.
-        position: Where it hangs.
-    """
+def classify(value: Any, position: Position) -> View:
     if isinstance(value, np.ndarray):
         if value.flags.writeable and value.dtype != object:
-            return Leaf(ArrayCell(value), shared=True)
-        return Leaf(position.cell(value), shared=True, in_place=False)
+            return Leaf(BoxSlot(value, (), lambda: value, partial(value.__setitem__, ...)), shared=True)
+        return Leaf(position.slot(value), shared=True, in_place=False)
     if is_torch_tensor(value):
-        return Leaf(TensorCell(value), shared=True, ready=not is_uninitialized(value))
+        return Leaf(TensorSlot(value), shared=True, ready=not is_uninitialized(value))
     if is_jax_array(value) or is_jax_abstract(value):
-        return Leaf(position.cell(value), shared=True, in_place=False)
+        return Leaf(position.slot(value), shared=True, in_place=False)
     if is_python_value(value) or isinstance(value, np.generic):
-        return Leaf(position.cell(value), shared=False, in_place=False)
+        return Leaf(position.slot(value), shared=False, in_place=False)
     if isinstance(value, Value):
-        return Leaf(BoxCell(value, (), lambda: value.value, value.assign), shared=True)
+        return Leaf(BoxSlot(value, (), lambda: value.value, value.assign), shared=True)
     if isinstance(value, Untracked):
-        return Nothing("is marked as untracked", meant=True)
-    return _look_inside(value, position)
+        return Unsaved("is marked as untracked", intended=True)
+    return _classify_object(value, position)
 
 
-def _look_inside(value: Any, position: Position) -> View:
-    if isinstance(value, Node):
-        return _node(value, position)
-    if isinstance(value, dict | list) and expand(value) is not None and position.part is None:
-        return _container(value, position)
-    if is_module(value):
-        children, notes = module_children(value)
-        return Branch(class_name(value), _attributes(value, children, position), lenient=True, notes=notes)
-    if is_optimizer(value):
-        return Branch(class_name(value), [], optimizer=OptimizerView(value))
-    if is_nnx_variable(value):
-        return _variable(value)
-    if is_nnx_object(value):
-        return Branch(class_name(value), _attributes(value, nnx_children(value), position), lenient=True)
-    if isinstance(value, _CODE):
-        return Nothing(f"is code ({type(value).__name__})", meant=True)
-    if isinstance(value, StateCell):  # a state that an adapter has found
-        return Leaf(value, shared=True)
-    if is_stateful(value):
-        anchor, trail = (value, ()) if _can_be_anchor(value) else (position.anchor, position.trail)
-        return Leaf(StateCell(value, anchor, trail), shared=True)
-    if _is_mutable_dataclass(value):
-        names = [entry.name for entry in dataclasses.fields(value) if hasattr(value, entry.name)]
-        pairs = [(name, getattr(value, name)) for name in names]
-        return Branch(class_name(value), _attributes(value, pairs, position))
-    if expand(value) is not None:
-        return _container(value, position)
-    return _plain_object(value, position)
-
-
-def _node(node: Node, position: Position) -> View:
-    """Returns the edges of a holder of ours, and those of the object that it stands for, if there is one."""
-    own = [(name, child) for name, child in vars(node).items() if name not in node._holdfast_untracked]
-    edges = _attributes(node, own, position)
-    if node._holdfast_counter is not None:
-        change = partial(object.__setattr__, node, "_holdfast_counter")
-        edges.append(Edge(COUNTER, COUNTER, node._holdfast_counter, Position(node, (COUNTER,), change)))
-    root = node.__holdfast_root__()
-    if root is None:
-        return Branch(class_name(node), edges)
-    view = look(root, Position(node, (), None))
-    if not isinstance(view, Branch) or view.optimizer is not None or view.functional:
-        return Nothing(f"the root is a {class_name(root)}, which cannot hold other objects; give it a name instead")
-    names = {edge.segment for edge in view.edges}
-    return replace(view, edges=[*view.edges, *(edge for edge in edges if edge.segment not in names)])
+def root_view(root: Node) -> Branch:
+    view = classify(root, Position(root, (), None))
+    if not isinstance(view, Branch):
+        raise OptionError(view.reason if isinstance(view, Unsaved) else "the root is a value; give it a name")
+    return view
 
 
 def edge_at(holder: Any, key: object) -> Edge | None:
-    """Returns one edge of a holder of ours, as `look` would.
-
-    Args:
-        holder: The holder.
-        key: The name of an attribute, the key of an entry, or a place in a list.
-
-    Returns:
-        The edge; None where only all of the edges together tell what it is called, or whether it is one.
-    """
+    """Return one edge of a node or tracked container, as `classify` would, or None where only that can tell."""
     position = Position(holder, (), None)
     if isinstance(holder, Node) and isinstance(key, str):
         if holder.__holdfast_root__() is not None or key in holder._holdfast_untracked or key not in vars(holder):
@@ -223,10 +139,56 @@ def edge_at(holder: Any, key: object) -> Edge | None:
     return Edge(segment, key, holder[key], Position(holder, (segment,), partial(_set_item, holder, key)))
 
 
+def _classify_object(value: Any, position: Position) -> View:
+    if isinstance(value, Node):
+        return _node(value, position)
+    if isinstance(value, dict | list) and expand(value) is not None and position.part is None:
+        return _container(value, position)
+    if is_module(value):
+        children, notes = module_children(value)
+        return Branch(class_name(value), _attributes(value, children, position), lenient=True, notes=notes)
+    if is_optimizer(value):
+        return Branch(class_name(value), [], optimizer=value)
+    if is_nnx_variable(value):
+        return _variable(value)
+    if is_nnx_object(value):
+        return Branch(class_name(value), _attributes(value, nnx_children(value), position), lenient=True)
+    if isinstance(value, _CODE):
+        return Unsaved(f"is code ({type(value).__name__})", intended=True)
+    if isinstance(value, StateSlot):  # the extra state of a module
+        return Leaf(value, shared=True)
+    if is_stateful(value):
+        return Leaf(StateSlot(value, *_anchor(value, position)), shared=True)
+    if _is_mutable_dataclass(value):
+        names = [entry.name for entry in dataclasses.fields(value) if hasattr(value, entry.name)]
+        pairs = [(name, getattr(value, name)) for name in names]
+        return Branch(class_name(value), _attributes(value, pairs, position))
+    if expand(value) is not None:
+        return _container(value, position)
+    return _plain_object(value, position)
+
+
+def _node(node: Node, position: Position) -> View:
+    """Return the edges of a node, and those of the object that it stands for, if there is one."""
+    own = [(name, child) for name, child in vars(node).items() if name not in node._holdfast_untracked]
+    edges = _attributes(node, own, position)
+    if node._holdfast_counter is not None:
+        change = partial(object.__setattr__, node, "_holdfast_counter")
+        edges.append(Edge(COUNTER, COUNTER, node._holdfast_counter, Position(node, (COUNTER,), change)))
+    root = node.__holdfast_root__()
+    if root is None:
+        return Branch(class_name(node), edges)
+    view = classify(root, Position(node, (), None))
+    if not isinstance(view, Branch) or view.optimizer is not None or view.functional:
+        return Unsaved(f"the root is a {class_name(root)}, which cannot hold other objects; give it a name instead")
+    names = {edge.segment for edge in view.edges}
+    return replace(view, edges=[*view.edges, *(edge for edge in edges if edge.segment not in names)])
+
+
 def _attributes(holder: Any, children: Iterable[tuple[str, Any]], position: Position) -> list[Edge]:
-    """Returns the edges of an object whose children are attributes that can be set."""
+    """Return edges to children that are attributes, which can be set."""
     pairs = list(children)
-    anchor, trail = (holder, ()) if _can_be_anchor(holder) else (position.anchor, position.trail)
+    anchor, trail = _anchor(holder, position)
     return [
         Edge(segment, name, child, Position(anchor, (*trail, segment), partial(_set_attribute, holder, name)))
         for (name, child), segment in zip(pairs, key_segments([name for name, _ in pairs]), strict=True)
@@ -234,55 +196,55 @@ def _attributes(holder: Any, children: Iterable[tuple[str, Any]], position: Posi
 
 
 def _container(value: Any, position: Position) -> View:
-    """Returns the edges of a container: entries that can be set, or parts of something that is built anew."""
+    """Return the edges of a container: entries that can be set, or parts of a container that is built anew."""
     contents = expand(value)
     assert contents is not None
     keys = contents.keys if contents.keys is not None else list(range(len(contents.values)))
     try:
-        segments = list(map(str, keys)) if contents.keys is None else key_segments(keys)
+        segments = key_segments(contents.keys, len(keys))
     except KeyProblem as problem:
-        return Nothing(f"is a {class_name(value)} that {problem}")
+        return Unsaved(f"is a {class_name(value)} that {problem}")
     mutable = position.part is None and isinstance(value, dict | list) and contents.kind != "node"
-    edges = []
+    positions = []
     if mutable:
-        anchor, trail = (value, ()) if _can_be_anchor(value) else (position.anchor, position.trail)
-        for key, segment, child in zip(keys, segments, contents.values, strict=True):
-            edges.append(Edge(segment, key, child, Position(anchor, (*trail, segment), partial(_set_item, value, key))))
+        anchor, trail = _anchor(value, position)
+        for key, segment in zip(keys, segments, strict=True):
+            positions.append(Position(anchor, (*trail, segment), partial(_set_item, value, key)))
     else:
-        owner = position.part.owner if position.part is not None else position.cell(value)
+        owner = position.part.owner if position.part is not None else position.slot(value)
         below = position.part.below if position.part is not None else ()
-        for key, segment, child in zip(keys, segments, contents.values, strict=True):
-            part = PartCell(owner, (*below, segment), child)
-            edges.append(Edge(segment, key, child, Position(part.anchor, part.trail, None, part)))
+        for segment, child in zip(segments, contents.values, strict=True):
+            part = PartSlot(owner, (*below, segment), child)
+            positions.append(Position(part.anchor, part.trail, None, part))
+    edges = list(map(Edge, segments, keys, contents.values, positions))
     return Branch(class_name(value), edges, sequence=contents.keys is None, functional=not mutable)
 
 
 def _variable(value: Any) -> View:
-    """Returns what a flax variable is: a leaf, or a container of parts if that is what it holds."""
-    get, change = variable_value(value)
-    cell = BoxCell(value if _can_be_anchor(value) else proxy(value), (), get, change)
-    inner = get()
-    kind = look(inner, Position(cell.anchor, cell.trail, change))
-    if isinstance(kind, Leaf):
-        return Leaf(cell, shared=True)
-    return kind
+    get, change = variable_accessors(value)
+    slot = BoxSlot(value if _can_be_anchor(value) else proxy(value), (), get, change)
+    view = classify(get(), Position(slot.anchor, slot.trail, change))
+    return Leaf(slot, shared=True) if isinstance(view, Leaf) else view
 
 
 def _plain_object(value: Any, position: Position) -> View:
-    """Returns the attributes of an object of a class that is nobody's but the program's."""
-    root = type(value).__module__.partition(".")[0]
+    """Return the attributes of an object of a class of the program."""
+    library = type(value).__module__.partition(".")[0]
     if isinstance(value, enum.Enum):
-        return Nothing("is a member of an enumeration; keep its value, which is a number or text")
+        return Unsaved("is a member of an enumeration; keep its value, which is a number or text")
     if isinstance(value, types.SimpleNamespace):
         return Branch(class_name(value), _attributes(value, vars(value).items(), position))
-    if not hasattr(value, "__dict__") or root in _NO_PLAIN_OBJECTS or root in sys.stdlib_module_names:
-        return Nothing(
+    if not hasattr(value, "__dict__") or library in _LIBRARIES or library in sys.stdlib_module_names:
+        return Unsaved(
             f"is of type {class_name(value)}; give it get_state() and set_state(state), or state_dict() and "
             "load_state_dict(state), or mark it with Untracked"
         )
-    left_out = frozenset(getattr(type(value), "__untracked__", ()))
-    pairs = [(name, child) for name, child in vars(value).items() if name not in left_out]
-    return Branch(class_name(value), _attributes(value, pairs, position), lenient=True)
+    return Branch(class_name(value), _attributes(value, tracked_attributes(value), position), lenient=True)
+
+
+def _anchor(value: object, position: Position) -> tuple[Any, Path]:
+    """Return the anchor for what is below an object, and the path from there to the object."""
+    return (value, ()) if _can_be_anchor(value) else (position.anchor, position.trail)
 
 
 def _can_be_anchor(value: object) -> bool:
@@ -292,11 +254,11 @@ def _can_be_anchor(value: object) -> bool:
 def _is_mutable_dataclass(value: Any) -> bool:
     parameters = getattr(type(value), "__dataclass_params__", None)
     contents = None if parameters is None or parameters.frozen else expand(value)
-    return contents is not None and contents.kind == "dataclass"  # others are for jax to build
+    return contents is not None and contents.kind == "dataclass"  # jax builds all others
 
 
 def _set_attribute(holder: Any, name: str, value: Any) -> None:
-    # Not what the class does on assignment: a holder of ours would take it for a new object.
+    # Not the class's own assignment: a Node would take the value for a new object.
     if isinstance(holder, Node):
         vars(holder)[name] = value
     else:
@@ -308,4 +270,4 @@ def _set_item(container: Any, key: Any, value: Any) -> None:
 
 
 def _refuse(_: Any) -> None:
-    raise TypeError("this value has no place where another could be put")
+    raise TypeError("this value cannot be replaced where it is")

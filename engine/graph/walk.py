@@ -1,4 +1,4 @@
-"""The walk over live objects: every object once, under the shortest way to it."""
+"""The walk over live objects: every object once, under the shortest path to it."""
 
 from __future__ import annotations
 
@@ -6,103 +6,78 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import OptionError, UnsupportedLeafError
-from ..tree.python_leaves import is_python_value
-from ..tree.structure import key_segments
-from .flax_objects import parameter_like
-from .paths import Path, shown
+from ..errors import UnsupportedLeafError
+from ..pytree import is_python_value, key_segments
+from .frameworks import OptimizerSlot, OptionSlot, group_options, is_optax_moment
+from .paths import Path, format_node_path
+from .slots import Slot
 from .tracked import Node, check_origin
-from .views import Branch, Edge, Leaf, Nothing, Position, look
+from .views import Branch, Edge, Leaf, Unsaved, classify, root_view
 
-GROUPS = "groups"
-"""Name of the edge from a torch optimizer to the options of its groups."""
-SLOTS = "slots"
-"""Name below which stands what a torch optimizer keeps for its parameters, by the parameters' paths."""
+GROUPS = "groups"  # name of the edge from a torch optimizer to the options of its groups
+OPTIMIZER_SLOTS = "slots"  # name below which a torch optimizer's values for parameters are, by the parameters' paths
 
 
 @dataclass(slots=True)
 class LiveNode:
-    """An object of the graph.
-
-    Attributes:
-        value: The object.
-        view: What it is to the graph.
-        path: The shortest path to it.
-        keys: The keys of its edges, by the edges' names.
-        edges: Where the edges lead.
-        slots: What an optimizer keeps: the parameter's node, the name, the value's node.
-        groups: The parameters of an optimizer's groups, as far as they are in the graph.
-    """
-
     value: Any
     view: Branch | Leaf
-    path: Path = ()
-    keys: dict[str, Any] = field(default_factory=dict)
+    path: Path = ()  # the shortest path to it
+    keys: dict[str, Any] = field(default_factory=dict)  # the keys of its edges, by the edges' names
     edges: dict[str, LiveNode] = field(default_factory=dict)
-    slots: list[tuple[LiveNode, str, LiveNode]] = field(default_factory=list)
+    optimizer_slots: list[tuple[LiveNode, str, LiveNode]] = field(default_factory=list)  # parameter, name, value
+    # The parameters of an optimizer's groups, as far as they are in the graph.
     groups: list[list[LiveNode]] = field(default_factory=list)
 
     @property
     def has_value(self) -> bool:
-        """Whether it is a leaf, and has a value already."""
         return isinstance(self.view, Leaf) and self.view.ready
+
+    @property
+    def optimizer(self) -> Any:
+        return self.view.optimizer if isinstance(self.view, Branch) else None
+
+    @property
+    def slot(self) -> Slot:
+        assert isinstance(self.view, Leaf)
+        return self.view.slot
+
+    def add(self, segment: str, key: Any, child: LiveNode) -> None:
+        self.keys[segment], self.edges[segment] = key, child
 
 
 @dataclass(slots=True)
 class LiveGraph:
-    """What a walk has found.
-
-    Attributes:
-        nodes: The objects, the nearest to the root first; the values of slots last.
-        skipped: What is not saved, each with the reason.
-        notes: What people should know of objects that are saved.
-    """
-
-    nodes: list[LiveNode]
-    skipped: dict[Path, str]
-    notes: dict[Path, str]
+    nodes: list[LiveNode]  # the nearest to the root first, values of optimizers last
+    skipped: dict[Path, str]  # objects that are not saved, each with the reason
+    notes: dict[Path, str]  # for people, on objects that are saved
 
     @property
     def root(self) -> LiveNode:
-        """The object that the walk began with."""
         return self.nodes[0]
 
     def leaves(self) -> list[LiveNode]:
-        """Returns the objects that have a value."""
         return [node for node in self.nodes if node.has_value]
 
 
 def walk(root: Node, *, strict: bool = True) -> LiveGraph:
-    """Walks over everything that can be reached.
-
-    Args:
-        root: Where to begin.
-        strict: Whether something that was attached and cannot be saved is an error.
-
-    Returns:
-        The graph; nothing in it is copied.
-
-    Raises:
-        UnsupportedLeafError: Something was attached that cannot be saved; names all such objects.
-    """
-    found = _Walk()
+    walker = _Walk()
     start = LiveNode(root, root_view(root))
-    found.discover(start)
-    if found.problems and strict:
-        lines = "\n".join(f"  {shown(path)}: {what}" for path, what in found.problems.items())
+    walker.discover(start)
+    if walker.problems and strict:
+        lines = "\n".join(f"  {format_node_path(path)}: {what}" for path, what in walker.problems.items())
         raise UnsupportedLeafError(f"these objects cannot be saved, and nothing was written:\n{lines}")
-    found.skipped.update(found.problems)
+    walker.skipped.update(walker.problems)
     nodes = _ordered(start)
-    lonely = _lonely_moments(nodes)
-    for node in lonely:
+    orphans = _orphaned_moments(nodes)
+    for orphan in orphans:
         for holder in nodes:
-            for segment in [segment for segment, child in holder.edges.items() if child is node]:
+            for segment in [segment for segment, child in holder.edges.items() if child is orphan]:
                 del holder.edges[segment]
-                path = (*holder.path, segment)
-                found.skipped[path] = "its parameters are not part of the checkpoint"
-    nodes = _ordered(start) if lonely else nodes
-    found.slots(nodes)
-    return LiveGraph(nodes, found.skipped, found.notes)
+                walker.skipped[*holder.path, segment] = "its parameters are not part of the checkpoint"
+    nodes = _ordered(start) if orphans else nodes
+    walker.add_optimizer_slots(nodes)
+    return LiveGraph(nodes, walker.skipped, walker.notes)
 
 
 class _Walk:
@@ -113,7 +88,7 @@ class _Walk:
         self._known: dict[int, LiveNode] = {}
 
     def discover(self, start: LiveNode) -> None:
-        """Finds all nodes and edges."""
+        """Find all nodes and edges, breadth first."""
         self._known[id(start.value)] = start
         root = start.value.__holdfast_root__()
         if root is not None:
@@ -125,28 +100,27 @@ class _Walk:
             if not isinstance(view, Branch):
                 continue
             lenient = lenient or view.lenient
-            check_origin(node.value, shown(node.path))
+            check_origin(node.value, format_node_path(node.path))
             for segment, note in view.notes.items():
                 self.notes[*node.path, segment] = note
             for edge in view.edges:
                 child = self._child(node, edge, lenient)
                 if child is not None:
-                    node.keys[edge.segment] = edge.key
-                    node.edges[edge.segment] = child
+                    node.add(edge.segment, edge.key, child)
                     if not child.path:
                         child.path = (*node.path, edge.segment)
                         queue.append((child, lenient))
             if view.optimizer is not None:
-                self._options(node)
+                self._add_options(node, view.optimizer)
 
     def _child(self, holder: LiveNode, edge: Edge, lenient: bool) -> LiveNode | None:
         known = self._known.get(id(edge.value))
         if known is not None:
             return known
         path = (*holder.path, edge.segment)
-        view = look(edge.value, edge.position)
-        if isinstance(view, Nothing):
-            if not view.meant:
+        view = classify(edge.value, edge.position)
+        if isinstance(view, Unsaved):
+            if not view.intended:
                 (self.skipped if lenient else self.problems)[path] = view.reason
             return None
         if isinstance(view, Leaf) and not view.ready:
@@ -156,65 +130,62 @@ class _Walk:
             self._known[id(edge.value)] = node
         return node
 
-    def _options(self, node: LiveNode) -> None:
-        """Adds the options of an optimizer's groups as ordinary nodes."""
-        assert isinstance(node.view, Branch)
-        assert node.view.optimizer is not None
-        optimizer = node.view.optimizer
+    def _add_options(self, node: LiveNode, optimizer: Any) -> None:
+        """Add the options of an optimizer's groups as ordinary nodes."""
         groups = LiveNode(None, Branch("list", [], sequence=True), (*node.path, GROUPS))
-        node.edges[GROUPS], node.keys[GROUPS] = groups, GROUPS
-        for number in range(len(optimizer.groups())):
+        node.add(GROUPS, GROUPS, groups)
+        for number, live in enumerate(optimizer.param_groups):
             group = LiveNode(None, Branch("dict", []), (*groups.path, str(number)))
-            groups.edges[str(number)], groups.keys[str(number)] = group, number
-            options = optimizer.options(number)
+            groups.add(str(number), number, group)
+            options = group_options(live)
             for segment, name in zip(key_segments(list(options)), options, strict=True):
-                path = (*group.path, segment)
-                cell = optimizer.option_cell(number, name)
-                group.edges[segment] = LiveNode(options[name], Leaf(cell, shared=False), path)
-                group.keys[segment] = name
+                leaf = Leaf(OptionSlot(optimizer, number, name), shared=False)
+                group.add(segment, name, LiveNode(options[name], leaf, (*group.path, segment)))
 
-    def slots(self, nodes: list[LiveNode]) -> None:
-        """Adds what optimizers keep for parameters that are in the graph, too."""
+    def add_optimizer_slots(self, nodes: list[LiveNode]) -> None:
+        """Add the values that optimizers keep for parameters that are in the graph, too."""
         by_object = {id(node.value): node for node in nodes if isinstance(node.view, Leaf) and node.view.shared}
         for node in list(nodes):
-            if not isinstance(node.view, Branch) or node.view.optimizer is None:
+            if node.optimizer is None:
                 continue
-            optimizer = node.view.optimizer
             missing = 0
-            for parameters in optimizer.groups():
-                within = [by_object[id(parameter)] for parameter in parameters if id(parameter) in by_object]
+            state = node.optimizer.state
+            for group in node.optimizer.param_groups:
+                within = [by_object[id(parameter)] for parameter in group["params"] if id(parameter) in by_object]
                 node.groups.append(within)
-                missing += sum(bool(optimizer.slots(p)) for p in parameters if id(p) not in by_object)
+                missing += sum(bool(state.get(one)) for one in group["params"] if id(one) not in by_object)
                 for parameter in within:
-                    self._slots_of(node, parameter, nodes)
+                    nodes += _slots_of(node, parameter)
             if missing:
-                self.skipped[*node.path, SLOTS] = f"{missing} of its parameters are not part of the checkpoint"
+                self.skipped[*node.path, OPTIMIZER_SLOTS] = (
+                    f"{missing} of its parameters are not part of the checkpoint"
+                )
 
-    def _slots_of(self, node: LiveNode, parameter: LiveNode, nodes: list[LiveNode]) -> None:
-        assert isinstance(node.view, Branch)
-        assert node.view.optimizer is not None
-        kept = node.view.optimizer.slots(parameter.value)
-        for segment, name in zip(key_segments(list(kept)), kept, strict=True):
-            cell = node.view.optimizer.slot_cell(parameter.value, name)
-            path = (*node.path, SLOTS, *parameter.path, segment)
-            value = LiveNode(kept[name], Leaf(cell, shared=True), path)
-            node.slots.append((parameter, segment, value))
-            nodes.append(value)
+
+def _slots_of(node: LiveNode, parameter: LiveNode) -> list[LiveNode]:
+    values = node.optimizer.state.get(parameter.value, {})
+    added = []
+    for segment, name in zip(key_segments(list(values)), values, strict=True):
+        leaf = Leaf(OptimizerSlot(node.optimizer, parameter.value, name), shared=True)
+        value = LiveNode(values[name], leaf, (*node.path, OPTIMIZER_SLOTS, *parameter.path, segment))
+        node.optimizer_slots.append((parameter, segment, value))
+        added.append(value)
+    return added
 
 
 def _is_constant(value: Any, depth: int = 4) -> bool:
-    """Whether something is a tuple of plain values: Python makes one object of several that are written alike."""
+    """Whether a value is a tuple of plain values: Python makes one object of equal constants."""
     return type(value) is tuple and all(
         is_python_value(child) or (depth > 0 and _is_constant(child, depth - 1)) for child in value
     )
 
 
 def _ordered(start: LiveNode) -> list[LiveNode]:
-    """Returns what can be reached, the nearest first, and gives every node its shortest path."""
+    """Return all reachable nodes, the nearest first, and give each its shortest path."""
     start.path = ()
     nodes = [start]
     seen = {id(start)}
-    for node in nodes:  # grows while it is walked over
+    for node in nodes:  # grows during the loop
         for segment, child in node.edges.items():
             if id(child) not in seen:
                 seen.add(id(child))
@@ -223,25 +194,21 @@ def _ordered(start: LiveNode) -> list[LiveNode]:
     return nodes
 
 
-def _lonely_moments(nodes: list[LiveNode]) -> list[LiveNode]:
-    """Returns the moments of optax whose parameters are nowhere in the graph."""
-    lonely = []
+def _orphaned_moments(nodes: list[LiveNode]) -> list[LiveNode]:
+    """Return the moments of optax whose parameters are nowhere in the graph."""
+    orphans = []
     for node in nodes:
         for segment, child in node.edges.items():
-            if isinstance(child.view, Branch) and parameter_like(node.value, segment):
+            if isinstance(child.view, Branch) and is_optax_moment(node.value, segment):
                 shapes = _shapes(child)
-                holders = (other for other in nodes if isinstance(other.view, Branch) and other is not child)
-                if shapes and not any(_has(holder, shapes) and not _below(holder, node) for holder in holders):
-                    lonely.append(child)
-    return lonely
-
-
-def _below(one: LiveNode, other: LiveNode) -> bool:
-    return one.path[: len(other.path)] == other.path
+                others = (other for other in nodes if other.path[: len(node.path)] != node.path)
+                if shapes and not any(_has(other, shapes) for other in others if other is not child):
+                    orphans.append(child)
+    return orphans
 
 
 def _shapes(start: LiveNode) -> dict[Path, tuple[int, ...]]:
-    """Returns the shapes of all leaves below a node, by their paths from it."""
+    """Return the shapes of all leaves below a node, by their paths from it."""
     found: dict[Path, tuple[int, ...]] = {}
     queue: list[tuple[LiveNode, Path]] = [(start, ())]
     seen = {id(start)}
@@ -256,8 +223,7 @@ def _shapes(start: LiveNode) -> dict[Path, tuple[int, ...]]:
 
 
 def _shape(node: LiveNode) -> tuple[int, ...]:
-    assert isinstance(node.view, Leaf)
-    return tuple(getattr(node.view.cell.get(), "shape", ()))
+    return tuple(getattr(node.slot.get(), "shape", ()))
 
 
 def _has(holder: LiveNode, shapes: dict[Path, tuple[int, ...]]) -> bool:
@@ -269,15 +235,3 @@ def _has(holder: LiveNode, shapes: dict[Path, tuple[int, ...]]) -> bool:
         if node is None or not isinstance(node.view, Leaf) or _shape(node) != shape:
             return False
     return True
-
-
-def root_view(root: Node) -> Branch:
-    """Returns the edges of a root.
-
-    Raises:
-        OptionError: It stands for an object that has none.
-    """
-    view = look(root, Position(root, (), None))
-    if not isinstance(view, Branch):
-        raise OptionError(view.reason if isinstance(view, Nothing) else "the root is a value; give it a name")
-    return view

@@ -1,48 +1,31 @@
-"""What is in an item, and how it gets into its folder and out again."""
+"""Handlers: how an item of a checkpoint is written and read."""
 
 from __future__ import annotations
 
-from .args import ArrayRestoreArgs, RestoreArgs, SaveArgs
-from .array import ArrayCheckpointHandler
+from .args import ArrayRestoreArgs, RestoreArgs, SaveArgs, broadcast_prefix
 from .base import (
     AsyncCheckpointHandler,
     CheckpointHandler,
+    Files,
     PreparedCheckpointHandler,
+    PreparedItem,
+    SaveFuture,
+    finish,
     has_structure,
     item_structure,
+    no_arguments,
     restore_item,
+    run_coroutine,
+    write_alone,
 )
 from .json import JsonCheckpointHandler
 from .per_process import PerProcessCheckpointHandler, ProcessShare, own_share
-from .pytree import PyTreeCheckpointHandler
-from .saves import Files, PreparedItem, SaveFuture, finish, run_coroutine, write_alone
-from .type_handlers import DEFAULT_REGISTRY, ParamInfo, TypeHandler, TypeHandlerRegistry, register_type_handler
-
-__all__ = [
-    "DEFAULT_REGISTRY",
-    "ArrayCheckpointHandler",
-    "ArrayRestoreArgs",
-    "AsyncCheckpointHandler",
-    "CheckpointHandler",
-    "Files",
-    "JsonCheckpointHandler",
-    "ParamInfo",
-    "PerProcessCheckpointHandler",
-    "PreparedCheckpointHandler",
-    "PreparedItem",
-    "ProcessShare",
-    "PyTreeCheckpointHandler",
-    "RestoreArgs",
-    "SaveArgs",
-    "SaveFuture",
-    "TypeHandler",
-    "TypeHandlerRegistry",
-    "finish",
-    "has_structure",
-    "item_structure",
-    "own_share",
-    "register_type_handler",
-    "restore_item",
-    "run_coroutine",
-    "write_alone",
-]
+from .pytree import ArrayCheckpointHandler, PyTreeCheckpointHandler
+from .type_handlers import (
+    DEFAULT_REGISTRY,
+    ParamInfo,
+    TypeHandler,
+    TypeHandlerRegistry,
+    register_type_handler,
+    restore_external,
+)

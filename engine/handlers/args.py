@@ -1,4 +1,4 @@
-"""What a caller asks for leaf by leaf: how it is saved, and what it becomes when it is restored."""
+"""Arguments for single leaves: how each is saved, and what it becomes when it is restored."""
 
 from __future__ import annotations
 
@@ -9,14 +9,28 @@ from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
-from ..errors import OptionError
-from ..item.plan import check_level, check_size
-from ..tree import LeafRequest, Node, display
-from ..tree.containers import class_name, expand
-from ..tree.frameworks import loaded
-from ..tree.numpy_leaves import number_kind
-from ..tree.structure import key_segments
+from ..arrays import AGGREGATE_LIMIT, AggregateHandler, aggregate_details, check_level, check_size
+from ..errors import OptionError, UnsupportedLeafError
+from ..format import storage_dtype
+from ..pytree import (
+    NUMBER_KINDS,
+    ArrayLeaf,
+    CastProblem,
+    LeafRequest,
+    Piece,
+    TreeDef,
+    ValueLeaf,
+    cast_checked,
+    class_name,
+    expand,
+    format_path,
+    key_segments,
+    loaded,
+    number_kind,
+    report_problems,
+)
 
 T = TypeVar("T")
 
@@ -28,12 +42,12 @@ class SaveArgs:
     """How one leaf is saved.
 
     Attributes:
-        aggregate: Put it into the one file that all such leaves share, instead of among the arrays; for small leaves.
-            Text, bytes, None and long integers stand in ``tree.json`` in any case.
-        dtype: Cast its elements to this before they are saved. Python numbers are cast, too; what holds no numbers
-            (text, bytes, None, PRNG keys) stays as it is. Precision may be lost; a value that the dtype cannot hold
-            (a fraction or NaN in an integer, a finite number that would become infinite) fails the save.
-        compression: Level of zstd, 1 to 22; 0 stores the bytes as they are; None leaves it to the handler.
+        aggregate: Store the leaf in one file with all other such leaves, instead of among the arrays; for small leaves.
+            Text, bytes, None and long integers are always stored in ``tree.json``.
+        dtype: Cast the elements to this dtype before they are saved. Python numbers are cast, too; leaves without
+            numbers (text, bytes, None, PRNG keys) stay as they are. Precision may be lost; a value that the dtype
+            cannot hold (a fraction or NaN in an integer, a finite number that would become infinite) fails the save.
+        compression: Level of zstd, 1 to 22; 0 stores the bytes uncompressed; None leaves it to the handler.
         chunk_bytes: Largest chunk of the array, in bytes; None leaves it to the handler.
     """
 
@@ -57,9 +71,9 @@ class RestoreArgs:
 
     Attributes:
         restore_type: ``jax.Array``, ``np.ndarray``, ``torch.Tensor``, ``int``, ``float``, ``bool``, ``complex`` or
-            ``str``; None leaves it to the template, or else to what was saved.
-        dtype: Cast its elements to this; None never casts. Precision may be lost; a value that the dtype cannot hold
-            (a fraction or NaN in an integer, a finite number that would become infinite) is an error.
+            ``str``; None takes the type from the template, or without one the type that was saved.
+        dtype: Cast the elements to this dtype; None never casts. Precision may be lost; a value that the dtype cannot
+            hold (a fraction or NaN in an integer, a finite number that would become infinite) is an error.
     """
 
     restore_type: Any = None
@@ -71,7 +85,7 @@ class RestoreArgs:
         _kind(self.restore_type)
 
     def request(self, name: str | None = None) -> LeafRequest:
-        """Returns the same, as what loads trees is told it.
+        """Return the request that loading a tree takes.
 
         Args:
             name: The leaf's name, for errors.
@@ -81,17 +95,18 @@ class RestoreArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayRestoreArgs(RestoreArgs):
-    """How one leaf becomes an array of jax, perhaps spread over devices.
+    """How one leaf becomes a jax array, perhaps sharded over devices.
 
     Attributes:
         restore_type: As in :class:`RestoreArgs`; None is ``jax.Array``.
-        mesh: The `jax.sharding.Mesh` to put it on; needs ``mesh_axes``.
-        mesh_axes: Along which axes of the mesh each of its axes is spread: a `jax.sharding.PartitionSpec` or a tuple.
+        mesh: The `jax.sharding.Mesh` to place the array on; needs ``mesh_axes``.
+        mesh_axes: The axes of the mesh over which each axis of the array is sharded: a `jax.sharding.PartitionSpec` or
+            a tuple.
         sharding: A `jax.sharding.Sharding`, instead of ``mesh`` and ``mesh_axes``.
-        global_shape: The shape it must have as a whole; None is the shape that was saved.
+        global_shape: The shape of the whole array; None is the saved shape.
         global_shapes: Another name for ``global_shape``.
-        strict: Whether a saved shape that differs from ``global_shape`` is an error. Otherwise the array is padded
-            with zeros or truncated, at the end of each axis.
+        strict: Whether a saved shape that differs from ``global_shape`` is an error. Otherwise the array is padded with
+            zeros or truncated, at the end of each axis.
     """
 
     mesh: Any = None
@@ -104,9 +119,9 @@ class ArrayRestoreArgs(RestoreArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.mesh is None) != (self.mesh_axes is None):
-            raise OptionError("mesh= and mesh_axes= go together: say which axes of the mesh the array is spread over")
+            raise OptionError("mesh= and mesh_axes= go together: give both, or neither")
         if self.mesh is not None and self.sharding is not None:
-            raise OptionError("sharding= says everything; leave out mesh= and mesh_axes=")
+            raise OptionError("sharding= excludes the others; leave out mesh= and mesh_axes=")
         shapes = [_shape(shape) for shape in (self.global_shape, self.global_shapes) if shape is not None]
         if len(set(shapes)) > 1:
             raise OptionError(f"global_shape={shapes[0]} and global_shapes={shapes[1]} mean the same; give one of them")
@@ -114,14 +129,10 @@ class ArrayRestoreArgs(RestoreArgs):
         object.__setattr__(self, "global_shape", shape)
         object.__setattr__(self, "global_shapes", shape)
         if not self.strict and shape is None:
-            raise OptionError("strict=False pads or truncates to global_shape=; say what that is")
+            raise OptionError("strict=False pads or truncates to global_shape=, which is missing; give it")
 
     def request(self, name: str | None = None) -> LeafRequest:
-        """Returns the same, as what loads trees is told it.
-
-        Args:
-            name: The leaf's name, for errors.
-        """
+        """Return the request that loading a tree takes; ``name`` is the leaf's, for errors."""
         return LeafRequest(
             kind=_kind(self.restore_type) or "jax",
             dtype=self.dtype,
@@ -133,70 +144,58 @@ class ArrayRestoreArgs(RestoreArgs):
     def _sharding(self, name: str | None) -> Any:
         if self.mesh is None:
             return self.sharding
-        shardings: Any = importlib.import_module("jax").sharding  # whoever has a mesh has jax
+        shardings: Any = importlib.import_module("jax").sharding  # a mesh comes from jax
         axes = self.mesh_axes
         if not isinstance(axes, shardings.PartitionSpec):
             axes = shardings.PartitionSpec(*((axes,) if isinstance(axes, str) else axes))
         try:
             return shardings.NamedSharding(self.mesh, axes)
         except (ValueError, TypeError) as error:
-            where = "" if name is None else f"{display(name)}: "
+            where = "" if name is None else f"{format_path(name)}: "
             raise OptionError(
-                f"{where}mesh_axes={axes} must name axes of the mesh, each at most once; it has the axes "
+                f"{where}mesh_axes={axes} must name axes of the mesh, each at most once; the mesh has the axes "
                 f"{', '.join(map(str, self.mesh.axis_names))} ({str(error).splitlines()[0]:.200})"
             ) from error
 
 
-def spread(given: Any, structure: Node | None, kind: type[T], what: str) -> list[T | None]:
-    """Gives every leaf of a tree what a caller has given for it.
+def broadcast_prefix(given: Any, structure: TreeDef | None, kind: type[T], argument: str) -> list[T | None]:
+    """Return the value given for each leaf of a tree; None for leaves without one.
 
-    Args:
-        given: One value for all leaves; or a tree like the other one, which may end early with a value for all leaves
-            below, and may leave out keys; or None.
-        structure: The containers of the tree, None if it is one bare leaf.
-        kind: The type of the values.
-        what: How the caller knows them, for errors.
-
-    Returns:
-        For every leaf, in the order of the tree, what is given for it; None where that is nothing.
-
-    Raises:
-        OptionError: The values hang on no leaf of the tree, or are of another type.
+    ``given`` is one value for all leaves; or a tree like the structure, which may end early with a value for all leaves
+    below, and may leave out keys; or None. Raises OptionError if a value belongs to no leaf or is of another type.
     """
     found: list[T | None] = []
-    _spread(given, structure, kind, what, "", found)
+    _broadcast(given, structure, kind, argument, "", found)
     return found
 
 
-def _spread(given: Any, node: Node | None, kind: type[T], what: str, name: str, found: list[T | None]) -> None:
+def _broadcast(
+    given: Any, node: TreeDef | None, kind: type[T], argument: str, name: str, found: list[T | None]
+) -> None:
     if given is None or isinstance(given, kind):
         found.extend(given for _ in _leaves(node))
         return
     contents = expand(given)
     if contents is None:
-        raise OptionError(f"{what}: expected {kind.__name__} at {display(name)}, found {class_name(given)}")
-    values = dict(zip(_segments(contents.keys, len(contents.values)), contents.values, strict=True))
+        raise OptionError(f"{argument}: expected {kind.__name__} at {format_path(name)}, found {class_name(given)}")
+    values = dict(zip(key_segments(contents.keys, len(contents.values)), contents.values, strict=True))
     if node is None:
-        if not values:  # what jax makes of a container that has no leaves
+        if not values:  # what jax makes of a container without leaves
             found.append(None)
             return
         raise OptionError(
-            f"{what}: {display(name)} is a leaf of the tree; expected {kind.__name__}, found {class_name(given)}"
+            f"{argument}: expected {kind.__name__} at the leaf {format_path(name)}, found {class_name(given)}"
         )
-    segments = _segments(node.keys, len(node.children))
+    segments = key_segments(node.keys, len(node.children))
     prefix = f"{name}." if name else ""
     unknown = [segment for segment in values if segment not in set(segments)]
     if unknown:
-        raise OptionError(f"{what}: the tree has no {display(prefix + unknown[0])}")
+        raise OptionError(f"{argument}: the tree has no {format_path(prefix + unknown[0])}")
     for segment, child in zip(segments, node.children, strict=True):
-        _spread(values.get(segment), child, kind, what, prefix + segment, found)
+        _broadcast(values.get(segment), child, kind, argument, prefix + segment, found)
 
 
-def _segments(keys: Sequence[object] | None, count: int) -> list[str]:
-    return [str(index) for index in range(count)] if keys is None else key_segments(keys)
-
-
-def _leaves(node: Node | None) -> Iterator[None]:
+def _leaves(node: TreeDef | None) -> Iterator[None]:
     if node is None:
         yield None
         return
@@ -205,11 +204,7 @@ def _leaves(node: Node | None) -> Iterator[None]:
 
 
 def number_dtype(given: Any) -> np.dtype[Any]:
-    """Returns the numpy dtype that a caller means, who may have named it by a type of numpy, jax or torch.
-
-    Raises:
-        OptionError: It is none, or its elements are no numbers.
-    """
+    """Return the numpy dtype for a dtype or scalar type of numpy, jax or torch."""
     name = str(given)
     try:
         if name.startswith("torch."):
@@ -220,12 +215,11 @@ def number_dtype(given: Any) -> np.dtype[Any]:
     except TypeError:
         raise OptionError(f"dtype={given!r} is not a dtype of numpy, jax or torch") from None
     if number_kind(dtype) is None:
-        raise OptionError(f"dtype={given!r}: arrays can be cast to numbers and bool only")
+        raise OptionError(f"dtype={given!r} is not a dtype of numbers or bool; arrays can be cast to those only")
     return dtype
 
 
 def _kind(restore_type: Any) -> str | None:
-    """Returns how the tree calls leaves of a type; None for None."""
     if restore_type is None:
         return None
     if restore_type is np.ndarray:
@@ -251,3 +245,59 @@ def _shape(shape: Any) -> tuple[int, ...]:
     if any(size < 0 for size in found):
         raise OptionError(f"global_shape={shape!r} must not hold negative numbers")
     return found
+
+
+Leaf = ArrayLeaf | ValueLeaf
+
+
+def cast(name: str, leaf: Leaf, dtype: np.dtype[Any]) -> Leaf:
+    if isinstance(leaf, ValueLeaf) or leaf.details["kind"] in {"key", "str", "bytes"} or leaf.dtype == dtype:
+        return leaf
+    kind = number_kind(leaf.dtype)
+    if kind is None or "torch_dtype" in leaf.details:
+        return leaf
+    if kind == "complex" and number_kind(dtype) != "complex":
+        raise UnsupportedLeafError(
+            f"{format_path(name)}: {leaf.dtype} cannot be cast to {dtype}, which has no imaginary part; "
+            "nothing was written"
+        )
+    details = leaf.details
+    if details["kind"] in NUMBER_KINDS:
+        details = {**details, "kind": number_kind(dtype)}
+    pieces, volatile = leaf.pieces, leaf.volatile
+    if storage_dtype(dtype).extra is not None:
+        # Elements that are stored as bytes are cast now, all others chunk by chunk while they are written.
+        pieces, volatile = [Piece(piece.start, _checked(name, piece.array, dtype)) for piece in pieces], False
+    return ArrayLeaf(dtype, leaf.shape, pieces, volatile, details, leaf.parts)
+
+
+def _checked(name: str, array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    try:
+        return cast_checked(array, dtype)
+    except CastProblem as problem:
+        raise UnsupportedLeafError(f"{format_path(name)}: {problem}; nothing was written") from None
+
+
+def aggregate(
+    names: Sequence[str], leaves: Sequence[Leaf], args: Sequence[SaveArgs | None], handler: AggregateHandler
+) -> tuple[list[Leaf], dict[str, bytes]]:
+    """Put the leaves saved with ``aggregate=True`` into one file; return the remaining leaves and the files."""
+    kept = list(leaves)
+    arrays: dict[str, NDArray[Any]] = {}
+    problems: list[tuple[str, str]] = []
+    size = 0
+    for index, (name, leaf, asked) in enumerate(zip(names, leaves, args, strict=True)):
+        if asked is None or not asked.aggregate or isinstance(leaf, ValueLeaf):
+            continue  # tree.json holds values, and is one file already
+        if leaf.parts is not None or len(leaf.pieces) != 1 or leaf.pieces[0].array.shape != leaf.shape:
+            problems.append((name, "is sharded over devices; leave out aggregate=True"))
+            continue
+        array = leaf.pieces[0].array
+        size += array.size * leaf.dtype.itemsize
+        if size > AGGREGATE_LIMIT:
+            problems.append((name, f"makes the aggregate larger than {AGGREGATE_LIMIT} bytes; it is for small leaves"))
+            break
+        arrays[name] = array if array.dtype == leaf.dtype else _checked(name, array, leaf.dtype)
+        kept[index] = ValueLeaf({**leaf.details, **aggregate_details(arrays[name], handler)})
+    report_problems(problems, "these leaves cannot be aggregated, and nothing was written")
+    return kept, {handler.filename: handler.serialize(arrays)} if arrays else {}

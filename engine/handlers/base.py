@@ -1,4 +1,4 @@
-"""What a handler is: it knows one kind of object, and how that gets into a folder and out again.
+"""The protocol of handlers: a handler knows one kind of object, and how it gets into a folder and out again.
 
 A handler is not concerned with atomicity or threads: a :class:`~holdfast.Checkpointer` or a
 :class:`~holdfast.CheckpointManager` calls it and commits what it wrote.
@@ -7,28 +7,53 @@ A handler is not concerned with atomicity or threads: a :class:`~holdfast.Checkp
 from __future__ import annotations
 
 import abc
+import contextlib
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeGuard, TypeVar
 
-from ..digests import check_files
+from ..arrays import check_files
+from ..distributed import ProcessInfo
 from ..errors import OptionError, UnknownArgumentError
-from ..record import ItemRecord
-from ..storage import Location
-from .saves import Files, Later, PreparedItem, SaveFuture, finish, run_coroutine, write_alone
+from ..format import FileRecord, ItemRecord
+from ..storage import Helper, Location
 
-_OURS = frozenset({"snapshot", "member", "files"})  # arguments that callers of a checkpointer do not give
+T = TypeVar("T")
+
+Files = Mapping[str, FileRecord]  # the files of an item by their path in its folder, as the commit record lists them
+
+_INTERNAL = frozenset({"snapshot", "member", "files"})  # arguments that callers of a checkpointer do not pass
+
+
+class SaveFuture(Protocol):
+    """The part of a save that can happen later, on another thread."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Complete that part; return the files written (``Files``) if the handler knows them, or anything else."""
+        ...
+
+
+class PreparedItem(Protocol):
+    """An item whose snapshot is taken: every process writes its share, and process 0 merges the shares."""
+
+    def write(self, folder: Location, member: ProcessInfo) -> bytes:
+        """Write this process's share, durably; return what process 0 needs to know of it."""
+        ...
+
+    def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
+        """Complete the item from what every process's ``write`` returned; return all of its files."""
+        ...
 
 
 class CheckpointHandler(abc.ABC):
-    """Saves and restores one kind of object, in a folder that is its own.
+    """Saves and restores one kind of object, in a folder of its own.
 
     Attributes:
-        kind: How the commit record names what this handler writes.
-        collective: Whether every process of a program takes part in a save; otherwise only process 0 calls it.
-        optional: Whether a checkpoint may be saved without the item, and restored without it where it was.
+        kind: Name in the commit record of what this handler writes.
+        collective: Whether every process of a program takes part in a save; otherwise only process 0 calls the handler.
+        optional: Whether a checkpoint may be saved without the item, and restored without it where it was saved.
         verifies: Whether restoring checks what it reads. Otherwise all files are compared with their digests before.
     """
 
@@ -39,33 +64,33 @@ class CheckpointHandler(abc.ABC):
 
     @abc.abstractmethod
     def save(self, directory: Location, item: Any, **kwargs: Any) -> Files | None:
-        """Writes an item into a folder.
+        """Write an item into a folder.
 
         Args:
-            directory: An empty folder. It can be used as a path when it is on a file system.
-            item: What to save.
+            directory: An empty folder. It can be used as a path if it is on a file system.
+            item: The object to save.
             **kwargs: ``save_kwargs`` of the caller.
 
         Returns:
-            The files, if they are durable already; None leaves it to the caller to find them and make them so.
+            The files, if they are durable already; None leaves it to the caller to list them and make them durable.
         """
 
     @abc.abstractmethod
     def restore(self, directory: Location, item: Any = None, **kwargs: Any) -> Any:
-        """Reads an item back.
+        """Read an item back.
 
         Args:
             directory: The folder.
-            item: What to restore into or after, if the handler uses that.
-            **kwargs: ``restore_kwargs`` of the caller. Handlers that verify are given ``files``, too: what the commit
-                record says about the folder, to check against.
+            item: What to restore into or after, if the handler uses it.
+            **kwargs: ``restore_kwargs`` of the caller. Handlers that verify also get ``files``, what the commit record
+                says about the folder, to check against.
 
         Returns:
             The item.
         """
 
     def structure(self, directory: Location, **kwargs: Any) -> Any:
-        """Returns what the item looks like without reading its data; a handler that cannot tell leaves this as it is.
+        """Describe the item without reading its data; a handler that cannot do so does not define this method.
 
         Args:
             directory: The folder.
@@ -79,11 +104,11 @@ class AsyncCheckpointHandler(CheckpointHandler):
 
     @abc.abstractmethod
     async def async_save(self, directory: Location, item: Any, **kwargs: Any) -> list[SaveFuture] | None:
-        """Takes a snapshot of an item.
+        """Take a snapshot of an item.
 
         Args:
             directory: An empty folder for it.
-            item: What to save; it may change as soon as this returns.
+            item: The object to save; it may change as soon as this method returns.
             **kwargs: ``save_kwargs`` of the caller.
 
         Returns:
@@ -91,59 +116,120 @@ class AsyncCheckpointHandler(CheckpointHandler):
         """
 
     def save(self, directory: Location, item: Any, **kwargs: Any) -> Files | None:
-        """Takes the snapshot and writes it at once."""
+        """Take the snapshot and write it at once."""
         return finish(run_coroutine(self.async_save(directory, item, **kwargs)))
 
 
 class PreparedCheckpointHandler(AsyncCheckpointHandler):
-    """A handler whose snapshot needs no folder: whatever is wrong with an item shows before anything is written.
+    """A handler whose snapshot needs no folder: anything wrong with an item shows before anything is written.
 
     Attributes:
         divides: Whether :meth:`prepare` takes ``member=``, the process whose share will be written, and may leave out
-            of the snapshot what others write; it is given where several processes save together.
+            of the snapshot what other processes write; it is passed where several processes save together.
     """
 
     divides = False
 
     @abc.abstractmethod
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
-        """Makes an item ready to be written.
+        """Make an item ready to be written.
 
         Args:
-            item: What to save.
-            snapshot: Whether it may change between this call and the writing. A handler may reuse the memory of its
-                last snapshot, so that one has to be written, or given up, before the next is taken.
+            item: The object to save.
+            snapshot: Whether the item may change before it is written. A handler may reuse the memory of its last
+                snapshot, so that one must be written, or given up, before the next is taken.
             **kwargs: ``save_kwargs`` of the caller.
 
         Returns:
-            What writes it into a folder.
+            The item, which can be written into a folder.
         """
 
     def save(self, directory: Location, item: Any, **kwargs: Any) -> Files:
-        """Writes an item at once."""
+        """Write an item at once."""
         return write_alone(self.prepare(item, snapshot=False, **kwargs), directory)
 
     async def async_save(self, directory: Location, item: Any, **kwargs: Any) -> list[SaveFuture] | None:
-        """Takes a snapshot of an item; the one future that is returned writes it."""
-        return [Later(functools.partial(write_alone, self.prepare(item, snapshot=True, **kwargs), directory))]
+        """Take a snapshot of an item; the only future writes it."""
+        prepared = self.prepare(item, snapshot=True, **kwargs)
+        return [_DeferredWrite(functools.partial(write_alone, prepared, directory))]
+
+
+class _DeferredWrite:
+    """Writes an item once, when its result is first asked for."""
+
+    def __init__(self, write: Callable[[], Files]) -> None:
+        self._write: Callable[[], Files] | None = write
+        self._files: Files | None = None
+
+    def result(self, timeout: float | None = None) -> Files | None:
+        if self._write is not None:
+            self._files = self._write()
+            self._write = None  # lets go of the snapshot
+        return self._files
+
+
+def write_alone(prepared: PreparedItem, folder: Location) -> Files:
+    return prepared.merge(folder, [prepared.write(folder, ProcessInfo())])
+
+
+def finish(futures: Sequence[SaveFuture] | None) -> Files | None:
+    """Complete a save; return its files if every future knows its own."""
+    found: dict[str, FileRecord] = {}
+    known = bool(futures)
+    for future in futures or ():
+        files = future.result()
+        if _is_files(files):
+            found.update(files)
+        else:
+            known = False  # a future of another library, such as those of concurrent.futures
+    return found if known else None
+
+
+def _is_files(result: Any) -> TypeGuard[Files]:
+    return isinstance(result, Mapping) and all(isinstance(file, FileRecord) for file in result.values())
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, even where an event loop is running already, as in a notebook."""
+    import asyncio  # only for handlers of the user's own; it takes as long to import as all of the engine
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                results.append(runner.run(coroutine))
+        except BaseException as error:  # raised by the caller's thread
+            errors.append(error)
+
+    def interrupted(error: BaseException) -> None:
+        errors.insert(0, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed, as the coroutine has ended
+            loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
+
+    thread = Helper(run, "holdfast-snapshot")
+    try:
+        thread.start()
+    except BaseException as error:
+        interrupted(error)
+    thread.finish(interrupted)
+    loop.close()
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def restore_item(
     handler: CheckpointHandler, folder: Location, saved: ItemRecord, item: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    """Reads an item back, after making sure that it is whole and of the handler's kind.
-
-    Args:
-        handler: What reads it.
-        folder: The item's folder.
-        saved: What the commit record says about it.
-        item: What to restore into or after.
-        kwargs: Further arguments for the handler.
-
-    Raises:
-        DamagedCheckpointError: What is there does not verify.
-        OptionError: A handler of another kind wrote it.
-    """
+    """Read an item back, after checking that it is whole and of the handler's kind."""
     if handler.kind != saved.kind:
         raise OptionError(
             f"{folder} was written by a handler of kind {saved.kind!r:.80}; {type(handler).__name__} is of kind "
@@ -159,39 +245,23 @@ def restore_item(
 
 
 def has_structure(handler: CheckpointHandler) -> bool:
-    """Tells whether a handler can say what an item looks like without reading it."""
     return type(handler).structure is not CheckpointHandler.structure
 
 
 def item_structure(handler: CheckpointHandler, folder: Location, saved: ItemRecord) -> Any:
-    """Returns what an item looks like without reading its data, None if its handler cannot tell.
-
-    Args:
-        handler: What knows the item.
-        folder: The item's folder.
-        saved: What the commit record says about it.
-    """
+    """Describe an item without reading its data; return None if its handler cannot."""
     return handler.structure(folder, files=saved.files) if handler.verifies else handler.structure(folder)
 
 
 def no_arguments(handler: CheckpointHandler, kwargs: Mapping[str, Any], method: Callable[..., Any]) -> None:
-    """Raises an error if there are arguments that a handler does not know.
-
-    Args:
-        handler: The handler.
-        kwargs: The arguments that were left over.
-        method: What was called; the arguments that it has by name are those that are known.
-
-    Raises:
-        UnknownArgumentError: There are such arguments.
-    """
+    """Raise UnknownArgumentError if there are arguments that a method of a handler does not take."""
     if not kwargs:
         return
     parameters = inspect.signature(method).parameters.values()
-    known = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in _OURS]
+    known = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in _INTERNAL]
     close = [match for name in sorted(kwargs) for match in difflib.get_close_matches(name, known, 1)]
     raise UnknownArgumentError(
-        f"{type(handler).__name__} does not know these arguments: {', '.join(sorted(kwargs))}; "
+        f"{type(handler).__name__} does not take these arguments: {', '.join(sorted(kwargs))}; "
         + (f"did you mean {', '.join(close)}? " if close else "")
-        + (f"It knows {', '.join(known)}" if known else "It takes none")
+        + (f"It takes {', '.join(known)}" if known else "It takes none")
     )

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from ..digests import read_checked
+from ..arrays import read_checked
+from ..distributed import ProcessInfo
 from ..errors import UnsupportedLeafError
-from ..format import DOCUMENT_LIMIT, decode_document, encode_document
+from ..format import DOCUMENT_LIMIT, FileRecord, crc32c, decode_document, encode_document
 from ..storage import Location
-from .base import PreparedCheckpointHandler, no_arguments
-from .saves import Files, PreparedFile, PreparedItem
+from .base import Files, PreparedCheckpointHandler, PreparedItem, no_arguments
 
 
 class JsonCheckpointHandler(PreparedCheckpointHandler):
-    """Saves what JSON can hold: nested dictionaries and lists of text, numbers, booleans and None.
+    """Saves a JSON document: nested dictionaries and lists of text, numbers, booleans and None.
 
     Args:
-        filename: The file's name in the item's folder.
+        filename: Name of the file in the item's folder.
     """
 
     kind = "json"
@@ -26,7 +27,7 @@ class JsonCheckpointHandler(PreparedCheckpointHandler):
         self._filename = filename
 
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
-        """Makes an item ready to be written. Raises UnsupportedLeafError if JSON cannot hold it."""
+        """Make an item ready to be written; raise UnsupportedLeafError if JSON cannot hold it."""
         no_arguments(self, kwargs, self.prepare)
         try:
             content = encode_document("json", {"data": item})
@@ -34,15 +35,30 @@ class JsonCheckpointHandler(PreparedCheckpointHandler):
             raise UnsupportedLeafError(
                 f"this item cannot be saved as JSON: {error}. Use PyTreeCheckpointHandler for arrays and other values"
             ) from error
-        return PreparedFile(self._filename, content)
+        return _PreparedFile(self._filename, content)
 
     def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
-        """Reads the item back; ``item`` is not needed."""
+        """Read the item back; ``item`` is not used."""
         no_arguments(self, kwargs, self.restore)
         place = directory / self._filename
         content = read_checked(place, None if files is None else files.get(self._filename), limit=DOCUMENT_LIMIT)
         return decode_document(content, "json", source=str(place)).get("data")
 
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
-        """Returns the item itself: reading it costs no more than describing it."""
+        """Return the item itself: reading it costs no more than describing it."""
         return self.restore(directory, files=files)
+
+
+class _PreparedFile:
+    def __init__(self, name: str, content: bytes) -> None:
+        self._name = name
+        self._content = content
+
+    def write(self, folder: Location, member: ProcessInfo) -> bytes:
+        if member.index == 0:
+            (folder / self._name).write_bytes(self._content, atomic=False)
+            folder.sync_directory()
+        return b""
+
+    def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
+        return {self._name: FileRecord(len(self._content), crc32c(self._content))}

@@ -7,12 +7,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..coordination import Coordinator, Member, current_coordinator
-from ..record import PROCESSES, FileRecord, ItemRecord
+from ..distributed import Coordinator, ProcessInfo, current_coordinator
+from ..format import PROCESSES, FileRecord, ItemRecord
 from ..storage import Location
-from .base import PreparedCheckpointHandler
+from .base import Files, PreparedCheckpointHandler, PreparedItem, write_alone
 from .pytree import PyTreeCheckpointHandler
-from .saves import Files, PreparedItem, write_alone
 
 _logger = logging.getLogger("holdfast")
 
@@ -20,12 +19,13 @@ _logger = logging.getLogger("holdfast")
 class PerProcessCheckpointHandler(PreparedCheckpointHandler):
     """Saves a tree for each process of a program, in a folder named after the process.
 
-    Each process gets its own back. Where there are not as many processes as have saved, nobody can say what that would
-    be: with fewer, the first ones' are taken, with more, they are dealt out again from the first on; a warning says so.
+    Each process gets its own tree back. Where the number of processes differs from that of the save, process ``i`` gets
+    the tree of process ``i`` modulo the number of trees: fewer processes take the first ones, and more processes start
+    again from the first. A warning says so.
 
     Args:
-        handler: What saves and restores each process's tree.
-        coordinator: How the processes find each other; None finds out by itself.
+        handler: Handler that saves and restores each process's tree; None makes one.
+        coordinator: How the processes find each other; None detects it.
     """
 
     kind = PROCESSES
@@ -40,11 +40,11 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
         self._coordinator = coordinator
 
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
-        """Makes this process's tree ready to be written."""
+        """Make this process's tree ready to be written."""
         return ProcessShare(self._handler.prepare(item, snapshot=snapshot, **kwargs))
 
     def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
-        """Reads this process's tree back.
+        """Read this process's tree back.
 
         Args:
             directory: The folder.
@@ -56,7 +56,7 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
         return self._handler.restore(share, item, files=known, **kwargs)
 
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
-        """Returns what every process's tree looks like, in their order."""
+        """Describe every process's tree, in their order."""
         shares = ItemRecord(directory.name, self.kind, files or {}).shares()
         return [self._handler.structure(directory / str(i), files=each.files) for i, each in enumerate(shares)]
 
@@ -64,23 +64,13 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
 def own_share(
     directory: Location, files: Files, coordinator: Coordinator | None = None
 ) -> tuple[Location, Mapping[str, FileRecord]]:
-    """Returns the folder that this process goes on with, and its files; where there were fewer, some serve twice.
-
-    Args:
-        directory: The folder that holds one for each process that saved.
-        files: What the commit record says about it.
-        coordinator: How the processes find each other; None finds out by itself.
-
-    Raises:
-        DamagedCheckpointError: The folders are not those of processes 0, 1, 2 and so on.
-    """
     shares = ItemRecord(directory.name, PROCESSES, files).shares()
     coordinator = current_coordinator() if coordinator is None else coordinator
     index, count = coordinator.process_index, coordinator.process_count
     chosen = index % len(shares)
     if len(shares) != count:
         _logger.warning(
-            "%s was saved by %d processes and is restored by %d: process %d goes on with what process %d had",
+            "%s was saved by %d processes and is restored by %d: process %d restores the tree of process %d",
             directory,
             len(shares),
             count,
@@ -91,17 +81,12 @@ def own_share(
 
 
 class ProcessShare:
-    """One process's tree on its way into its folder.
-
-    Args:
-        prepared: The tree.
-    """
+    """One process's tree, to be written into a folder of its own."""
 
     def __init__(self, prepared: PreparedItem) -> None:
         self._prepared = prepared
 
-    def write(self, folder: Location, member: Member) -> bytes:
-        """Writes the tree into the folder of this process; returns its list of files."""
+    def write(self, folder: Location, member: ProcessInfo) -> bytes:
         own = folder / str(member.index)
         own.make_directory()
         files = write_alone(self._prepared, own)
@@ -109,7 +94,6 @@ class ProcessShare:
         return json.dumps({path: [file.size, file.crc32c] for path, file in files.items()}).encode()
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
-        """Returns the files of all processes."""
         shares: list[Mapping[str, Any]] = [json.loads(fragment) for fragment in fragments]
         return {
             f"{process}/{path}": FileRecord(*record)

@@ -1,4 +1,4 @@
-"""Trees of arrays and other values as items."""
+"""Handlers of pytrees, and of single arrays, which are stored as a tree of one leaf."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..coordination import Member
-from ..errors import OptionError
-from ..format import crc32c
-from ..item import (
+from ..arrays import (
     AggregateHandler,
     HostTree,
     Layout,
     MsgpackHandler,
-    Select,
     StagingBuffer,
     TreeReader,
     TreeWriter,
@@ -22,29 +18,29 @@ from ..item import (
     load_tree,
     tree_metadata,
 )
-from ..record import FileRecord
+from ..distributed import ProcessInfo
+from ..errors import OptionError, UnsupportedLeafError
+from ..format import FileRecord, crc32c
+from ..pytree import EXTERNAL, Flattened, Patterns, class_name, collection_paused, describe, flatten
 from ..storage import Location
-from ..tree import EXTERNAL, Flattened, collection_paused, describe, flatten
-from .args import RestoreArgs, SaveArgs, spread
-from .base import PreparedCheckpointHandler, no_arguments
-from .casting import Leaf, aggregate, cast
-from .external import ExternalLeaves, resolve
-from .saves import Files, PreparedItem
-from .type_handlers import DEFAULT_REGISTRY, TypeHandlerRegistry
+from .args import Leaf, RestoreArgs, SaveArgs, aggregate, broadcast_prefix, cast
+from .base import Files, PreparedCheckpointHandler, PreparedItem, no_arguments
+from .type_handlers import DEFAULT_REGISTRY, ExternalLeaves, TypeHandlerRegistry, restore_external
 
 
 class PyTreeCheckpointHandler(PreparedCheckpointHandler):
-    """Saves trees: containers of arrays of any library, scalars, text, bytes, and leaves that type handlers know.
+    """Saves pytrees: containers of arrays of any library, scalars, text, bytes, and leaves that type handlers know.
 
     Args:
-        layout: Sizes of chunks, segments and data files, and how chunks are compressed.
-        compression: Level of zstd that chunks are compressed with, instead of the layout's.
-        chunk_bytes: Largest chunk of an array, instead of the layout's.
-        data_file_bytes: Largest data file, instead of the layout's.
-        type_handler_registry: Which handlers there are for leaves of the user's own types; None is the default
-            registry, to which ``register_type_handler`` adds.
-        aggregate_handler: What keeps leaves that are saved with ``SaveArgs(aggregate=True)``; None is msgpack.
-        use_ocdbt: Always true: arrays are kept in an OCDBT database. It is here for those who come from Orbax.
+        layout: Sizes of chunks, segments and data files, and the compression of chunks.
+        compression: Level of zstd for the chunks, instead of the layout's.
+        chunk_bytes: Largest chunk of an array in bytes, instead of the layout's.
+        data_file_bytes: Largest data file in bytes, instead of the layout's.
+        type_handler_registry: Handlers for leaves of the user's own types; None is the default registry, to which
+            ``register_type_handler`` adds.
+        aggregate_handler: Handler that stores leaves saved with ``SaveArgs(aggregate=True)``; None is msgpack.
+        use_ocdbt: Must be true: arrays are always stored in an OCDBT database. The argument exists for programs written
+            for Orbax.
     """
 
     kind = "pytree"
@@ -64,7 +60,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         use_ocdbt: bool = True,
     ) -> None:
         if not use_ocdbt:
-            raise OptionError("use_ocdbt=False: holdfast always keeps arrays in an OCDBT database; leave it out")
+            raise OptionError("use_ocdbt=False: holdfast always stores arrays in an OCDBT database; leave it out")
         given = {"compression": compression, "chunk_bytes": chunk_bytes, "data_file_bytes": data_file_bytes}
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         self._layout = dataclasses.replace(layout or Layout(), **changes)
@@ -79,22 +75,22 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         snapshot: bool,
         save_args: Any = None,
         layout: Layout | None = None,
-        member: Member | None = None,
+        member: ProcessInfo | None = None,
         **kwargs: Any,
     ) -> PreparedItem:
-        """Makes a tree ready to be written.
+        """Make a tree ready to be written.
 
         Args:
             item: The tree.
-            snapshot: Whether to copy arrays that can change. Those that cannot, such as jax's, are held, not copied.
-            save_args: How to save which leaf: one :class:`~holdfast.SaveArgs` for all; or a tree of them like the item,
-                which may end early with one for all leaves below, and may leave out keys.
+            snapshot: Whether to copy arrays that can change. Arrays that cannot, such as jax's, are held, not copied.
+            save_args: How to save each leaf: one :class:`~holdfast.SaveArgs` for all leaves; or a tree of them like the
+                item, which may end early with one for all leaves below, and may leave out keys.
             layout: Sizes of chunks, segments and data files, instead of the handler's own.
-            member: The process whose share will be written: a snapshot need not hold what others write.
-            **kwargs: None are known.
+            member: The process whose share will be written: the snapshot need not hold what other processes write.
+            **kwargs: Must be empty.
 
         Returns:
-            What writes the tree into a folder.
+            The tree, which can be written into a folder.
 
         Raises:
             UnsupportedLeafError: A leaf cannot be saved; names every such leaf.
@@ -104,7 +100,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         flat = flatten(item, self._registry.leaf_types)
         args: list[SaveArgs | None] = [None] * len(flat.names)
         if save_args is not None:
-            args = spread(save_args, flat.structure, SaveArgs, "save_args")
+            args = broadcast_prefix(save_args, flat.structure, SaveArgs, "save_args")
         external = ExternalLeaves(self._registry, flat.names, flat.values, args, snapshot=snapshot)
         leaves = _described(flat, external)
         files: dict[str, bytes] = {}
@@ -122,7 +118,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             chunk_bytes={name: one.chunk_bytes for name, one in given if one.chunk_bytes is not None},
         )
         if snapshot:
-            writer.take_snapshot(self._staging, member or Member())
+            writer.take_snapshot(self._staging, member or ProcessInfo())
         return _PreparedTree(writer, external, files) if files or external.notes else writer
 
     def restore(
@@ -132,12 +128,12 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         *,
         files: Files | None = None,
         restore_args: Any = None,
-        select: Select | None = None,
+        select: Patterns | None = None,
         transforms: Any = None,
         transforms_default_to_original: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Reads a tree.
+        """Read a tree.
 
         Args:
             directory: The folder.
@@ -145,38 +141,38 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 that are ``...`` or a bare ``object()`` become what was saved. None returns the saved containers with
                 numpy arrays.
             files: What the commit record says about the folder.
-            restore_args: What which leaf becomes, before what the template says: one :class:`~holdfast.RestoreArgs` for
-                all; or a tree of them like the template, or like what was saved if there is none, which may end early
-                with one for all leaves below, and may leave out keys.
+            restore_args: What each leaf becomes, with precedence over the template: one
+                :class:`~holdfast.RestoreArgs` for all leaves; or a tree of them like the template (without one, like
+                the saved tree), which may end early with one for all leaves below, and may leave out keys.
             select: Patterns of paths; only matching leaves are read.
-            transforms: Transformations that make the template's tree of the saved one, as for
+            transforms: Transformations from the saved tree to the template's tree, as for
                 :func:`~holdfast.load_transformed`; they need a template.
             transforms_default_to_original: Whether keys of both trees that no transformation names come from the saved
-                tree; otherwise from the template.
-            **kwargs: None are known.
+                tree; otherwise they come from the template.
+            **kwargs: Must be empty.
 
         Returns:
             The tree.
 
         Raises:
             TreeMismatchError: Template and checkpoint differ; lists every leaf that does.
-            DamagedCheckpointError: What is stored does not verify.
-            OptionError: ``transforms`` come without a template or with ``select``; ``restore_args`` do not fit a tree,
-                or a leaf's own handler is not at hand.
+            DamagedCheckpointError: Stored data does not match its checksums.
+            OptionError: ``transforms`` come without a template or with ``select``; ``restore_args`` do not fit a tree;
+                or a leaf needs a type handler that is not registered.
         """
         no_arguments(self, kwargs, self.restore)
         if transforms is not None and (item is None or item is ... or select is not None):
-            raise OptionError("transforms= needs a template (item=) that says what comes out, and no select=")
+            raise OptionError("transforms= needs a template (item=) of the new tree, and excludes select=")
         with collection_paused():
             reader = TreeReader(directory, files, aggregate=self._aggregate)
             saved = [leaf.name for leaf in reader.leaves]
             template = None if item is None or item is ... else self._template(item)
             args: dict[str, RestoreArgs] = {}
             if restore_args is not None:
-                names, structure = saved, reader.skeleton.structure
+                names, structure = saved, reader.tree.structure
                 if template is not None:
                     names, structure = template.names, template.structure
-                asked = spread(restore_args, structure, RestoreArgs, "restore_args")
+                asked = broadcast_prefix(restore_args, structure, RestoreArgs, "restore_args")
                 args = {name: one for name, one in zip(names, asked, strict=True) if one is not None}
             kept = {leaf.name: number for number, leaf in enumerate(reader.leaves) if leaf.saved.kind == EXTERNAL}
             ordinary = (args.keys() if transforms is not None else set(saved)) - kept.keys() if args else set()
@@ -188,14 +184,14 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 )
             else:
                 tree = load_tree(reader, like=template, select=select, requests=requests)
-            return resolve(tree, directory, files, kept, self._registry, args) if kept else tree
+            return restore_external(tree, directory, files, kept, self._registry, args) if kept else tree
 
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
-        """Returns the tree with a description of every leaf in its place; no data is read."""
+        """Return the tree with a description in the place of every leaf; no data is read."""
         return tree_metadata(TreeReader(directory, files, aggregate=self._aggregate))
 
     def _template(self, item: Any) -> Flattened:
-        """Takes a template apart; ``...`` stands for leaves that say nothing, and for those that have a handler."""
+        """Flatten a template; ``...`` replaces bare objects and leaves that have a type handler."""
         registry = self._registry
         flat = flatten(item, registry.leaf_types)
         ours = bool(registry.leaf_types)
@@ -207,7 +203,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
 
 
 def _described(flat: Flattened, external: ExternalLeaves) -> list[Leaf]:
-    """Describes the leaves that no type handler keeps, and puts a note in the place of the others."""
+    """Describe the leaves; those of type handlers are represented by notes."""
     notes = external.notes
     if not notes:
         return describe(flat.names, flat.values)
@@ -217,13 +213,7 @@ def _described(flat: Flattened, external: ExternalLeaves) -> list[Leaf]:
 
 
 class _PreparedTree:
-    """A tree with leaves that do not lie in its database; process 0 writes these.
-
-    Args:
-        tree: The others.
-        external: The leaves that type handlers keep.
-        files: Small files to write, by their path in the folder.
-    """
+    """A tree with leaves outside of its database, which process 0 writes."""
 
     def __init__(self, tree: TreeWriter, external: ExternalLeaves, files: Mapping[str, bytes]) -> None:
         self._tree = tree
@@ -231,8 +221,7 @@ class _PreparedTree:
         self._contents = files
         self._files: dict[str, FileRecord] = {}
 
-    def write(self, folder: Location, member: Member) -> bytes:
-        """Writes this process's share."""
+    def write(self, folder: Location, member: ProcessInfo) -> bytes:
         if member.index == 0:
             self._files.update(self._external.write(folder))
             for path, content in self._contents.items():
@@ -242,5 +231,56 @@ class _PreparedTree:
         return self._tree.write(folder, member)
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
-        """Completes the item."""
         return {**self._tree.merge(folder, fragments), **self._files}
+
+
+class ArrayCheckpointHandler(PyTreeCheckpointHandler):
+    """Saves one bare array, or one number.
+
+    It is stored as a tree of one leaf; ``holdfast.load`` and :class:`~holdfast.PyTreeCheckpointHandler` read it, too.
+    The arguments are those of :class:`~holdfast.PyTreeCheckpointHandler`.
+    """
+
+    def prepare(self, item: Any, *, snapshot: bool, save_args: Any = None, **kwargs: Any) -> PreparedItem:
+        """Make an array ready to be written.
+
+        Args:
+            item: An array of numpy, jax or torch, or a number.
+            snapshot: Whether to copy the array if it can change.
+            save_args: The :class:`~holdfast.SaveArgs` of the array.
+            **kwargs: As for a tree.
+
+        Returns:
+            The array, which can be written into a folder.
+
+        Raises:
+            UnsupportedLeafError: The item is not an array.
+        """
+        if flatten(item).structure is not None or item is None or isinstance(item, str | bytes):
+            raise UnsupportedLeafError(
+                f"ArrayCheckpointHandler saves one array, not a {class_name(item)}: use PyTreeCheckpointHandler"
+            )
+        return super().prepare(item, snapshot=snapshot, save_args=save_args, **kwargs)
+
+    def restore(
+        self,
+        directory: Location,
+        item: Any = None,
+        *,
+        files: Files | None = None,
+        restore_args: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Read the array back.
+
+        Args:
+            directory: The folder.
+            item: The template: its library, dtype and sharding decide what is returned. None returns a numpy array.
+            files: What the commit record says about the folder.
+            restore_args: The :class:`~holdfast.RestoreArgs` or :class:`~holdfast.ArrayRestoreArgs` of the array.
+            **kwargs: As for a tree.
+
+        Returns:
+            The array.
+        """
+        return super().restore(directory, item, files=files, restore_args=restore_args, **kwargs)

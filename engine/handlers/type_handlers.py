@@ -1,28 +1,35 @@
-"""Leaves of types that holdfast does not know, or that are to lie in a storage of their own."""
+"""Type handlers: leaves of types that holdfast does not know, or that are stored elsewhere."""
 
 from __future__ import annotations
 
 import abc
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..errors import OptionError
+from ..arrays import check_files, fsync_and_digest
+from ..errors import OptionError, UnsupportedLeafError, itemized, shortened
+from ..format import FileRecord
+from ..pytree import EXTERNAL, ExternalLeaf, ValueLeaf, class_name, flatten, format_path, unflatten
 from ..storage import Location
 from .args import RestoreArgs, SaveArgs
+from .base import Files, finish, run_coroutine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamInfo:
-    """What a :class:`TypeHandler` is told, and tells, about one leaf.
+    """Information about one leaf, exchanged with its :class:`TypeHandler`.
 
     Attributes:
         name: The leaf's storage name, such as ``params.vocabulary``.
-        facts: What the handler wants to know again when it reads the leaf, as JSON can hold it; kept in ``tree.json``.
-            When it comes back from there, it is not to be trusted.
-        folder: The leaf's own folder, for as many files as the handler likes; it is there when ``serialize`` is called,
-            and is part of the checkpoint. None before anything is written.
+        facts: JSON values that the handler needs again to read the leaf; stored in ``tree.json``. Facts read back from
+            a checkpoint must not be trusted.
+        folder: The leaf's own folder, for any number of files, which are part of the checkpoint. It exists when
+            ``serialize`` is called; None before that.
     """
 
     name: str
@@ -31,28 +38,28 @@ class ParamInfo:
 
 
 class TypeHandler(abc.ABC):
-    """Saves and restores leaves of a type of the user's own, or leaves of any type in a storage of the user's own.
+    """Saves and restores leaves of the user's own types, or leaves of any type in the user's own storage.
 
     Attributes:
-        name: How ``tree.json`` calls this handler; to restore what it has saved, one of this name must be registered.
+        name: Name of this handler in ``tree.json``; a handler of this name must be registered to restore the leaves.
     """
 
     name: str
 
     def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> Sequence[ParamInfo]:
-        """Makes what is needed to save leaves, and looks whether they can be saved; nothing is written yet.
+        """Check that leaves can be saved, and return what is needed to save them; nothing is written yet.
 
         Args:
             values: The leaves.
             names: Their storage names.
 
         Returns:
-            One info for each, without a folder.
+            One info for each leaf, without a folder.
         """
         return [ParamInfo(name=name) for name in names]
 
     def snapshot(self, value: Any) -> Any:
-        """Returns a value that stays as it is now; the leaf itself may change once a save in the background has begun.
+        """Return a copy that does not change: the leaf itself may change during a save in the background.
 
         Args:
             value: A leaf.
@@ -61,15 +68,13 @@ class TypeHandler(abc.ABC):
 
     @abc.abstractmethod
     def serialize(self, values: Sequence[Any], infos: Sequence[ParamInfo], args: Sequence[SaveArgs]) -> Any:
-        """Writes leaves to where they are stored; perhaps on another thread, and on process 0 only.
-
-        It may be a coroutine.
+        """Write leaves; perhaps on another thread, and on process 0 only. It may be a coroutine.
 
         Args:
             values: The leaves, or snapshots of them.
-            infos: What :meth:`param_infos` returned for them, with their folders. Files in these are made durable, and
-                digested, by the caller.
-            args: What the caller of ``save`` asks for.
+            infos: What :meth:`param_infos` returned for them, with their folders. The caller makes files in these
+                folders durable and digests them.
+            args: The arguments that the caller of ``save`` gave for each leaf.
 
         Returns:
             None, or futures whose ``result()`` completes the writing.
@@ -77,11 +82,11 @@ class TypeHandler(abc.ABC):
 
     @abc.abstractmethod
     def deserialize(self, infos: Sequence[ParamInfo], args: Sequence[RestoreArgs]) -> Any:
-        """Reads leaves back. It may be a coroutine.
+        """Read leaves back. It may be a coroutine.
 
         Args:
-            infos: One for each leaf, with its folder and facts. The files in it have been compared with their digests.
-            args: What the caller of ``restore`` asks for.
+            infos: One for each leaf, with its folder and facts. The files in the folder match their digests.
+            args: The arguments that the caller of ``restore`` gave for each leaf.
 
         Returns:
             The leaves.
@@ -89,7 +94,7 @@ class TypeHandler(abc.ABC):
 
 
 class TypeHandlerRegistry:
-    """Which :class:`TypeHandler` is there for which type.
+    """The :class:`TypeHandler` of each type.
 
     Args:
         handlers: The handlers by type.
@@ -101,37 +106,40 @@ class TypeHandlerRegistry:
             self.register(leaf_type, handler)
 
     def register(self, leaf_type: type, handler: TypeHandler, *, override: bool = False) -> None:
-        """Adds a handler.
+        """Add a handler.
 
         Args:
-            leaf_type: Leaves that are instances of it go to the handler, also if they are containers or arrays.
-            handler: What saves and restores them.
-            override: Replace the handler that the type has already.
+            leaf_type: The handler gets all leaves that are instances of this type, even containers and arrays.
+            handler: Handler that saves and restores them.
+            override: Whether to replace the handler that the type has already.
 
         Raises:
-            OptionError: The type has a handler already, or another handler is called the same.
+            OptionError: The type has a handler already, or another handler has the same name.
         """
         name = getattr(handler, "name", None)
         if not isinstance(name, str) or not name:
-            raise OptionError(f"{type(handler).__name__} needs a name: text by which a checkpoint knows it again")
+            raise OptionError(f"{type(handler).__name__} needs a name, by which a checkpoint identifies it")
         if leaf_type in self._handlers and not override:
-            raise OptionError(f"{leaf_type.__name__} has the handler {self._handlers[leaf_type].name!r} already")
+            raise OptionError(
+                f"{leaf_type.__name__} has the handler {self._handlers[leaf_type].name!r} already; replace it with "
+                "override=True"
+            )
         others = (other for known, other in self._handlers.items() if known is not leaf_type)
         if any(other.name == name and other is not handler for other in others):
-            raise OptionError(f"another handler is called {name!r}; a checkpoint could not tell them apart")
+            raise OptionError(f"another handler has the name {name!r}; rename one of the two")
         self._handlers[leaf_type] = handler
 
     def unregister(self, leaf_type: type) -> None:
-        """Removes the handler of a type; none is fine."""
+        """Remove the handler of a type, if it has one."""
         self._handlers.pop(leaf_type, None)
 
     @property
     def leaf_types(self) -> tuple[type, ...]:
-        """Returns the types that have a handler."""
+        """The types that have a handler."""
         return tuple(self._handlers)
 
     def find(self, value: Any) -> TypeHandler | None:
-        """Returns the handler of a leaf, that of the nearest base class first; None if there is none."""
+        """Return the handler of a leaf, that of its nearest base class first; None if there is none."""
         if not self._handlers:
             return None
         for base in type(value).__mro__:
@@ -140,23 +148,178 @@ class TypeHandlerRegistry:
         return next((found for known, found in self._handlers.items() if isinstance(value, known)), None)
 
     def named(self, name: str) -> TypeHandler | None:
-        """Returns the handler of a name, or None."""
+        """Return the handler of a name, or None."""
         return next((handler for handler in self._handlers.values() if handler.name == name), None)
 
 
+# The registry of handlers of pytrees without their own registry, and of ``holdfast.load``.
 DEFAULT_REGISTRY = TypeHandlerRegistry()
-"""The registry of all handlers of trees that are given no other one, and of ``holdfast.load``."""
 
 
 def register_type_handler(leaf_type: type, handler: TypeHandler, *, override: bool = False) -> None:
-    """Adds a handler to the default registry, for the rest of the program.
+    """Add a handler to the default registry, for the rest of the program.
 
     Args:
-        leaf_type: Leaves that are instances of it go to the handler.
-        handler: What saves and restores them.
-        override: Replace the handler that the type has already.
+        leaf_type: The handler gets all leaves that are instances of this type.
+        handler: Handler that saves and restores them.
+        override: Whether to replace the handler that the type has already.
 
     Raises:
-        OptionError: The type has a handler already, or another handler is called the same.
+        OptionError: The type has a handler already, or another handler has the same name.
     """
     DEFAULT_REGISTRY.register(leaf_type, handler, override=override)
+
+
+FOLDER = "leaves"  # folder of the leaves' own folders, each named by the number of its leaf in the tree
+
+
+class _Group(NamedTuple):
+    handler: TypeHandler
+    numbers: list[int]
+    values: list[Any]
+    infos: Sequence[ParamInfo]
+    args: list[SaveArgs]
+
+
+class ExternalLeaves:
+    def __init__(
+        self,
+        registry: TypeHandlerRegistry,
+        names: Sequence[str],
+        values: Sequence[Any],
+        args: Sequence[SaveArgs | None],
+        *,
+        snapshot: bool,
+    ) -> None:
+        self.notes: dict[int, ValueLeaf] = {}  # what ``tree.json`` says of each, by the leaf's number in the tree
+        self._groups: list[_Group] = []
+        found: dict[str, tuple[TypeHandler, list[int]]] = {}
+        for number, value in enumerate(values if registry.leaf_types else ()):
+            handler = registry.find(value)
+            if handler is not None:
+                found.setdefault(handler.name, (handler, []))[1].append(number)
+        for handler, numbers in found.values():
+            mine = [values[number] for number in numbers]
+            leaves = [(names[number], class_name(value)) for number, value in zip(numbers, mine, strict=True)]
+            with _explained(handler, "param_infos", leaves):
+                infos = handler.param_infos(mine, [names[number] for number in numbers])
+            if len(infos) != len(mine):
+                raise OptionError(
+                    f"the TypeHandler {handler.name!r} gave {len(infos)} infos for {len(mine)} leaves: "
+                    f"{_some(leaves)}; its param_infos must return one for each; nothing was written"
+                )
+            for number, value, info in zip(numbers, mine, infos, strict=True):
+                note = {"kind": EXTERNAL, "handler": handler.name, "type": class_name(value), "facts": _facts(info)}
+                self.notes[number] = ValueLeaf(note)
+            if snapshot:
+                with _explained(handler, "snapshot", leaves):
+                    mine = [handler.snapshot(value) for value in mine]
+            asked = [args[number] or SaveArgs() for number in numbers]
+            self._groups.append(_Group(handler, numbers, mine, infos, asked))
+
+    def write(self, folder: Location) -> Files:
+        if not self._groups:
+            return {}
+        for handler, numbers, values, infos, args in self._groups:
+            places = [folder / FOLDER / str(number) for number in numbers]
+            for place in places:
+                place.make_directory(sync=False)
+            full = [dataclasses.replace(info, folder=place) for info, place in zip(infos, places, strict=True)]
+            leaves = [(info.name, class_name(value)) for info, value in zip(infos, values, strict=True)]
+            with _explained(handler, "serialize", leaves, folder):
+                finish(_completed(handler.serialize(values, full, args)))
+        files = fsync_and_digest(folder / FOLDER, f"{FOLDER}/")
+        folder.sync_directory()
+        return files
+
+
+def _facts(info: ParamInfo) -> dict[str, Any]:
+    try:
+        json.dumps(facts := dict(info.facts), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedLeafError(
+            f"{format_path(info.name)}: its facts are not JSON: {error}; nothing was written"
+        ) from error
+    return facts
+
+
+def restore_external(
+    tree: Any,
+    folder: Location,
+    files: Mapping[str, FileRecord] | None,
+    numbers: Mapping[str, int],
+    registry: TypeHandlerRegistry,
+    args: Mapping[str, RestoreArgs],
+) -> Any:
+    """Read the leaves of type handlers, and put them into a tree whose other leaves are loaded.
+
+    ``numbers`` are the numbers of these leaves in the saved tree, by their names.
+    """
+    flat = flatten(tree, registry.leaf_types)
+    values = list(flat.values)
+    groups: dict[str, tuple[TypeHandler, list[int]]] = {}
+    unknown: list[ExternalLeaf] = []
+    for position, value in enumerate(values):
+        if isinstance(value, ExternalLeaf):
+            handler = registry.named(value.handler)
+            if handler is None or "aggregate" in value.details:
+                unknown.append(value)
+            else:
+                groups.setdefault(handler.name, (handler, []))[1].append(position)
+    if unknown:
+        found = itemized(f"{folder}: some leaves need handlers that are missing:", list(map(_missing, unknown)))
+        raise OptionError(f"{found}\n  or load the other leaves with select=")
+    for handler, positions in groups.values():
+        leaves: list[ExternalLeaf] = [values[position] for position in positions]
+        infos = [_info(leaf, folder, numbers[leaf.name], files) for leaf in leaves]
+        kinds = [(leaf.name, f"{leaf.details.get('type')!s:.80}") for leaf in leaves]
+        with _explained(handler, "deserialize", kinds, folder):
+            found = _completed(handler.deserialize(infos, [args.get(leaf.name) or RestoreArgs() for leaf in leaves]))
+            count = len(found)
+        if count != len(leaves):
+            raise OptionError(
+                f"{folder}: the TypeHandler {handler.name!r} gave {count} values for {len(leaves)} leaves: "
+                f"{_some(kinds)}; its deserialize must return one for each"
+            )
+        for position, value in zip(positions, found, strict=True):
+            values[position] = value
+    return unflatten(flat.structure, values)
+
+
+@contextlib.contextmanager
+def _explained(
+    handler: TypeHandler, method: str, leaves: Sequence[tuple[str, str]], folder: Location | None = None
+) -> Iterator[None]:
+    """Add to errors of a user's method the leaves it was called for, and their folder."""
+    try:
+        yield
+    except Exception as error:
+        place = "" if folder is None else f" in {folder}"
+        error.add_note(f"raised by {method} of the TypeHandler {handler.name!r} for {_some(leaves)}{place}")
+        raise
+
+
+def _completed(result: Any) -> Any:
+    return run_coroutine(result) if isinstance(result, Coroutine) else result
+
+
+def _some(leaves: Sequence[tuple[str, str]]) -> str:
+    return shortened(f"{format_path(name)} ({kind})" for name, kind in leaves)
+
+
+def _info(leaf: ExternalLeaf, folder: Location, number: int, files: Mapping[str, FileRecord] | None) -> ParamInfo:
+    below = f"{FOLDER}/{number}/"
+    check_files(folder, {path: known for path, known in (files or {}).items() if path.startswith(below)})
+    facts = leaf.details.get("facts")
+    return ParamInfo(
+        name=leaf.name, facts=facts if isinstance(facts, dict) else {}, folder=folder / FOLDER / str(number)
+    )
+
+
+def _missing(leaf: ExternalLeaf) -> str:
+    if "aggregate" in leaf.details:
+        what = f"is in a file of the AggregateHandler {leaf.handler!r:.80}; pass it to PyTreeCheckpointHandler"
+    else:
+        kind = leaf.details.get("type")
+        what = f"is a {kind!s:.80} of the TypeHandler {leaf.handler!r:.80}; register it with hf.register_type_handler"
+    return f"{format_path(leaf.name)} {what}"

@@ -1,25 +1,12 @@
-"""Where bytes live: locations on local disks and in object stores, small objects, bulk data files."""
+"""Storage of bytes: paths and URLs, small objects, bulk data files, locks, and work on threads."""
 
 from __future__ import annotations
 
-from .backend import Entry
+from .backend import DataFile, DataReader, Entry, Segment
 from .buffers import Buffer, aligned_empty
-from .bulk import DataFile, DataReader, Segment
-from .local import TEMPORARY_PREFIX
-from .location import Location, as_location, at_once
-from .several import REQUESTS, several
-
-__all__ = [
-    "REQUESTS",
-    "TEMPORARY_PREFIX",
-    "Buffer",
-    "DataFile",
-    "DataReader",
-    "Entry",
-    "Location",
-    "Segment",
-    "aligned_empty",
-    "as_location",
-    "at_once",
-    "several",
-]
+from .local import TEMPORARY_PREFIX, LocalBackend
+from .location import Location, as_location, max_concurrency
+from .lock import FileLock, SaveLock
+from .object_store import shared_context, store_spec
+from .parallel import REQUESTS, Helper, parallel_map
+from .status import map_status, os_errors

@@ -1,85 +1,129 @@
-"""The seam between a location and the system that keeps its bytes."""
+"""The seam between a location and the system that stores its bytes.
+
+``Location`` is the only caller of a backend: it checks arguments, joins names and documents what users may rely on.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+import numpy as np
+from numpy.typing import NDArray
 
-    from .bulk import DataReader, Segment
+from .buffers import Buffer
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Entry:
-    """One name directly inside a directory.
+    """One name directly inside a directory."""
 
-    Attributes:
-        name: The last segment of its path.
-        is_directory: Whether it holds other names; a link to a directory counts as one.
-        size: Its length in bytes; None for directories, broken links, and where listing does not tell.
-    """
-
-    name: str
-    is_directory: bool
+    name: str  # the last segment of its path
+    is_directory: bool  # whether it holds other names; a link to a directory counts as one
+    # Its length in bytes; None for directories, broken links, and stores whose listings have no sizes.
     size: int | None = None
 
 
-class Backend(Protocol):
-    """What a storage system has to offer; every key is the full path inside it.
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A contiguous stretch of a data file and the source of its bytes."""
 
-    All methods raise only errors of ``holdfast.engine.errors``, with the path in the message. What "durable" means
-    here: the bytes survive a power cut. Keys are never empty except where the root itself is meant.
+    offset: int  # where it starts in the file, in bytes; a multiple of 4096
+    size: int  # its length in bytes
+    # Called once, in one thread. Yields one-dimensional uint8 arrays of ``size`` bytes in total, best of at most 1 MiB
+    # each; the memory of one is copied before the next is requested.
+    parts: Callable[[], Iterator[NDArray[np.uint8]]]
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    name: str  # its path relative to the directory it belongs to
+    size: int  # its length in bytes
+    segments: Sequence[Segment]  # its content, in ascending order; gaps are zero
+
+
+class DataReader(Protocol):
+    """A bulk data file that is open for reading; every method may be called from many threads at once."""
+
+    @property
+    def size(self) -> int:
+        """Length of the file in bytes."""
+
+    def read(self, offset: int, length: int, buffer: Buffer | None = None) -> NDArray[np.uint8]:
+        """Read exactly ``length`` bytes.
+
+        Args:
+            offset: Where to start, in bytes.
+            length: How many bytes to read.
+            buffer: Memory to read into, for a caller that copies the bytes out; without it, fresh memory.
+
+        Returns:
+            A one-dimensional uint8 array of ``length`` bytes, a view of ``buffer`` when one is given.
+
+        Raises:
+            DamagedCheckpointError: The file is shorter than that.
+            StorageError: The system refused to read.
+        """
+
+    def close(self) -> None:
+        """Close the file; arrays that were read stay valid."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Backend(Protocol):
+    """A storage system. Every key is the full path inside it, and empty only for the root.
+
+    A method does what the method of ``Location`` with the same name documents. All methods raise only errors of
+    ``holdfast.engine.errors``, with the path in the message. Durable bytes survive a power cut.
     """
 
     is_local: bool
     """Whether keys are paths of the operating system."""
 
     is_remote: bool
-    """Whether requests go over a network, by which one may arrive when nobody waits for it any more."""
+    """Whether requests cross a network, so that one may arrive after its sender has given up."""
 
     def url(self, key: str) -> str:
-        """Returns the text that ``as_location`` turns back into this key."""
-
-    def exists(self, key: str) -> bool:
-        """Returns whether a file, an object or a directory has this key."""
+        """Return the text that ``as_location`` turns back into this key."""
 
     def is_there(self, key: str) -> bool:
-        """Returns whether a file, a directory or an object has just this key; one request where there are any."""
+        """Return whether a file, a directory or an object has exactly this key, in at most one request."""
 
-    def is_directory(self, key: str) -> bool:
-        """Returns whether the key is a directory; on an object store, whether any object lies below it."""
+    def is_directory(self, key: str) -> bool: ...
 
-    def entries(self, key: str) -> list[Entry]:
-        """Returns what lies directly inside, sorted by name; nothing when the directory is missing."""
+    def entries(self, key: str) -> list[Entry]: ...
 
-    def read_bytes(self, key: str, limit: int | None, size: int | None) -> bytes:
-        """Returns the whole content, refusing more than ``limit`` bytes before reading them; see ``Location``."""
+    def read_bytes(self, key: str, limit: int | None, size: int | None) -> bytes: ...
 
-    def has_size(self, key: str, size: int) -> bool:
-        """Returns whether a file or object has just this length, without reading it where possible."""
+    def has_size(self, key: str, size: int) -> bool: ...
 
-    def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
-        """Writes a small object and make its content durable, see ``Location.write_bytes``."""
+    def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None: ...
 
-    def make_directory(self, key: str, *, sync: bool) -> None:
-        """Creates a directory and its parents; nothing on object stores."""
+    def make_directory(self, key: str, *, sync: bool) -> None: ...
 
-    def sync_directory(self, key: str) -> None:
-        """Makes the names inside a directory durable; nothing on object stores."""
+    def sync_directory(self, key: str) -> None: ...
 
-    def rename(self, key: str, target: str) -> None:
-        """Moves a file or a directory within its parent and make the move durable."""
+    def rename(self, key: str, target: str) -> None: ...
 
-    def remove(self, key: str) -> None:
-        """Deletes a file or an object; missing is fine."""
+    def remove(self, key: str) -> None: ...
 
-    def remove_tree(self, key: str, last: str | None) -> None:
-        """Deletes everything below and the directory itself, never following links; missing is fine."""
+    def remove_tree(self, key: str, last: str | None) -> None: ...
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
-        """Writes one bulk data file of ``size`` bytes and make its content durable."""
+        """Write one bulk data file with durable content; its segments fit into ``size`` bytes and do not overlap.
 
-    def open_data(self, key: str, size: int | None) -> DataReader:
-        """Opens a bulk data file for reading by many threads."""
+        Raises:
+            StorageError: The system refused; no file is left behind.
+            ValueError: The parts of a segment are shorter or longer than its size; no file is left behind.
+        """
+
+    def open_data(self, key: str, size: int | None) -> DataReader: ...

@@ -1,55 +1,42 @@
-"""Memory for bulk transfers: page-aligned, private, and backed by huge pages where the system has them.
+"""Memory for bulk transfers: page-aligned, private, and backed by huge pages where available.
 
-The first touch of fresh memory costs a page fault for every page. With pages of 4 KiB that is about a second for a
-gigabyte, several times what the disk needs; with huge pages it is less than a tenth of it.
+The first touch of fresh memory costs one page fault per page. With pages of 4 KiB that takes about a second for a
+gigabyte, several times as long as the disk needs; with huge pages it takes less than a tenth of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+PAGE = 4096  # alignment that direct I/O requires of memory, offsets and lengths, in bytes
 
-    from numpy.typing import NDArray
-
-PAGE = 4096
-"""Alignment in bytes that direct I/O asks for: of memory, of offsets and of lengths."""
-
-HUGE_PAGE = 2 << 20
-"""Size in bytes of a huge page on the usual 64-bit systems; elsewhere it is merely an alignment."""
+HUGE_PAGE = 2 << 20  # size of a huge page on the usual 64-bit systems, in bytes; elsewhere merely an alignment
 
 _SMALLEST_MAPPING = 256 << 10
 
 
 def round_up(size: int, multiple: int = PAGE) -> int:
-    """Returns the smallest multiple of ``multiple`` that is not less than ``size``."""
+    """Return the smallest multiple of ``multiple`` that is not less than ``size``."""
     return -(-size // multiple) * multiple
 
 
 def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
-    """Returns fresh writable memory that starts on a page boundary.
+    """Return fresh writable memory that starts on a page boundary.
 
-    Large requests are private anonymous mappings that ask for huge pages and start on a huge-page boundary; they go
-    back to the system as soon as the last view of them is gone.
-
-    Args:
-        nbytes: Length in bytes.
-
-    Returns:
-        A one-dimensional uint8 array of that length with arbitrary content.
+    Large memory is a private anonymous mapping on a huge-page boundary; the system gets it back with its last view.
     """
     if nbytes < _SMALLEST_MAPPING:
         memory = np.empty(nbytes + PAGE, np.uint8)
         start = -memory.ctypes.data % PAGE
         return memory[start : start + nbytes]
-    # A last huge page that would stay almost empty costs more than its few small pages.
+    # An almost empty last huge page would cost more than its few small pages.
     huge = (nbytes + HUGE_PAGE // 4) // HUGE_PAGE * HUGE_PAGE
-    # Room to move the start to a huge-page boundary: memory that is never touched costs nothing.
+    # Room to move the start to a huge-page boundary: untouched memory costs nothing.
     length = max(round_up(nbytes), huge) + HUGE_PAGE
     mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = np.frombuffer(mapping, np.uint8)
@@ -61,33 +48,23 @@ def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
 
 
 class Buffer:
-    """Aligned memory that is used again and again, by one thread at a time.
-
-    Args:
-        nbytes: Length in bytes to start with; it grows as needed.
-    """
-
-    __slots__ = ("_memory",)
+    """Aligned memory for repeated use by one thread at a time."""
 
     def __init__(self, nbytes: int = 0) -> None:
         self._memory = aligned_empty(nbytes)
 
     def view(self, nbytes: int) -> NDArray[np.uint8]:
-        """Returns the first ``nbytes`` bytes; an earlier view is overwritten by whoever writes into this one."""
+        """Return the first ``nbytes`` bytes, which all views share."""
         if nbytes > self._memory.size:
             self._memory = aligned_empty(nbytes)
         return self._memory[:nbytes]
 
 
 class BlockPool:
-    """Blocks of aligned memory that wait for the next transfer instead of going back to the system.
+    """Blocks of aligned memory that are kept for the next transfer instead of being returned to the system.
 
-    Fresh memory is dear even with huge pages where a hypervisor takes free memory away after a few seconds and has to
-    find it again: a hundredth of a second for a few MiB, on every save.
-
-    Args:
-        nbytes: Length of a block in bytes.
-        spare: How many blocks to keep while nobody uses them.
+    Where a hypervisor reclaims free memory after a few seconds, fresh memory is expensive even with huge pages: a
+    hundredth of a second for a few MiB, on every save.
     """
 
     def __init__(self, nbytes: int, spare: int) -> None:
@@ -97,9 +74,9 @@ class BlockPool:
 
     @contextlib.contextmanager
     def block(self) -> Iterator[NDArray[np.uint8]]:
-        """Lends a block, whose content is arbitrary; nobody may touch it afterwards."""
+        """Lend a block of arbitrary content until the context ends."""
         try:
-            block = self._blocks.pop()  # One step: other threads may do the same.
+            block = self._blocks.pop()  # atomic: other threads may do the same
         except IndexError:
             block = aligned_empty(self._nbytes)
         try:

@@ -1,32 +1,42 @@
-"""Files on a file system of this machine."""
+"""Files on a file system of this machine: small files, and bulk data files at the speed of the disk.
+
+Bulk data files bypass the page cache where the file system allows it. Several threads write one file: each takes whole
+segments, gathers their parts in a large aligned block and writes the block. While one thread computes parts, which
+holds the interpreter, the others wait for the disk, which does not.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import shutil
 import stat
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError
-from .backend import Entry
-from .direct import regular_size
-from .direct_reader import LocalDataReader
-from .direct_writer import write_data_file
-from .statuses import os_errors
+from .backend import DataReader, Entry, Segment
+from .buffers import PAGE, BlockPool, Buffer, aligned_empty, round_up
+from .parallel import parallel_map
+from .status import check_extent, os_errors, truncated
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+HIDDEN_SUFFIX = ".__lock"  # TensorStore's lock files, which its own listings hide, too
 
-    from .bulk import DataReader, Segment
+TEMPORARY_PREFIX = ".holdfast-"  # prefix of the temporary names that atomic writes use; a crash may leave one behind
 
-HIDDEN_SUFFIX = ".__lock"
-"""TensorStore's lock files, which it hides from its own listings, too."""
+THREADS = 8  # how many threads write one file, the calling one included
 
-TEMPORARY_PREFIX = ".holdfast-"
-"""How the names begin under which atomic writes gather their bytes; a crash may leave one behind."""
+BLOCK = 4 << 20  # bytes that a thread gathers before it writes them
+
+_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_blocks = BlockPool(BLOCK, THREADS)
 
 
 class LocalBackend:
@@ -36,24 +46,16 @@ class LocalBackend:
     is_remote = False
 
     def url(self, key: str) -> str:
-        """Returns the path itself."""
         return key
 
-    def exists(self, key: str) -> bool:
-        """Returns whether a file or directory has this path; a link counts if what it points to does."""
+    def is_there(self, key: str) -> bool:
         return self._stat(key) is not None
 
-    def is_there(self, key: str) -> bool:
-        """Returns whether a file or directory has this path."""
-        return self.exists(key)
-
     def is_directory(self, key: str) -> bool:
-        """Returns whether the path is a directory, or a link to one."""
         status = self._stat(key)
         return status is not None and stat.S_ISDIR(status.st_mode)
 
     def entries(self, key: str) -> list[Entry]:
-        """Returns what lies directly inside, sorted by name; nothing when the directory is missing."""
         found = []
         with os_errors(key, "list"):
             try:
@@ -67,7 +69,7 @@ class LocalBackend:
                     try:
                         is_directory = item.is_dir()
                         size = None if is_directory else item.stat().st_size
-                    except FileNotFoundError:  # A link to nowhere, or deleted meanwhile.
+                    except FileNotFoundError:  # a broken link, or deleted meanwhile
                         if not os.path.lexists(item.path):
                             continue
                         is_directory, size = False, None
@@ -75,23 +77,20 @@ class LocalBackend:
         return sorted(found)
 
     def read_bytes(self, key: str, limit: int | None, size: int | None) -> bytes:
-        """Returns the whole content of a regular file."""
         with os_errors(key, "read"):
-            # Opening a pipe would wait for its other end for ever.
+            # Without O_NONBLOCK, opening a pipe would wait for its other end for ever.
             descriptor = os.open(key, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            size = regular_size(descriptor, key)
+            size = _regular_size(descriptor, key)
             with open(descriptor, "rb", buffering=0) as file:
                 if limit is not None and size > limit:
                     raise DamagedCheckpointError(f"{key} has {size} bytes, more than the {limit} it may have")
                 return file.readall()
 
     def has_size(self, key: str, size: int) -> bool:
-        """Returns whether a file has just this length."""
-        with os_errors(key, "look at"):
+        with os_errors(key, "access"):
             return os.stat(key).st_size == size
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
-        """Writes a file and syncs it; with ``atomic``, under another name first, and syncs the directory, too."""
         parent = os.path.dirname(key)
         target = os.path.join(parent, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}") if atomic else key
         with os_errors(key, "write"):
@@ -113,7 +112,6 @@ class LocalBackend:
             self.sync_directory(parent)
 
     def make_directory(self, key: str, *, sync: bool) -> None:
-        """Creates a directory and its parents; with ``sync``, the names of the new ones are durable."""
         missing = []
         path = key
         while not os.path.isdir(path) and os.path.dirname(path) != path:
@@ -123,7 +121,7 @@ class LocalBackend:
             with os_errors(path, "create the directory"):
                 try:
                     os.mkdir(path)
-                except FileExistsError:  # Somebody else was faster, or it is a file.
+                except FileExistsError:  # another process was faster, or it is a file
                     if not os.path.isdir(path):
                         raise
         if sync:
@@ -131,31 +129,27 @@ class LocalBackend:
                 self.sync_directory(os.path.dirname(path))
 
     def sync_directory(self, key: str) -> None:
-        """Makes the names inside a directory durable."""
         with os_errors(key, "sync the directory"):
             descriptor = os.open(key, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.fsync(descriptor)
             except OSError as error:
-                # Some network file systems have no fsync for directories: their servers do it on their own.
+                # Some network file systems have no fsync for directories: their servers sync them anyway.
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
                     raise
             finally:
                 os.close(descriptor)
 
     def rename(self, key: str, target: str) -> None:
-        """Moves a file or directory in one step and syncs the parent; replaces a file, or an empty directory."""
         with os_errors(key, f"rename to {os.path.basename(target)!r}"):
             os.rename(key, target)
         self.sync_directory(os.path.dirname(target))
 
     def remove(self, key: str) -> None:
-        """Deletes a file or a link; missing is fine."""
         with os_errors(key, "remove"), contextlib.suppress(FileNotFoundError):
             os.unlink(key)
 
     def remove_tree(self, key: str, last: str | None) -> None:
-        """Deletes everything below and the directory itself; a link is deleted, what it points to is not."""
         with os_errors(key, "remove"):
             try:
                 if not stat.S_ISDIR(os.lstat(key).st_mode):
@@ -169,23 +163,191 @@ class LocalBackend:
             _remove(key)
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
-        """Writes one bulk data file past the page cache where possible, and syncs it."""
-        write_data_file(key, size, segments)
+        stop = threading.Event()
+        with os_errors(key, "write"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(key)  # Readers of an earlier file of this name keep the file that they have opened.
+            descriptor = _open_direct(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            try:
+                try:
+                    _allocate(descriptor, round_up(size))
+                    write = partial(_write_segment, descriptor, stop)
+                    filled = [segment for segment in segments if segment.size]
+                    parallel_map(write, filled, THREADS, name="holdfast-write", stop=stop)
+                    if size % PAGE:
+                        os.ftruncate(descriptor, size)
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(key)
+                raise
 
     def open_data(self, key: str, size: int | None) -> DataReader:
-        """Opens a bulk data file for reading by many threads."""
         return LocalDataReader(key)
 
     def _stat(self, key: str) -> os.stat_result | None:
-        with os_errors(key, "look at"):
+        with os_errors(key, "access"):
             try:
                 return os.stat(key)
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
 
+class LocalDataReader(DataReader):
+    """One data file on a local file system.
+
+    Direct I/O moves whole pages between the disk and page-aligned memory, so a read covers the pages around the
+    requested bytes and returns a view of the middle. An offset that is a multiple of 64 stays one in memory.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._descriptor = -1
+        self._lock = threading.Lock()
+        with os_errors(path, "open"):
+            # Without O_NONBLOCK, opening a pipe would wait for its other end for ever.
+            descriptor = _open_direct(path, os.O_RDONLY | os.O_NONBLOCK)
+            self._size = _regular_size(descriptor, path)
+        self._descriptor = descriptor
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def read(self, offset: int, length: int, buffer: Buffer | None = None) -> NDArray[np.uint8]:
+        check_extent(self._path, self._size, offset, length)
+        first = offset - offset % PAGE
+        lead = offset - first
+        needed = lead + length
+        span = round_up(needed)
+        memory = aligned_empty(span) if buffer is None else buffer.view(span)
+        found, refused = 0, False
+        with os_errors(self._path, "read"):
+            while found < needed:
+                try:
+                    count = os.preadv(self._descriptor, [memory[found:].data], first + found)
+                except OSError as error:
+                    if error.errno != errno.EINVAL or refused:
+                        raise
+                    _make_buffered(self._descriptor)
+                    refused = True
+                    continue
+                if not count:
+                    raise truncated(self._path, first + found, offset, length)
+                found += count
+        return memory[lead:needed]
+
+    def close(self) -> None:
+        with self._lock:
+            descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _write_segment(descriptor: int, stop: threading.Event, segment: Segment) -> None:
+    position = segment.offset
+    with _blocks.block() as block:
+        for data in _filled_blocks(segment, block.data, stop):
+            written, refused = 0, False
+            while written < len(data):
+                try:
+                    count = os.pwrite(descriptor, data[written:], position + written)
+                except OSError as error:
+                    if error.errno != errno.EINVAL or refused:
+                        raise
+                    _make_buffered(descriptor)  # This file system takes no direct I/O after all.
+                    refused = True
+                    continue
+                if count <= 0:
+                    raise OSError(errno.EIO, f"the system wrote {count} of {len(data) - written} bytes")
+                written += count  # A write that stops between two pages continues by ordinary I/O, through EINVAL.
+            position += written
+
+
+def _filled_blocks(segment: Segment, block: memoryview, stop: threading.Event) -> Iterator[memoryview]:
+    """Gather the parts of a segment; yield the block whenever it is full, and the rest padded to whole pages."""
+    filled, remaining = 0, segment.size
+    for part in segment.parts():
+        if stop.is_set():
+            return
+        remaining -= part.size
+        if remaining < 0:
+            break
+        data = part.data
+        while data:
+            count = min(len(block) - filled, len(data))
+            # Not numpy's assignment: it would release the interpreter for each part, and another thread that computes
+            # would keep it for milliseconds each time.
+            block[filled : filled + count] = data[:count]
+            data = data[count:]
+            filled += count
+            if filled == len(block):
+                yield block
+                filled = 0
+    if remaining:
+        raise ValueError(
+            f"the segment at offset {segment.offset} should have {segment.size} bytes, "
+            f"but its parts have {'more' if remaining < 0 else segment.size - remaining}"
+        )
+    if filled:
+        end = round_up(filled)
+        block[filled:end] = bytes(end - filled)
+        yield block[:end]
+
+
+def _open_direct(path: str, flags: int) -> int:
+    """Open a file for direct I/O where the file system allows it, otherwise for ordinary I/O."""
+    flags |= os.O_CLOEXEC
+    if _DIRECT:
+        try:
+            return os.open(path, flags | _DIRECT, 0o666)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            # Some file systems refuse only after they have created the file; that one is ours then.
+            flags &= ~os.O_EXCL
+    return os.open(path, flags, 0o666)
+
+
+def is_direct(descriptor: int) -> bool:
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & _DIRECT)
+
+
+def _make_buffered(descriptor: int) -> None:
+    """Switch a file descriptor to ordinary I/O, for every thread that uses it."""
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~_DIRECT)
+
+
+def _allocate(descriptor: int, size: int) -> None:
+    """Reserve the space, so that a full disk fails first, and set the length: writes that extend a file wait."""
+    # Where a file system cannot reserve space, the C library writes into every page, which direct I/O refuses at once.
+    if size and is_direct(descriptor):
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+        else:
+            return
+    os.ftruncate(descriptor, size)
+
+
+def _regular_size(descriptor: int, path: str) -> int:
+    """Return the length of an open file; close it and raise DamagedCheckpointError if it is not a regular file."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise DamagedCheckpointError(f"{path} should be a file, but is not a regular file")
+    return status.st_size
+
+
 def _remove(path: str) -> None:
-    """Deletes a file, a link or a directory tree, even while somebody else deletes from it, too."""
+    """Delete a file, a link or a directory tree, even while another process deletes from it."""
     while True:
         try:
             if stat.S_ISDIR(os.lstat(path).st_mode):

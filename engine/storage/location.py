@@ -1,24 +1,23 @@
-"""Where something is stored, as one value: a path of this machine or a URL of an object store."""
+"""The address of a file, an object or a directory, as one value: a path of this machine or a URL of an object store.
+
+``Location`` is the only front of the backends.
+"""
 
 from __future__ import annotations
 
 import os
 import pathlib
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 from urllib.parse import unquote
 
 from ..errors import InvalidLocationError
-from .kvstore import KvStoreBackend, open_backend
+from .backend import Backend, DataFile, DataReader, Entry, Segment
+from .buffers import PAGE
 from .local import LocalBackend
-from .several import REQUESTS, UPLOADS, several
-from .snapshot import KvStoreSnapshot
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .backend import Backend, Entry
-    from .bulk import DataFile, DataReader, Segment
+from .object_store import ObjectStoreBackend, ObjectStoreSnapshot, open_backend
+from .parallel import REQUESTS, UPLOADS, parallel_map
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _COLLAPSED = re.compile(r"(?:file|memory|s3|gs|gcs|https?|az|abfs|hdfs):/", re.IGNORECASE)
@@ -28,7 +27,7 @@ _local = LocalBackend()
 
 
 def as_location(place: str | os.PathLike[str] | Location) -> Location:
-    """Returns the location that a path or URL stands for.
+    """Return the location that a path or URL stands for.
 
     A relative path counts from the current directory at the time of this call. ``~`` is an ordinary name. In URLs,
     ``%20`` and its like stand for the characters they encode.
@@ -57,7 +56,7 @@ def as_location(place: str | os.PathLike[str] | Location) -> Location:
     if match is None:
         if _COLLAPSED.match(text):
             raise InvalidLocationError(
-                f"{text!r} looks like a URL that lost a slash; pathlib does that, so pass URLs as str"
+                f"{text!r} looks like a URL that lost a slash; pathlib removes it, so pass URLs as str"
             )
         return Location(_local, os.path.abspath(text))
     scheme, rest = match.group(1).lower(), match.group(2)
@@ -81,8 +80,8 @@ def as_location(place: str | os.PathLike[str] | Location) -> Location:
     raise InvalidLocationError(f"{text!r} has an unknown scheme, {scheme!r}: expected {_KNOWN}")
 
 
-def at_once(place: Location) -> int:
-    """Returns how many small things are done at a time there: one on a disk, as that does not wait for a network."""
+def max_concurrency(place: Location) -> int:
+    """Return how many small requests may run at a time: 1 on a disk, where no request waits for a network."""
     return 1 if place.is_local else REQUESTS
 
 
@@ -94,7 +93,7 @@ def _object_key(text: str, path: str) -> str:
 
 
 class Location:
-    """A file, an object or a directory, wherever it lives; made by ``as_location``.
+    """A file, an object or a directory, on a disk or in an object store; made by ``as_location``.
 
     Locations are immutable, can be compared and hashed, and need not exist. All methods raise only errors of
     ``holdfast.engine.errors``, most of them kinds of ``StorageError``, with the path in the message.
@@ -135,7 +134,7 @@ class Location:
 
     @property
     def is_remote(self) -> bool:
-        """Whether this is reached over a network, by requests that may arrive when nobody waits for them any more."""
+        """Whether requests cross a network, so that one may arrive after its sender has given up."""
         return self._backend.is_remote
 
     @property
@@ -153,14 +152,7 @@ class Location:
         return self._key
 
     def __truediv__(self, name: str) -> Location:
-        """Returns a location below this one.
-
-        Args:
-            name: One or more segments, separated by ``/``.
-
-        Raises:
-            InvalidLocationError: The name is absolute or empty, or a segment is empty, ``.`` or ``..``.
-        """
+        """Return a location below this one."""
         if "\0" in name or any(segment in ("", ".", "..") for segment in name.split("/")):
             raise InvalidLocationError(f"{name!r} is not a name that can lie inside {self.url}")
         if not self._key or self._key.endswith("/"):
@@ -183,46 +175,46 @@ class Location:
         return as_location, (self.url,)
 
     def snapshot(self) -> Location:
-        """Returns this place for looking around: what lies below is listed once, now, where listing takes requests.
+        """Return this location with its listing fixed: an object store lists what lies below once, now.
 
-        What is read through it is read as it is; what is written through it may not be listed.
+        Reads through it see the current content; objects written through it may not be listed.
         """
-        if isinstance(self._backend, KvStoreBackend):
-            return Location(KvStoreSnapshot(self._backend, self._key), self._key)
+        if isinstance(self._backend, ObjectStoreBackend):
+            return Location(ObjectStoreSnapshot(self._backend, self._key), self._key)
         return self
 
     def exists(self) -> bool:
-        """Returns whether there is a file, an object or a directory here."""
-        return self._backend.exists(self._key)
+        """Return whether there is a file, an object or a directory here."""
+        return self._backend.is_there(self._key) or self._backend.is_directory(self._key)
 
     def is_there(self) -> bool:
-        """Like :meth:`exists`, for what is no directory: in an object store that takes one request instead of two."""
+        """Return whether a file or an object is here; in an object store, one request where ``exists`` takes two."""
         return self._backend.is_there(self._key)
 
     def is_directory(self) -> bool:
-        """Returns whether this is a directory; in object stores, whether any object lies below."""
+        """Return whether this is a directory; in object stores, whether any object lies below."""
         return self._backend.is_directory(self._key)
 
     def entries(self) -> list[Entry]:
-        """Returns what lies directly inside, sorted by name, without lock files; nothing if this is missing."""
+        """Return what lies directly inside, sorted by name, without lock files; nothing if this is missing."""
         return self._backend.entries(self._key)
 
     def read_bytes(self, limit: int | None = None, *, size: int | None = None) -> bytes:
-        """Returns the whole content.
+        """Return the whole content.
 
         Args:
-            limit: The most bytes that are sensible; None for no limit.
-            size: The length that it should have, if that is known: an object store is asked once then, and not twice.
-                What an object holds behind that is left away.
+            limit: The most bytes to accept; None for no limit.
+            size: The expected length, if known: an object store then needs one request instead of two. Bytes of an
+                object beyond it are not read.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
-            DamagedCheckpointError: It is longer than ``limit``; found out before it is read.
+            DamagedCheckpointError: It is longer than ``limit``; this is checked before it is read.
         """
         return self._backend.read_bytes(self._key, limit, size)
 
     def has_size(self, size: int) -> bool:
-        """Returns whether this has just so many bytes; reads none of them where the store says it otherwise.
+        """Return whether this has exactly so many bytes, without reading them where the store can tell.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
@@ -230,18 +222,18 @@ class Location:
         return self._backend.has_size(self._key, size)
 
     def write_bytes(self, data: bytes, *, atomic: bool = True) -> None:
-        """Writes a small file or object, replacing what is there; its content is durable on return.
+        """Write a small file or object, replacing an older one; its content is durable on return.
 
         Args:
             data: The content.
-            atomic: Whether readers, and a crash at any instant, see the old content or the new, never less, and the
-                name is durable, too. Without it, writing is cheaper; it is meant for directories that are not
-                committed yet, whose names are synced together in the end.
+            atomic: Whether readers, and a crash at any instant, see either the old content or the new, and the name is
+                durable, too. Without it, writing is cheaper; use it in directories that are not committed yet, whose
+                names are synced together in the end.
         """
         self._backend.write_bytes(self._key, data, atomic=atomic)
 
     def make_directory(self, *, sync: bool = True) -> None:
-        """Creates this directory and its parents; one that exists is fine. Object stores need none.
+        """Create this directory and its parents; one that exists is fine. Object stores need none.
 
         Args:
             sync: Whether the new names are durable on return.
@@ -249,11 +241,11 @@ class Location:
         self._backend.make_directory(self._key, sync=sync)
 
     def sync_directory(self) -> None:
-        """Makes the names inside this directory durable."""
+        """Make the names inside this directory durable."""
         self._backend.sync_directory(self._key)
 
     def rename(self, name: str) -> Location:
-        """Moves this to another name in the same directory; the move is durable on return.
+        """Move this to another name in the same directory; the move is durable on return.
 
         On a local disk it happens in one step and replaces a file, or an empty directory. In an object store the
         objects are copied and then deleted, one by one.
@@ -271,51 +263,73 @@ class Location:
         return target
 
     def remove(self) -> None:
-        """Deletes this file or object; missing is fine."""
+        """Delete this file or object; a missing one is fine."""
         self._backend.remove(self._key)
 
     def remove_tree(self, last: str | None = None) -> None:
-        """Deletes this directory and everything below; missing is fine. Links are deleted, never followed.
+        """Delete this directory and everything below; a missing one is fine. Links are deleted, never followed.
 
         Args:
-            last: The name of a file directly inside that goes last of all, so that it marks what is left of an
-                interrupted deletion.
+            last: The name of a file directly inside that is deleted last, so that it marks the rest of an interrupted
+                deletion.
         """
         self._backend.remove_tree(self._key, last)
 
     def write_data(self, size: int, segments: Sequence[Segment]) -> None:
-        """Writes one bulk data file, replacing what is there; its content is durable on return, its name is not yet.
+        """Write one bulk data file, replacing an older one; its content is durable on return, its name is not yet.
 
         Args:
             size: Length of the file in bytes.
-            segments: Its content, in ascending order; gaps are zero. The segments may be produced by several threads.
+            segments: Its content, in ascending order; gaps are zero. Several threads may produce the segments.
 
         Raises:
-            StorageError: The system refused; nothing is left behind.
-            ValueError: The segments do not fit, or the parts of one are not as long as it says.
+            StorageError: The system refused; no file is left behind.
+            ValueError: The segments do not fit, or the parts of one are shorter or longer than its size.
         """
+        _check_segments(size, segments)
         self._backend.write_data(self._key, size, segments)
 
     def write_data_files(self, files: Sequence[DataFile]) -> None:
-        """Writes bulk data files below this directory, as :meth:`write_data` does each of them.
+        """Write bulk data files below this directory, each as :meth:`write_data` does.
 
-        In an object store several are written at a time.
+        On a disk, several threads write one file after the other; an object store gets several files at a time.
 
         Args:
-            files: What to write.
+            files: The files to write.
         """
-        several(
-            lambda file: (self / file.name).write_data(file.size, file.segments), files, 1 if self.is_local else UPLOADS
-        )
+        if not self.is_local:
+            parallel_map(
+                lambda file: (self / file.name).write_data(file.size, file.segments),
+                files,
+                UPLOADS,
+                name="holdfast-upload",
+            )
+            return
+        for file in files:
+            _check_segments(file.size, file.segments)
+            self._backend.write_data((self / file.name)._key, file.size, file.segments)
 
     def open_data(self, *, size: int | None = None) -> DataReader:
-        """Opens a bulk data file for reading; use it as a context manager, or close it.
+        """Open a bulk data file for reading; use it as a context manager, or close it.
 
         Args:
-            size: The length that it should have, if that is known: an object store is not asked then before something
-                is read, nor for anything behind that, and reading is what shows that there is no such object.
+            size: The expected length, if known: an object store is then not asked before the first read, which raises
+                ObjectNotFoundError if there is no such object, and bytes beyond it are never requested.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
         """
         return self._backend.open_data(self._key, size)
+
+
+def _check_segments(size: int, segments: Sequence[Segment]) -> None:
+    """Raise ValueError unless the segments are aligned, in order, apart from each other and within ``size`` bytes."""
+    end = 0
+    for segment in segments:
+        if segment.offset % PAGE:
+            raise ValueError(f"the segment at offset {segment.offset} does not start at a multiple of {PAGE}")
+        if segment.size < 0 or segment.offset < end:
+            raise ValueError(f"the segment at offset {segment.offset} begins before offset {end}, where the last ends")
+        end = segment.offset + segment.size
+    if end > size:
+        raise ValueError(f"the last segment ends at {end}, after the end of the file ({size})")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from ..loop import StepOutcome
 from .callback import CheckpointCallback
-from .outcome import StepOutcome
 
 __all__ = ["CheckpointCallback", "StepOutcome"]

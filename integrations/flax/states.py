@@ -1,32 +1,93 @@
-"""The state of a training loop as a plain tree, and back: pytrees as they are, nnx objects through their variables.
+"""States of JAX and Flax loops: pytrees as they are, nnx objects through their variables.
 
-flax is never imported here: a state that is made of its objects has imported it already.
+flax is never imported here unless a state is made of its objects, and has imported it already.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Iterator
 from typing import Any
+
+from ...engine.checkpoint import Place
+from ...engine.errors import OptionError
+from ...engine.pytree import flatten, split
+from ...engine.sources import Weights, load_weights
+from ..loop import StateAdapter, is_deleted
+
+logger = logging.getLogger("holdfast")
+
+
+class FlaxAdapter(StateAdapter):
+    """Knows pytrees, ``TrainState`` with its counter, and nnx objects, alone or in dicts, lists and tuples."""
+
+    needs = "a state with params, or one module of nnx"
+
+    def __init__(self) -> None:
+        self._counter = UpdateCounter()
+
+    def is_live(self, value: object) -> bool:
+        return is_nnx(value)
+
+    def to_tree(self, state: Any) -> Any:
+        return to_tree(state)
+
+    def from_tree(self, state: Any, tree: Any) -> Any:
+        return from_tree(state, tree)
+
+    def check_step(self, step: int, state: Any) -> None:
+        if type(getattr(state, "step", None)) is int and state.step != step and is_train_state(state):
+            raise OptionError(
+                f"on_step({step}) was given a TrainState with step={state.step}: step N means that N updates are in "
+                "the state, so pass step + 1 after the update"
+            )
+
+    def warn_of_step(self, step: int, state: Any) -> None:
+        if is_train_state(state) and (counted := int(state.step)) != step:
+            logger.warning(
+                "on_step(%d) was given a TrainState with step=%d: step N should mean that N updates are in the state; "
+                "pass step + 1 after the update",
+                step,
+                counted,
+            )
+
+    def note(self, state: Any) -> None:
+        self._counter.note(state)
+
+    def why_lost(self, step: int, state: Any) -> str | None:
+        if self._counter.has_moved(state):
+            return "its objects were updated since; call on_step after every update"
+        return super().why_lost(step, state)
+
+    def describe(self, state: Any) -> str:
+        count = len(list(_modules(state)))
+        return f"{count} modules of nnx" if count else super().describe(state)
+
+    def with_weights(self, state: Any, place: Place) -> tuple[Any, str]:
+        modules = list(_modules(state))
+        if len(modules) != 1:
+            return super().with_weights(state, place)
+        path, module = modules[0]
+        return state, str(_fill(module, path, place))
 
 
 def is_nnx(value: object) -> bool:
-    """Returns whether a value is an nnx object, such as a Module, an Optimizer or Rngs."""
+    """Return whether a value is an nnx object, such as a Module, an Optimizer or Rngs."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(value, _nnx_types(nnx))
 
 
 def is_train_state(value: object) -> bool:
-    """Returns whether a value is a ``flax.training.train_state.TrainState``."""
+    """Return whether a value is a ``flax.training.train_state.TrainState``."""
     module = sys.modules.get("flax.training.train_state")
     return module is not None and isinstance(value, module.TrainState)
 
 
 def to_tree(state: Any) -> Any:
-    """Returns the state with every nnx object replaced by nested dicts of its variables' values.
+    """Return the state with every nnx object replaced by nested dicts of its variables' values.
 
-    Args:
-        state: A pytree, an nnx object, or dicts, lists and tuples of nnx objects. Variables shared by several
-            objects appear under the first of them only.
+    Variables that several objects share appear under the first of them only.
     """
     objects = _objects(state)
     if not objects:
@@ -38,15 +99,7 @@ def to_tree(state: Any) -> Any:
 
 
 def from_tree(state: Any, tree: Any) -> Any:
-    """Puts a tree that :func:`to_tree` returned, or one like it, back into a state.
-
-    Args:
-        state: What the tree was made from. Its nnx objects are updated in place.
-        tree: The tree with the values to take.
-
-    Returns:
-        The tree itself for a pytree; otherwise the state's containers with the same, updated, nnx objects.
-    """
+    """Return a pytree as it was read; nnx objects in dicts, lists and tuples are updated in place."""
     objects = _objects(state)
     if not objects:
         return tree
@@ -61,12 +114,53 @@ def from_tree(state: Any, tree: Any) -> Any:
     return _merge(state, tree)
 
 
-def is_deleted(tree: Any) -> bool:
-    """Returns whether an array of the tree is gone, as its memory was donated to a later step."""
-    jax = sys.modules.get("jax")
-    if jax is None:
-        return False
-    return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(tree))
+_ITSELF = object()
+
+
+class UpdateCounter:
+    """Watches the counter of an ``nnx.Optimizer`` within a state, at no cost on the device.
+
+    nnx objects change in place, and jax arrays do not. So the objects were updated in between if the counter's array is
+    another one now. States without an optimizer are never reported as updated.
+    """
+
+    def __init__(self) -> None:
+        self._kind: type | None = None
+        self._place: Any = None
+        self._noted: Any = None
+
+    def note(self, state: Any) -> None:
+        """Remember the counter as it is now."""
+        if type(state) is not self._kind:  # the state is searched once, not at every step
+            self._kind, self._place = type(state), _find(state)
+        self._noted = None if self._place is None else self._read(state)
+
+    def has_moved(self, state: Any) -> bool:
+        """Return whether the optimizer of the state has done updates since :meth:`note`."""
+        if self._noted is None:
+            return False
+        now = self._read(state)
+        if now is self._noted or now is None:
+            return False
+        # A jitted function that passes the optimizer through gives it a new array with the same value.
+        return is_deleted(self._noted) or is_deleted(now) or int(self._noted) != int(now)
+
+    def _read(self, state: Any) -> Any:
+        try:
+            step = (state if self._place is _ITSELF else state[self._place]).step
+        except (AttributeError, LookupError):
+            return None
+        return step.get_raw_value() if hasattr(step, "get_raw_value") else step.raw_value  # flax before 0.12
+
+
+def _find(state: Any) -> Any:
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return None
+    if isinstance(state, nnx.Optimizer):
+        return _ITSELF
+    items = state.items() if type(state) is dict else enumerate(state) if type(state) in (list, tuple) else ()
+    return next((place for place, item in items if isinstance(item, nnx.Optimizer)), None)
 
 
 def _nnx_types(nnx: Any) -> tuple[type, ...]:
@@ -118,3 +212,26 @@ def _merge(value: Any, tree: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)([_merge(item, part) for item, part in zip(value, tree, strict=True)])
     return tree
+
+
+def _modules(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the nnx modules in dicts, lists and tuples, each with its keys joined by dots."""
+    if is_nnx(value):
+        if isinstance(value, sys.modules["flax.nnx"].Module):
+            yield path, value
+    elif type(value) in (dict, list, tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _modules(item, f"{path}.{key}" if path else str(key))
+
+
+def _fill(module: Any, path: str, place: Place) -> Weights:
+    from flax import nnx
+
+    parameters = nnx.state(module, nnx.Param)
+    # What the module has beside parameters: statistics, generators, caches. Its checkpoints hold them, too.
+    others = {".".join(split(name)) for name in flatten(nnx.to_pure_dict(nnx.state(module))).names}
+    pure: dict[Any, Any] = nnx.to_pure_dict(parameters)
+    weights = load_weights(place, pure, ignored=others, containers=[path] if path else ())
+    nnx.replace_by_pure_dict(parameters, weights.tree)
+    nnx.update(module, parameters)
+    return weights

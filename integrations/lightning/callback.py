@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ...engine.checkpointer import Place
-from ...engine.errors import CheckpointExistsError, CheckpointNotFoundError, HoldfastError
-from ..options import BestFn, BestMode, CallbackOptions, Resume
-from ..preemption import PreemptionSignal
-from .attributes import ModelCheckpointAttributes
-from .initialization import take_weights
-from .io import ResumePath, install, redirect_resume
-from .packages import ResumingCallback, silence_misleading_warnings
+import torch
+
+from ...engine.checkpoint import Place
+from ...engine.errors import HoldfastError, OptionError
+from ...engine.manager import documentation, documented
+from ...engine.sources import Weights, load_weights
+from ..loop import PreemptionSignal, check_resume
+from ..options import CallbackOptions, documents, takes
+from .io import ResumePath, ResumingCallback, install, redirect_resume, silence_misleading_warnings
 from .saver import FitSaver
-from .signals import take_over_sigterm
-from .stopping import AgreedStop, OwnStop, Stop
+from .stopping import AgreedStop, OwnStop, Stop, take_over_sigterm
 from .store import RunStore
 from .strategies import check_strategy
 
 if TYPE_CHECKING:
-    from ...engine.durations import Duration
     from ...engine.manager import CheckpointManager
 
 logger = logging.getLogger("holdfast")
 
 
-class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
+@documented
+@dataclass(frozen=True, kw_only=True)
+class CallbackArguments(CallbackOptions):
+    """The arguments of :class:`CheckpointCallback`."""
+
+    dirpath: Place = field(kw_only=False, metadata=documentation("Where the checkpoints go: a path or a URL."))
+
+
+@documents(CallbackArguments)
+class CheckpointCallback(ResumingCallback):
     """Saves a Lightning run, keeps the right checkpoints, and brings the run back where it was, all by itself.
 
     ::
@@ -39,7 +47,7 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
 
     Step N means ``trainer.global_step == N``: N optimizer updates are in the checkpoint. A run that is interrupted
     anywhere and resumed ends bit for bit where the uninterrupted run does. In the middle of an epoch, data loaders
-    with ``state_dict`` and ``load_state_dict`` go on where they were; others draw the batches of before once more.
+    with ``state_dict`` and ``load_state_dict`` go on where they were; others draw the earlier batches again.
 
     A ``ckpt_path`` given to ``fit`` wins over the newest checkpoint; it may name a step of this or another directory,
     or one of Lightning's own files. ``trainer.test(ckpt_path="best")`` and ``"last"`` work as usual.
@@ -50,77 +58,30 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
 
     Under DDP (``strategy="ddp"``) and ``ModelParallelStrategy`` (FSDP2) all processes save one checkpoint, each
     a share of the parameters and of the optimizers, and each its own random generators and place in the data; SIGTERM
-    to any of them stops all at the same step. Every process has to see the directory.
+    to any of them stops all at the same step. Every process must see the same directory.
 
-    Everything goes into the engine's format as arrays and plain values, each under its own path, such as
-    ``state_dict/layer.weight``; nothing is pickled. Hyper-parameters and callback states that are neither are left
-    out, and named in a warning.
+    A checkpoint holds arrays and plain values, each under its own path, such as ``state_dict/layer.weight``; nothing is
+    pickled. Hyper-parameters and callback states that are neither are left out, and named in a warning.
+
+    ``init_from`` loads strictly into the module's state dict: all of its parameters and buffers, and no others.
 
     Args:
-        dirpath: Where the checkpoints go: a path or a URL.
-        save_interval_steps: Save every so many optimizer steps.
-        save_interval_secs: Save when so much time has passed since the last save: seconds, or ``"15m"``, ``"1h"``.
-            Without any of the three triggers, every 15 minutes.
-        save_on_best: Save when the metric is better than at every checkpoint so far, after a validation or an epoch;
-            needs ``best_fn``.
-        save_at_end: Save the last step when training ends.
-        best_fn: Name of the metric in ``trainer.callback_metrics`` that tells which step is best, or a function of the
-            metrics.
-        best_mode: Whether the best value is the largest or the smallest.
-        max_to_keep: Keep so many checkpoints: the best ones with ``best_fn``, the newest without; None for all.
-        keep_latest: Keep so many of the newest checkpoints, best or not.
-        keep_period: Keep every checkpoint whose step is a multiple of this.
-        keep_time_interval: Keep one checkpoint in every such span of time.
-        keep_steps: Keep these steps.
-        resume: ``"auto"`` resumes if there is something to resume from, ``"must"`` raises if there is not, and
-            ``"never"`` raises if there is.
-        init_from: Where a fresh start takes its weights from: any checkpoint that ``hf.load`` reads, such as a file of
-            ``torch.save``, Lightning or safetensors. Names, shapes and dtypes must be those of the module's state dict;
-            all else, such as the optimizers and the step, starts fresh. A run that resumes ignores it.
-        compression: Compress arrays with zstd at this level, 1 to 22. It takes longer than a fast disk; None does not.
+        {arguments}
 
     Raises:
-        OptionError: An option has a value that makes no sense.
-        StateError: From the trainer: its strategy is not one that can be saved; the message says which ones are.
+        OptionError: The value of an option is invalid.
+        StateError: From the trainer: the callback cannot save its strategy; the message names those that work.
     """
 
-    def __init__(
-        self,
-        dirpath: Place,
-        *,
-        save_interval_steps: int | None = None,
-        save_interval_secs: Duration | None = None,
-        save_on_best: bool = False,
-        save_at_end: bool = True,
-        best_fn: BestFn | None = None,
-        best_mode: BestMode = "max",
-        max_to_keep: int | None = None,
-        keep_latest: int | None = None,
-        keep_period: int | None = None,
-        keep_time_interval: Duration | None = None,
-        keep_steps: Collection[int] = (),
-        resume: Resume = "auto",
-        init_from: Place | None = None,
-        compression: int | None = None,
-    ) -> None:
-        # The base class is not initialized: all it does is to note the one file that it would save on an exception.
-        self._options = CallbackOptions(
-            save_interval_steps=save_interval_steps,
-            save_interval_secs=save_interval_secs,
-            save_on_best=save_on_best,
-            save_at_end=save_at_end,
-            best_fn=best_fn,
-            best_mode=best_mode,
-            max_to_keep=max_to_keep,
-            keep_latest=keep_latest,
-            keep_period=keep_period,
-            keep_time_interval=keep_time_interval,
-            keep_steps=keep_steps,
-            resume=resume,
-            init_from=init_from,
-            compression=compression,
-        )
-        self._store = RunStore(dirpath, self._options)
+    filename = "{step}"
+    save_weights_only = False
+    save_last = True
+
+    @takes(CallbackArguments)
+    def __init__(self, options: CallbackArguments) -> None:
+        # The base class is not initialized: it only notes the one file that it would save on an exception.
+        self._options = options
+        self._store = RunStore(options.dirpath, options)
         self.dirpath = str(self._store.directory)
         self._preemption = PreemptionSignal()
         self._saver: FitSaver | None = None
@@ -130,14 +91,14 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
 
     @property
     def state_key(self) -> str:
-        """The same whatever the arguments are, as there is no state under it."""
+        """The key of the state in checkpoints, which does not depend on the arguments: there is no state."""
         return "holdfast.CheckpointCallback"
 
     @property
     def manager(self) -> CheckpointManager:
         """The manager of the checkpoints, for everything beyond the trainer: listing, metrics, pinning.
 
-        What several processes have saved has two items: ``state``, and ``process`` for what each of them had.
+        A checkpoint saved by several processes has two items: ``state``, and ``process`` with the position of each.
         """
         return self._store.manager
 
@@ -153,19 +114,64 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
         Raises:
             CheckpointNotFoundError: ``resume="must"``, and there is no checkpoint.
         """
-        if self._store.steps():
-            return ResumePath(self._store.directory)
+        steps = self._store.steps()
         if self._options.resume == "must":
-            raise CheckpointNotFoundError(
-                f"resume='must', but there is no checkpoint in {self._store.directory}; check the path, or pass "
-                "resume='auto' to start fresh when there is none"
-            )
-        return None
+            check_resume("must", steps, self._store.directory)
+        return ResumePath(self._store.directory) if steps else None
+
+    # ---- what trainers and loggers ask of a ModelCheckpoint; scores are 0-d tensors, and None without best_fn
+
+    @property
+    def monitor(self) -> str | None:
+        """The name of the metric that ranks checkpoints, if it has one."""
+        return self._options.best_fn if isinstance(self._options.best_fn, str) else None
+
+    @property
+    def mode(self) -> str:
+        """Whether the largest or the smallest value is best."""
+        return self._options.best_mode
+
+    @property
+    def save_top_k(self) -> int:
+        """How many checkpoints are kept; -1 for all."""
+        return -1 if self._options.max_to_keep is None else self._options.max_to_keep
+
+    @property
+    def best_model_path(self) -> str:
+        """The path of the best checkpoint: the newest one without ``best_fn``; empty when there is none."""
+        step = self._store.manager.best_step()
+        return "" if step is None else self._store.path_of(step)
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        """Ignores the path from a trainer that has forked its processes, as the directory has it."""
+
+    @property
+    def best_model_score(self) -> torch.Tensor | None:
+        """The metric of the best checkpoint."""
+        return _tensor(self._store.score(self._store.manager.best_step()))
+
+    @property
+    def last_model_path(self) -> str:
+        """The path of the newest checkpoint; empty when there is none."""
+        step = self._store.manager.latest_step()
+        return "" if step is None else self._store.path_of(step)
+
+    @property
+    def current_score(self) -> torch.Tensor | None:
+        """The metric of the newest checkpoint."""
+        return _tensor(self._store.score(self._store.manager.latest_step()))
+
+    @property
+    def best_k_models(self) -> dict[str, torch.Tensor]:
+        """The scores of all checkpoints that have one, by path."""
+        scores = {step: self._store.score(step) for step in self._store.manager.all_steps()}
+        return {self._store.path_of(step): torch.tensor(score) for step, score in scores.items() if score is not None}
 
     # ---- hooks of the trainer
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Gets between the trainer and its checkpoints, before any is loaded."""
+        """Connect the trainer with its checkpoints, before any is loaded."""
         install(trainer.strategy, self._store)
         if stage != "fit":
             return
@@ -177,12 +183,8 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
         check_strategy(trainer)
         # Trainers look for a checkpoint before they ask the module for its callbacks, this one perhaps among them.
         redirect_resume(trainer, lambda path: self._begin_from(trainer, self._chosen(path)))
-        steps = self._store.steps()
-        if self._options.resume == "never" and steps and not self._has_saved:
-            raise CheckpointExistsError(
-                f"resume='never', but {self._store.directory} holds {len(steps)} checkpoint(s), the newest of step "
-                f"{steps[-1]}; choose another directory, delete this one, or pass resume='auto' to go on from there"
-            )
+        if self._options.resume == "never" and not self._has_saved:
+            check_resume("never", self._store.steps(), self._store.directory)
         self._store.open()
         self._saver = FitSaver(
             trainer,
@@ -194,38 +196,38 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
         )
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Adds the place in the data and the random generators to what is saved."""
+        """Add the position in the data and the random generators to a checkpoint."""
         if self._saver is not None:
             self._saver.add_to(checkpoint)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Takes them out again, for the moment when the loops need them."""
+        """Take the position in the data and the random generators, for the moment when the loops need them."""
         if self._saver is not None:
             self._saver.go_on_from(checkpoint)
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
-        """Takes SIGTERM over from a handler that would wait for other processes in the middle of anything."""
+        """Take SIGTERM over, as another handler would wait for other processes in the middle of a batch."""
         if self._saver is not None and trainer.world_size > 1:
             take_over_sigterm(trainer, self._preemption)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Takes SIGTERM over."""
+        """Take SIGTERM over."""
         if self._saver is not None:
             take_over_sigterm(trainer, self._preemption)
             self._saver.begin()
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Leaves a validation that would outlast the time that a preempted process has."""
+        """Leave a validation that would outlast the time that a preempted process has."""
         if self._saver is not None:
             self._saver.during_validation()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Notes what was measured."""
+        """Store the metrics of the validation."""
         if self._saver is not None and not trainer.sanity_checking:
             self._saver.notice_metrics()
 
     def on_exception(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Lets a save that is under way finish; saves nothing, as the exception came in the middle of something."""
+        """Let a save that is under way finish; save nothing, as the exception came in the middle of something."""
         try:
             self._end(trainer, orderly=False)
         except HoldfastError:
@@ -233,7 +235,7 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
             logger.exception("a save failed in the background while training was ending with an exception")
 
     def teardown(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Waits for the last save.
+        """Wait for the last save.
 
         Raises:
             SaveFailedError: It failed.
@@ -241,21 +243,21 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
         self._end(trainer, orderly=True)
 
     def _chosen(self, path: Any) -> Any:
-        """Returns the path to resume from: the one that was named, or else what process 0 has found for all."""
+        """Return the path to resume from: the one that was named, or the one that process 0 has found for all."""
         if path and not isinstance(path, ResumePath):
             return path
         found = path or self.ckpt_path
         return (found or ResumePath(self._store.directory)) if self._store.agree(found is not None) else None
 
     def _stop(self, trainer: Any) -> Stop:
-        group = self._store.together.group("where to stop")
+        group = self._store.processes.rendezvous("where to stop")
         if group is None:
             return OwnStop(self._preemption)
         validation = trainer.fit_loop.epoch_loop.val_loop
         return AgreedStop(group, self._preemption, lambda: sum(validation.max_batches))
 
     def _begin_from(self, trainer: Any, path: Any) -> Any:
-        """Takes the weights of a fresh start, once; returns the path to resume from."""
+        """Take the weights of a fresh start, once; return the path to resume from."""
         place = self._options.init_from
         if place is None or self._has_weights:
             return path
@@ -263,7 +265,7 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
             logger.info("init_from=%s is ignored, as the run resumes", place)
         else:
             logger.info(
-                "took the weights from %s; all else starts fresh",
+                "took the weights from %s; everything else starts fresh",
                 take_weights(trainer, trainer.lightning_module, place),
             )
         self._has_weights = True
@@ -283,7 +285,7 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
             self._announce(trainer)
 
     def _announce(self, trainer: Any) -> None:
-        """Tells loggers of committed checkpoints, from the trainer's thread."""
+        """Inform loggers about committed checkpoints, from the trainer's thread."""
         reports = self._store.reports
         if not reports:
             return
@@ -293,3 +295,27 @@ class CheckpointCallback(ModelCheckpointAttributes, ResumingCallback):
             return
         for listener in trainer.loggers:
             listener.after_save_checkpoint(weakref.proxy(self))
+
+
+def _tensor(score: float | None) -> torch.Tensor | None:
+    return None if score is None else torch.tensor(score)
+
+
+def take_weights(trainer: Any, module: Any, place: Place) -> Weights:
+    """Load the weights of a checkpoint into a module, strictly: parameters and buffers, all of them and no others.
+
+    Everything is read before the module is changed.
+
+    Raises:
+        TreeMismatchError: The state dicts differ; lists every difference.
+        OptionError: The trainer's strategy has taken the module apart already.
+    """
+    if trainer.strategy.restore_checkpoint_after_setup:
+        raise OptionError(
+            f"init_from={str(place)!r} does not work with {type(trainer.strategy).__name__}, which shards the module "
+            "before weights can be loaded; load them in the module's configure_model"
+        )
+    state = dict(module.state_dict())
+    weights = load_weights(place, state)
+    module.load_state_dict(weights.tree, strict=True)
+    return weights

@@ -1,35 +1,84 @@
-"""How checkpoints of the engine come and go through a Lightning strategy."""
+"""How checkpoints of the engine come and go through a Lightning trainer and its strategy.
+
+``lightning.pytorch`` and ``pytorch_lightning`` are separate copies of the same code: a trainer of the one does not know
+the callbacks of the other. The base classes here derive from those of each package that is installed.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
+import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ...engine.errors import InvalidLocationError
 from ...engine.storage import Location
-from .packages import CheckpointIO
-from .sharded import ShardedState
-from .sharing import SharedState
 from .store import RunStore, Template, is_checkpoint, read_checkpoint
-from .strategies import can_save, is_sharded
+from .strategies import ShardedState, SharedState, can_save, is_sharded
 from .trees import POSITION
+
+_PACKAGES = {
+    "lightning.pytorch.callbacks": "lightning.fabric.plugins.io.checkpoint_io",
+    "pytorch_lightning.callbacks": "lightning_fabric.plugins.io.checkpoint_io",
+}
+
+# Trainers find a callback that resumes by itself as ``ckpt_path="last"``. Lightning then warns about a model that was
+# not given, and in a first run about a missing "last", although the user has not asked for it.
+_MISLEADING = (
+    r"`\.fit\(ckpt_path=None\)` was called without a model\.",
+    r'\.fit\(ckpt_path="last"\) is set, but there is no last checkpoint available\.',
+)
+
+
+def _importable() -> dict[str, tuple[Any, Any]]:
+    found: dict[str, tuple[Any, Any]] = {}
+    errors: list[str] = []
+    for callbacks, plugins in _PACKAGES.items():
+        try:
+            found[callbacks] = importlib.import_module(callbacks), importlib.import_module(plugins)
+        except ImportError as error:
+            errors.append(f"{callbacks}: {error}")
+    if not found:
+        raise ImportError(
+            "holdfast.integrations.lightning needs Lightning: pip install 'holdfast[lightning]'. " + "; ".join(errors)
+        )
+    return found
+
+
+def silence_misleading_warnings() -> None:
+    """Ignore two warnings of Lightning about a checkpoint callback that resumes by itself."""
+    for message in _MISLEADING:
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
+
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO as CheckpointIO
+    from lightning.pytorch.callbacks import OnExceptionCheckpoint
+
+    class ResumingCallback(OnExceptionCheckpoint):
+        """The one kind of callback that a trainer asks for a checkpoint when ``fit`` is given none."""
+
+else:
+    _found = _importable().values()
+
+    class ResumingCallback(*(callbacks.OnExceptionCheckpoint for callbacks, _ in _found)):
+        """The one kind of callback that a trainer asks for a checkpoint when ``fit`` is given none."""
+
+    class CheckpointIO(*(plugins.CheckpointIO for _, plugins in _found)):
+        """What a strategy writes checkpoints to and reads them from."""
 
 
 class ResumePath(str):
-    """The path that a trainer is given when nobody has named one: the newest whole checkpoint of a directory.
+    """The path that a trainer resumes from by itself: the newest whole checkpoint of a directory.
 
-    A trainer takes only paths that its own file systems find. Directories that are none of this machine's are stood for
-    by one that is; messages show the real one.
-
-    Attributes:
-        directory: The directory of the run.
+    A trainer takes only paths that its own file systems find. Where the directory is not on this machine, the path is
+    some directory that is; messages show the real one.
     """
 
     directory: Location
 
     def __new__(cls, directory: Location) -> Self:
-        """Makes the path of a directory."""
         path = super().__new__(cls, os.fspath(directory) if directory.is_local else os.path.dirname(__file__))
         path.directory = directory
         return path
@@ -43,10 +92,6 @@ class EngineCheckpointIO(CheckpointIO):
 
     Other paths are those of the tuner, of SLURM's requeueing, and files that the user names. Checkpoints of the engine
     in other directories are read as well.
-
-    Args:
-        store: The run's checkpoints.
-        inner: The plugin that the strategy had.
     """
 
     def __init__(self, store: RunStore, inner: Any) -> None:
@@ -56,7 +101,7 @@ class EngineCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Saves a step of the run; the files are written in the background."""
+        """Save a step of the run; the files are written in the background."""
         step = self.step_of(path)
         if step is None:
             self.inner.save_checkpoint(checkpoint, path, storage_options)
@@ -66,7 +111,7 @@ class EngineCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads a checkpoint; those of the engine hold no code, whatever ``weights_only`` says."""
+        """Load a checkpoint; those of the engine hold no code, with either ``weights_only``."""
         checkpoint = self.read(path)
         if checkpoint is not None:
             return checkpoint
@@ -79,12 +124,7 @@ class EngineCheckpointIO(CheckpointIO):
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
     ) -> dict[str, Any] | None:
-        """Loads a checkpoint of the engine; None if it is another.
-
-        Args:
-            path: Where it is.
-            template: Makes templates for some of its entries.
-        """
+        """Load a checkpoint of the engine, with templates for some entries; None if it is not one."""
         if isinstance(path, ResumePath):
             if path.directory != self.store.directory:
                 return None
@@ -98,7 +138,6 @@ class EngineCheckpointIO(CheckpointIO):
         return None
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Removes a checkpoint."""
         step = self.step_of(path)
         if step is None:
             self.inner.remove_checkpoint(path)
@@ -106,11 +145,10 @@ class EngineCheckpointIO(CheckpointIO):
             self.store.manager.delete(step)
 
     def teardown(self) -> None:
-        """Passes the end of the run on."""
         self.inner.teardown()
 
     def step_of(self, path: str | os.PathLike[str]) -> int | None:
-        """Returns the step of the run that a path stands for, or None."""
+        """Return the step of the run that a path stands for, or None."""
         try:
             return self.store.step_of(path)
         except InvalidLocationError:
@@ -118,12 +156,7 @@ class EngineCheckpointIO(CheckpointIO):
 
 
 def install(strategy: Any, store: RunStore) -> None:
-    """Puts the engine in front of a strategy's checkpoint plugin, once.
-
-    Args:
-        strategy: The trainer's strategy.
-        store: The run's checkpoints.
-    """
+    """Put the engine in front of a strategy's checkpoint plugin, once."""
     plugin = strategy.checkpoint_io
     while isinstance(plugin, EngineCheckpointIO):
         if plugin.store is store:
@@ -145,7 +178,7 @@ def _plugins(strategy: Any) -> Iterator[EngineCheckpointIO]:
 
 
 def _save_together(strategy: Any) -> None:
-    """Has all processes save what the engine saves; the plugin would be asked on one of them only, or on none."""
+    """Make all processes save what the engine saves: Lightning would ask the plugin on one of them, or on none."""
     original = strategy.save_checkpoint
 
     def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -160,7 +193,7 @@ def _save_together(strategy: Any) -> None:
 
 
 def _load_in_place(strategy: Any) -> None:
-    """Has a strategy that loads into its module and optimizers by itself do so from the engine's checkpoints, too."""
+    """Let a strategy that loads into its module and optimizers by itself do so from the engine, too."""
     original = strategy.load_checkpoint
 
     def load_checkpoint(checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -177,12 +210,7 @@ def _load_in_place(strategy: Any) -> None:
 
 
 def redirect_resume(trainer: Any, choose: Callable[[Any], Any]) -> None:
-    """Has the last word on the checkpoint that a trainer is about to fit from.
-
-    Args:
-        trainer: The trainer, at the latest in a callback's ``setup``.
-        choose: Takes the path that the trainer has settled on, or None, and returns the one to use, or None.
-    """
+    """Let ``choose`` replace the path that a trainer fits from; called at the latest in a callback's ``setup``."""
     connector = trainer._checkpoint_connector
     original = connector.resume_start
 

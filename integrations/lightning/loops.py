@@ -19,12 +19,8 @@ Wrapper = Callable[..., Any]
 _RESTART_FLAGS = ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint")
 
 
-class Taps:
-    """Wrappers around methods of single objects, which :meth:`remove` takes off again.
-
-    Args:
-        applies: Tells, at every call, whether the wrappers are to be used.
-    """
+class LoopHooks:
+    """Wrappers around methods of single objects, used where ``applies()``, which :meth:`remove` takes off again."""
 
     def __init__(self, applies: Callable[[], bool] = lambda: True) -> None:
         self._placed: list[tuple[Any, str, Any, Any]] = []
@@ -32,12 +28,7 @@ class Taps:
         self._applies = applies
 
     def place(self, owner: Any, name: str, wrapper: Wrapper) -> None:
-        """Wraps a method of one object.
-
-        Args:
-            owner: The object.
-            name: The method's name.
-            wrapper: Called instead, with the method it replaces and then the arguments.
+        """Wrap a method of one object; the wrapper is called with the original method and its arguments.
 
         Raises:
             StateError: There is no such method.
@@ -46,7 +37,7 @@ class Taps:
         if not callable(original):
             raise StateError(
                 f"{type(owner).__qualname__} has no method {name}(): this version of Lightning is built differently "
-                "from those that holdfast knows (2.5 and 2.6)"
+                "from those that holdfast supports (2.5 and 2.6)"
             )
 
         @functools.wraps(original)
@@ -59,7 +50,7 @@ class Taps:
         setattr(owner, name, method)
 
     def remove(self) -> None:
-        """Takes all wrappers off. One that somebody has wrapped in turn stays, and does nothing any more."""
+        """Take all wrappers off. One that was wrapped in turn stays, and only passes on."""
         self._active = False
         for owner, name, before, method in reversed(self._placed):
             if vars(owner).get(name) is not method:
@@ -72,10 +63,10 @@ class Taps:
 
 
 def clear_restart(loop: Any) -> None:
-    """Makes a loop, and the loops inside it, forget that their counters were restored.
+    """Make a loop, and the loops inside it, forget that their counters were restored.
 
-    Left to itself, a restored loop guesses from the counters at which hook it was saved, then counts steps, skips
-    validations and leaves schedulers out to make up for it. Nothing is to be made up for after a save between batches.
+    A restored loop guesses from the counters at which hook it was saved, then counts steps, skips validations and
+    leaves schedulers out to make up for it. After a save between batches there is nothing to make up for.
     """
     for name in _RESTART_FLAGS:
         if name in vars(loop):
@@ -87,13 +78,13 @@ def clear_restart(loop: Any) -> None:
 
 
 def finish_epoch(progress: Any) -> None:
-    """Sets the counters of a loop that was saved between two epochs to those of an epoch that is over."""
+    """Set the counters of a loop that was saved between two epochs to those of a finished epoch."""
     for tracker in (progress.total, progress.current):
         tracker.ready = tracker.started = tracker.completed = tracker.processed
 
 
 def forget_unfinished(progress: Any) -> None:
-    """Takes an evaluation that is going to be done again out of the counters."""
+    """Remove an evaluation that will be repeated from the counters."""
     for name, done in vars(progress.current).items():
         setattr(progress.total, name, max(0, getattr(progress.total, name) - done))
     progress.current.reset()

@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
-from . import averages, loaders, randomness
-from .loops import Taps, clear_restart, finish_epoch, forget_unfinished
+from . import epoch
+from .loops import LoopHooks, clear_restart, finish_epoch, forget_unfinished
 from .strategies import keeps_own_buffers, own_buffers, replicas
 from .trees import is_plain_tree
 
@@ -19,53 +19,44 @@ Point = Literal["batch", "validation", "epoch"]
 """After a batch and all that belongs to it; in the validation that follows one; after an epoch."""
 
 # Callbacks of Lightning that set the trainer up when an epoch starts, and can do so once more in the middle of it.
-# Others are not told again of an epoch that they have seen start.
+# Other callbacks have seen the epoch start, and are not called again.
 _SET_UP_EPOCHS = ("GradientAccumulationScheduler", "StochasticWeightAveraging")
 
-# Of no use to somebody whose loader is put in the right place.
+# Lightning warns of this; here the loader is put in the right place.
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
 class Position:
-    """Follows one ``fit`` through its epochs, says where it is, and takes it to where a checkpoint was saved.
+    """Follows one ``fit`` through its epochs, and takes it to where a checkpoint was saved.
 
     Three moments of an epoch matter for the order of its batches: the making of the data loader's iterator (workers
     are seeded, and begin to load), the first batch (samplers without workers are seeded), and each batch after that,
     where the model draws from the same generators. A loader without a state of its own is brought back by repeating
-    the first two with the generators as they were then, and drawing the batches of before once more.
-
-    Args:
-        trainer: The trainer.
-        taps: Where to wrap the methods of its loops.
+    the first two with the generators as they were then, and drawing the earlier batches again.
     """
 
-    def __init__(self, trainer: Any, taps: Taps) -> None:
+    def __init__(self, trainer: Any, hooks: LoopHooks) -> None:
         self._trainer = trainer
         self._fit = trainer.fit_loop
         self._epoch: dict[str, Any] = {}
         self._before_validation: tuple[dict[str, Any], dict[str, int]] | None = None
         self._saved: dict[str, Any] | None = None
         self._skip_batch = False
-        self._told = False
+        self._has_warned = False
         epoch_loop = self._fit.epoch_loop
-        taps.place(self._fit, "_load_combined_loader_states", self._first_iterator)
-        taps.place(self._fit, "on_advance_start", self._epoch_starts)
-        taps.place(epoch_loop, "reset", self._counters_reset)
-        taps.place(epoch_loop, "on_run_start", self._batches_start)
-        taps.place(epoch_loop, "advance", self._batch)
-        taps.place(epoch_loop.val_loop, "run", self._validation)
+        hooks.place(self._fit, "_load_combined_loader_states", self._first_iterator)
+        hooks.place(self._fit, "on_advance_start", self._epoch_starts)
+        hooks.place(epoch_loop, "reset", self._counters_reset)
+        hooks.place(epoch_loop, "on_run_start", self._batches_start)
+        hooks.place(epoch_loop, "advance", self._batch)
+        hooks.place(epoch_loop.val_loop, "run", self._validation)
 
     @property
     def in_validation(self) -> bool:
-        """Whether a validation between training batches is under way."""
         return self._before_validation is not None
 
     def capture(self, point: Point) -> dict[str, Any]:
-        """Returns the position, as a tree that a checkpoint can hold.
-
-        Args:
-            point: What has just been finished.
-        """
+        """Return the position as a tree that a checkpoint can hold; ``point`` was just finished."""
         fetcher = self._fit._data_fetcher
         random, counts = self._random(), None
         if point == "validation" and self._before_validation is not None:
@@ -73,7 +64,7 @@ class Position:
         position: dict[str, Any] = {
             "point": point,
             "random": random,
-            "loaders": loaders.states(self._loaders()),
+            "loaders": epoch.loader_states(self._loaders()),
             "callback_metrics": dict(self._trainer.callback_metrics),
             "should_stop": bool(self._trainer.should_stop),
             "reloaded_at_epoch": self._fit._last_train_dl_reload_epoch,
@@ -83,28 +74,24 @@ class Position:
         if keeps_own_buffers(self._trainer.strategy):
             position["buffers"] = own_buffers(self._trainer.lightning_module)
         if point != "epoch":
-            ahead = loaders.prefetched(fetcher)
+            ahead = epoch.prefetched(fetcher)
             position["fetched"] = fetcher.fetched
             position["consumed"] = fetcher.fetched - len(ahead)
-            position["averages"] = averages.capture(self._trainer, counts)
-            if not loaders.all_stateful(self._loaders()):
+            position["averages"] = epoch.capture_averages(self._trainer, counts)
+            if not epoch.all_stateful(self._loaders()):
                 position["epoch"] = self._epoch
             elif ahead and is_plain_tree(ahead):
                 position["ahead"] = {"batches": ahead, "done": fetcher.done}
-            elif ahead and not self._told:
-                self._told = True
+            elif ahead and not self._has_warned:
+                self._has_warned = True
                 logger.warning(
-                    "the training data has no length, so that Lightning draws one batch ahead, and this batch cannot "
-                    "be saved (it is no tree of tensors): a resumed run does without it"
+                    "the training data has no length, so Lightning draws one batch ahead. This batch cannot be saved, "
+                    "as it is not a tree of tensors: a resumed run leaves it out"
                 )
         return position
 
     def resume(self, saved: dict[str, Any]) -> None:
-        """Goes on from a position; to be called before the trainer's loops run.
-
-        Args:
-            saved: What :meth:`capture` returned.
-        """
+        """Resume from what :meth:`capture` returned; to be called before the loops of the trainer run."""
         self._saved = saved
         before, now = saved.get("replicas", 1), replicas(self._trainer.strategy)
         if before != now and saved["point"] != "epoch":
@@ -113,8 +100,8 @@ class Position:
         if before != now and self._trainer.is_global_zero:
             logger.warning(
                 "saved by %d processes that had a share of the data each, and resumed by %d: weights, optimizers and "
-                "schedules are as they were; random generators and the states of data loaders are dealt out again, and "
-                "the place in an epoch is the one after as many samples",
+                "schedules are as they were; random generators and the states of data loaders are distributed again, "
+                "and the epoch goes on after as many samples",
                 before,
                 now,
             )
@@ -157,7 +144,7 @@ class Position:
         if self._skip_batch:
             self._skip_batch = False
             self._fit.epoch_loop._restarting = False
-        elif len(parts := self._loaders()) == 1 or loaders.all_stateful(parts):
+        elif len(parts := self._loaders()) == 1 or epoch.all_stateful(parts):
             original(fetcher)
         else:
             # Of several loaders, those that are shorter begin again in the middle of an epoch, and are seeded then.
@@ -170,7 +157,7 @@ class Position:
     def _validation(self, original: Callable[[], Any]) -> Any:
         if self._trainer.sanity_checking:
             return original()
-        self._before_validation = self._random(), averages.update_counts(self._trainer)
+        self._before_validation = self._random(), epoch.update_counts(self._trainer)
         try:
             return original()
         finally:
@@ -183,44 +170,46 @@ class Position:
         clear_restart(self._fit)
         finish_epoch(self._fit.epoch_progress)
         self._fit._last_train_dl_reload_epoch = saved["reloaded_at_epoch"]
-        loaders.end_epoch(self._loaders(), saved["loaders"])
+        epoch.end_loader_epoch(self._loaders(), saved["loaders"])
         self._restore_random(saved["random"])
 
     def _find_batch(self, saved: dict[str, Any], fetcher: Any) -> None:
         parts = self._loaders()
-        self._epoch = epoch = saved.get("epoch", {})
+        self._epoch = started = saved.get("epoch", {})
         for callback in self._trainer.callbacks:
             if any(kind.__name__ in _SET_UP_EPOCHS for kind in type(callback).__mro__):
                 callback.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
-        loaders.set_epoch(parts, self._fit.epoch_progress.current.processed)
-        if loaders.all_stateful(parts):
+        epoch.set_sampler_epoch(parts, self._fit.epoch_progress.current.processed)
+        if epoch.all_stateful(parts):
             if saved["point"] == "validation" and self._fit.epoch_loop._num_ready_batches_reached():
-                loaders.end_epoch(parts, saved["loaders"])  # no batch is left for them to take their states up with
+                epoch.end_loader_epoch(
+                    parts, saved["loaders"]
+                )  # no batch is left for them to take their states up with
             else:
-                loaders.load_states(parts, saved["loaders"])
+                epoch.load_loader_states(parts, saved["loaders"])
             if (ahead := saved.get("ahead")) is None:
                 iter(fetcher)
             else:
-                loaders.begin_with(fetcher, ahead["batches"], ahead["done"])
+                epoch.begin_with(fetcher, ahead["batches"], ahead["done"])
             return
         self._rescale(saved)
-        logger.info("drawing %d batches again to find the place in the epoch", saved["consumed"])
-        loaders.load_states(parts, epoch["loaders"])
-        self._restore_random(epoch["at_iterator"])
+        logger.info("drawing %d batches again to find the position in the epoch", saved["consumed"])
+        epoch.load_loader_states(parts, started["loaders"])
+        self._restore_random(started["at_iterator"])
         iter(fetcher)
-        self._restore_random(epoch["at_first_batch"])
-        restarts = epoch.get("restarts", {})
+        self._restore_random(started["at_first_batch"])
+        restarts = started.get("restarts", {})
 
         def before_batch(drawn: int) -> None:
             if drawn in restarts:
                 self._restore_random(restarts[drawn])
 
-        loaders.skip(fetcher, saved["consumed"], before_batch)
+        epoch.skip_batches(fetcher, saved["consumed"], before_batch)
 
     def _go_to_batch(self, saved: dict[str, Any], fetcher: Any) -> None:
         self._restore_common(saved)
         fetcher.fetched = saved["fetched"]
-        averages.restore(self._trainer, saved["averages"])
+        epoch.restore_averages(self._trainer, saved["averages"])
         clear_restart(self._fit)
         if saved["point"] == "validation":
             # The loop must be entered although the batch is done, do no other batch, and validate.
@@ -232,7 +221,7 @@ class Position:
         self._restore_random(saved["random"])
 
     def _rescale(self, saved: dict[str, Any]) -> None:
-        """Counts the batches of the epoch anew where the data is divided among another number of processes."""
+        """Count the batches of the epoch anew where the data is divided among another number of processes."""
         if (factor := saved.get("rescaled")) is None:
             return
         ahead, steps = saved["fetched"] - saved["consumed"], self._trainer.accumulate_grad_batches
@@ -256,11 +245,11 @@ class Position:
 
     def _before_iterator(self) -> dict[str, Any]:
         parts = self._loaders()
-        states = [] if loaders.all_stateful(parts) else loaders.states(parts)
+        states = [] if epoch.all_stateful(parts) else epoch.loader_states(parts)
         return {"at_iterator": self._random(), "loaders": states}
 
     def _random(self) -> dict[str, Any]:
-        return randomness.capture(self._trainer.strategy.root_device, self._loaders())
+        return epoch.capture_generators(self._trainer.strategy.root_device, self._loaders())
 
     def _restore_random(self, state: dict[str, Any]) -> None:
-        randomness.restore(state, self._trainer.strategy.root_device, self._loaders())
+        epoch.restore_generators(state, self._trainer.strategy.root_device, self._loaders())

@@ -1,17 +1,18 @@
-"""One ``fit``: when it saves, what it saves, and how it goes on from what was saved."""
+"""One ``fit``: when it saves, what it saves, and how it resumes."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
+
+import torch
 
 from ...engine.errors import SaveFailedError, StateError
 from ..options import CallbackOptions
-from .loops import Taps
-from .metrics import MetricsLedger
+from .loops import LoopHooks
 from .position import Point, Position
 from .stopping import Stop
 from .store import Intent, RunStore
@@ -24,7 +25,7 @@ _TUNER_FILES = (".lr_find", ".scale_batch_size")  # what the tuner goes back to 
 
 
 class Preempted(SystemExit):
-    """The run was asked to end, has saved, and ends the process with the status that SIGTERM stands for."""
+    """Ends the process with the status of SIGTERM, after the run was asked to end and has saved."""
 
     def __init__(self) -> None:
         super().__init__(143)
@@ -36,18 +37,6 @@ class FitSaver:
     Saves are considered at two points only: after a training batch with everything that belongs to it (the module's
     own hook, the validation, the schedulers) unless gradients are still being accumulated, and after an epoch with
     everything that belongs to that. The last batch of an epoch is left to the end of the epoch.
-
-    Args:
-        trainer: The trainer.
-        store: The run's checkpoints, open for writing.
-        options: What the callback was told.
-        stop: Tells when to leave because the process is to end.
-        attached: Tells whether the callback is among those of the trainer: the tuner takes them all away for its
-            trials, which run in the same loops.
-        announce: Called in the trainer's thread after checkpoints have been committed.
-
-    Raises:
-        StateError: The trainer cannot be followed.
     """
 
     def __init__(
@@ -66,10 +55,10 @@ class FitSaver:
         self._stop = stop
         self._announce = announce
         self._ledger = MetricsLedger()
-        self._taps = Taps(attached)
-        self._position = Position(trainer, self._taps)
-        self._taps.place(self._fit.epoch_loop, "on_advance_end", self._after_batch)
-        self._taps.place(self._fit, "on_advance_end", self._after_epoch)
+        self._hooks = LoopHooks(attached)  # the tuner takes all callbacks away for its trials in the same loops
+        self._position = Position(trainer, self._hooks)
+        self._hooks.place(self._fit.epoch_loop, "on_advance_end", self._after_batch)
+        self._hooks.place(self._fit, "on_advance_end", self._after_epoch)
         self._point: Point | None = None
         self._seen: int = trainer.global_step
         self._saved: int | None = trainer.global_step
@@ -79,7 +68,7 @@ class FitSaver:
         self._resumed = False
 
     def begin(self) -> None:
-        """Notes that training starts.
+        """Check that training starts from the checkpoint that the directory holds.
 
         Raises:
             StateError: The directory holds checkpoints, but the trainer was not given any.
@@ -95,32 +84,20 @@ class FitSaver:
         logger.info("started fresh: no checkpoint in %s", self._store.directory)
 
     def detach(self, *, orderly: bool) -> None:
-        """Stops watching.
-
-        Args:
-            orderly: Whether training has come to its end, rather than to an exception.
-        """
-        self._taps.remove()
+        """Stop watching; ``orderly`` is False when training ends with an exception."""
+        self._hooks.remove()
         self._stop.end(orderly=orderly)
 
     # ---- going on from a checkpoint
 
     def add_to(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the position to a checkpoint, if it is one of this saver's own.
-
-        Args:
-            checkpoint: Lightning's dictionary.
-        """
+        """Add the position to Lightning's dictionary, if this saver is saving it."""
         if self._point is not None:
             checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # the position holds it
             checkpoint[POSITION] = self._position.capture(self._point)
 
     def go_on_from(self, checkpoint: dict[str, Any]) -> None:
-        """Takes the position out of a checkpoint that was loaded.
-
-        Args:
-            checkpoint: Lightning's dictionary.
-        """
+        """Take the position out of Lightning's dictionary after it was loaded."""
         path = self._trainer.ckpt_path
         if os.path.basename(str(path)).startswith(_TUNER_FILES):
             return
@@ -129,7 +106,7 @@ class FitSaver:
         self._resumed = True
         self._saved = self._seen = step
         self._recorded = {step: {}} if step in steps else {}
-        self._outdated = {later for later in steps if later > step}
+        self._outdated = set(self._store.manager.note_resume(step))
         automatic = saved is not None and saved.get("automatic", False)
         if saved is not None:
             self._ledger.observe(-1, saved["callback_metrics"])  # of some step before
@@ -137,18 +114,9 @@ class FitSaver:
             if saved["point"] == "validation":
                 self._saved = None  # there is still something to do in this step
         if automatic and saved["should_stop"]:
-            logger.info("the run had been told to stop after step %d; name a ckpt_path to go on from there", step)
+            logger.info("the run was asked to stop after step %d; name a ckpt_path to go on from there", step)
             self._trainer.should_stop = True
         logger.info("resumed from step %d in %s", step, format(path))
-        if self._outdated and not automatic:
-            logger.warning(
-                "this run starts from step %d, but %s holds later steps (%s): they are replaced when it gets there, "
-                "and until then count as the newest for what is kept and for an automatic resume. Use another "
-                "directory to keep both",
-                step,
-                self._store.directory,
-                ", ".join(map(str, sorted(self._outdated))),
-            )
 
     # ---- the points at which nothing is half done
 
@@ -178,7 +146,7 @@ class FitSaver:
         self._consider(step, "epoch", stop=stop, ended=self._is_over())
 
     def during_validation(self) -> None:
-        """Saves in the middle of a validation if the process is to end: it may take longer than the time left."""
+        """Save in the middle of a validation if the process is to end: the validation may outlast the time left."""
         if not self._position.in_validation or not self._stop.in_validation():
             return
         step = self._trainer.global_step
@@ -189,7 +157,7 @@ class FitSaver:
         self._leave()
 
     def notice_metrics(self) -> None:
-        """Looks at metrics that may be new, and stores those that came after their step was saved."""
+        """Look at metrics that may be new, and store those that came after their step was saved."""
         step = self._trainer.global_step
         self._ledger.observe(step, self._trainer.callback_metrics)
         self._new_metrics = True
@@ -233,7 +201,7 @@ class FitSaver:
         try:
             self._save(step, point, "preempted")
         except SaveFailedError:
-            # It is the save before this one that failed. There is no time to tell it in any other way.
+            # The save before this one failed. The process is about to end, so the log is the place to report it.
             logger.exception("an earlier save failed; step %d is being saved", step)
         self._leave()
 
@@ -247,9 +215,8 @@ class FitSaver:
         raise Preempted
 
     def _is_over(self) -> bool:
-        """Returns whether no epoch will follow; what the loop says itself, but it says so aloud."""
         fit = self._fit
-        return (
+        return (  # as fit.done, which logs a message
             _reached(fit.epoch_loop.global_step, fit.max_steps)
             or _reached(fit.epoch_progress.current.processed, fit.max_epochs)
             or (self._trainer.should_stop and fit._can_stop_early)
@@ -262,3 +229,35 @@ def _reached(count: int, limit: int | None) -> bool:
 
 def _same(known: dict[str, float], name: str, value: float) -> bool:
     return name in known and (known[name] == value or (math.isnan(known[name]) and math.isnan(value)))
+
+
+class MetricsLedger:
+    """Separates fresh metrics from stale ones.
+
+    ``trainer.callback_metrics`` holds the last value of every metric that was ever logged: 50 steps after a validation
+    its ``val_loss`` is still there, although it was measured on other parameters. Ranked by it, the later checkpoint
+    would look as good as the one that was validated. The ledger sees the metrics whenever some may have been added, and
+    notes the step at which each of them appeared.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[Any, int]] = {}
+
+    def observe(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Note which of ``trainer.callback_metrics`` are new."""
+        for name, value in metrics.items():
+            seen = self._seen.get(name)
+            if seen is None or not _same_value(seen[0], value):
+                self._seen[name] = (value, step)
+
+    def of(self, step: int) -> dict[str, float]:
+        """Return the metrics of one step as numbers, fetched from their device."""
+        return {name: float(value) for name, (value, at) in self._seen.items() if at == step}
+
+
+def _same_value(one: Any, other: Any) -> bool:
+    """Return whether this is the very same logged value: the same memory, not the same number."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        # Lightning hands out a new view at every access. As the one seen is kept, its memory is not used for another.
+        return one.data_ptr() == other.data_ptr()
+    return one is other

@@ -1,16 +1,17 @@
-"""When a run leaves after SIGTERM: at the next point, or at one that all of its processes agree on."""
+"""SIGTERM, taken over from Lightning, and where a run then stops: at the next point, or where all processes agree."""
 
 from __future__ import annotations
 
 import json
 import logging
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 from urllib.parse import quote
 
-from ...engine.coordination import Group
-from ..preemption import PreemptionSignal
+from ...engine.distributed import Rendezvous
+from ..loop import PreemptionSignal
 
 logger = logging.getLogger("holdfast")
 
@@ -18,103 +19,88 @@ _INTERVAL = 0.1  # seconds between two looks at the store
 _LOOKS = 1000  # a second that the store gets from all processes together
 _PATIENCE = 60.0  # seconds: all are at most a batch from where they answer
 
-_Point = tuple[int, int]  # batches and epochs that were finished, and batches of a validation since then
+_CAN_BLOCK = hasattr(signal, "pthread_sigmask")  # not on Windows
+
+_Progress = tuple[int, int]  # batches and epochs that were finished, and batches of a validation since then
 
 
 class Stop(Protocol):
-    """Tells at each point where a run can leave whether it has to."""
+    """Decides at each point where a run can leave whether it has to."""
 
     def begin(self) -> None:
-        """Training begins."""
+        """Start when training begins."""
         ...
 
     def after_batch(self) -> bool:
-        """Tells it after a training batch, and after an epoch."""
+        """Return whether to leave, after a training batch or an epoch."""
         ...
 
     def in_validation(self) -> bool:
-        """Tells it after a batch of a validation."""
+        """Return whether to leave, after a batch of a validation."""
         ...
 
     def end(self, *, orderly: bool) -> None:
-        """Training has ended.
-
-        Args:
-            orderly: Whether it ends in all processes, rather than by an exception in perhaps only one of them.
-        """
+        """End when training has ended; ``orderly`` is False after an exception, perhaps in this process only."""
         ...
 
 
 class OwnStop:
-    """Of a single process: as soon as it has been told.
-
-    Args:
-        preemption: The flag that SIGTERM sets.
-    """
+    """Stops a single process at the next point after its signal."""
 
     def __init__(self, preemption: PreemptionSignal) -> None:
         self._preemption = preemption
 
     def begin(self) -> None:
-        """Training begins."""
+        pass
 
     def after_batch(self) -> bool:
-        """Tells whether to leave."""
         return self._preemption.received
 
     def in_validation(self) -> bool:
-        """Tells whether to leave."""
         return self._preemption.received
 
     def end(self, *, orderly: bool) -> None:
-        """Training has ended."""
+        pass
 
 
 class AgreedStop:
-    """Of several processes, of which perhaps only one has been told: all leave at the same point.
+    """Stops all processes at the same point, although perhaps only one of them has received the signal.
 
-    A thread of each process looks now and then whether any has been told. If so, all say how far they are, and are to
-    leave at the first point that none has passed; while they say so, nobody passes one. Points at which nothing is to
-    be said cost a lock, and no word to the others.
-
-    Args:
-        group: The processes, for this alone.
-        preemption: The flag that SIGTERM sets.
-        validation_batches: Returns how many batches a validation has. They may leave in the middle of one where all
-            have as many.
+    A thread of each process checks the store now and then for a signal. If there is one, every process reports how far
+    it is, and all leave at the first point that none has passed; while they exchange this, no process passes a point.
+    Points at which there is nothing to report cost a lock, and no message.
     """
 
-    def __init__(self, group: Group, preemption: PreemptionSignal, validation_batches: Callable[[], float]) -> None:
+    def __init__(
+        self, group: Rendezvous, preemption: PreemptionSignal, validation_batches: Callable[[], float]
+    ) -> None:
         self._group = group
         self._preemption = preemption
         self._validation_batches = validation_batches
-        self._alarm = f"{quote(group.name, safe='')}/told"
+        self._alarm = f"{quote(group.name, safe='')}/preempted"
         self._lock = threading.Lock()
-        self._passed: _Point = (0, 0)
-        self._stop: _Point | None = None
+        self._passed: _Progress = (0, 0)
+        self._stop: _Progress | None = None
         self._answered = False
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Starts to look."""
         self._thread = threading.Thread(target=self._watch, name="holdfast-preemption", daemon=True)
         self._thread.start()
 
     def after_batch(self) -> bool:
-        """Tells whether to leave here."""
         with self._lock:
             self._passed = (self._passed[0] + 1, 0)
             return self._is_due()
 
     def in_validation(self) -> bool:
-        """Tells whether to leave here."""
         with self._lock:
             self._passed = (self._passed[0], self._passed[1] + 1)
             return self._is_due()
 
     def end(self, *, orderly: bool) -> None:
-        """Stops looking. Others that want to agree now are told that this process passes no more points."""
+        """Stop the thread. Processes that want to agree later learn that this one passes no more points."""
         self._ended.set()
         if not orderly or self._thread is None:
             return
@@ -133,13 +119,13 @@ class AgreedStop:
 
     def _watch(self) -> None:
         interval = max(_INTERVAL, self._group.count / _LOOKS)
-        told = False
+        announced = False
         try:
             while not self._ended.wait(interval):
-                if self._preemption.received and not told:
+                if self._preemption.received and not announced:
                     self._group.coordinator.put(self._alarm, b"1")
-                    told = True
-                if told or self._group.coordinator.try_get(self._alarm) is not None:
+                    announced = True
+                if announced or self._group.coordinator.try_get(self._alarm) is not None:
                     self._agree()
                     return
         except Exception as error:  # a process is gone: training ends by that
@@ -154,25 +140,25 @@ class AgreedStop:
             if stop is not None:
                 self._stop = (stop[0], stop[1])
 
-    def _exchange(self, said: list[Any]) -> Any:
-        answers = self._group.gather("passed", json.dumps(said).encode(), _PATIENCE)
+    def _exchange(self, point: list[Any]) -> Any:
+        answers = self._group.gather("passed", json.dumps(point).encode(), _PATIENCE)
         answer = None if answers is None else _first_open([json.loads(one) for one in answers])
         return json.loads(self._group.broadcast("stop", json.dumps(answer).encode(), _PATIENCE))
 
     def _decline(self) -> None:
-        """Answers that this process passes no more points."""
-        word = json.dumps(None).encode()
+        """Answer that this process passes no more points."""
+        answer = json.dumps(None).encode()
         try:
             if self._group.index == 0:
-                self._group.broadcast("stop", word, _PATIENCE)
+                self._group.broadcast("stop", answer, _PATIENCE)
             else:
-                self._group.gather("passed", word, _PATIENCE)
-        except Exception as error:  # nobody is there any more who could have asked
+                self._group.gather("passed", answer, _PATIENCE)
+        except Exception as error:  # the others have ended, and do not ask any more
             logger.debug("%s: %s", self._group.name, error)
 
 
 def _first_open(answers: list[Any]) -> list[int] | None:
-    """Returns the first point that no process has passed; None if one of them passes no more."""
+    """Return the first point that no process has passed; None if one of them passes no more."""
     if any(answer is None for answer in answers):
         return None
     batches, validated = max((answer[0], answer[1]) for answer in answers)
@@ -180,3 +166,28 @@ def _first_open(answers: list[Any]) -> list[int] | None:
     if len(validations) == 1 and validations != {float("inf")}:
         return [batches, validated + 1]
     return [batches + 1, 0]  # some would find it in the middle of a validation, others at its end
+
+
+def take_over_sigterm(trainer: Any, preemption: PreemptionSignal) -> None:
+    """Put a flag in the place of Lightning's own handler, on top of the handler before that.
+
+    Lightning ends a run after any batch, also after one whose gradients are still being accumulated, which no
+    checkpoint holds. When the run ends it puts back what was there before its own handler, as always.
+    """
+    connector = trainer._signal_connector
+    if connector.received_sigterm:
+        connector.received_sigterm = False
+        preemption.request()
+    is_lightnings = type(signal.getsignal(signal.SIGTERM)).__name__ == "_HandlersCompose"
+    if not is_lightnings or threading.current_thread() is not threading.main_thread():
+        preemption.install()
+        return
+    before = connector._original_handlers.get(signal.SIGTERM)
+    if _CAN_BLOCK:
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        preemption.install()
+    finally:
+        if _CAN_BLOCK:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

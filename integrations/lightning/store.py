@@ -9,26 +9,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...engine.api import load
-from ...engine.checkpointer import ITEM, AsyncCheckpointer, Place
-from ...engine.commit import read_record
-from ...engine.durations import seconds
+from ...engine.checkpoint import ITEM, AsyncCheckpointer, Place, SaveReport, read_record
+from ...engine.clock import seconds
+from ...engine.distributed import ProcessGroup
 from ...engine.errors import BarrierTimeoutError, CheckpointNotFoundError, PeerFailedError, StateError
+from ...engine.format import RECORD
 from ...engine.handlers import PerProcessCheckpointHandler
-from ...engine.manager import CheckpointManager
-from ...engine.options import CheckpointManagerOptions
-from ...engine.policy import metric_value
-from ...engine.record import RECORD
-from ...engine.report import SaveReport
-from ...engine.steps import StepIndex
+from ...engine.manager import CheckpointManager, CheckpointManagerOptions, list_steps, metric_value
 from ...engine.storage import Location, as_location
-from ...engine.together import Together
+from ..loop import all_steps
 from ..options import CallbackOptions
-from .sharded import StateHandler
-from .sharing import SharedState
+from .strategies import SharedState, StateHandler
 from .trees import POSITION, from_tree, to_tree
 
-OWN = "process"
-"""The item of what each of several processes has for itself."""
+PROCESS = "process"
+"""The item with the position of each of several processes."""
 
 Template = Mapping[str, Any] | None
 """Templates by entry of Lightning's dictionary."""
@@ -40,19 +35,14 @@ logger = logging.getLogger("holdfast")
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """Why a checkpoint is being saved, and what was measured at its step."""
+    """Why a checkpoint is being saved, and the metrics of its step."""
 
     reason: str
     metrics: dict[str, float] | None = None
 
 
 class RunStore:
-    """A directory of steps: open for writing while a model is fitted, and for reading at any time.
-
-    Args:
-        directory: The directory: a path or a URL.
-        options: When to save and what to keep.
-    """
+    """A directory of steps: open for writing while a model is fitted, and for reading at any time."""
 
     def __init__(self, directory: Place, options: CallbackOptions) -> None:
         self.directory: Location = as_location(directory)
@@ -61,25 +51,25 @@ class RunStore:
         self._own = AsyncCheckpointer(PerProcessCheckpointHandler(options.tree_handler()))
         self._manager: CheckpointManager | None = None
         self.is_open = False
-        self._several = False
-        self._told: set[str] = set()
+        self._has_positions = False
+        self._reported: set[str] = set()
         self.reports: list[SaveReport] = []
         self.intent: Intent | None = None
 
     @property
     def manager(self) -> CheckpointManager:
-        """The manager that writes, or wrote last in this process; one that only reads when there is none."""
+        """The manager that writes, or wrote last in this process; a reading one when there is none."""
         if self._manager is None:
             return self._make(replace(self._options, read_only=True))
         return self._manager
 
     @property
-    def together(self) -> Together:
+    def processes(self) -> ProcessGroup:
         """The processes that save together."""
-        return Together(self.directory.url, None, seconds(self._options.barrier_timeout_secs))
+        return ProcessGroup(self.directory.url, None, seconds(self._options.barrier_timeout_secs))
 
     def open(self) -> None:
-        """Takes the right to write to the directory.
+        """Take the right to write to the directory.
 
         Raises:
             OwnershipError: Another live run writes to it.
@@ -91,7 +81,7 @@ class RunStore:
         self._manager, self.is_open = manager, True
 
     def close(self) -> None:
-        """Waits for the save that is under way and gives the directory back.
+        """Wait for the save that is under way and give the directory back.
 
         Raises:
             SaveFailedError: A save failed in the background.
@@ -101,33 +91,30 @@ class RunStore:
             self._manager.close()
 
     def agree(self, found: bool) -> bool:
-        """Returns whether process 0 has found a checkpoint to go on from."""
-        return bool(self.together.decide("what to begin from", lambda: found))
+        """Return whether process 0 has found a checkpoint to go on from."""
+        return bool(self.processes.decide("what to begin from", lambda: found))
 
     def record_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        """Stores metrics that came after their step was saved, those of process 0; returns them."""
-        late: dict[str, float] = self.together.decide("late metrics", lambda: metrics)
+        """Store metrics that came after their step was saved, those of process 0; return them."""
+        late: dict[str, float] = self.processes.decide("late metrics", lambda: metrics)
         if late:
             self.manager.record_metrics(step, late)
         return late
 
     def steps(self) -> list[int]:
-        """Returns the steps that are there now, damaged ones among them, in ascending order."""
-        index = StepIndex(self.directory)
-        return sorted({*index.steps(), *index.damage})
+        return all_steps(self.directory)
 
     def path_of(self, step: int) -> str:
-        """Returns the path or URL of a step."""
         return str(self.directory / str(step))
 
     def step_of(self, path: Place) -> int | None:
-        """Returns the step that a path stands for, or None when it is none of this directory."""
+        """Return the step that a path stands for, or None when it is not in this directory."""
         location = as_location(path)
         name = location.name
         return int(name) if location.parent == self.directory and name.isdecimal() and name == str(int(name)) else None
 
     def score(self, step: int | None) -> float | None:
-        """Returns the metric that checkpoints are ranked by, or None when there is none."""
+        """Return the metric that checkpoints are ranked by, or None when there is none."""
         metric = self._options.best_fn
         if metric is None or step is None:
             return None
@@ -137,23 +124,18 @@ class RunStore:
             return None
 
     def part(self) -> None:
-        """Lets process 0, which may keep what connects them, wait at the end of a run until the others have ended."""
-        group = self.together.group("end")
+        """Let process 0, which may keep the store that connects them, wait until the others have ended."""
+        group = self.processes.rendezvous("end")
         if group is None:
             return
         with contextlib.closing(group):
             try:
                 group.gather("ended", b"", _LAST_WAIT)
             except (BarrierTimeoutError, PeerFailedError) as error:  # nothing of this process is lost by that
-                logger.warning("not all processes have ended their run with this one: %s", error)
+                logger.warning("not all processes have ended the run with this one: %s", error)
 
     def save(self, step: int, checkpoint: dict[str, Any], shared: SharedState | None = None) -> None:
-        """Saves what Lightning made.
-
-        Args:
-            step: The number of updates in it.
-            checkpoint: Lightning's dictionary.
-            shared: What the processes hold together, where there are several; all of them call this then.
+        """Save Lightning's dictionary; where several processes save, all call this with what they share.
 
         Raises:
             UnsupportedLeafError: It cannot be saved.
@@ -163,18 +145,14 @@ class RunStore:
         intent = self.intent or Intent("trainer.save_checkpoint")
         with contextlib.ExitStack() as stack:
             manager = self.manager if self.is_open else stack.enter_context(self._make(self._options))
-            if shared is None and self._several:
+            if shared is None and self._has_positions:
                 items = {ITEM: items}
             if self._manager is not None:
                 self._manager = manager
             manager.save(step, items, metrics=intent.metrics, force=True, reason=intent.reason)
 
     def load_newest(self, *, with_position: bool = True, template: Template = None) -> dict[str, Any]:
-        """Returns the newest whole checkpoint as Lightning's dictionary.
-
-        Args:
-            template: Templates for some of its entries.
-            with_position: Whether to read what each of several processes had, too.
+        """Return the newest whole checkpoint as Lightning's dictionary, with the positions of processes if asked for.
 
         Raises:
             CheckpointNotFoundError: There is none.
@@ -187,14 +165,10 @@ class RunStore:
         return _checkpoint(restored.items, manager.directory / str(restored.step))
 
     def load(self, step: int, *, template: Template = None) -> dict[str, Any]:
-        """Returns the checkpoint of a step as Lightning's dictionary; what each process had only while it is fitted.
-
-        Args:
-            step: The step.
-            template: Templates for some of its entries.
+        """Return the checkpoint of a step as Lightning's dictionary; positions of processes only during a fit.
 
         Raises:
-            CheckpointNotFoundError: There is none of this step.
+            CheckpointNotFoundError: There is no such step.
             DamagedCheckpointError: It does not verify.
         """
         manager = self.manager
@@ -202,34 +176,34 @@ class RunStore:
         return _checkpoint(found, self.path_of(step))
 
     def _wanted(self, with_position: bool, template: Template) -> Any:
-        if not self._several:
+        if not self._has_positions:
             return template
-        return {ITEM: template, OWN: None} if with_position else {ITEM: template}
+        return {ITEM: template, PROCESS: None} if with_position else {ITEM: template}
 
     def _make(self, options: CheckpointManagerOptions) -> CheckpointManager:
-        """Makes a manager: of two items where each process has something of its own, now or at a step that is there."""
-        self._several = not self.together.alone or any(
-            OWN in record.items for record in StepIndex(self.directory).records().values()
+        """Make a manager, of two items where processes have positions of their own, now or in a saved step."""
+        self._has_positions = not self.processes.alone or any(
+            PROCESS in entry.record.items for entry in list_steps(self.directory, "") if entry.record is not None
         )
         return CheckpointManager(
-            self.directory, {ITEM: self._saves, OWN: self._own} if self._several else self._saves, options
+            self.directory, {ITEM: self._saves, PROCESS: self._own} if self._has_positions else self._saves, options
         )
 
     def _items(self, checkpoint: dict[str, Any], shared: SharedState) -> dict[str, Any]:
         rest = {name: value for name, value in checkpoint.items() if name != POSITION}
-        items = {ITEM: shared.tree(self.together, rest, lambda: self._tree(rest))}
+        items = {ITEM: shared.tree(self.processes, rest, lambda: self._tree(rest))}
         if POSITION in checkpoint:
             try:
-                items[OWN] = to_tree({POSITION: checkpoint[POSITION]})[0]
+                items[PROCESS] = to_tree({POSITION: checkpoint[POSITION]})[0]
             except BaseException as error:
-                self.together.fail("save", error)
+                self.processes.fail("save", error)
                 raise
         return items
 
     def _tree(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         tree, left = to_tree(checkpoint)
-        if new := [line for line in left if line not in self._told]:
-            self._told.update(new)
+        if new := [line for line in left if line not in self._reported]:
+            self._reported.update(new)
             logger.warning(
                 "left out of the checkpoints in %s, as they are neither arrays nor plain data: %s. Nothing is pickled; "
                 "a resumed run gets these from the program that resumes it",
@@ -240,14 +214,14 @@ class RunStore:
 
 
 def load_checkpoint(path: Place) -> dict[str, Any]:
-    """Reads a checkpoint into the dictionary that Lightning's own ``.ckpt`` files hold.
+    """Read a checkpoint into the dictionary that Lightning's own ``.ckpt`` files hold.
 
     ::
 
         model.load_state_dict(load_checkpoint("runs/x/checkpoints/1200")["state_dict"])
 
     Args:
-        path: A checkpoint, or a directory of steps, of which the newest whole one is read.
+        path: A checkpoint, or a directory of steps, whose newest whole one is read.
 
     Returns:
         The dictionary; arrays are tensors on the CPU.
@@ -262,13 +236,7 @@ def load_checkpoint(path: Place) -> dict[str, Any]:
 
 
 def read_checkpoint(path: Place, *, with_position: bool, template: Template = None) -> dict[str, Any]:
-    """Reads a checkpoint, or the newest whole one of a directory, as :func:`load_checkpoint` does.
-
-    Args:
-        path: Where it is.
-        with_position: Whether to read what each of several processes had, too.
-        template: Templates for some of its entries.
-    """
+    """Read a checkpoint, or the newest whole one of a directory, as :func:`load_checkpoint` does."""
     location = as_location(path)
     if not (location / RECORD).exists():
         store = RunStore(location, CallbackOptions())
@@ -278,28 +246,26 @@ def read_checkpoint(path: Place, *, with_position: bool, template: Template = No
     if item is None or item.kind != StateHandler.kind:
         return _checkpoint(load(location), location)
     found = {ITEM: StateHandler().restore(location / item.folder, template, files=item.files)}
-    if with_position and OWN in record.items:
-        own = record.items[OWN]
-        found[OWN] = PerProcessCheckpointHandler().restore(location / own.folder, files=own.files)
+    if with_position and PROCESS in record.items:
+        own = record.items[PROCESS]
+        found[PROCESS] = PerProcessCheckpointHandler().restore(location / own.folder, files=own.files)
     return _checkpoint(found, location)
 
 
 def is_checkpoint(path: Place) -> bool:
-    """Returns whether there is a checkpoint of the engine, or a directory of them, at a path."""
     location = as_location(path)
     if location.name.endswith(".ckpt") or not location.is_directory():
         return False  # Lightning's own files are not looked for where they may take a network to look
     if (location / RECORD).exists():
         return True
-    index = StepIndex(location)
-    return bool(index.steps() or index.damage)
+    return bool(list_steps(location, ""))
 
 
 def _checkpoint(found: Any, place: Place) -> dict[str, Any]:
-    """Returns what was restored, one item or several, as Lightning's dictionary."""
+    """Return what was restored, one item or several, as Lightning's dictionary."""
     tree, own = found, {}
     if isinstance(found, dict) and "state_dict" not in found and ITEM in found:
-        tree, own = found[ITEM], found.get(OWN, {})
+        tree, own = found[ITEM], found.get(PROCESS, {})
     if not isinstance(tree, dict) or not {"state_dict", "pytorch-lightning_version"} <= tree.keys():
         raise StateError(
             f"{place} was not saved from a Lightning trainer; load it with hf.load, or with the callback that saved it"

@@ -1,11 +1,28 @@
-"""Strategies of Lightning: which ones the callback can save, and what has to be known of them."""
+"""Strategies of Lightning: which ones the callback can save, and how several processes save and load one checkpoint.
+
+Under DDP, parameters and optimizer states are the same in every process, and under FSDP2 and tensor parallelism each
+process holds its part of them as DTensors: each saves from its own memory. Nothing guarantees that everything else,
+such as buffers, callbacks and hyper-parameters, is the same in every process, or there at all. As in Lightning's own
+checkpoints, what process 0 has is saved.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import glob
+import pickle
 import subprocess
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from ...engine.distributed import ProcessGroup
 from ...engine.errors import StateError
+from ...engine.format import FileRecord
+from ...engine.handlers import PyTreeCheckpointHandler
+from ...engine.storage import Location
 
 _SAVE_BY_THEMSELVES = {"FSDPStrategy", "DeepSpeedStrategy"}
 _OWN_PROCESSES = {"XLAStrategy"}  # a DDPStrategy by descent, but not connected by torch.distributed
@@ -14,15 +31,16 @@ _SHARDED = "ModelParallelStrategy"
 
 _released: list[subprocess.Popen[bytes]] = []
 
+_LARGE = 1 << 20  # bytes of a tensor from which on it goes from memory to memory, not through the store
+
+Path = tuple[Any, ...]
+
 
 def check_strategy(trainer: Any) -> None:
-    """Checks that the callback can save what a strategy holds.
-
-    Args:
-        trainer: The trainer.
+    """Check that the callback can save what the trainer's strategy holds.
 
     Raises:
-        StateError: It cannot; says which strategies work.
+        StateError: It cannot; the message names the strategies that work.
     """
     strategy = trainer.strategy
     name = type(strategy).__name__
@@ -34,8 +52,8 @@ def check_strategy(trainer: Any) -> None:
         )
     if is_sharded(strategy) and not strategy._save_distributed_checkpoint:
         raise StateError(
-            f"{name}(save_distributed_checkpoint=False) gathers everything in one process, for which the callback "
-            "has no use: leave it out. What the processes save together loads in any number of them, and in one"
+            f"{name}(save_distributed_checkpoint=False) gathers everything in one process, which the callback does "
+            "not need: leave it out. A checkpoint saved by several processes loads in any number of them"
         )
     if type(getattr(strategy, "_ddp_comm_state", None)).__name__ == "PostLocalSGDState":
         raise StateError(
@@ -45,7 +63,7 @@ def check_strategy(trainer: Any) -> None:
 
 
 def can_save(strategy: Any) -> bool:
-    """Returns whether the processes of a strategy hold what a checkpoint needs in a way that is known here."""
+    """Return whether it is known how the processes of a strategy hold what a checkpoint needs."""
     kinds = _kinds(strategy)
     if kinds & _SAVE_BY_THEMSELVES:
         return False
@@ -53,33 +71,33 @@ def can_save(strategy: Any) -> bool:
 
 
 def is_sharded(strategy: Any) -> bool:
-    """Returns whether parameters are DTensors, which the strategy saves and loads by itself."""
+    """Return whether parameters are DTensors, which the strategy saves and loads by itself."""
     return _SHARDED in _kinds(strategy)
 
 
 def keeps_own_buffers(strategy: Any) -> bool:
-    """Returns whether each process goes on with buffers of its own, rather than with those of process 0."""
+    """Return whether each process goes on with buffers of its own, rather than with those of process 0."""
     options = getattr(strategy, "_ddp_kwargs", {"broadcast_buffers": False})
     return strategy.world_size > 1 and not options.get("broadcast_buffers", True)
 
 
 def own_buffers(module: Any) -> dict[str, Any]:
-    """Returns the buffers that this process has, by name, but for those that lie divided among processes."""
+    """Return the buffers of this process by name, without those that are divided among processes."""
     return {name: value for name, value in module.named_buffers() if not hasattr(value, "placements")}
 
 
 def replicas(strategy: Any) -> int:
-    """Returns among how many processes the training data is divided."""
+    """Return the number of processes that the training data is divided among."""
     if strategy.world_size == 1:
         return 1
     return int(strategy.distributed_sampler_kwargs["num_replicas"])
 
 
 def release_children(trainer: Any) -> None:
-    """Lets a run end in all of its processes by itself.
+    """Let a run end in all of its processes by itself.
 
-    A trainer that has started the others watches them, and kills all that are left, itself too, as soon as one has
-    ended with a status other than 0, which after SIGTERM all of them do.
+    A trainer that has started the others kills all that are left, and itself, as soon as one has ended with a status
+    other than 0, which after SIGTERM all of them do.
     """
     processes = getattr(trainer.strategy.launcher, "procs", None)
     if isinstance(processes, list):
@@ -88,5 +106,187 @@ def release_children(trainer: Any) -> None:
 
 
 def _kinds(strategy: Any) -> set[str]:
-    """Returns the names of a strategy's classes: those of two packages are called alike."""
     return {kind.__name__ for kind in type(strategy).__mro__}
+
+
+# ---- saving together
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """Stands for a tensor that every process has."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """Stands for a tensor that process 0 sends after the outline."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class SharedState:
+    """What the processes of one strategy save processes."""
+
+    def __init__(self, strategy: Any) -> None:
+        module = strategy.lightning_module
+        gloo = torch.distributed.get_backend() == "gloo"
+        self._channel = torch.device("cpu") if gloo else strategy.root_device
+        self._parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        # Optimizers that shard their state by themselves give all of it to process 0, and nothing to the others.
+        self._optimizers = {
+            index
+            for index, optimizer in enumerate(strategy.optimizers)
+            if not hasattr(getattr(optimizer, "_optimizer", optimizer), "consolidate_state_dict")
+        }
+
+    def tree(
+        self, processes: ProcessGroup, checkpoint: dict[str, Any], make: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Return the tree that this process saves: the same leaves on all of them.
+
+        ``make`` makes a tree of Lightning's dictionary, on process 0 only.
+
+        Raises:
+            StateError: This process does not hold what process 0 holds.
+        """
+        group = processes.rendezvous("what process 0 saves")
+        assert group is not None
+        large: list[torch.Tensor] = []
+        tree: dict[str, Any] = {}
+        outline = None
+        with contextlib.closing(group):
+            if processes.is_primary:
+                try:
+                    tree = make()
+                    outline = pickle.dumps(self._outline(tree, (), large))
+                except BaseException as error:
+                    group.fail(error)
+                    raise
+            received = group.broadcast("outline", outline, processes.timeout)
+        try:
+            if not processes.is_primary:
+                tree = self._filled(pickle.loads(received), checkpoint, (), large)
+        except BaseException as error:
+            processes.fail("outline taken", error)
+            raise
+        processes.share("outline taken", None)
+        for tensor in large:
+            torch.distributed.broadcast(tensor.view(-1).view(torch.uint8), 0)
+        return tree
+
+    def _is_own(self, path: Path, value: torch.Tensor) -> bool:
+        if hasattr(value, "placements"):  # a DTensor: each process has its part
+            return True
+        if path[0] == "state_dict":
+            return len(path) == 2 and path[1] in self._parameters
+        return path[0] == "optimizer_states" and len(path) > 1 and path[1] in self._optimizers
+
+    def _outline(self, value: Any, path: Path, large: list[torch.Tensor]) -> Any:
+        """Return process 0's tree without the tensors that the others have, and without large ones."""
+        if isinstance(value, torch.Tensor):
+            if self._is_own(path, value):
+                return _Own()
+            if value.nbytes < _LARGE:
+                return value.cpu().clone()  # a view would bring all of its memory along
+            large.append(value.detach().to(self._channel).contiguous())
+            return _Sent(tuple(value.shape), value.dtype)
+        if isinstance(value, dict):
+            entries = {key: self._outline(item, (*path, key), large) for key, item in value.items()}
+            return type(value)(entries)
+        if isinstance(value, list | tuple):
+            return type(value)([self._outline(item, (*path, index), large) for index, item in enumerate(value)])
+        return value
+
+    def _filled(self, outline: Any, own: Any, path: Path, large: list[torch.Tensor]) -> Any:
+        """Return this process's tree, made from process 0's outline."""
+        if isinstance(outline, _Own):
+            if not isinstance(own, torch.Tensor):
+                raise StateError(
+                    f"{'/'.join(map(str, path))}: process 0 saves a tensor, and this process has "
+                    f"{type(own).__qualname__} there; under this strategy all processes have to hold the same "
+                    "parameters and optimizer states"
+                )
+            return own.detach()
+        if isinstance(outline, _Sent):
+            large.append(torch.empty(outline.shape, dtype=outline.dtype, device=self._channel))
+            return large[-1]
+        if isinstance(outline, dict):
+            mine = own if isinstance(own, dict) else {}
+            entries = {key: self._filled(item, mine.get(key), (*path, key), large) for key, item in outline.items()}
+            return type(outline)(entries)
+        if isinstance(outline, list | tuple):
+            some = own if isinstance(own, list | tuple) and len(own) == len(outline) else [None] * len(outline)
+            items = [self._filled(item, some[index], (*path, index), large) for index, item in enumerate(outline)]
+            return type(outline)(items)
+        return outline
+
+
+# ---- loading in place
+
+
+class StateHandler(PyTreeCheckpointHandler):
+    """Saves trees as its base does; restores some entries with templates, and the others as they were saved."""
+
+    def restore(
+        self, directory: Location, item: Any = None, *, files: Mapping[str, FileRecord] | None = None, **kwargs: Any
+    ) -> Any:
+        """Read a tree with templates by entry, without entries whose template is None. None for all is no template."""
+        if item is None:
+            return super().restore(directory, files=files, **kwargs)
+        outline = super().structure(directory, files=files)
+        rest = {name: value for name, value in outline.items() if name not in item}
+        chosen = _patterns(name for name, value in rest.items() if has_leaves(value))
+        found = super().restore(directory, files=files, select=chosen)
+        wanted = {name: template for name, template in item.items() if template is not None}
+        parts = super().restore(directory, wanted, files=files, select=_patterns(wanted))
+        return {**with_containers(rest, found), **parts}
+
+
+class ShardedState:
+    """What a strategy, with its module and optimizers set up, holds divided among its processes."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._module = strategy.model
+        self._optimizers = [getattr(one, "_optimizer", one) for one in strategy.optimizers]
+
+    def template(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+        states = [get_optimizer_state_dict(self._module, optimizer) for optimizer in self._optimizers]
+        return {"state_dict": get_model_state_dict(self._module), "optimizer_states": states or None}
+
+    def load(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+        """Load into module and optimizers what was restored with the template."""
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            set_model_state_dict,
+            set_optimizer_state_dict,
+        )
+
+        options = StateDictOptions(strict=strict)
+        set_model_state_dict(self._module, dict(checkpoint["state_dict"]), options=options)
+        states = checkpoint.get("optimizer_states", []) if self._optimizers else []
+        for optimizer, state in zip(self._optimizers, states, strict=True):
+            set_optimizer_state_dict(self._module, optimizer, state, options=options)
+
+
+def has_leaves(tree: Any) -> bool:
+    if isinstance(tree, dict):
+        return any(map(has_leaves, tree.values()))
+    return any(map(has_leaves, tree)) if isinstance(tree, list | tuple) else True
+
+
+def with_containers(outline: Any, found: Any) -> Any:
+    """Return a tree read by selected leaves, with the containers that hold no leaves as in ``outline``."""
+    if isinstance(outline, dict):
+        read = found if isinstance(found, dict) else {}
+        return type(outline)((key, with_containers(value, read.get(key))) for key, value in outline.items())
+    if isinstance(outline, list | tuple):
+        parts = found if isinstance(found, list | tuple) else [None] * len(outline)
+        return type(outline)(with_containers(value, part) for value, part in zip(outline, parts, strict=True))
+    return found
+
+
+def _patterns(names: Iterable[str]) -> list[str]:
+    return [f"{glob.escape(name)}/**" for name in names]

@@ -2,7 +2,7 @@
 
 The tree has the keys of the dictionary that Lightning makes: ``state_dict``, ``optimizer_states``, ``lr_schedulers``,
 ``loops``, ``callbacks``, ``hyper_parameters`` and what modules and plugins add. Arrays come back as tensors, as nearly
-all of them are; those that were numpy arrays lie in a one-entry dictionary that says so.
+all of them are; a numpy array lies in a dictionary with the one key ``numpy.ndarray``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from ...engine.errors import UnsupportedLeafError
 
 POSITION = "holdfast"
-"""Where a checkpoint keeps what is not Lightning's: the place in the data, and random generators."""
+"""Where a checkpoint keeps what Lightning's own does not have: the position in the data, and random generators."""
 
 _NUMPY = "numpy.ndarray"
 _VERSIONS = "state_dict_versions"
@@ -28,25 +28,17 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class _Left:
-    """Stands for a value that cannot be saved.
-
-    Attributes:
-        kind: The type of the value, for people.
-    """
+    """Stands for a value that cannot be saved, with the name of its type."""
 
     def __init__(self, value: object) -> None:
         self.kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
 def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Turns a checkpoint into what the engine saves.
+    """Return a checkpoint of Lightning as a tree that the engine saves, and a line for each entry that was left out.
 
-    Args:
-        checkpoint: The dictionary that Lightning hands to a ``CheckpointIO``. It is not changed.
-
-    Returns:
-        The tree, and one line for each entry that was left out of it because it is, or holds, an object that is
-        neither an array nor plain data, such as ``hyper_parameters/loss (torch.nn.modules.loss.MSELoss)``.
+    An entry is left out when it is, or holds, an object that is neither an array nor plain data; its line is such as
+    ``hyper_parameters/loss (torch.nn.modules.loss.MSELoss)``. The checkpoint is not changed.
 
     Raises:
         UnsupportedLeafError: There is such an object where a run could not be resumed without it.
@@ -69,11 +61,7 @@ def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def from_tree(tree: dict[str, Any]) -> dict[str, Any]:
-    """Turns what the engine loaded without a template into the checkpoint that Lightning expects.
-
-    Args:
-        tree: The tree; its arrays become the memory of the tensors.
-    """
+    """Return what was loaded without a template as a checkpoint of Lightning; tensors share the arrays' memory."""
     checkpoint: dict[str, Any] = {name: _value(value) for name, value in tree.items() if name != _VERSIONS}
     versions = tree.get(_VERSIONS)
     if versions is not None:
@@ -86,7 +74,7 @@ def from_tree(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_plain_tree(value: Any) -> bool:
-    """Returns whether a value would be saved in full."""
+    """Return whether a value would be saved in full."""
     left: list[str] = []
     return not isinstance(_plain(value, "", left), _Left) and not left
 

@@ -1,7 +1,7 @@
 """Self-play: two torch policies learn a board game by playing against each other.
 
-Everything that training depends on is one tree of components, a :class:`~.trainer.Trainer`. Its checkpoints are
-therefore good for more than resuming: a policy can be taken from them alone, and another put into its place.
+The state of training is one tree of components, a :class:`~.trainer.Trainer`. Its checkpoints are therefore good for
+more than resuming: a policy can be taken out of them, and another put into its place.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import logging
 import torch
 
 from ..context import Outcome, RunContext
-from ..self_play_schema import SelfPlay, SelfPlaySwap
-from .checkpoints import POLICIES, TrainerCheckpoints
+from ..schema import SelfPlay, SelfPlaySwap
+from .checkpoints import POLICIES, TrainerCallback
 from .connectors import ActionPipeline, ObservationPipeline
 from .game import Rules
 from .policy import Policy
@@ -35,7 +35,7 @@ logger = logging.getLogger("holdfast.recipes")
 
 
 def new_trainer(config: SelfPlay) -> Trainer:
-    """Returns the trainer of a configuration, before the first update."""
+    """Return the trainer of a configuration, before the first update."""
     game = config.game
     return Trainer(
         Rules(game.rows, game.columns, game.connect),
@@ -49,16 +49,15 @@ def new_trainer(config: SelfPlay) -> Trainer:
 
 
 def run(config: SelfPlay, context: RunContext) -> Outcome:
-    """Trains from the newest checkpoint, or from the beginning."""
+    """Train from the newest checkpoint, or from the beginning."""
     total, interval = config.train.steps, config.train.eval_interval_steps
     torch.set_num_threads(1)  # networks as small as these gain nothing from more
     trainer = new_trainer(config)
     stopped = False
-    with TrainerCheckpoints(context.checkpoints, trainer, **context.callback_arguments) as checkpoints:
-        checkpoints.resume()
-        start = trainer.step
+    with TrainerCallback(context.checkpoints, **context.callback_arguments) as checkpoints:
+        _, start = checkpoints.restore_or_initialize(trainer)
         if start <= config.swap.at_step:
-            swap(new_trainer(config), config.swap)  # so that a mistake in it shows now, not in an hour
+            swap(new_trainer(config), config.swap)  # a mistake in it shows now, not in an hour
         with context.progress(start, total) as progress:
             while trainer.step < total and not stopped:
                 if trainer.step == config.swap.at_step and swap(trainer, config.swap):
@@ -69,12 +68,12 @@ def run(config: SelfPlay, context: RunContext) -> Outcome:
                 if trainer.step % interval == 0 or trainer.step == total:
                     metrics |= trainer.evaluate()
                 progress.update(trainer.step, metrics)
-                stopped = checkpoints.on_step(metrics)
+                stopped = checkpoints.on_step(trainer.step, trainer, metrics=metrics).should_stop
     return Outcome(start=start, step=trainer.step, preempted=stopped and trainer.step < total)
 
 
 def swap(trainer: Trainer, section: SelfPlaySwap) -> bool:
-    """Gives a policy the weights of one from another checkpoint; all else in the trainer stays as it is.
+    """Give a policy the weights of one from another checkpoint; everything else in the trainer stays as it is.
 
     Returns:
         Whether there is one to swap in.

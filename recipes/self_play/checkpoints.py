@@ -1,26 +1,18 @@
-"""The checkpoints of a trainer: when to save it, where it goes on, and how it ends."""
+"""What the checkpoints of a trainer hold, and the weights that it takes from others."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import ClassVar
 
-from ...engine.checkpointer import AsyncCheckpointer, Place
-from ...engine.commit import read_record
+from ...engine.checkpoint import Place, read_record
 from ...engine.components import ComponentCheckpointHandler
-from ...engine.errors import CheckpointExistsError, CheckpointNotFoundError, SaveFailedError
-from ...engine.interop.places import find_checkpoint
-from ...engine.interop.weights import load_weights
-from ...engine.manager import CheckpointManager
-from ...engine.record import RECORD
+from ...engine.format import RECORD
+from ...engine.handlers import AsyncCheckpointHandler
+from ...engine.sources import find_checkpoint, load_weights
 from ...engine.storage import Location, as_location
+from ...integrations.loop import LoopCallback, StateAdapter
 from ...integrations.options import CallbackOptions
-from ...integrations.preemption import PreemptionSignal
 from .trainer import NAMES, Trainer
-
-logger = logging.getLogger("holdfast.recipes")
 
 ITEM = "trainer"
 """The name of the item in the checkpoints, and of its folder in the directory of a step."""
@@ -28,102 +20,32 @@ POLICIES = "learner/policies"
 """The path of the policies in the trainer."""
 
 
-class TrainerCheckpoints:
-    """Saves a trainer after its updates, keeps the right checkpoints, and brings it back where it was.
+class TrainerAdapter(StateAdapter):
+    """Knows trainers: trees of components, saved as directories and restored in place."""
 
-    Args:
-        directory: Where the checkpoints go: a path or a URL.
-        trainer: What to save and restore.
-        **arguments: When to save, what to keep and whether to resume, as for :class:`CallbackOptions`.
-    """
+    item = ITEM
+    takes_extras = False
 
-    def __init__(self, directory: Place, trainer: Trainer, **arguments: Any) -> None:
-        self._options = CallbackOptions(**arguments)
-        self._trainer = trainer
-        self._metrics: Mapping[str, float] = {}
-        self._saved: int | None = None
-        handler = ComponentCheckpointHandler(compression=self._options.compression)
-        self._manager = CheckpointManager(
-            directory, {ITEM: AsyncCheckpointer(handler)}, self._options.manager_options()
-        )
-        self._preemption = PreemptionSignal()
+    def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
+        return ComponentCheckpointHandler(compression=options.compression)
 
-    def resume(self) -> None:
-        """Restores the newest whole checkpoint; without any, takes the weights of ``init_from`` if that is given.
+    def why_lost(self, step: int, state: Trainer) -> str | None:
+        if state.step == step:
+            return None
+        return f"the trainer has gone on to step {state.step}; call on_step after every update"
 
-        Raises:
-            CheckpointNotFoundError: ``resume="must"``, and there is no checkpoint.
-            CheckpointExistsError: ``resume="never"``, and there are checkpoints.
-            TreeMismatchError: The checkpoint is one of another trainer.
-            OwnershipError: Another live run writes to the directory.
-        """
-        manager, resume = self._manager, self._options.resume
-        manager.acquire()
-        if resume == "never" and manager.all_steps():
-            raise CheckpointExistsError(f"resume='never', but {manager.directory} holds checkpoints")
-        restored = manager.restore_latest({ITEM: self._trainer})
-        if restored is not None:
-            self._saved = restored.step
-            if restored.skipped:
-                lost = ", ".join(str(step) for step, _ in restored.skipped)
-                logger.warning("fell back past damaged steps (%s) in %s", lost, manager.directory)
-            logger.info("resumed from step %d in %s", restored.step, manager.directory)
-            return
-        if resume == "must":
-            raise CheckpointNotFoundError(f"resume='must', but there is no checkpoint in {manager.directory}")
-        logger.info("started fresh: no checkpoint in %s", manager.directory)
-        if self._options.init_from is not None:
-            taken = take_weights(self._trainer, self._options.init_from)
-            logger.info("took the weights from %s; all else starts fresh", taken)
+    def with_weights(self, state: Trainer, place: Place) -> tuple[Trainer, str]:
+        return state, take_weights(state, place)
 
-    def on_step(self, metrics: Mapping[str, float]) -> bool:
-        """Tells that an update is done; saves if a save is due, or if the process was asked to end.
 
-        Args:
-            metrics: What is known about the step.
+class TrainerCallback(LoopCallback):
+    """The callback of a loop whose state is a trainer."""
 
-        Returns:
-            Whether to stop: the step is saved then.
-        """
-        self._metrics = metrics
-        decision = self._manager.decide(self._trainer.step, metrics=metrics)
-        stop = self._preemption.reached(self._trainer.step)
-        if decision.save or stop:
-            self._save("preempted" if stop else decision.reason)
-        if stop:
-            self._manager.wait_until_finished()
-            logger.info("preempted: step %d is saved in %s; stopping", self._trainer.step, self._manager.directory)
-        return stop
-
-    def _save(self, reason: str) -> None:
-        step = self._saved = self._trainer.step
-        self._manager.save(step, {ITEM: self._trainer}, metrics=self._metrics, force=True, reason=reason)
-
-    def __enter__(self) -> Self:
-        self._preemption.install()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Saves the last step if that is not done yet, unless an error has ended the loop."""
-        step = self._trainer.step
-        try:
-            if error is None and step and self._options.save_at_end and step != self._saved:
-                self._save("at the end")
-        finally:
-            self._preemption.restore()
-            try:
-                self._manager.close()
-            except SaveFailedError:
-                if error is None:
-                    raise
-                # The error under way matters more; this one must not take its place.
-                logger.exception("a save failed while the run was ending with %s", type(error).__name__)
+    _adapter_type: ClassVar[type[StateAdapter]] = TrainerAdapter
 
 
 def take_weights(trainer: Trainer, place: Place) -> str:
-    """Gives the policies of a trainer the weights of another checkpoint; all else stays as it is.
+    """Give the policies of a trainer the weights of another checkpoint; everything else stays as it is.
 
     Args:
         trainer: The trainer.

@@ -20,12 +20,12 @@ class Turn:
     """One turn in n games, on its way through the connectors; each of them adds to it, or changes what is there.
 
     Attributes:
-        boards: int8[n, cells] as the player sees them whose turn it is.
+        boards: int8[n, cells] as seen by the player whose turn it is.
         legal: bool[n, columns], the columns with room.
-        features: float32[n, features], what the network sees.
-        logits: float32[n, columns], what the network says.
+        features: float32[n, features], the input of the network.
+        logits: float32[n, columns], the output of the network.
         actions: int64[n], the columns to play.
-        random: bool[n], the turns that are played at random, whatever the network says.
+        random: bool[n], the turns that are played at random.
     """
 
     boards: Boards
@@ -41,7 +41,7 @@ class Connector(Checkpointable, abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, turn: Turn, *, training: bool) -> None:
-        """Adds to a turn, or changes it.
+        """Add to a turn, or changes it.
 
         Args:
             turn: What the connectors before this one have made of it.
@@ -53,7 +53,7 @@ class BoardPlanes(Connector):
     """Encodes a board: own stones, the other's stones, and how full the board is."""
 
     def __call__(self, turn: Turn, *, training: bool) -> None:
-        """Makes float32[n, 2 * cells + 1] features of the boards."""
+        """Make float32[n, 2 * cells + 1] features of the boards."""
         full = (turn.boards != 0).mean(axis=1, keepdims=True)
         turn.features = np.concatenate([turn.boards == 1, turn.boards == -1, full], axis=1).astype(np.float32)
 
@@ -84,7 +84,7 @@ class RunningNormalizer(Connector):
         self.squares = np.zeros(size)
 
     def __call__(self, turn: Turn, *, training: bool) -> None:
-        """Normalises the features; in training they are counted first."""
+        """Normalise the features; in training they are counted first."""
         if training:
             self._take_in(turn.features)
         deviation = np.sqrt(self.squares / max(1, self.count) + 1e-2)
@@ -108,7 +108,7 @@ class LegalColumns(Connector):
     """Rules out columns that are full."""
 
     def __call__(self, turn: Turn, *, training: bool) -> None:
-        """Sets the logits of full columns to -inf."""
+        """Set the logits of full columns to -inf."""
         turn.logits = np.where(turn.legal, turn.logits, -np.inf).astype(np.float32)
 
 
@@ -116,7 +116,7 @@ class ColumnChoice(Connector):
     """Chooses: in training a column is drawn with its probability, otherwise the most probable one is taken.
 
     Args:
-        seed: Decides what is drawn.
+        seed: The seed of the random generator.
         explore: The share of the turns in which all columns with room are equally probable, in training.
     """
 
@@ -128,7 +128,7 @@ class ColumnChoice(Connector):
         self.generator = np.random.default_rng(seed)
 
     def __call__(self, turn: Turn, *, training: bool) -> None:
-        """Chooses the actions."""
+        """Choose the actions."""
         logits: NDArray[np.floating[Any]] = turn.logits
         if training:
             turn.random = self.generator.random(len(logits)) < self.explore
@@ -148,17 +148,17 @@ class Pipeline(Connector):
         self.connectors = connectors
 
     def __call__(self, turn: Turn, *, training: bool) -> None:
-        """Sends a turn through all connectors."""
+        """Send a turn through all connectors."""
         for connector in self.connectors.values():
             connector(turn, training=training)
 
     def get_checkpointable_components(self) -> list[tuple[str, Any]]:
-        """Returns the connectors with their names."""
+        """Return the connectors with their names."""
         return list(self.connectors.items())
 
 
 class ObservationPipeline(Pipeline):
-    """From boards to what the network sees.
+    """From boards to the input of the network.
 
     Args:
         rules: The rules of the game.
@@ -172,10 +172,10 @@ class ObservationPipeline(Pipeline):
 
 
 class ActionPipeline(Pipeline):
-    """From what the network says to columns to play.
+    """From the output of the network to columns to play.
 
     Args:
-        seed: Decides what is drawn in training.
+        seed: The seed of the random generator, used in training.
         explore: The share of the turns that are played at random in training.
     """
 
@@ -184,5 +184,5 @@ class ActionPipeline(Pipeline):
 
 
 def feature_count(rules: Rules) -> int:
-    """Returns how many features a network sees of a board."""
+    """Return how many features a network sees of a board."""
     return 2 * rules.cells + 1

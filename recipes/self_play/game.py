@@ -17,7 +17,7 @@ Boards = NDArray[np.int8]
 @allow  # checkpoints may name it, as an argument of constructors
 @dataclass(frozen=True)
 class Rules:
-    """The size of the board, and what wins.
+    """The size of the board, and the length of a line that wins.
 
     Attributes:
         rows: Stones that fit into a column.
@@ -48,12 +48,12 @@ class Rules:
         return np.array(found, np.intp).reshape(-1, self.connect)
 
     def legal(self, boards: Boards) -> NDArray[np.bool_]:
-        """Returns bool[n, columns]: the columns with room for a stone."""
+        """Return bool[n, columns]: the columns with room for a stone."""
         top: NDArray[np.bool_] = boards[:, -self.columns :] == 0
         return top
 
     def has_won(self, boards: Boards, sign: int) -> NDArray[np.bool_]:
-        """Returns bool[n]: whether the player with the stones of this sign, 1 or -1, has a line."""
+        """Return bool[n]: whether the player with the stones of this sign, 1 or -1, has a line."""
         won: NDArray[np.bool_] = (boards[:, self.lines] == sign).all(axis=2).any(axis=1)
         return won
 
@@ -67,7 +67,7 @@ class Games:
 
     Attributes:
         boards: int8[count, cells], 1 for stones of who began.
-        winner: int8[count], 1 where who began has won, -1 where the other has, 0 where nobody has.
+        winner: int8[count], 1 where the player who began has won, -1 where the other has, 0 where neither has.
         over: bool[count], the games that are finished.
         ply: Moves done, by both players together.
     """
@@ -85,16 +85,16 @@ class Games:
         return -1 if self.ply % 2 else 1
 
     def seen(self, games: NDArray[np.intp]) -> Boards:
-        """Returns int8[k, cells], the boards of some games as the player sees them whose turn it is: 1 is its own."""
+        """Return int8[k, cells], the boards of some games as seen by the player whose turn it is: 1 is its own."""
         boards: Boards = self.boards[games] * np.int8(self.sign)
         return boards
 
     def legal(self, games: NDArray[np.intp]) -> NDArray[np.bool_]:
-        """Returns bool[k, columns]: the columns with room, in some games."""
+        """Return bool[k, columns]: the columns with room, in some games."""
         return self.rules.legal(self.boards[games])
 
     def play(self, games: NDArray[np.intp], columns: NDArray[np.int64]) -> None:
-        """Lets stones fall, one in each of some games that are not over.
+        """Let stones fall, one in each of some games that are not over.
 
         Args:
             games: intp[k], the games.
@@ -113,10 +113,10 @@ class Games:
         self.over[games] = won | ~self.rules.legal(self.boards[games]).any(axis=1)
 
     def next_ply(self) -> None:
-        """Passes the turn, in all games."""
+        """Pass the turn, in all games."""
         self.ply += 1
 
     def active(self, games: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Returns those of some games that go on."""
+        """Return those of some games that go on."""
         going: NDArray[np.intp] = games[~self.over[games]]
         return going

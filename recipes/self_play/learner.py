@@ -1,4 +1,4 @@
-"""The learner: owns the policies and their optimizers, and improves each policy by what it has played."""
+"""The learner: owns the policies and their optimizers, and improves each policy from its games."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PolicyGroup(Checkpointable, Mapping[str, Policy]):
         return len(self._policies)
 
     def get_checkpointable_components(self) -> list[tuple[str, Any]]:
-        """Returns the policies with their names."""
+        """Return the policies with their names."""
         return list(self._policies.items())
 
 
@@ -50,7 +50,7 @@ class Learner(Checkpointable):
         actions: How many actions there are.
         hidden: Units of every hidden layer.
         learning_rate: Adam's learning rate.
-        entropy: Weight of the entropy of what is played, which keeps policies exploring.
+        entropy: Weight of the entropy of the moves, which keeps policies exploring.
         seed: Decides the first weights.
 
     Attributes:
@@ -80,7 +80,7 @@ class Learner(Checkpointable):
         self.updates = 0
 
     def update(self, experience: Mapping[str, Experience]) -> float:
-        """Does one update of every policy.
+        """Do one update of every policy.
 
         Args:
             experience: What each of them has played, by name.

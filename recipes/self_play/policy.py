@@ -1,4 +1,4 @@
-"""A policy: the network that says what to play, and how good a position is."""
+"""A policy: a network that chooses moves and values positions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Policy(Checkpointable, nn.Module):
             self.logits.weight.mul_(0.01)
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what to play and how good a position is.
+        """Return the logits of the actions and the value of each position.
 
         Args:
             features: float32[n, features].

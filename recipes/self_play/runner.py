@@ -1,4 +1,4 @@
-"""The runner: lets policies play, and keeps what there is to learn from their games."""
+"""The runner: lets policies play, and collects experience from their games."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .game import Boards, Games, Rules
 from .policy import Policy
 
 Player = Callable[[Games, NDArray[np.intp]], NDArray[np.int64]]
-"""Chooses columns, int64[k], to play in some games, of which it is given the numbers, intp[k]."""
+"""Chooses columns to play, int64[k], in the games with these numbers, intp[k]."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Experience:
     """The turns of one policy.
 
     Attributes:
-        features: float32[n, features], what it saw.
+        features: float32[n, features], its input.
         legal: bool[n, columns], the columns with room.
-        actions: int64[n], what it played.
+        actions: int64[n], its moves.
         outcomes: float32[n], how the game ended for it: 1 won, -1 lost, 0 neither.
     """
 
@@ -36,13 +36,13 @@ class Experience:
 
 
 class Runner(Checkpointable):
-    """Plays games between two policies and owns the connectors, with the statistics of what was seen.
+    """Plays games between two policies and owns the connectors, with the statistics of their input.
 
     Args:
         rules: The rules of the game.
         games: Games that are played at once; each policy begins half of them.
         explore: The share of the turns that are played at random.
-        seed: Decides what is drawn.
+        seed: The seed of the random generators.
 
     Attributes:
         played: Games finished, in all.
@@ -59,7 +59,7 @@ class Runner(Checkpointable):
         self.action = ActionPipeline(seed, explore)
 
     def sample(self, policies: Mapping[str, Policy]) -> dict[str, Experience]:
-        """Plays one batch of games to their end.
+        """Play one batch of games to their end.
 
         Args:
             policies: Two policies by name.
@@ -94,7 +94,7 @@ def take_turn(
     training: bool = False,
     draw: bool = False,
 ) -> Turn:
-    """Lets a policy choose columns.
+    """Let a policy choose columns.
 
     Args:
         policy: The policy.
@@ -102,7 +102,7 @@ def take_turn(
         action: Turns logits into columns.
         boards: int8[n, cells] as the policy sees them: 1 is its own stone.
         legal: bool[n, columns], the columns with room.
-        training: Whether to count what is seen.
+        training: Whether to update the statistics of the input.
         draw: Whether to draw columns with their probabilities, rather than to take the most probable ones.
 
     Returns:
@@ -118,7 +118,7 @@ def take_turn(
 
 
 def play_games(rules: Rules, count: int, first: Player, second: Player) -> Games:
-    """Plays games to their end.
+    """Play games to their end.
 
     Args:
         rules: The rules.
@@ -141,7 +141,7 @@ def play_games(rules: Rules, count: int, first: Player, second: Player) -> Games
 
 
 def _experience(turns: list[tuple[NDArray[np.intp], int, Turn]], winner: NDArray[np.int8]) -> Experience:
-    """Puts turns together, without those that were played at random: they say little about the policy."""
+    """Put turns together, without those that were played at random: they say little about the policy."""
     chosen = ~np.concatenate([turn.random for _, _, turn in turns])
     return Experience(
         np.concatenate([turn.features for _, _, turn in turns])[chosen],

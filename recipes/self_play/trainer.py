@@ -26,16 +26,16 @@ class Trainer(Checkpointable):
             policies
                 p0, p1                 the networks
         runner                         how many games were played
-            observation                from boards to what the networks see
+            observation                from boards to the input of the networks
                 encode, normalize      normalize has the running mean and deviation
-            action                     from what the networks say to what is played
+            action                     from the output of the networks to moves
                 mask, choose           choose has the random generator
 
     Args:
         rules: The rules of the game.
         hidden: Units of every hidden layer of the networks.
         learning_rate: Adam's learning rate.
-        entropy: Weight of the entropy of what is played.
+        entropy: Weight of the entropy of the moves.
         games: Games that are played for an update.
         explore: The share of the turns that are played at random.
         seed: Decides the first weights and everything that is drawn.
@@ -71,7 +71,7 @@ class Trainer(Checkpointable):
         self.seed = seed
 
     def train_step(self) -> dict[str, float]:
-        """Plays one batch of games, and does one update of each policy.
+        """Play one batch of games, and do one update of each policy.
 
         Returns:
             The loss.
@@ -81,7 +81,7 @@ class Trainer(Checkpointable):
         return {"loss": loss}
 
     def evaluate(self, games: int = 200) -> dict[str, float]:
-        """Lets the policies play against a player who chooses at random.
+        """Let the policies play against a player who chooses at random.
 
         The games depend on the policies, the seed and the step alone, so that a resumed run finds the same.
 
@@ -101,14 +101,14 @@ class Trainer(Checkpointable):
 def win_rate(
     policy: Policy, observation: ObservationPipeline, rules: Rules, games: int, seed: Sequence[int] | int
 ) -> float:
-    """Returns the share of games that a policy wins against a random player; no winner counts as half won.
+    """Return the share of games that a policy wins against a random player; no winner counts as half won.
 
     Args:
         policy: The policy; its moves are drawn with their probabilities.
-        observation: Turns boards into what the policy sees; it is not changed.
+        observation: Turns boards into the input of the policy; it is not changed.
         rules: The rules of the game.
         games: How many games; the policy begins half of them.
-        seed: Decides what is drawn.
+        seed: The seed of the random generator.
     """
     generator = np.random.default_rng(seed)
     action = ActionPipeline(int(generator.integers(2**32)))

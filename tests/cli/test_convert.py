@@ -110,7 +110,7 @@ def test_export_of_all_steps(capsys: pytest.CaptureFixture[str], run: Path) -> N
 def test_export_in_place(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     lines = output_of(capsys, "export", run, "--to", "orbax", "--in-place").splitlines()
 
-    assert lines == [f"{run}/checkpoints/{step}: orbax reads it now, too" for step in (1, 2)]
+    assert lines == [f"{run}/checkpoints/{step}: orbax can read it now, too" for step in (1, 2)]
     with ocp.StandardCheckpointer() as checkpointer:
         template = {"w": np.zeros(3, np.int64)}
         assert checkpointer.restore(run / "checkpoints" / "2" / "state", template)["w"].tolist() == [2, 2, 2]
@@ -121,7 +121,7 @@ def test_export_in_place(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     ("arguments", "message"),
     [
         (["x", "--to", "onnx"], "expected one of safetensors, orbax, torch"),
-        ([], "DST is missing: say where to write to"),
+        ([], "DST is missing: give the file or directory to write"),
         (["--in-place"], "--in-place takes --to orbax"),
         (["x", "--to", "orbax", "--in-place"], "--in-place takes --to orbax"),
         (["x", "--step", "9"], "no checkpoint of step 9"),

@@ -283,7 +283,7 @@ def test_r07_an_unknown_part_is_an_error(place: str) -> None:
 
 
 def leaves(state: Any, path: str = "") -> set[str]:
-    """Returns the paths of all components in a state, by what they are known to hold."""
+    """Returns the paths of all components in a state, recognised by their values."""
     marks = {"iterations": "", "updates": "learner", "mean": "runner", "net": "policy"}
     found = {marks[key] if key != "net" else path for key in state if key in marks}
     for key, inner in state.items():
@@ -439,7 +439,7 @@ def test_r11_wrong_and_unknown_classes(place: str) -> None:
     assert Here.from_checkpoint(gone, fallback=True, size=2).weights.tolist() == [7, 7]
 
 
-def test_r11_a_damaged_recipe_is_never_a_fallback(tmp_path: Path) -> None:
+def test_r11_a_damaged_description_is_never_a_fallback(tmp_path: Path) -> None:
     path = Path(Policy(3).save_to_path(tmp_path / "policy"))
     (path / "state" / "component.json").write_text("{}")
     with pytest.raises(hf.DamagedCheckpointError, match=r"component\.json is not what was saved"):
@@ -506,7 +506,7 @@ def test_r12_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
 
 @allow
 def scale(value: float) -> float:
-    """A function that recipes may name."""
+    """A function that constructor specs may name."""
     return 2 * value
 
 
@@ -555,13 +555,13 @@ def test_r14_a_failed_save_leaves_the_old_one_whole(tmp_path: Path, monkeypatch:
     path = first.save_to_path(tmp_path / "x")
     files = sorted(str(file) for file in Path(path).rglob("*"))
     for target in ("write_record", "write_file"):
-        module = "pending" if target == "write_record" else "preparing"
+        module = "checkpoint.commit" if target == "write_record" else "components.saving"
 
         def fail(*_: Any) -> None:
             raise hf.StorageFullError("no space")
 
         with monkeypatch.context() as patch:
-            patch.setattr(f"holdfast.engine.components.{module}.{target}", fail)
+            patch.setattr(f"holdfast.engine.{module}.{target}", fail)
             with pytest.raises(hf.StorageFullError):
                 trained(5).save_to_path(path, overwrite=True)
         running = Trainer()
@@ -605,7 +605,7 @@ def test_r16_metadata_and_versions(tmp_path: Path) -> None:
 
 
 def test_r16_the_commit_of_the_program_is_known(tmp_path: Path) -> None:
-    from holdfast.engine.components.provenance import commit_in
+    from holdfast.engine.components.saving import commit_in
 
     commit = "0123456789abcdef0123456789abcdef01234567"
     (tmp_path / "src").mkdir()
@@ -617,7 +617,7 @@ def test_r16_the_commit_of_the_program_is_known(tmp_path: Path) -> None:
 
 
 class Counter(Checkpointable):
-    """What a checkpoint of version 1.0 has in it."""
+    """The content of a checkpoint of version 1.0."""
 
     def __init__(self, start: int = 0) -> None:
         self.count = start
@@ -665,7 +665,7 @@ class OnDevice(Checkpointable):
         return []
 
 
-def test_r17_recipes_of_other_machines(place: str) -> None:
+def test_r17_specs_of_other_machines(place: str) -> None:
     value = OnDevice("cpu", torch.device("cpu"))
     # As if it had been made on a machine that has what this one lacks.
     value.get_ctor_args_and_kwargs = lambda: (("xpu",), {"other": torch.device("xpu:3")})  # type: ignore[method-assign]
@@ -675,14 +675,14 @@ def test_r17_recipes_of_other_machines(place: str) -> None:
 
 
 class Scheduler:
-    """Runs a trainer without knowing what it is: saves, keeps the best, restores, as Ray Tune or Optuna might."""
+    """Runs any trainer: saves, keeps the best, restores, as Ray Tune or Optuna might."""
 
     def __init__(self, place: str, keep: int) -> None:
         self.place, self.keep = place, keep
         self.saved: list[tuple[float, str]] = []
 
     def run(self, make: Callable[[], Any], iterations: int, every: int, hook: Callable[[Any], None]) -> Any:
-        """Trains, and returns what has trained."""
+        """Trains, and returns the trainer."""
         driven = make()
         hook(driven)
         for number in range(1, iterations + 1):

@@ -26,6 +26,8 @@ import pytest
 import torch
 from flax import nnx
 from flax.training.train_state import TrainState
+from tests.ids import plain_id
+from tests.versions import nnx_update
 
 import holdfast as hf
 from holdfast.components import Checkpointable, allow, read_state
@@ -72,7 +74,7 @@ class FlaxLearner(Checkpointable):
             return (net(inputs) ** 2).mean()
 
         value, gradients = nnx.value_and_grad(loss)(self.net)
-        self.optimizer.update(self.net, gradients)
+        nnx_update(self.optimizer, self.net, gradients)
         self.average = 0.5 * self.average + 0.5 * value
 
     def values(self) -> list[Any]:
@@ -102,7 +104,7 @@ def test_a_network_of_flax_is_made_alone(place: str) -> None:
     learner.step()
     path = learner.save_to_path(place)
     net = Net.from_checkpoint(f"{path}/net")
-    assert np.array_equal(net.first.kernel.get_value(), learner.net.first.kernel.get_value())
+    assert np.array_equal(net.first.kernel[...], learner.net.first.kernel[...])
     assert set(hf.load(f"{path}/net")) == {"first", "drop", "second"}
 
 
@@ -110,7 +112,7 @@ def test_what_is_kept_of_the_constructor_is_nothing_to_flax() -> None:
     @nnx.jit
     def first(net: Net) -> Any:
         traces.append(1)
-        return net.first.kernel.get_value().sum()
+        return net.first.kernel[...].sum()
 
     traces: list[int] = []
     one, other = Net(2, rngs=nnx.Rngs(0)), Net(2, rngs=nnx.Rngs(1))
@@ -158,7 +160,7 @@ class Plain:
         self.steps += 1
 
     def get_state(self) -> dict[str, Any]:
-        """Returns only what is its own."""
+        """Returns only its own values."""
         return {"steps": self.steps, "optimizer": self.optimizer.state_dict()}
 
     def set_state(self, state: Any) -> None:
@@ -205,7 +207,7 @@ class Statistics(Checkpointable):
         self.history: list[float] = []
         self.random = random.Random(0)
         self.by_agent: dict[Any, Any] = {0: np.zeros(1), "a": None}
-        self.lock = open  # what is code is no state
+        self.lock = open  # code is not state
 
 
 @dataclass
@@ -335,7 +337,7 @@ class Anything(Checkpointable):
         Config(0.5),
         Statistics,
     ],
-    ids=repr,
+    ids=plain_id,
 )
 def test_arguments_of_all_kinds(place: str, value: Any) -> None:
     found = Anything.from_checkpoint(Anything(value).save_to_path(place), allowed=[Config]).given
@@ -357,7 +359,7 @@ def test_functions_with_some_of_their_arguments(place: str) -> None:
 def test_arguments_that_cannot_be_kept(place: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "holdfast"):
         path = Configured(Config(0.5), limits=object(), part=None).save_to_path(place)  # type: ignore[arg-type]
-    assert "'limits' is a builtins.object, which a recipe cannot hold" in caplog.text
+    assert "'limits' is a builtins.object, which a constructor spec cannot hold" in caplog.text
     with pytest.raises(hf.OptionError, match=r"not kept; pass them by name: limits \(is a builtins.object"):
         Configured.from_checkpoint(path, allowed=[Config])
     assert Configured.from_checkpoint(path, allowed=[Config], limits=None).rate == 0.5
@@ -413,7 +415,7 @@ def test_modules_have_more_than_torch_knows(place: str) -> None:
 
 
 class Callback:
-    """Refers back to what it belongs to."""
+    """Refers back to its owner."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner

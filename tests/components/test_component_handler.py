@@ -1,4 +1,4 @@
-"""Trees of components as items of managers and checkpointers, and what the ordinary commands see of them."""
+"""Trees of components as items of managers and checkpointers, and in the ordinary commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 import holdfast as hf
 from holdfast.cli.main import main
 from holdfast.components import Checkpointable, ComponentCheckpointHandler, allow
-from holdfast.engine.item import ArrayDatabase
+from holdfast.engine.arrays import ArrayDatabase
 
 
 class Policy(Checkpointable, nn.Module):
@@ -125,12 +125,12 @@ def test_a_new_component_is_made(run: Path, item: Any) -> None:
     [
         (Better, {}, hf.OptionError, "holds a .*Trainer, which is no .*Better"),
         (None, {"keep": "rate"}, hf.OptionError, "keep= is for a running component"),
-        (Trainer(), {"overrides": {"rate": 1}}, hf.OptionError, "say how a component is made; a running one was given"),
+        (Trainer(), {"overrides": {"rate": 1}}, hf.OptionError, "are for a new component, and a running one was given"),
         (Trainer(), {"stric": False}, hf.UnknownArgumentError, "did you mean strict"),
     ],
     ids=["class", "keep", "overrides", "typo"],
 )
-def test_arguments_that_make_no_sense(
+def test_arguments_that_are_not_valid(
     run: Path, item: Any, arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -183,7 +183,7 @@ def test_msgpack(tmp_path: Path) -> None:
     assert looks(checkpointer.restore(tmp_path / "x")) == (2, 2, 2, 3)
 
 
-# ---- what it costs
+# ---- cost
 
 
 def test_everything_is_synced_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +293,7 @@ def test_a_policy_is_exported(run: Path, tmp_path: Path, to: Any) -> None:
         "trainer/metadata.json",
     ],
 )
-def test_whatever_is_flipped_is_found(run: Path, pattern: str) -> None:
+def test_every_flipped_bit_is_found(run: Path, pattern: str) -> None:
     (file,) = (run / "2").glob(pattern)
     content = bytearray(file.read_bytes())
     content[1] ^= 1
@@ -315,7 +315,7 @@ def test_whatever_is_flipped_is_found(run: Path, pattern: str) -> None:
         assert restored.step == 1
 
 
-def test_whatever_is_missing_is_found(run: Path) -> None:
+def test_every_missing_file_is_found(run: Path) -> None:
     (run / "2" / "trainer" / "checkpoint.json").unlink()
     assert not hf.verify(run).ok
     with hf.CheckpointManager(run, components()) as manager, pytest.raises(hf.DamagedCheckpointError, match="missing"):
@@ -333,7 +333,7 @@ def test_a_record_that_belongs_to_another_tree(run: Path) -> None:
 
 
 class EarlierHandler(hf.AsyncCheckpointHandler):
-    """How a recipe saved components before: by itself, and every file digested."""
+    """An earlier handler for components, which digested every file."""
 
     kind = "components"
 
@@ -352,7 +352,7 @@ class _Future:
         self._work()
 
 
-def test_checkpoints_of_earlier_recipes(tmp_path: Path) -> None:
+def test_checkpoints_of_an_earlier_handler(tmp_path: Path) -> None:
     with hf.AsyncCheckpointer(EarlierHandler()) as earlier:
         earlier.save(tmp_path / "x", trained(4))
     checkpointer = hf.Checkpointer(ComponentCheckpointHandler())

@@ -1,4 +1,4 @@
-"""What people get wrong, and what they are told: what was meant, what was found, and what to do."""
+"""Common mistakes and their messages: what was expected, what was found, and what to do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Learner(Checkpointable):
 
 
 class Brain(Checkpointable, nn.Module):
-    """What a policy is called now, with another constructor."""
+    """A policy under its new name, with another constructor."""
 
     def __init__(self, *, act: Callable[..., Any]) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "state": (
         lambda: restored("run/policies/p0/state"),
         hf.CheckpointNotFoundError,
-        "here is the state of a component; give its directory, the one above",
+        "this is the folder of a component's state; give the component's directory, the one above",
     ),
     "file of it": (
         lambda: restored("run/metadata.json"),
@@ -124,8 +124,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "shape": (
         lambda: restored("run/policies/p0", Policy(5)),
         hf.TreeMismatchError,
-        "these values do not fit Policy; nothing was changed. Change the program, or say which of its own it keeps, "
-        "restore_from_path(keep=...):\n  l1/weight: expected float32[2, 5] (program), found float32[2, 3] (checkpoint)",
+        "these values do not fit Policy; nothing was changed. Change the program, or name values that stay "
+        "with restore_from_path(keep=...):\n  l1/weight: expected float32[2, 5] (program), "
+        "found float32[2, 3] (checkpoint)",
     ),
     "shape of a state": (
         lambda: Policy().set_state({"l1": {"bias": torch.zeros(9)}}),
@@ -158,7 +159,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         hf.OptionError,
         "'game.Policy' is not an import path; write 'package.module:Name'",
     ),
-    "renamed to what is not allowed": (
+    "renamed to a class that is not allowed": (
         lambda: Checkpointable.from_checkpoint(
             "run/policies/p0", renamed={f"{Policy.__module__}:Policy": "no_such_module:Brain"}
         ),
@@ -170,7 +171,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             "run/policies/p0", renamed={f"{Policy.__module__}:Policy": "no_such_module:Brain"}, trust=True
         ),
         hf.OptionError,
-        "cannot be imported: No module named 'no_such_module'. If it is called otherwise now, pass renamed=",
+        "cannot be imported: No module named 'no_such_module'. If it has another name now, pass renamed=",
     ),
     "new argument": (
         lambda: Brain.from_checkpoint("run/policies/p0", renamed={f"{Policy.__module__}:Policy": Brain}),
@@ -185,7 +186,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "allowed number": (
         lambda: Learner.from_checkpoint("run", allowed=[5]),
         hf.OptionError,
-        r"allowed=\[5\] must hold classes, functions, or patterns of import paths",
+        "allowed=5 is neither a class or function nor a pattern of import paths",
     ),
     "state of another kind": (
         lambda: Learner().save_to_path("new", state=[1]),  # type: ignore[arg-type]
@@ -229,7 +230,7 @@ def test_mistakes(mistake: str, things: Path) -> None:
 def test_a_constructor_that_raises_says_whose_it_was() -> None:
     with pytest.raises(ValueError, match="there is no display") as raised:
         Broken.from_checkpoint("run/policies/p0", renamed={f"{Policy.__module__}:Policy": Broken})
-    assert [note.partition(" as ")[0] for note in raised.value.__notes__] == ["while a Broken was made"]
+    assert [note.partition(", called")[0] for note in raised.value.__notes__] == ["raised by the constructor of Broken"]
 
 
 class Part(Checkpointable):
@@ -251,7 +252,7 @@ def test_a_constructor_of_an_argument_that_raises(tmp_path: Path) -> None:
     path = Around(Part()).save_to_path(tmp_path / "around")
     with pytest.raises(ValueError, match="there is no display") as raised:
         Around.from_checkpoint(path, renamed={f"{Part.__module__}:Part": Loud})
-    assert raised.value.__notes__[0].startswith("while a Loud was made as ")
+    assert raised.value.__notes__[0].startswith("raised by the constructor of Loud, called as ")
     assert isinstance(raised.value.__cause__, OSError)
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.processes.harness import Backend, Process, run_processes
+from tests.processes.threads import memory_coordinators
 
 import holdfast as hf
 from holdfast.components import Checkpointable, ComponentCheckpointHandler
-from holdfast.engine.coordination.coordinator import Coordinator
-from holdfast.engine.coordination.memory import memory_coordinators
+from holdfast.engine.distributed import Coordinator
 
 COUNT = 3
 
@@ -31,7 +31,7 @@ class Trainer(Checkpointable):
 
 
 def together(work: Callable[[Coordinator], Any]) -> list[Any]:
-    """Does something on as many processes as there are; returns what each of them returned or raised."""
+    """Runs a function on all processes; returns the result or error of each."""
     found: list[Any] = [None] * COUNT
 
     def run(index: int, one: Coordinator) -> None:
@@ -90,7 +90,7 @@ def test_a_failure_is_told_to_all(tmp_path: Path) -> None:
 
 
 def test_process_0_saves_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.engine.interop.once._MEETING", 0.2)
+    monkeypatch.setattr("holdfast.engine.distributed.process_group._START", 0.2)
     first, *others = together(
         lambda one: Trainer(one.process_index).save_to_path(tmp_path / str(one.process_index), coordinator=one)
     )
@@ -100,40 +100,6 @@ def test_process_0_saves_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert other.missing == (0,)
         assert "coordinator=hf.Alone()" in str(other)
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
-
-
-@pytest.mark.parametrize("place", ["", "memory://test_component_processes"], ids=["locks", "no locks"])
-def test_one_save_at_a_time(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two programs that know nothing of each other: one of them saves, and none harms what the other writes."""
-    from holdfast.engine.components import preparing
-
-    path = f"{place or tmp_path}/x"
-    real = preparing.PreparedComponents.write
-    outcomes: list[Any] = []
-
-    def interrupted(self: Any, folders: Any) -> Any:
-        if not outcomes:
-            outcomes.append("begun")
-            try:
-                outcomes.append(Trainer(2).save_to_path(path))
-            except hf.StorageConflictError as error:
-                outcomes.append(str(error))
-        return real(self, folders)
-
-    monkeypatch.setattr(preparing.PreparedComponents, "write", interrupted)
-    if place:  # the later one takes what it finds for a leftover
-        with pytest.raises(hf.StorageConflictError, match="another save to the same path"):
-            Trainer(1).save_to_path(path)
-        assert outcomes[1] == path
-    else:
-        Trainer(1).save_to_path(path)
-        assert "another save to the same path" in outcomes[1]
-    assert Trainer.from_checkpoint(path).index == (2 if place else 1)
-    assert hf.verify(path).ok
-    folder = hf.as_location(path)
-    assert {entry.name.partition(".")[0] for entry in folder.entries()} == {"checkpoint", "metadata", "runner", "state"}
-    assert len([entry for entry in folder.entries() if entry.name.startswith("state")]) == 1
-    assert not (folder / "checkpoint.partial").exists()
 
 
 def manage(process: Process, directory: str) -> list[Any]:

@@ -1,32 +1,27 @@
-"""Whatever a tree of components holds comes back; whatever a checkpoint says is data, or refused."""
+"""Everything in a tree of components comes back; everything in a checkpoint is data, or refused."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import json
-import os
 import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 import holdfast as hf
 from holdfast.components import Checkpointable, ComponentCheckpointHandler, read_state
-from holdfast.engine.components.description import Description
-from holdfast.engine.components.names import Selection, component_path, named_path, written
+from holdfast.engine.components.constructor_spec import Missing, SpecDecoder, encode_spec
+from holdfast.engine.components.layout import Description
+from holdfast.engine.components.names import Selection, component_path, format_component_path, named_path
 from holdfast.engine.components.permissions import Permissions
-from holdfast.engine.components.recipes import encode_recipe
-from holdfast.engine.components.values import Missing, ValueDecoder
 from holdfast.engine.format import decode_document, encode_document
-from holdfast.engine.storage.local import LocalBackend
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=6)
 ARRAYS = npst.arrays(
@@ -92,7 +87,7 @@ def _other(value: Any) -> Any:
 
 
 def looks(value: Any) -> Any:
-    """Returns something that is equal only for what is the same to the bit."""
+    """Returns an object that is equal only for values that are bitwise the same."""
     if isinstance(value, Box):
         own = {name: one for name, one in vars(value).items() if name != "boxes" and not name.startswith("_holdfast")}
         return looks(own), [(name, looks(box)) for name, box in value.boxes.items()]
@@ -155,7 +150,7 @@ def test_trees_replace_each_other(first: Any, second: Any) -> None:
 
 
 def kinds_of_files(path: str) -> list[str]:
-    """Returns the files of a tree, without what tells folders and files of one save from those of another."""
+    """Returns the files of a tree, without the parts of names that differ from save to save."""
     found = [str(file.relative_to(path)) for file in Path(path).rglob("*") if file.is_file()]
     return sorted(
         re.sub(r"/d/[0-9a-f]{8}\.", "/d/", re.sub(r"(^|/)state\.[0-9a-f]{8}/", r"\1state/", one)) for one in found
@@ -186,7 +181,7 @@ def paths_of(tree: Any, above: str = "") -> list[str]:
     return found
 
 
-# ---- recipes
+# ---- constructor specs
 
 
 def component(_: Any) -> Any:
@@ -195,10 +190,10 @@ def component(_: Any) -> Any:
 
 @given(args=st.lists(nested(PLAIN | ARRAYS | st.frozensets(st.integers(), max_size=3)), max_size=3))
 @settings(max_examples=60)
-def test_recipes_come_back(args: list[Any]) -> None:
-    recipe, problems = encode_recipe(tuple(args), {}, component, component)
-    read = json.loads(json.dumps(recipe))["args"]
-    decoder = ValueDecoder(Permissions(), component, component, "here")
+def test_specs_come_back(args: list[Any]) -> None:
+    spec, problems = encode_spec(tuple(args), {}, component, component)
+    read = json.loads(json.dumps(spec))["args"]
+    decoder = SpecDecoder(Permissions(), component, component, "here")
     found = [decoder.decode(value) for value in read]
     missing = [isinstance(value, Missing) for value in found]
     assert sum(missing) == len(problems)
@@ -288,8 +283,8 @@ HOSTILE = st.recursive(
 @example({"device": "cuda:99999999999999999999"})
 @example({"dict": [[{"slice": [1, 2, 3]}, 1]]})
 @example({"set": [{"dict": []}]})
-def test_hostile_recipes_are_data_or_refused(value: Any) -> None:
-    decoder = ValueDecoder(Permissions(base=Checkpointable), lambda _: None, lambda _: None, "here")
+def test_hostile_specs_are_data_or_refused(value: Any) -> None:
+    decoder = SpecDecoder(Permissions(base=Checkpointable), lambda _: None, lambda _: None, "here")
     with contextlib.suppress(hf.DamagedCheckpointError, hf.NotAllowedError, hf.OptionError, hf.FormatVersionError):
         decoder.decode(json.loads(json.dumps(value)))
 
@@ -303,7 +298,8 @@ def test_hostile_recipes_are_data_or_refused(value: Any) -> None:
 )
 @settings(max_examples=100)
 def test_hostile_descriptions(changes: dict[str, Any]) -> None:
-    body = decode_document(Description(type="a:B", recipe={"args": [], "kwargs": {}}).encode(), "component", source="")
+    description = Description(type="a:B", constructor={"args": [], "kwargs": {}})
+    body = decode_document(description.encode(), "component", source="")
     with contextlib.suppress(hf.DamagedCheckpointError, hf.FormatVersionError):
         Description.decode(encode_document("component", {**body, **changes}), source="here")
 
@@ -316,79 +312,7 @@ def test_hostile_descriptions(changes: dict[str, Any]) -> None:
 def test_names_that_people_write(text: str, known: list[str]) -> None:
     paths = [(), *(named_path(name, None) for name in known)]
     with contextlib.suppress(hf.OptionError):
-        assert component_path(written(component_path(text))) == component_path(text)
+        assert component_path(format_component_path(component_path(text))) == component_path(text)
     with contextlib.suppress(hf.OptionError, hf.TreeMismatchError):
         chosen = Selection(text, None, paths, "here")
         assert any(chosen.has(path) for path in paths)
-
-
-# ---- kills
-
-
-OPERATIONS = ("write_bytes", "write_data", "make_directory", "sync_directory", "rename", "remove", "remove_tree")
-
-
-class Killed(BaseException):
-    """What a test does to a program."""
-
-
-def small(count: int, names: tuple[str, ...] = ("a", "b/c")) -> Box:
-    return Box({"count": count}, {name: Box({"value": np.full(2, count)}, {}) for name in names})
-
-
-@pytest.mark.parametrize("names", [("a", "b/c"), ("b/d",)], ids=["same", "others"])
-@pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
-def test_a_kill_at_any_operation(
-    names: tuple[str, ...], old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After a kill before any operation there is the old tree or the new one, and the next save leaves no trace."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # this is about programs, not about power
-    clean = kinds_of_files(small(3, names).save_to_path(tmp_path / "clean"))
-    for limit in itertools.count(1, 1 if os.environ.get("HYPOTHESIS_PROFILE") == "search" else 7):
-        path = str(tmp_path / str(limit))
-        if old:
-            small(1).save_to_path(path)
-        with monkeypatch.context() as patch:
-            calls = itertools.count(1)
-            for name in OPERATIONS:
-                patch.setattr(LocalBackend, name, _dying(getattr(LocalBackend, name), calls, limit))
-            patch.setattr("holdfast.engine.components.pending.PendingTree.abort", _killed)
-            try:
-                small(2, names).save_to_path(path, overwrite=True)
-                finished = True
-            except Killed:
-                finished = False
-        try:
-            state = read_state(path)
-        except hf.CheckpointNotFoundError:
-            assert not old
-            assert not finished
-        else:
-            assert state["count"] in ({1, 2} if old else {2})
-            assert state["count"] == 2 or not finished
-            below = {name: one for name, one in state.items() if isinstance(one, dict)}
-            assert below.keys() == {*(names if state["count"] == 2 else ("a", "b/c"))}
-            for name, one in below.items():
-                assert set(one["value"].tolist()) == {state["count"]}
-                assert looks(read_state(f"{path}/{name}")) == looks(one)
-            assert hf.verify(path).ok
-        small(3, names).save_to_path(path, overwrite=True)
-        assert kinds_of_files(path) == clean
-        assert read_state(path)["count"] == 3
-        assert all(hf.verify(f"{path}/{name}").ok for name in names)
-        if finished:
-            break
-
-
-def _killed(self: Any, error: Any = None) -> None:
-    """Nobody tidies up after a kill; the system lets go of locks."""
-    self._mark.release()
-
-
-def _dying(real: Any, calls: Any, limit: int) -> Any:
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) >= limit:
-            raise Killed
-        return real(*args, **kwargs)
-
-    return wrapped

@@ -20,13 +20,13 @@ import torch
 
 import holdfast as hf
 from holdfast.components import Checkpointable, read_state
-from holdfast.engine.components.msgpack_state import decode_state
+from holdfast.engine.components.rllib import decode_state
 
 RAN: list[str] = []
 
 
 def run(what: str) -> str:
-    """What a hostile pickle would call."""
+    """The function that a hostile pickle would call."""
     RAN.append(what)
     return what
 
@@ -171,11 +171,11 @@ def test_hostile_pickles_run_nothing(tmp_path: Path, ray_class: type, caplog: py
     assert state["updates"] == 3
     assert "bad" not in state
     assert "list" not in state
-    assert "left out what is no data: bad" in caplog.text
+    assert "left out objects that are not data: bad" in caplog.text
     with pytest.raises((hf.NotAllowedError, hf.DamagedCheckpointError)):
         Learner.from_checkpoint(path)
     (path / "state.pkl").write_bytes(pickled(Hostile()))
-    with pytest.raises(hf.DamagedCheckpointError, match="no dictionary of data"):
+    with pytest.raises(hf.DamagedCheckpointError, match="not a dictionary of data"):
         read_state(path)
     assert RAN == []
 

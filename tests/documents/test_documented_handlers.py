@@ -158,7 +158,7 @@ def test_save_args(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found["labels"], LABELS)
 
     sharded = jax.device_put(jnp.asarray(INPUTS[:8]), NamedSharding(MESH, Spec("data")))
-    with pytest.raises(hf.UnsupportedLeafError, match="w: is spread over devices; leave out aggregate=True"):
+    with pytest.raises(hf.UnsupportedLeafError, match="w: is sharded over devices; leave out aggregate=True"):
         checkpointer.save(tmp_path / "two", {"w": sharded}, save_args={"w": hf.SaveArgs(aggregate=True)})
 
 

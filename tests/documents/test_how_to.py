@@ -56,6 +56,6 @@ def test_a_renamed_step_is_reported(tmp_path: Path) -> None:
     (found,) = hf.list_checkpoints(tmp_path)
 
     assert "written for step 300" in (found.damage or "")
-    with pytest.raises(hf.DamagedCheckpointError, match=r"written for step 300, .* step 400; a step keeps its name"):
+    with pytest.raises(hf.DamagedCheckpointError, match=r"for step 300, .* step 400; give the step its name back"):
         hf.load(tmp_path)
     assert hf.load(tmp_path / "400") == {"x": 1}

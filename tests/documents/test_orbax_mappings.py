@@ -74,7 +74,7 @@ def test_what_is_kept(tmp_path: Path, policies: list[Any], options: dict[str, An
 
 
 def test_without_a_number_everything_is_kept(tmp_path: Path) -> None:
-    assert "without one of the first two, everything is" in PAGE
+    assert "without one of the first two, every step is" in PAGE
     assert kept(tmp_path, keep_period=4, keep_steps=[2]) == list(range(1, 8))
 
 

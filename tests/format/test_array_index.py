@@ -1,4 +1,4 @@
-"""The index that is encoded from columns is the one that its keys, one by one, would give."""
+"""The index encoded from columns equals the index encoded from single keys."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_tensorstore_reads_it() -> None:
         np.testing.assert_array_equal(ts.open(spec, open=True, context=context).result().read().result(), array)
 
 
-def test_what_cannot_be_stored() -> None:
+def test_indexes_that_cannot_be_stored() -> None:
     nothing = np.zeros(0, np.int64)
     with pytest.raises(ValueError, match="other lengths"):
         ArrayIndex(["a"], [(2,)], [b""], FILES, nothing, nothing, nothing)

@@ -31,7 +31,7 @@ def test_round_trip(kind: str) -> None:
     assert data.isascii()
 
 
-def test_records_are_for_people_and_the_rest_is_compact() -> None:
+def test_records_are_readable_and_other_documents_compact() -> None:
     assert encode_document("checkpoint", {"step": 3}).decode().splitlines()[:5] == [
         "{",
         ' "format": "holdfast",',
@@ -44,7 +44,7 @@ def test_records_are_for_people_and_the_rest_is_compact() -> None:
     )
 
 
-def test_digest_is_what_the_format_says() -> None:
+def test_the_digest_covers_the_compact_text() -> None:
     document = json.loads(encode_document("checkpoint", BODY))
     digest = document.pop("digest")
     assert digest == f"crc32c:{crc32c(json.dumps(document, separators=(',', ':')).encode()):08x}"

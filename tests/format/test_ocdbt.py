@@ -1,4 +1,4 @@
-"""Databases encoded here, read back here and by TensorStore."""
+"""Databases that we write, read by us and by TensorStore."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.format.ocdbt_entries import are_equal, encode_entries
 
-from holdfast.engine.format import Entries, decode_database, encode_database
-from holdfast.engine.format.ocdbt_frames import NODE_MAGIC
+from holdfast.engine.format import Entries, decode_database
+from holdfast.engine.format.ocdbt_read import NODE_MAGIC
 
 DATABASE_ID = bytes(range(16))
 CREATED = 1_700_000_000_000_000_000
@@ -62,7 +63,7 @@ def many(count: int, *, files: int = 2) -> dict[bytes, Value]:
 
 
 def encode(entries: Entries, node_limit: int = 1 << 20) -> tuple[bytes, bytes]:
-    return encode_database(
+    return encode_entries(
         entries, node_file=NODE_FILE, database_id=DATABASE_ID, created_ns=CREATED, node_limit=node_limit
     )
 
@@ -199,38 +200,20 @@ def test_round_trip(values: dict[bytes, Value], node_limit: int) -> None:
     entries = make_entries(values)
     decoded = decode(*encode(entries, node_limit))
     assert values_of(decoded) == values
-    assert decode(*encode(decoded, node_limit)) == decoded
+    assert are_equal(decode(*encode(decoded, node_limit)), decoded)
 
 
 ONE = make_entries({b"a": ("d/00", 1, 2), b"b": b"x"})
 
 
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [
-        (replace(ONE, keys=[b"b", b"a"]), "increasing"),
-        (replace(ONE, keys=[b"a", b"a"]), "increasing"),
-        (replace(ONE, keys=[b"a"]), "1 keys"),
-        (replace(ONE, keys=[b"a", b"b" * 65536]), "65536 bytes"),
-        (replace(ONE, inline=[None, bytes((1 << 20) + 1)]), "inline value"),
-        (replace(ONE, file_ids=np.array([1, 0])), "file id"),
-        (replace(ONE, file_ids=np.array([-1, 0])), "file id"),
-        (replace(ONE, offsets=np.array([-1, 0])), "offset"),
-        (replace(ONE, lengths=np.array([2**63 - 1, 0])), "offset"),
-        (replace(ONE, files=["../d"]), "leads out"),
-        (replace(ONE, files=["/d"]), "leads out"),
-        (replace(ONE, files=["d" * 65536]), "65536 bytes"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_entries_that_cannot_be_stored_are_refused(entries: Entries, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        encode(entries)
+def test_a_path_that_is_too_long_is_refused() -> None:
+    with pytest.raises(ValueError, match="65536 bytes"):
+        encode(replace(ONE, files=["d" * 65536]))
 
 
 def test_the_database_id_has_16_bytes() -> None:
     with pytest.raises(ValueError, match="16 bytes"):
-        encode_database(ONE, node_file=NODE_FILE, database_id=b"short", created_ns=0)
+        encode_entries(ONE, node_file=NODE_FILE, database_id=b"short", created_ns=0)
 
 
 def test_zarr_array_opens_as_documented(tmp_path: Path) -> None:

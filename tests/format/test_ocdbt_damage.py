@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.format.ocdbt_entries import are_equal, encode_entries
 
 from holdfast.engine.errors import DamagedCheckpointError, FormatVersionError, HoldfastError
-from holdfast.engine.format import Entries, crc32c, decode_database, encode_database
-from holdfast.engine.format.ocdbt_frames import MANIFEST_MAGIC, NODE_MAGIC, encode_frame
-from holdfast.engine.format.ocdbt_manifest import Root, encode_manifest
+from holdfast.engine.format import Entries, crc32c, decode_database
+from holdfast.engine.format.ocdbt_read import MANIFEST_MAGIC, NODE_MAGIC, Root
+from holdfast.engine.format.ocdbt_write import encode_frame, encode_manifest
 from holdfast.engine.format.varint import encode_varint, encode_varints
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Database:
 
 @pytest.fixture(params=[1 << 20, 120], ids=["one-node", "two-leaves"])
 def database(request: pytest.FixtureRequest) -> Database:
-    encoded = encode_database(
+    encoded = encode_entries(
         ENTRIES, node_file="d/index", database_id=bytes(16), created_ns=1, node_limit=request.param
     )
     return Database(*encoded)
@@ -80,7 +81,7 @@ INDEX_FILE = b"\1\7\0d/index"
 
 
 def test_the_fixture_is_whole(database: Database) -> None:
-    assert database.decode() == ENTRIES
+    assert are_equal(database.decode(), ENTRIES)
 
 
 def test_every_flipped_bit_is_found(database: Database) -> None:
@@ -267,7 +268,7 @@ def test_a_leaf_that_is_used_many_times_does_not_fill_the_memory() -> None:
 
 
 def test_shared_key_prefixes_do_not_fill_the_memory() -> None:
-    """A long key, of which many keys share all but one byte."""
+    """Many keys share all but one byte of a long key."""
     count = 50_000
     prefixes = encode_varints(np.full(count - 1, 60_000))
     suffixes = encode_varints(np.array([60_001] + [4] * (count - 1)))
@@ -295,7 +296,7 @@ def test_a_reader_that_returns_too_little_is_noticed(database: Database) -> None
         decode_database(database.manifest, lambda *_: b"")
 
 
-MANIFEST, NODES = encode_database(ENTRIES, node_file="d/index", database_id=bytes(16), created_ns=1)
+MANIFEST, NODES = encode_entries(ENTRIES, node_file="d/index", database_id=bytes(16), created_ns=1)
 
 
 @pytest.mark.parametrize(
@@ -316,6 +317,6 @@ def test_a_large_file_may_describe_a_large_database() -> None:
     keys = [b"layers.%05d.kernel/c/%d" % (number // 10, number % 10) for number in range(20_000)]
     columns = (np.zeros(20_000, np.int64), np.arange(20_000) * 4096, np.full(20_000, 4096))
     entries = Entries(keys, [None] * 20_000, ["d/0"], *columns)
-    manifest, nodes = encode_database(entries, node_file="d/index", database_id=bytes(16), created_ns=1)
+    manifest, nodes = encode_entries(entries, node_file="d/index", database_id=bytes(16), created_ns=1)
     found = decode_database(manifest, lambda _, at, length: nodes[at : at + length], memory_limit=1 << 20)
-    assert found == entries
+    assert are_equal(found, entries)

@@ -1,4 +1,4 @@
-"""Databases that TensorStore's own writer wrote, decoded here."""
+"""Databases that TensorStore wrote, read by us."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import tensorstore as ts
 
 from holdfast.engine.errors import DamagedCheckpointError, FormatVersionError
 from holdfast.engine.format import Entries, decode_database
-from holdfast.engine.format.ocdbt_frames import MANIFEST_MAGIC, NODE_MAGIC, encode_frame
+from holdfast.engine.format.ocdbt_read import MANIFEST_MAGIC, NODE_MAGIC
+from holdfast.engine.format.ocdbt_write import encode_frame
 from holdfast.engine.format.varint import encode_varint
 
 ZSTD = {"id": "zstd", "level": 3}
@@ -30,7 +31,7 @@ def write(database: Any, values: dict[bytes, bytes]) -> None:
 
 
 class Reader:
-    """Decodes a database of a base store, and notes which nodes it read."""
+    """Decodes a database of a base store, and records the nodes that it read."""
 
     def __init__(self, base: Any, path: str = "") -> None:
         self.base = base
@@ -64,7 +65,7 @@ class Reader:
 
 
 def sample(count: int, seed: int = 0) -> dict[bytes, bytes]:
-    """Values of which about every second one is too large to lie inline (100 bytes)."""
+    """Values; about every second one is too large to lie inline (100 bytes)."""
     rng = random.Random(seed)
     return {f"params.layer{i:06d}/c/0".encode(): rng.randbytes(rng.choice([0, 3, 90, 101, 300])) for i in range(count)}
 

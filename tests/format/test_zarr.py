@@ -90,7 +90,7 @@ def open_array(name: str, values: dict[bytes, bytes]) -> Any:
 def test_tensorstore_reads_what_we_write(data_type: str, shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> None:
     dtype = dtype_from_name(data_type)
     rng = np.random.default_rng(0)
-    if dtype.itemsize == 1:  # any bytes at all would not do for booleans and integers of two bits
+    if dtype.itemsize == 1:  # booleans and integers of two bits do not take arbitrary bytes
         array = np.asarray(rng.integers(0, 2, shape)).astype(dtype)
     else:
         array = np.frombuffer(rng.bytes(max(1, int(np.prod(shape))) * dtype.itemsize), dtype)
@@ -209,7 +209,7 @@ SHARDING = {"name": "sharding_indexed", "configuration": {}}
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_we_do_not_read_is_named(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_metadata_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(FormatVersionError, match=message):
         decode_array_metadata(json.dumps(WHOLE | changes).encode())
 
@@ -226,7 +226,7 @@ def test_what_we_do_not_read_is_named(changes: dict[str, Any], message: str) -> 
     ],
     ids=ascii,
 )
-def test_variants_that_mean_something(changes: dict[str, Any]) -> None:
+def test_supported_variants(changes: dict[str, Any]) -> None:
     found = decode_array_metadata(json.dumps(WHOLE | changes).encode())
     assert found.shape == (4, 6)
     assert found.dtype.str == (">f4" if found.endian == "big" else "<f4")

@@ -1,4 +1,4 @@
-"""What the tests of object graphs share: a place without a disk, and a clock that is told what time it is."""
+"""Fixtures of the tests of object graphs: a place in memory, and a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.engine.storage import as_location
 
 @pytest.fixture
 def place() -> Iterator[str]:
-    """A URL below which nothing is yet; in memory, so that syncing costs nothing."""
+    """An empty URL in memory, where syncing costs nothing."""
     url = f"memory://tests/{uuid.uuid4().hex}"
     yield url
     as_location(url).remove_tree()
@@ -22,7 +22,7 @@ class Hands:
     """A clock whose hands are moved by the test.
 
     Args:
-        time: What it shows.
+        time: The time it shows.
     """
 
     def __init__(self, time: float) -> None:

@@ -18,6 +18,7 @@ BLOCKS = [
 ]
 
 
+@pytest.mark.needs("flax", "0.11")
 def test_the_page_runs(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""Graph documents that somebody forged: cycles are fine, whatever makes no sense is refused in plain words."""
+"""Forged graph documents: cycles are fine, invalid documents are refused in plain words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import holdfast as hf
 from holdfast import graph
 from holdfast.engine.format import crc32c, decode_document, encode_document
-from holdfast.engine.record import RECORD
+from holdfast.engine.format.record import RECORD
 from holdfast.engine.storage import as_location
 
 Document = dict[str, Any]
@@ -59,7 +59,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "no nodes": (lambda document: document.update(nodes=[]), "no list of nodes"),
     "no list": (lambda document: document.update(nodes={"0": {}}), "no list of nodes"),
     "a node that is a number": (lambda document: document["nodes"].append(7), "node 5"),
-    "an edge to nowhere": (lambda document: document["nodes"][0]["edges"].update(x=99), "99 is the number of no node"),
+    "an edge to nowhere": (lambda document: document["nodes"][0]["edges"].update(x=99), "99 is not the number"),
     "an edge backwards": (lambda document: document["nodes"][0]["edges"].update(x=-1), "-1"),
     "an edge to true": (lambda document: document["nodes"][0]["edges"].update(x=True), "True"),
     "an edge to text": (lambda document: document["nodes"][0]["edges"].update(x="1"), "'1'"),
@@ -78,14 +78,14 @@ CHANGES: dict[str, tuple[Change, str]] = {
         "root",
     ),
     "slots that are none": (lambda document: document["nodes"][1].update(slots=[[1, 2]]), "node 1"),
-    "slots of nobody": (lambda document: document["nodes"][1].update(slots=[[77, "m", 2]]), "77"),
+    "slots without a parameter": (lambda document: document["nodes"][1].update(slots=[[77, "m", 2]]), "77"),
     "groups that are none": (lambda document: document["nodes"][1].update(groups=[3]), "node 1"),
     "a type that is a number": (lambda document: document["nodes"][1].update(type=3), "type 3"),
 }
 
 
 @pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=list(CHANGES))
-def test_what_makes_no_sense_is_refused(forge: Callable[[Change], str], change: Change, message: str) -> None:
+def test_invalid_documents_are_refused(forge: Callable[[Change], str], change: Change, message: str) -> None:
     found = look(forge(change))
     assert re.search(message, found), found
 

@@ -19,7 +19,7 @@ KINDS = (*HOLDERS, "numpy", "value", "int")
 KEYS = ("a", "b.c", "d/e", "slots", "3")
 
 Edge = tuple[int, str, int]
-"""A holder, a key, and what it holds under that; the place in a list is the number of edges before it."""
+"""A holder, a key, and the object under it; the place in a list is the number of edges before it."""
 
 
 @st.composite

@@ -1,8 +1,9 @@
-"""Numbered saves and the manager: names, counters, what is kept, and what is gone on from."""
+"""Numbered saves and the manager: names, counters, retention, and resuming."""
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,35 @@ def test_t11_moved_directory(tmp_path: Path) -> None:
             assert manager.checkpoints == [str(tmp_path / folder / f"ckpt-{number}") for number in (2, 3)]
             assert manager.restore_or_initialize() == manager.latest_checkpoint
         assert graph.latest_checkpoint(tmp_path / folder) == str(tmp_path / folder / "ckpt-3")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_failed_does_not_count_for_the_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    checkpoint, step = graph.Checkpoint(w=np.zeros(3)), graph.Value(0)
+    manager = graph.CheckpointManager(
+        checkpoint, tmp_path, None, step_counter=step, checkpoint_interval=10, background=background
+    )
+
+    def save(at: int) -> bool:
+        step.assign(at)
+        return manager.save() is not None
+
+    def save_and_wait(at: int) -> None:
+        save(at)
+        manager.wait_until_finished()
+
+    save_and_wait(0)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "no space")))
+        with pytest.raises(hf.HoldfastError, match="no space"):
+            save_and_wait(10)
+    assert save(11), "the save of step 10 failed"
+    assert not save(12)
+    assert not save(20)
+    assert save(21)
+    manager.close()
 
 
 def test_latest_of_several_names_is_what_was_committed_last(place: str) -> None:

@@ -18,11 +18,13 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from tests.versions import nnx_assign
 
 import holdfast as hf
 from holdfast import graph
+from holdfast.engine.arrays import TreeSource
 from holdfast.engine.graph import GraphCheckpointHandler, Restoration, RestoreStatus, StoredGraph, capture, walk
-from holdfast.engine.interop.places import open_checkpoint
+from holdfast.engine.sources.discovery import open_checkpoint
 from holdfast.engine.storage import as_location
 
 # ---- T21
@@ -167,7 +169,7 @@ def test_t23_a_plain_tree_is_a_graph_of_containers(place: str) -> None:
     [
         (np.zeros(1000), lambda x: x.fill(1)),
         (torch.zeros(1000), lambda x: x.fill_(1)),
-        (nnx.Param(jnp.zeros(1000)), lambda x: x.set_value(jnp.ones(1000))),
+        (nnx.Param(jnp.zeros(1000)), lambda x: nnx_assign(x, jnp.ones(1000))),
         (graph.Value(0), lambda x: x.assign(1)),
         (random.Random(5), lambda x: x.random()),
     ],
@@ -213,7 +215,7 @@ def test_t24_errors_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_t24_the_newest_is_the_newest_committed(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
-    from holdfast.engine import commit
+    from holdfast.engine.checkpoint import commit
 
     gate = threading.Event()
     write_record = commit.write_record
@@ -364,20 +366,17 @@ def test_t26_shards(tmp_path: Path) -> None:
 # ---- T27: the seam that checkpoints of TensorFlow come in by
 
 
-class Foreign:
+class Foreign(TreeSource):
     """A tree of another library that says itself which objects there were."""
 
     def __init__(self, tree: Any) -> None:
         self._tree = tree
         self.location = tree.location
-        self.skeleton = tree.skeleton
+        self.tree = tree.tree
         self.leaves = tree.leaves
 
     def read(self, leaves: Sequence[Any]) -> Any:
         return self._tree.read(leaves)
-
-    def verify(self) -> Any:
-        return self._tree.verify()
 
     def graph_document(self) -> Any:
         nodes: list[dict[str, Any]] = [
@@ -390,7 +389,7 @@ class Foreign:
 
 def test_t27_foreign_graphs(place: str) -> None:
     hf.save(place, {"net/kernel/.ATTRIBUTES/VARIABLE_VALUE": np.arange(3.0)})
-    source: Any = Foreign(open_checkpoint(as_location(place)).tree("state"))
+    source = Foreign(open_checkpoint(as_location(place)).tree("state"))
     stored = StoredGraph(source, as_location(place))
     checkpoint = graph.Checkpoint(net=graph.Node(kernel=np.zeros(3)))
     restoration = Restoration(stored, checkpoint)
@@ -420,6 +419,23 @@ class Trainer:
         self.on_step = print
         self.big = 1 << 200 + seed
         self.parent = self
+
+
+def test_untracked_attributes_of_a_base_stay_untracked(place: str) -> None:
+    class Derived(Trainer):
+        __untracked__ = ("cache",)
+
+        def __init__(self) -> None:
+            super().__init__(1)
+            self.cache = np.ones(3)
+
+    trainer = Derived()
+    try:
+        names = graph.load_checkpoint(graph.Checkpoint(trainer=trainer).save(f"{place}/ckpt")).graph.children("trainer")
+    finally:
+        trainer.log.close()
+    assert not {"cache", "log"} & set(names)
+    assert "weights" in names
 
 
 def test_plain_objects(place: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from flax import nnx
 from flax.training.train_state import TrainState
+from tests.versions import nnx_update
 
 from holdfast import graph
 
@@ -91,7 +92,7 @@ class NnxNet(nnx.Module):
 @nnx.jit
 def nnx_step(net: NnxNet, optimizer: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     loss, gradients = nnx.value_and_grad(lambda net: jnp.abs(net(x) - y).mean())(net)
-    optimizer.update(net, gradients)
+    nnx_update(optimizer, net, gradients)
     return jnp.asarray(loss)
 
 
@@ -187,7 +188,7 @@ def make(request: pytest.FixtureRequest) -> Callable[[int], Any]:
 
 
 def train_and_checkpoint(run: Any, manager: graph.CheckpointManager) -> list[str]:
-    """The loop of the example, 50 steps long; gives what it would print."""
+    """Run the loop of the example for 50 steps; generate the lines it would print."""
     said = []
     run.checkpoint.restore(manager.latest_checkpoint)
     said.append(f"Restored from {manager.latest_checkpoint}" if manager.latest_checkpoint else "Initializing")

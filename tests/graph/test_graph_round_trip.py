@@ -23,7 +23,7 @@ CONTAINERS = ("dict", "list", "tuple")
 KEYS = ("a", "b.c", "d/e", "", "1", "slots", 1, -7, True)
 
 Spec = list[tuple[str, list[tuple[Any, int]]]]
-"""For every object its kind, and the keys and numbers of what it holds."""
+"""For every object its kind, and the keys and numbers of the objects it holds."""
 
 
 @st.composite
@@ -36,7 +36,7 @@ def specs(draw: st.DrawFn) -> Spec:
         if kind in HOLDERS:
             keys = draw(st.lists(st.sampled_from(KEYS), max_size=4, unique_by=lambda key: (type(key), key)))
             for key in keys:
-                # What is immutable can only hold what was there before it; everything else may hold anything.
+                # An immutable object can only hold earlier ones; all others may hold any object.
                 targets = range(number + 1, count) if kind == "tuple" else range(1, count)
                 if len(targets):
                     held.append((key, draw(st.sampled_from(targets))))
@@ -82,7 +82,7 @@ def build(spec: Spec, blank: bool) -> graph.Node:
 
 
 def same(one: Any, other: Any, seen: dict[int, Any], anew: bool = False) -> bool:
-    """Whether two graphs have the same values and the same aliases of what can be changed, and is not built anew."""
+    """Whether two graphs have the same values, and the same aliases of objects that can change in place."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict | list) and anew:
@@ -114,7 +114,7 @@ def holds_itself(spec: Spec) -> bool:
     anew, which is impossible around themselves."""
 
     def reached(start: int, kinds: tuple[str, ...]) -> set[int]:
-        """Returns what can be reached from an object by way of objects of some kinds."""
+        """Returns the objects that can be reached from one through objects of some kinds."""
         seen: set[int] = set()
         queue = [start]
         for number in queue:

@@ -13,7 +13,7 @@ from flax import nnx
 
 from holdfast import graph
 
-FIXTURES = Path(__file__).parents[1] / "interop" / "tensorflow"
+FIXTURES = Path(__file__).parents[1] / "formats" / "tensorflow"
 SEEN: dict[str, Any] = json.loads((FIXTURES / "seen.json").read_text(encoding="utf-8"))
 WITH_GRAPHS = sorted(prefix for prefix, seen in SEEN.items() if seen.get("nodes"))
 

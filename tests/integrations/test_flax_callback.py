@@ -19,6 +19,8 @@ import holdfast as hf
 from holdfast.integrations.flax import CheckpointCallback, StepOutcome
 from holdfast.integrations.options import CallbackOptions
 
+pytestmark = pytest.mark.usefixtures("default_sigterm")
+
 
 class FakeClock:
     def __init__(self) -> None:
@@ -83,47 +85,10 @@ def run(checkpoint: CheckpointCallback, first: int, last: int, **metrics: Any) -
     return [step for step, outcome in outcomes.items() if outcome.saved]
 
 
-@pytest.fixture(autouse=True)
-def _default_handler() -> Iterator[None]:
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "the callback left its handler behind"
-    signal.signal(signal.SIGTERM, before)
-
-
-def test_the_options_are_those_of_every_callback() -> None:
+def test_the_arguments_beside_the_options_of_every_callback() -> None:
     parameters = inspect.signature(CheckpointCallback.__init__).parameters
-    for field in dataclasses.fields(CallbackOptions):
-        assert parameters[field.name].default == field.default
-        assert parameters[field.name].kind is inspect.Parameter.KEYWORD_ONLY
     others = set(parameters) - {field.name for field in dataclasses.fields(CallbackOptions)}
     assert others == {"self", "directory", "clock", "metadata"}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"resume": "alway"}, "resume='alway'.*'auto', 'must', 'never'"),
-        ({"resume": "nevr"}, "did you mean 'never'"),
-        ({"save_on_best": True}, "best_fn"),
-        ({"save_interval_steps": 0}, "save_interval_steps"),
-        ({"best_fn": "loss", "best_mode": "lowest"}, "best_mode"),
-        ({"save_interval_secs": "soon"}, "save_interval_secs"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(hf.OptionError, match=message):
-        CheckpointCallback(tmp_path, **options)
-
-
-def test_it_saves_at_the_interval_and_at_the_end(tmp_path: Path) -> None:
-    with CheckpointCallback(tmp_path / "c", save_interval_steps=3) as checkpoint:
-        state = state_at(0)
-        assert checkpoint.restore_or_initialize(state) == (state, 0)
-        assert run(checkpoint, 1, 10) == [3, 6, 9]
-    manager = hf.CheckpointManager(tmp_path / "c")
-    assert manager.all_steps() == [3, 6, 9, 10]
-    assert hf.load(tmp_path / "c" / "10", item="state")["count"] == 10
 
 
 def test_a_counter_that_jumps_over_the_interval_still_saves(tmp_path: Path) -> None:
@@ -148,13 +113,6 @@ def test_a_step_that_is_saved_is_not_saved_again_at_the_end(tmp_path: Path) -> N
     assert (tmp_path / "4" / "checkpoint.json").stat().st_mtime_ns == written
 
 
-def test_without_save_at_end_the_last_step_is_left(tmp_path: Path) -> None:
-    with CheckpointCallback(tmp_path, save_interval_steps=2, save_at_end=False) as checkpoint:
-        checkpoint.restore_or_initialize(state_at(0))
-        run(checkpoint, 1, 5)
-    assert hf.CheckpointManager(tmp_path).all_steps() == [2, 4]
-
-
 def test_without_triggers_it_saves_every_quarter_of_an_hour(tmp_path: Path) -> None:
     clock = FakeClock()
     saved = []
@@ -174,7 +132,8 @@ def test_nothing_happens_in_a_directory_in_which_no_step_was_done(tmp_path: Path
 
 def test_outcomes_say_what_was_done(tmp_path: Path) -> None:
     with CheckpointCallback(tmp_path, save_interval_steps=2) as checkpoint:
-        checkpoint.restore_or_initialize(state_at(0))
+        state = state_at(0)
+        assert checkpoint.restore_or_initialize(state) == (state, 0)
         assert checkpoint.on_step(1, state_at(1)) == StepOutcome(False, "nothing is due", False)
         assert checkpoint.on_step(2, state_at(2)) == StepOutcome(True, "every 2 steps", False)
         assert not checkpoint.should_stop
@@ -197,44 +156,6 @@ def test_resuming_restores_and_says_so(tmp_path: Path, caplog: pytest.LogCapture
         np.testing.assert_equal(fresh, state_at(0))
         assert run(checkpoint, 5, 9) == [8]
     assert f"resumed from step 4 in {tmp_path}" in caplog.text
-
-
-def test_must_needs_a_checkpoint(tmp_path: Path) -> None:
-    with (
-        CheckpointCallback(tmp_path / "none", resume="must") as checkpoint,
-        pytest.raises(hf.CheckpointNotFoundError, match=f"must.*{tmp_path / 'none'}"),
-    ):
-        checkpoint.restore_or_initialize(state_at(0))
-    assert not (tmp_path / "none").exists()
-
-
-def test_never_refuses_checkpoints_that_are_there(tmp_path: Path) -> None:
-    with CheckpointCallback(tmp_path, resume="never") as checkpoint:
-        assert checkpoint.restore_or_initialize(state_at(0))[1] == 0
-        run(checkpoint, 1, 2)
-    with (
-        CheckpointCallback(tmp_path, resume="never") as checkpoint,
-        pytest.raises(hf.CheckpointExistsError, match=r"newest of step 2.*another directory"),
-    ):
-        checkpoint.restore_or_initialize(state_at(0))
-    with CheckpointCallback(tmp_path, resume="must") as checkpoint:
-        assert checkpoint.restore_or_initialize(state_at(0))[1] == 2
-
-
-def test_a_damaged_newest_checkpoint_is_passed_over_loudly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
-        checkpoint.restore_or_initialize(state_at(0))
-        run(checkpoint, 1, 3)
-    for file in (tmp_path / "3" / "state").rglob("*"):
-        if file.is_file():
-            file.write_bytes(b"")
-    with CheckpointCallback(tmp_path) as checkpoint:
-        state, start = checkpoint.restore_or_initialize(state_at(0))
-        assert (state["count"], start) == (2, 2)
-        run(checkpoint, 3, 3)
-    assert hf.load(tmp_path / "3", item="state")["count"] == 3
-    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert any("fell back" in warning and "3" in warning for warning in warnings)
 
 
 def test_a_different_structure_is_an_error(tmp_path: Path) -> None:
@@ -342,7 +263,7 @@ def test_an_extra_forgotten_at_a_step_is_an_error(tmp_path: Path) -> None:
 def test_a_batch_drawn_after_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expensive: bool) -> None:
     """The position belongs to the step, unless taking it at every step would cost too much."""
     if expensive:
-        monkeypatch.setattr("holdfast.integrations.flax.laststep._CHEAP", -1.0)
+        monkeypatch.setattr("holdfast.integrations.loop.steps._CHEAP", -1.0)
     data = Positions()
     with CheckpointCallback(tmp_path, save_interval_steps=100) as checkpoint:
         checkpoint.restore_or_initialize(state_at(0), data=data)
@@ -372,15 +293,6 @@ def test_sigterm_saves_durably_and_asks_to_stop(tmp_path: Path) -> None:
     assert hf.CheckpointManager(tmp_path).all_steps() == [4, 5]
 
 
-def test_sigterm_at_a_step_that_is_due_anyway_saves_once(tmp_path: Path) -> None:
-    with CheckpointCallback(tmp_path, save_interval_steps=2) as checkpoint:
-        checkpoint.restore_or_initialize(state_at(0))
-        run(checkpoint, 1, 1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert checkpoint.on_step(2, state_at(2)).should_stop
-    assert hf.CheckpointManager(tmp_path).all_steps() == [2]
-
-
 def test_sigterm_after_the_last_step_still_saves_it(tmp_path: Path) -> None:
     with CheckpointCallback(tmp_path, save_interval_steps=100, save_at_end=False) as checkpoint:
         checkpoint.restore_or_initialize(state_at(0))
@@ -390,17 +302,6 @@ def test_sigterm_after_the_last_step_still_saves_it(tmp_path: Path) -> None:
 
 
 # Exceptions and the end
-
-
-def test_an_exception_saves_nothing_more_but_lets_the_pending_save_commit(tmp_path: Path) -> None:
-    with (  # noqa: PT012 - the loop is what raises
-        pytest.raises(RuntimeError, match="in the loop"),
-        CheckpointCallback(tmp_path, save_interval_steps=2) as checkpoint,
-    ):
-        checkpoint.restore_or_initialize(state_at(0))
-        run(checkpoint, 1, 3)
-        raise RuntimeError("in the loop")
-    assert hf.CheckpointManager(tmp_path).all_steps() == [2]
 
 
 def break_next_commit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,9 +122,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 POINTS = [
-    pytest.param([(stop, name)], id=f"{name}-{stop}")
-    for stop in (1, EPOCH, EPOCH + 1, TOTAL)
-    for name in ("SIGKILL", "SIGTERM")
+    pytest.param([(stop, name)], id=f"{name}-{stop}", marks=pytest.mark.sweep if (place + number) % 2 else ())
+    for place, stop in enumerate((1, EPOCH, EPOCH + 1, TOTAL))
+    for number, name in enumerate(("SIGKILL", "SIGTERM"))
 ]
 TWICE = [
     pytest.param([(3, "SIGKILL"), (EPOCH, "SIGTERM")], id="killed-then-preempted"),

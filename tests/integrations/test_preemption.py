@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.integrations.preemption import PreemptionSignal
+from holdfast.integrations.loop import PreemptionSignal
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,7 @@ def test_other_signals_can_be_watched() -> None:
 
 _FORKED_WORKER = """
 import os, signal
-from holdfast.integrations.preemption import PreemptionSignal
+from holdfast.integrations.loop import PreemptionSignal
 
 with PreemptionSignal() as preemption:
     ready, tell = os.pipe()

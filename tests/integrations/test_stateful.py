@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.ids import plain_id
 
 from holdfast.engine.errors import DamagedCheckpointError, OptionError
-from holdfast.integrations.stateful import is_plain, is_stateful, restore_state, state_of
+from holdfast.engine.stateful import is_plain, is_stateful, restore_state, state_of
 
 
 class Shuffled:
@@ -176,7 +177,7 @@ def test_plain_data_is_its_own_state() -> None:
     assert restore_state({"epoch": 0, "history": []}, data) == data
 
 
-@pytest.mark.parametrize("thing", [np.zeros(2), [object()], {1.5: 2}, Shuffled], ids=repr)
+@pytest.mark.parametrize("thing", [np.zeros(2), [object()], {1.5: 2}, Shuffled], ids=plain_id)
 def test_what_is_neither_is_refused(thing: Any) -> None:
     assert not is_plain(thing)
     assert not is_stateful(thing)

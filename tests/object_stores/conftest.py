@@ -13,7 +13,7 @@ from tests.object_stores.gcs_server import TOKEN, GcsServer
 from tests.object_stores.s3_server import KEY_ID, REGION, SECRET, S3Server
 from tests.object_stores.store_server import StoreServer
 
-from holdfast.engine.storage import kvstore
+from holdfast.engine.storage import object_store
 
 HURRY = {"max_retries": 3, "initial_delay": "2ms", "max_delay": "5ms"}
 
@@ -22,13 +22,13 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Store:
-    """A bucket of a fake store that nobody else uses.
+    """A bucket of a fake store, for one test.
 
     Attributes:
         server: The store.
         bucket: The bucket's name.
         url: The bucket's URL.
-        environment: What a process of its own needs to find it.
+        environment: The variables with which another process finds it.
     """
 
     server: StoreServer
@@ -37,7 +37,7 @@ class Store:
     environment: dict[str, str]
 
     def stored(self, prefix: str = "") -> list[str]:
-        """Returns the keys in the bucket that begin so."""
+        """Returns the keys in the bucket that begin with a prefix."""
         return self.server.keys(self.bucket, prefix)
 
 
@@ -94,6 +94,6 @@ def store(request: pytest.FixtureRequest) -> Store:
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tries again at once, and not as often, where a service would be given time to recover."""
+    """Retries at once, and fewer times: a fake store needs no time to recover."""
     context = tensorstore.Context({f"{name}_request_retries": HURRY for name in ("s3", "gcs")})
-    monkeypatch.setattr(kvstore, "shared_context", lambda: context)
+    monkeypatch.setattr(object_store, "shared_context", lambda: context)

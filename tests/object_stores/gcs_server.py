@@ -1,4 +1,4 @@
-"""A fake Google Cloud Storage: what TensorStore needs of the JSON API.
+"""A fake Google Cloud Storage: the part of the JSON API that TensorStore needs.
 
 https://cloud.google.com/storage/docs/json_api/v1
 """
@@ -20,7 +20,7 @@ _UPLOAD = re.compile(r"/upload/storage/v1/b/([^/]+)/o")
 
 
 class GcsServer(StoreServer):
-    """Google Cloud Storage, with one token that may do everything."""
+    """Google Cloud Storage, with one token that allows everything."""
 
     def kind(self, request: Request) -> str:
         """Returns the method as S3 would call it, or ``LIST``."""
@@ -31,12 +31,12 @@ class GcsServer(StoreServer):
         return "LIST" if request.method == "GET" and request.path.endswith("/o") else request.method
 
     def error(self, status: int, code: str) -> Answer:
-        """Returns an error as Google words it."""
+        """Returns an error in the format of Google."""
         text = {"error": {"code": status, "message": f"{code} it is", "errors": [{"reason": code}]}}
         return _json(status, text)
 
     def answer(self, request: Request) -> Answer:
-        """Does what is asked."""
+        """Answers a request."""
         if request.headers.get("authorization") != f"Bearer {TOKEN}":
             return self.error(401 if "authorization" not in request.headers else 403, "forbidden")
         match = _UPLOAD.fullmatch(request.path) if request.method == "POST" else _OBJECT.fullmatch(request.path)
@@ -86,7 +86,7 @@ class GcsServer(StoreServer):
         keys = [key for key in self.keys(bucket) if key >= first and key > after and (end is None or key < end)]
         size = min(self.page, int(query.get("maxResults", "1000")))
         found: dict[str, Any] = {"kind": "storage#objects"}
-        if keys:  # the member is missing where nothing is found
+        if keys:  # Google omits the member where nothing is found
             found["items"] = [_metadata(bucket, key, self.buckets[bucket][key]) for key in keys[:size]]
         if len(keys) > size:
             found["nextPageToken"] = keys[size - 1]

@@ -1,4 +1,4 @@
-"""A fake S3: what TensorStore needs of the REST API, path-style, with signatures that are checked.
+"""A fake S3: the part of the REST API that TensorStore needs, path-style, with checked signatures.
 
 https://docs.aws.amazon.com/AmazonS3/latest/API/API_Operations_Amazon_Simple_Storage_Service.html
 """
@@ -32,16 +32,16 @@ class S3Server(StoreServer):
         return "LIST" if "list-type" in request.query else request.method
 
     def error(self, status: int, code: str) -> Answer:
-        """Returns an error as S3 words it."""
+        """Returns an error in the format of S3."""
         text = f"<Error><Code>{code}</Code><Message>{code} it is</Message><RequestId>1</RequestId></Error>"
         return Answer(
             status, f"<?xml version='1.0' encoding='UTF-8'?>\n{text}".encode(), {"Content-Type": "application/xml"}
         )
 
     def answer(self, request: Request) -> Answer:
-        """Does what is asked."""
+        """Answers a request."""
         bucket, _, key = unquote(request.path).lstrip("/").partition("/")
-        if request.method == "HEAD" and not key:  # the question for the region, which anybody may ask
+        if request.method == "HEAD" and not key:  # the question for the region needs no credentials
             return Answer(200 if bucket in self.buckets else 404, headers={"x-amz-bucket-region": REGION})
         refused = self._refusal(request)
         if refused is not None:

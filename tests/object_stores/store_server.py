@@ -1,4 +1,4 @@
-"""What the fake object stores share: an HTTP server in a thread that counts its requests and fails when told to.
+"""The HTTP server of the fake object stores: runs in a thread, counts its requests and fails on demand.
 
 A store answers requests with :class:`Answer`; how an answer goes over the wire, or fails to, is decided here. Where an
 answer is lost on its way, the store has done what it was asked, as a real one might have.
@@ -24,7 +24,7 @@ How = Literal["whole", "reset", "cut", "never"]
 
 @dataclass(frozen=True)
 class Request:
-    """One request as it came in.
+    """One request.
 
     Attributes:
         method: ``"GET"``, ``"PUT"``, ...
@@ -42,7 +42,7 @@ class Request:
 
     @property
     def what(self) -> str:
-        """What is asked for, in a form that faults and counts can match: the decoded path, and what a list is of."""
+        """The decoded path, or the prefix of a list, in a form that faults and counts can match."""
         ranges = "".join(
             f" {name}={self.query[name]}" for name in ("prefix", "startOffset", "name") if name in self.query
         )
@@ -51,7 +51,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is answered."""
+    """The answer to a request."""
 
     status: int
     body: bytes = b""
@@ -60,7 +60,7 @@ class Answer:
 
 @dataclass
 class Fault:
-    """Something that goes wrong with some of the requests.
+    """A fault of some of the requests.
 
     Attributes:
         pattern: What a request's ``what`` has to contain: a regular expression.
@@ -126,7 +126,7 @@ class StoreServer:
             request_queue_size = 128
 
             def handle_error(self, request: object, client_address: object) -> None:
-                """Says nothing: clients that are killed leave broken connections, which is what tests are about."""
+                """Logs nothing: killed clients leave broken connections, which the tests expect."""
 
         self._server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
@@ -142,7 +142,7 @@ class StoreServer:
         self._server.server_close()
 
     def reset(self) -> None:
-        """Forgets requests and faults, and lets those go that wait for an answer; objects stay."""
+        """Forgets requests and faults, and releases those that wait for an answer; objects stay."""
         self._closing.set()
         with self._lock:
             self._closing = threading.Event()
@@ -162,18 +162,18 @@ class StoreServer:
         return sorted(key for key in self.buckets[bucket] if key.startswith(prefix))
 
     def counts(self) -> dict[str, int]:
-        """Returns how many requests there were of each kind, such as ``{"PUT": 3}``; lists are ``LIST``."""
+        """Returns the number of requests of each kind, such as ``{"PUT": 3}``; lists are ``LIST``."""
         with self._lock:
             return dict(Counter(self.kind(request) for request in self.log))
 
     def sent(self) -> list[str]:
-        """Returns what was asked for, in order."""
+        """Returns the subjects of all requests, in order."""
         with self._lock:
             return [request.what for request in self.log]
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[list[Request]]:
-        """Gives the requests that come while the block runs; complete when it ends."""
+        """Yields the requests that arrive while the block runs; the list is complete when it ends."""
         seen: list[Request] = []
         before = len(self.log)
         yield seen
@@ -183,11 +183,11 @@ class StoreServer:
     # ---- for subclasses
 
     def kind(self, request: Request) -> str:
-        """Returns what kind of request this is."""
+        """Returns the kind of a request."""
         raise AssertionError("each protocol says")
 
     def answer(self, request: Request) -> Answer:
-        """Does what is asked; called by one thread at a time."""
+        """Answers a request; called by one thread at a time."""
         raise AssertionError("each protocol says")
 
     def error(self, status: int, code: str) -> Answer:
@@ -203,7 +203,7 @@ class StoreServer:
     # ---- the wire
 
     def handle(self, request: Request) -> tuple[Answer, How]:
-        """Decides on a request: what is answered, and how that goes."""
+        """Chooses the answer to a request and its fault, if any."""
         with self._lock:
             self.log.append(request)
             self._at_once += 1
@@ -292,7 +292,7 @@ def ranged(content: bytes, header: str | None) -> tuple[int, bytes, dict[str, st
         return 200, content, {}
     match = re.fullmatch(r"bytes=(\d*)-(\d*)", header)
     if match is None or match[0] == "bytes=-":
-        return 200, content, {}  # what cannot be understood is ignored, RFC 9110 section 14.2
+        return 200, content, {}  # invalid ranges are ignored, RFC 9110 section 14.2
     first = int(match[1]) if match[1] else max(0, len(content) - int(match[2]))
     last = min(int(match[2]), len(content) - 1) if match[1] and match[2] else len(content) - 1
     if first > last:

@@ -1,4 +1,4 @@
-"""The fake stores keep what every backend promises."""
+"""The conformance suite of storage backends, run over HTTP against the fake stores."""
 
 from __future__ import annotations
 

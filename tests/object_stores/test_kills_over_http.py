@@ -13,11 +13,11 @@ from tests.object_stores.conftest import Store
 from tests.processes.harness import Process, run_outcomes, told
 
 import holdfast as hf
-from holdfast.engine.commit import read_record
+from holdfast.engine.checkpoint.commit import read_record
 
 SMALL = hf.Layout(chunk_bytes=4096, segment_bytes=8192, data_file_bytes=16_384)
 EVERY = 18
-"""One request out of so many is a death; 1 takes two minutes."""
+"""The client is killed at one request out of so many; 1 takes two minutes."""
 
 
 def tree(step: int) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def train(process: Process, environment: dict[str, str], url: str, steps: list[i
 
 
 def check_all_whole(url: str) -> list[int]:
-    """Checks that whatever is listed is whole, and what was saved."""
+    """Checks that every listed step is whole and holds the saved values."""
     reader = manager(url, read_only=True)
     for step in reader.all_steps():
         found = reader.restore(step)

@@ -9,8 +9,8 @@ import pytest
 from tests.object_stores.conftest import Store
 
 import holdfast as hf
-from holdfast.engine.storage import requests, stores
-from holdfast.engine.storage.several import REQUESTS, UPLOADS
+from holdfast.engine.storage import object_store
+from holdfast.engine.storage.parallel import REQUESTS, UPLOADS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "object_stores.md").read_text(encoding="utf-8")
 [PROGRAM] = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -24,10 +24,10 @@ def test_the_program(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        f"tried {stores.RETRIES} times",
-        f"After {requests.TOLD_AFTER:.0f} s the log",
-        f"after {requests.PATIENCE / 60:.0f} minutes",
-        f"{(1 << 20) / requests.SLOWEST:.0f} s for each MiB",
+        f"tried {object_store.RETRIES} times",
+        f"After {object_store.WARN_AFTER:.0f} s the log",
+        f"after {object_store.REQUEST_TIMEOUT / 60:.0f} minutes",
+        f"{(1 << 20) / object_store.SLOWEST:.0f} s for each MiB",
         f"up to {hf.Layout().upload_bytes >> 20} MiB",
         f"{UPLOADS} are uploaded, and {REQUESTS} ranges",
     ],

@@ -1,4 +1,4 @@
-"""How many requests things take: what is asked once is not asked again, and what can wait together does."""
+"""The number of requests of each operation: none is repeated, and independent ones run together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEEP = hf.CheckpointManagerOptions(max_to_keep=2)
 
 
 def counted(store: Store, action: Callable[[], Any]) -> tuple[int, dict[str, int]]:
-    """Does something; returns how many requests it took, and how many of each kind, without those of kind HEAD on gs.
+    """Runs an action; returns its number of requests, and that of each kind, without those of kind HEAD on gs.
 
     Google's list does not tell a refusal from nothing, so that a list of nothing takes another request there.
     """
@@ -30,9 +30,9 @@ def counted(store: Store, action: Callable[[], Any]) -> tuple[int, dict[str, int
 
 def test_one_checkpoint(store: Store) -> None:
     url = f"{store.url}/ckpt"
-    # The list, the mark, data, index, tree, manifest, whether the mark is still ours, the record, whether it still is.
+    # The list, the lock, data, index, tree, manifest, a check of the lock, the record, another check of the lock.
     assert counted(store, lambda: hf.save(url, LEAVES)) == (10, {"LIST": 1, "PUT": 6, "GET": 2, "DELETE": 1})
-    # The record and whether it is too long, manifest, index, tree, data.
+    # The record and the byte after its limit, manifest, index, tree, data.
     assert counted(store, lambda: hf.load(url)) == (6, {"GET": 6})
     assert counted(store, lambda: hf.load(url, like=LEAVES)) == (6, {"GET": 6})
     assert counted(store, lambda: hf.load(url, select="layer7")) == (6, {"GET": 6})
@@ -54,7 +54,7 @@ def test_a_run(store: Store) -> None:
             run.save(3, LEAVES)
             run.wait_until_finished()
 
-        # As above, and twice whether the run still owns the directory; the deletion lists, marks and deletes.
+        # As above, and two checks of the ownership of the directory; the deletion lists, marks and deletes.
         assert counted(store, save)[0] <= 24
     # A list, and two for each record.
     assert counted(store, lambda: hf.CheckpointManager(url, options=KEEP)) == (5, {"LIST": 1, "GET": 4})
@@ -90,7 +90,7 @@ def test_long_lists_come_in_pages(store: Store, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_data_files_are_uploaded_and_read_at_the_same_time(store: Store) -> None:
-    """Also with the layout that is the default on a disk: a file there may be larger than any upload should be."""
+    """Even with the default layout of a disk, whose files may be larger than an upload should be."""
     layout = hf.Layout(chunk_bytes=64 << 10, segment_bytes=64 << 10, upload_bytes=128 << 10)
     tree = {"w": np.arange(512 << 10, dtype=np.float32)}
     store.server.latency = 0.02

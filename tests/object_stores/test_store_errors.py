@@ -1,4 +1,4 @@
-"""What goes wrong with a store is survived, or told within bounded time: what was tried, where, and what may help."""
+"""A failure of a store is survived, or reported within bounded time with the action, the object and advice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.object_stores.conftest import Store
 
 import holdfast as hf
-from holdfast.engine.storage import requests
+from holdfast.engine.storage import object_store
 
 WEIGHTS = np.arange(10_000, dtype=np.float32)
 TREE = {"w": WEIGHTS, "step": 3, "name": "x" * 100}
@@ -29,7 +29,7 @@ def whole(url: str) -> bool:
 
 @pytest.fixture
 def url(store: Store) -> str:
-    """Of a checkpoint that was saved when all was well."""
+    """The URL of a checkpoint that was saved without faults."""
     hf.save(f"{store.url}/ckpt", TREE, layout=SMALL)
     store.server.log.clear()
     return f"{store.url}/ckpt"
@@ -40,7 +40,7 @@ PASSING: dict[str, dict[str, Any]] = {
     "reset": {"how": "reset", "times": 2},
     "cut": {"how": "cut", "times": 2},
 }
-"""Trouble that passes."""
+"""Faults that pass."""
 
 
 def trouble(store: Store, pattern: str, **how: Any) -> None:
@@ -82,26 +82,26 @@ LASTING: dict[str, tuple[dict[str, Any], type[hf.HoldfastError], str]] = {
     "forbidden": (
         {"answer": (403, "AccessDenied")},
         hf.StoragePermissionError,
-        "credentials.*list, read, write and del",
+        "credentials.*listing, reading, writing and del",
     ),
     "expired": ({"answer": (400, "ExpiredToken")}, hf.StoragePermissionError, "ExpiredToken.*credentials"),
     "full": ({"answer": (403, "QuotaExceeded")}, hf.StorageFullError, "free some space"),
     "silent": ({"how": "never"}, hf.StorageUnavailableError, r"no answer after \d+ s; check the connection"),
 }
-"""Trouble that stays: the error, and what it says."""
+"""Faults that stay: the error, and a part of its message."""
 
 
 @pytest.mark.parametrize("what", LASTING)
 def test_trouble_that_stays_is_told(store: Store, url: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "PATIENCE", 0.3 if what == "silent" else 60.0)
-    monkeypatch.setattr(requests, "SLOWEST", 1 << 40)
+    monkeypatch.setattr(object_store, "REQUEST_TIMEOUT", 0.3 if what == "silent" else 60.0)
+    monkeypatch.setattr(object_store, "SLOWEST", 1 << 40)
     how, kind, message = LASTING[what]
     actions: list[tuple[str, Callable[[], Any]]] = [
         (r"\.0\.\d+$", lambda: hf.load(url)),
         (r"(PUT|POST).*tree\.json", lambda: hf.save(f"{store.url}/new", TREE, layout=SMALL)),
         (r"(PUT|POST).*checkpoint\.json", lambda: hf.save(url, {"other": 1}, overwrite=True)),
     ]
-    # Of a commit that has no answer nobody can say that it is not there; see below.
+    # A commit without an answer may have succeeded; see below.
     for pattern, action in actions if "answer" in how else actions[:2]:
         store.server.reset()
         trouble(store, pattern, times=ALWAYS, **how)
@@ -123,12 +123,12 @@ def test_trouble_that_stays_is_told(store: Store, url: str, what: str, monkeypat
 def test_a_commit_whose_answer_is_lost(
     store: Store, old: bool, how: Literal["reset", "never"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store has done it, but nobody says so: whoever looks finds it."""
+    """The store has committed, but its answer is lost: the checkpoint is there."""
     url = f"{store.url}/ckpt"
     if old:
         hf.save(url, {"old": 1})
-    monkeypatch.setattr(requests, "PATIENCE", 0.3)
-    monkeypatch.setattr(requests, "SLOWEST", 1 << 40)
+    monkeypatch.setattr(object_store, "REQUEST_TIMEOUT", 0.3)
+    monkeypatch.setattr(object_store, "SLOWEST", 1 << 40)
     trouble(store, r"(PUT|POST).*checkpoint\.json", times=ALWAYS, how=how)
     hf.save(url, TREE, overwrite=old)
     assert whole(url)
@@ -136,12 +136,12 @@ def test_a_commit_whose_answer_is_lost(
 
 @pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
 def test_a_commit_that_arrives_late(store: Store, old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request is on its way for longer than anybody waits for it. When it comes, the data is still there."""
+    """The request arrives after its sender has given up, and finds the data still there."""
     url = f"{store.url}/ckpt"
     if old:
         hf.save(url, {"old": 1})
-    monkeypatch.setattr(requests, "PATIENCE", 0.3)
-    monkeypatch.setattr(requests, "SLOWEST", 1 << 40)
+    monkeypatch.setattr(object_store, "REQUEST_TIMEOUT", 0.3)
+    monkeypatch.setattr(object_store, "SLOWEST", 1 << 40)
     never = store.server.fail(
         r"(PUT|POST).*checkpoint\.json", times=ALWAYS, how="never", answer=store.server.error(500, "InternalError")
     )
@@ -154,7 +154,7 @@ def test_a_commit_that_arrives_late(store: Store, old: bool, monkeypatch: pytest
         with pytest.raises(hf.CheckpointNotFoundError):
             hf.load(url)
     assert never.times < ALWAYS
-    # curl sends a request again whose connection has ended without an answer: there may be some of earlier tests.
+    # curl repeats a request whose connection ended without an answer: some may be left of earlier tests.
     commit = re.compile(rf"(PUT|POST) .*\b{store.bucket}\b.*checkpoint\.json")
     late = next(one for one in seen if commit.match(one.what))
     assert store.server.answer(late).status == 200
@@ -162,7 +162,7 @@ def test_a_commit_that_arrives_late(store: Store, old: bool, monkeypatch: pytest
 
 
 def test_a_list_that_is_refused_is_not_an_empty_directory(store: Store) -> None:
-    """A run that may not list would begin anew, and later replace what it did not see."""
+    """A run without permission to list must not start from nothing and replace steps that it does not see."""
     with hf.CheckpointManager(f"{store.url}/run") as run:
         run.save(1, TREE)
     for status in (401, 403):
@@ -186,7 +186,7 @@ def test_a_bucket_that_is_not_there(s3: Store) -> None:
 
 
 def test_a_bucket_of_google_that_is_not_there(gs: Store) -> None:
-    """Google says of objects only that they are not there; whoever writes is told before there is anything to lose."""
+    """For a missing bucket, Google only says that an object is missing; a write fails before anything can be lost."""
     with pytest.raises(hf.CheckpointNotFoundError):
         hf.load("gs://elsewhere/ckpt")
     with pytest.raises(hf.ObjectNotFoundError, match="is there a bucket 'elsewhere'"):
@@ -224,10 +224,10 @@ def test_nobody_listens(s3: Store, monkeypatch: pytest.MonkeyPatch, caplog: pyte
         closed.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{closed.getsockname()[1]}"
     monkeypatch.setenv("AWS_ENDPOINT_URL", address)
-    monkeypatch.setattr(requests, "TOLD_AFTER", 0.01)
+    monkeypatch.setattr(object_store, "WARN_AFTER", 0.01)
     with (
         caplog.at_level(logging.WARNING, "holdfast"),
-        pytest.raises(hf.StorageUnavailableError, match=f"asked {address}, as AWS_ENDPOINT_URL says, region"),
+        pytest.raises(hf.StorageUnavailableError, match=f"asked {address}, the value of AWS_ENDPOINT_URL, region"),
     ):
         hf.CheckpointManager(f"{s3.url}/run")
     assert f"{s3.url}/run: still waiting to list it" in caplog.text
@@ -253,7 +253,7 @@ def test_a_background_save_that_cannot_be_written_is_told_once(store: Store) -> 
 
 
 def test_a_store_that_ignores_ranges(store: Store, url: str) -> None:
-    """Some servers do, for objects with an encoding of their own."""
+    """Some servers do, for objects with a content encoding."""
     store.server.ranges = False
     assert whole(url)
     store.server.put(store.bucket, "ckpt/checkpoint.json", bytes(1000))

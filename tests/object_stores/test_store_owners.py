@@ -1,4 +1,4 @@
-"""One writer: where there are no locks, whoever begins last writes, and the others find out before they commit."""
+"""One writer: without locks, the run that begins last writes, and the others fail before they commit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TREE = {"w": np.arange(1000, dtype=np.float32)}
 
 
 def take_over(process: Process, environment: dict[str, str], url: str, step: int) -> list[int]:
-    """Another run: saves a step."""
+    """Saves a step from another run."""
     assert process.count == 1
     os.environ.update(environment)
     with hf.CheckpointManager(url) as run:
@@ -60,7 +60,7 @@ def test_the_older_run_finds_out_before_it_commits(store: Store) -> None:
 
 
 def test_taken_over_in_the_middle_of_a_save(store: Store) -> None:
-    """The newer run sweeps what the older one is writing; the older one's step never appears."""
+    """The newer run deletes the files that the older one is writing; the older one's step never appears."""
     url = f"{store.url}/run"
     older = taken_over(store, url, r"(PUT|POST).*run/2/state\.\w+/tree\.json")
     with pytest.raises(hf.SaveFailedError, match="taken over"):
@@ -92,7 +92,7 @@ def test_a_store_that_is_silent_for_a_while_is_no_other_run(store: Store) -> Non
 
 
 def test_two_threads_save_to_one_path(store: Store) -> None:
-    """At most one of them is committed, and what is there is whole."""
+    """At most one of them is committed, and the checkpoint is whole."""
     for turn in range(4):
         url = f"{store.url}/{turn}"
         outcomes: list[Any] = []

@@ -13,7 +13,7 @@ import holdfast as hf
 
 
 def train(process: Process, environment: dict[str, str], url: str, last: int) -> Any:
-    """Saves some steps of a tree that is the same in both, and what each has of its own; restores the last."""
+    """Saves steps of a tree that both processes share and an item that each has alone; restores the last."""
     os.environ.update(environment)
     items = {
         "state": hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler(layout=hf.Layout(chunk_bytes=4096))),
@@ -29,7 +29,7 @@ def train(process: Process, environment: dict[str, str], url: str, last: int) ->
 
 def test_two_processes(store: Store) -> None:
     url = f"{store.url}/run"
-    for last in (3, 5):  # the second time, both go on from what is there
+    for last in (3, 5):  # the second time, both continue from the saved steps
         found = run_processes(train, 2, store.environment, url, last, backend="torch")
         assert found == [([last - 1, last], True, {"process": index, "at": last}) for index in range(2)]
     assert hf.verify(url).ok

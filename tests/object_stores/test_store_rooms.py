@@ -1,4 +1,4 @@
-"""Graphs, components, arrays of others and training loops by the URL of a store."""
+"""Graphs, components, arrays of other libraries and training loops at the URL of a store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.object_stores.conftest import Store
 
 import holdfast as hf
 from holdfast import components, graph
-from holdfast.engine.storage import requests
+from holdfast.engine.storage import object_store
 
 
 class Counter(components.Checkpointable):
@@ -96,7 +96,7 @@ def test_arrays_of_others(store: Store) -> None:
     """A folder of arrays that TensorStore wrote."""
     import tensorstore as ts
 
-    from holdfast.engine.storage.stores import shared_context, store_spec
+    from holdfast.engine.storage import shared_context, store_spec
 
     scheme, _, bucket = store.url.partition("://")
     base = {**store_spec(scheme, bucket), "path": "theirs/"}
@@ -110,8 +110,8 @@ def test_arrays_of_others(store: Store) -> None:
 def test_a_tree_of_components_whose_commit_has_no_answer(
     store: Store, done: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requests, "PATIENCE", 0.3)
-    monkeypatch.setattr(requests, "SLOWEST", 1 << 40)
+    monkeypatch.setattr(object_store, "REQUEST_TIMEOUT", 0.3)
+    monkeypatch.setattr(object_store, "SLOWEST", 1 << 40)
     url = f"{store.url}/components/three"
     made = Counter(4)
     made.count = 1

@@ -1,4 +1,4 @@
-"""What a disk does, the stores do: the same calls, the same results."""
+"""The same calls give the same results in a store as on a disk."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.engine.conftest import _assert_same as assert_same
-from tests.engine.test_remote import SCENARIOS
+from tests.fixtures import _assert_same as assert_same
 from tests.object_stores.conftest import Store
+from tests.object_stores.test_remote import SCENARIOS
 
 import holdfast as hf
 from holdfast.cli.main import main
 
-# Two look into the folders of items, which have new names for every save in object stores.
+# Two read the folders of items, which have new names for every save in object stores.
 NAMES = [name for name in SCENARIOS if name not in ("damage", "leftovers")]
 TREE = {"params": {"kernel": np.arange(600, dtype=np.float32)}, "step": 3}
 
@@ -46,7 +46,7 @@ def test_damaged_steps_are_passed_over(store: Store, caplog: pytest.LogCaptureFi
         restored = run.restore_latest()
         assert restored is not None
         assert (restored.step, [step for step, _ in restored.skipped]) == (1, [5, 4, 3, 2])
-        assert "is missing: the checkpoint is not whole" in restored.skipped[3][1]
+        assert "is missing: the checkpoint is incomplete" in restored.skipped[3][1]
         for step in (2, 3, 4, 5):
             run.save(step, TREE, force=True)
         run.wait_until_finished()

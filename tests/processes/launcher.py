@@ -20,7 +20,7 @@ from typing import Any
 from tests.processes.harness import Process
 
 IMPORTS = {
-    "none": ["numpy", "pytest", "holdfast.engine.manager", "tensorstore"],
+    "none": ["numpy", "pytest", "holdfast.engine.manager.manager", "tensorstore"],
     "jax": ["jax", "jax.numpy"],
     # The last is what optimizers and FSDP import when they are first used, in a second and a half.
     "torch": [
@@ -103,11 +103,12 @@ def connect(backend: str, request: dict[str, Any], index: int) -> None:
 
         os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={request['devices']}"
         configure: Any = jax.config.update
-        configure("jax_enable_recoverability", request["recoverable"])
-        jax.distributed.initialize(
-            f"127.0.0.1:{port}", count, index, heartbeat_timeout_seconds=request["heartbeat"],
-            coordinator_bind_address=f"127.0.0.1:{port}", cluster_detection_method="deactivate",
-        )  # fmt: skip
+        initialize: Any = jax.distributed.initialize
+        reach = {"coordinator_bind_address": f"127.0.0.1:{port}", "cluster_detection_method": "deactivate"}
+        if hasattr(jax.config, "jax_enable_recoverability"):  # since jax 0.6
+            configure("jax_enable_recoverability", request["recoverable"])
+            reach["heartbeat_timeout_seconds"] = request["heartbeat"]
+        initialize(f"127.0.0.1:{port}", count, index, **reach)
     elif backend == "torch":
         import torch.distributed
 

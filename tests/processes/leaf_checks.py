@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.engine.tree import ArrayLeaf, describe
-from holdfast.engine.tree.leaves import Part
+from holdfast.engine.pytree import ArrayLeaf, describe
+from holdfast.engine.pytree.leaves import Part
 
 Facts = tuple[tuple[Part, ...] | None, Any]
 """Parts and details of a leaf: what all processes have to agree on."""

@@ -15,7 +15,7 @@ def place(process: Process, more: int) -> tuple[int, int, int, bool]:
 
 
 def connected(process: Process) -> int:
-    from holdfast.engine.coordination import current_coordinator
+    from holdfast.engine.distributed import current_coordinator
 
     coordinator = current_coordinator()
     assert current_coordinator() is coordinator

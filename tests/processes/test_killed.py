@@ -11,21 +11,21 @@ import pytest
 from tests.processes.harness import Backend, Process, run_outcomes, run_processes, told
 
 import holdfast as hf
-from holdfast.engine.commit import PendingCheckpoint
-from holdfast.engine.coordination import Group
-from holdfast.engine.item import TreeWriter
-from holdfast.engine.participation import Follower
+from holdfast.engine.arrays import TreeWriter
+from holdfast.engine.checkpoint.commit import PendingCheckpoint
+from holdfast.engine.checkpoint.save import Worker
+from holdfast.engine.distributed import Rendezvous
 from holdfast.engine.storage import Location
 
 COUNT = 3
 PATIENCE = 3  # seconds; the others are as late as the machine is busy
 PHASES: dict[str, tuple[type, str, bool]] = {
     "before anything": (TreeWriter, "__init__", False),
-    "when it knows the folders": (Follower, "open", True),
-    "before it writes data": (Location, "write_data", False),
-    "when its data is written": (Location, "write_data", True),
-    "before it says so": (Group, "gather", False),
-    "after it has said so": (Group, "gather", True),
+    "when it knows the folders": (Worker, "open", True),
+    "before it writes data": (Location, "write_data_files", False),
+    "when its data is written": (Location, "write_data_files", True),
+    "before it says so": (Rendezvous, "gather", False),
+    "after it has said so": (Rendezvous, "gather", True),
     "before putting it together": (TreeWriter, "merge", False),
     "when it is put together": (TreeWriter, "merge", True),
     "before the record": (PendingCheckpoint, "commit", False),

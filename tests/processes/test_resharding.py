@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.processes.harness import Process, run_processes
+from tests.versions import enable_x64
 
 import holdfast as hf
 
@@ -45,7 +46,7 @@ def jax_tree(count: int) -> dict[str, Any]:
         return jax.make_array_from_callback(np.shape(array), sharding, lambda index: array[index])
 
     values = arrays()
-    with jax.enable_x64(True):
+    with enable_x64():
         return {
             "rows": put(values["rows"], "process"),
             "columns": put(values["columns"], None, ("process", "device")),
@@ -103,7 +104,7 @@ def load_jax(process: Process, *paths: str) -> int:
     template = jax_tree(process.count)
     expected = jax_values(template)
     for path in paths:
-        with jax.enable_x64(True):
+        with enable_x64():
             found = hf.load(path, like=template)
         assert jax.tree.map(lambda leaf: leaf.sharding, found) == jax.tree.map(lambda leaf: leaf.sharding, template)
         for one, other in zip(jax_values(found), expected, strict=True):

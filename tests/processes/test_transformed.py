@@ -12,8 +12,8 @@ from tests.processes.harness import Process, run_processes
 
 import holdfast as hf
 from holdfast import Transform
-from holdfast.engine.item import TreeReader
-from holdfast.engine.item.transformed import load_transformed_tree
+from holdfast.engine.arrays import TreeReader
+from holdfast.engine.arrays.transform import load_transformed_tree
 from holdfast.engine.storage import as_location
 
 SHAPE = (96, 1024)

@@ -6,8 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.engine.coordination import Coordinator
-from holdfast.engine.coordination.memory import memory_coordinators
+from holdfast.engine.distributed import Coordinator
 
 
 def together(count: int, work: Callable[[Coordinator], Any], *, timeout: float = 30.0) -> list[Any]:
@@ -27,3 +26,47 @@ def together(count: int, work: Callable[[Coordinator], Any], *, timeout: float =
         thread.join(timeout)
     assert not any(thread.is_alive() for thread in threads), "a process hangs"
     return results
+
+
+class MemoryCoordinator:
+    """A thread that acts as a process; made by `memory_coordinators`."""
+
+    def __init__(self, hub: _Hub, index: int, count: int) -> None:
+        self.process_index = index
+        self.process_count = count
+        self._hub = hub
+
+    def put(self, key: str, value: bytes) -> None:
+        with self._hub.changed:
+            self._hub.values[key] = value
+            self._hub.changed.notify_all()
+
+    def get(self, key: str, timeout: float) -> bytes:
+        with self._hub.changed:
+            if not self._hub.changed.wait_for(lambda: key in self._hub.values, timeout):
+                raise TimeoutError(f"no process stored {key} within {timeout:g} s")
+            return self._hub.values[key]
+
+    def try_get(self, key: str) -> bytes | None:
+        with self._hub.changed:
+            return self._hub.values.get(key)
+
+    def delete(self, key: str) -> None:
+        with self._hub.changed:
+            self._hub.values.pop(key, None)
+
+    def keys(self) -> list[str]:
+        with self._hub.changed:
+            return sorted(self._hub.values)
+
+
+class _Hub:
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.changed = threading.Condition()
+
+
+def memory_coordinators(count: int) -> list[MemoryCoordinator]:
+    """Make the coordinators of a program whose processes are threads of this process."""
+    hub = _Hub()
+    return [MemoryCoordinator(hub, index, count) for index in range(count)]

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.recipes.config_files import bundled_configs, read_config
-from holdfast.recipes.configuration import load_configuration, to_yaml
+from holdfast.recipes.configuration import bundled_configs, load_configuration, read_config, to_yaml
 from holdfast.recipes.problems import ConfigError
 from holdfast.recipes.registry import RECIPES
 from holdfast.recipes.schema import Section
@@ -367,11 +366,11 @@ def test_a_file_goes_before_a_bundled_name(tmp_path: Path, monkeypatch: pytest.M
     [
         (
             "flax_txt",
-            'flax_txt: no such file, and no configuration of this name comes with holdfast; did you mean "flax_text"?',
+            'flax_txt: no such file, and holdfast has no configuration of this name; did you mean "flax_text"?',
         ),
         (
             "/nowhere/else.yaml",
-            "/nowhere/else.yaml: no such file, and no configuration of this name comes with holdfast; "
+            "/nowhere/else.yaml: no such file, and holdfast has no configuration of this name; "
             "bundled: flax_digits, flax_text, lightning_digits, self_play",
         ),
     ],

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.recipes.configuration import load_configuration
-from holdfast.recipes.identity import differences
+from holdfast.recipes.runner import differences
 
 
 def changes(*arguments: str) -> list[tuple[str, str, str, bool]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import holdfast as hf
-from holdfast.engine.item import ArrayDatabase
+from holdfast.engine.arrays import ArrayDatabase
 from holdfast.recipes.configuration import load_configuration
 from holdfast.recipes.runner import run
 
@@ -22,8 +22,15 @@ def levels(path: Path) -> set[int | None]:
     return {found.compression for found in database.metadata(database.names) if found is not None}
 
 
-@pytest.mark.parametrize("recipe", ["flax_digits", "lightning_digits"])
-@pytest.mark.parametrize("level", [None, 3])
+@pytest.mark.parametrize(
+    ("recipe", "level"),
+    [
+        ("flax_digits", None),
+        ("flax_digits", 3),
+        ("lightning_digits", 3),
+        pytest.param("lightning_digits", None, marks=pytest.mark.sweep),
+    ],
+)
 def test_arrays_are_compressed_when_asked(
     recipe: str, level: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

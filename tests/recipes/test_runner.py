@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,12 @@ def preempt_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "stops"), [("flax_digits", [3, 4]), ("flax_text", [3]), ("lightning_digits", [3, 4, 5])]
+    ("recipe", "stops"),
+    [
+        ("flax_digits", [3, 4]),
+        pytest.param("flax_text", [3], marks=pytest.mark.needs("flax", "0.12")),
+        ("lightning_digits", [3, 4, 5]),
+    ],
 )
 def test_preemptions_change_no_bit(recipe: str, stops: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     assert train(recipe, "run_dir=whole") == Outcome(start=0, step=6, preempted=False)
@@ -210,6 +216,14 @@ def test_a_preemption_before_the_first_step(monkeypatch: pytest.MonkeyPatch, cap
 
     assert train("flax_digits") == Outcome(start=0, step=0, preempted=True)
     assert caplog.messages[-1] == "preempted before the first step: nothing to save; run the same command again"
+
+
+def test_a_package_that_is_too_old_names_the_command_that_updates_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("flax.nnx.List", raising=False)
+    monkeypatch.delitem(sys.modules, "holdfast.recipes.flax_text", raising=False)
+
+    with pytest.raises(MissingExtraError, match=r"flax_text needs flax 0\.12 or newer: pip install 'flax>=0\.12'"):
+        RECIPES["flax_text"].program()
 
 
 def test_a_missing_package_names_the_command_that_installs_it() -> None:

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,15 @@ import torch
 
 import holdfast as hf
 from holdfast.cli.main import main
-from holdfast.engine.components.preparing import PreparedComponents
-from holdfast.engine.item import ArrayDatabase
+from holdfast.engine.arrays import ArrayDatabase
+from holdfast.engine.components.saving import PreparedComponents
 from holdfast.recipes.configuration import load_configuration
 from holdfast.recipes.context import Outcome
 from holdfast.recipes.problems import ConfigError
 from holdfast.recipes.progress import Progress
 from holdfast.recipes.runner import run
 from holdfast.recipes.self_play import ActionPipeline, ObservationPipeline, Policy, Rules, Trainer, take_turn
-from holdfast.recipes.self_play.checkpoints import TrainerCheckpoints
+from holdfast.recipes.self_play.checkpoints import TrainerCallback
 
 SMALL = {
     "model.hidden": "[6]",
@@ -41,14 +40,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "self_play.md"
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
     caplog.set_level(logging.INFO, "holdfast")
     torch.set_num_threads(1)
-    logger = logging.getLogger("holdfast")  # which a command changes
-    handlers, propagate = logger.handlers[:], logger.propagate
-    yield
-    logger.handlers[:], logger.propagate = handlers, propagate
 
 
 def arguments(*given: str) -> list[str]:
@@ -124,7 +119,9 @@ def test_the_command_ends_with_75_and_goes_on(
     assert main(["run", "self_play", *arguments("checkpoint.resume=never")]) == 2
     assert main(["run", "self_play", *arguments("name=other", "checkpoint.resume=must")]) == 2
     errors = capsys.readouterr().err
-    assert "checkpoint.resume=never, but runs/self_play/checkpoints has checkpoints, the newest of step 4" in errors
+    assert (
+        "checkpoint.resume=never, but runs/self_play/checkpoints holds 2 checkpoint(s), the newest of step 4" in errors
+    )
     assert "checkpoint.resume=must, but there is no checkpoint in runs/other/checkpoints" in errors
 
 
@@ -155,13 +152,13 @@ def test_a_checkpoint_holds_what_was_when_it_was_saved() -> None:
     first.train_step()
     before = state_of(first)
 
-    with TrainerCheckpoints("run", first, save_interval_steps=1, save_at_end=False) as checkpoints:
-        checkpoints.on_step({})
+    with TrainerCallback("run", save_interval_steps=1, save_at_end=False) as checkpoints:
+        checkpoints.on_step(1, first)
         for _ in range(20):  # while it is being written
             first.train_step()
     assert state_of(first) != before
-    with TrainerCheckpoints("run", first, save_at_end=False) as checkpoints:
-        checkpoints.resume()
+    with TrainerCallback("run", save_at_end=False) as checkpoints:
+        assert checkpoints.restore_or_initialize(first) == (first, 1)
     assert state_of(first) == before
     assert hf.verify("run").ok
 
@@ -190,7 +187,7 @@ def test_the_first_error_is_the_one_that_is_raised(
     monkeypatch.setattr(Trainer, "evaluate", stop)
     with pytest.raises(KeyError, match="in the loop"):
         train("run_dir=other", "checkpoint.save_interval_steps=1")
-    assert "a save failed while the run was ending with KeyError" in caplog.messages
+    assert "a save failed while the training loop was ending with KeyError" in caplog.messages
 
 
 def test_the_learning_rate_is_that_of_the_configuration() -> None:

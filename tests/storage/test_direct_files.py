@@ -1,4 +1,4 @@
-"""Bulk files on a disk: direct I/O, its fallbacks, and what happens when something breaks in the middle."""
+"""Bulk files on a disk: direct I/O, its fallbacks, and failures in the middle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from holdfast.engine.errors import DamagedCheckpointError, StorageError, StorageFullError
-from holdfast.engine.storage import Location, Segment, as_location, direct_writer
+from holdfast.engine.storage import Location, Segment, as_location
+from holdfast.engine.storage import local as local_storage
 
 if TYPE_CHECKING:
     import pathlib
@@ -144,7 +145,7 @@ def test_a_full_disk_is_noticed_before_anything_is_computed(place: Location, mon
     def parts() -> Iterator[NDArray[np.uint8]]:
         raise AssertionError("asked for data")
 
-    monkeypatch.setattr(direct_writer, "is_direct", lambda _: True)
+    monkeypatch.setattr(local_storage, "is_direct", lambda _: True)
     monkeypatch.setattr(os, "posix_fallocate", posix_fallocate)
     with pytest.raises(StorageFullError, match=r"data: No space left.*free some space"):
         place.write_data(4096, [Segment(0, 4096, parts)])
@@ -242,24 +243,24 @@ def test_no_thread_can_be_started(place: Location, monkeypatch: pytest.MonkeyPat
 
 
 def test_several_threads_write_within_bounded_memory(place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
-    together = threading.Barrier(direct_writer.THREADS)
+    barrier = threading.Barrier(local_storage.THREADS)
     addresses = set()
 
     def pwrite(descriptor: int, data: Any, offset: int) -> int:
         addresses.add(np.frombuffer(data, np.uint8).ctypes.data)
-        assert len(data) <= direct_writer.BLOCK
+        assert len(data) <= local_storage.BLOCK
         return real_pwrite(descriptor, data, offset)
 
     def parts() -> Iterator[NDArray[np.uint8]]:
-        together.wait(20)  # Breaks unless every thread has a segment at the same time.
+        barrier.wait(20)  # Breaks unless every thread has a segment at the same time.
         yield from (DATA[:MIB] for _ in range(8))
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    count = direct_writer.THREADS
+    count = local_storage.THREADS
     for _ in range(2):  # The second time, with the same blocks.
         place.write_data(count * 8 * MIB, [Segment(number * 8 * MIB, 8 * MIB, parts) for number in range(count)])
         assert len(addresses) == count
-    assert count * direct_writer.BLOCK < 64 * MIB
+    assert count * local_storage.BLOCK < 64 * MIB
 
 
 def test_small_files_are_written_by_the_caller_alone(place: Location) -> None:
@@ -272,16 +273,16 @@ def test_small_files_are_written_by_the_caller_alone(place: Location) -> None:
 
 
 def test_one_error_stops_the_other_threads(place: Location) -> None:
-    together = threading.Barrier(2)
+    barrier = threading.Barrier(2)
     taken = []
 
     def fails() -> Iterator[NDArray[np.uint8]]:
-        together.wait(20)
+        barrier.wait(20)
         raise LookupError("no such leaf")
         yield DATA  # Makes this a generator.
 
     def long() -> Iterator[NDArray[np.uint8]]:
-        together.wait(20)
+        barrier.wait(20)
         for at in range(0, 8 * MIB, 64):
             taken.append(at)
             yield DATA[at : at + 64]

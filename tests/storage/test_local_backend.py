@@ -1,4 +1,4 @@
-"""What is special about file systems: links, pipes, the order of syncs, refusals."""
+"""File systems beyond the conformance suite: links, pipes, the order of syncs, refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(tmp_path: pathlib.Path) -> Location:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> list[tuple[str, ...]]:
-    """Records what reaches the disk, in order, with paths relative to the test's directory."""
+    """Records the calls that reach the disk, in order, with paths relative to the test's directory."""
     seen: list[tuple[str, ...]] = []
     temporary: dict[str, str] = {}
 

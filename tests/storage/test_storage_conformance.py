@@ -1,4 +1,4 @@
-"""What every backend promises, run for each of them."""
+"""The conformance suite of storage backends, run for each of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.engine.errors import (
-    DamagedCheckpointError,
-    InvalidLocationError,
-    ObjectNotFoundError,
-    StorageError,
-)
+from holdfast.engine.errors import DamagedCheckpointError, InvalidLocationError, ObjectNotFoundError, StorageError
 from holdfast.engine.storage import Buffer, DataFile, Location, Segment, as_location
 
 if TYPE_CHECKING:
@@ -29,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MIB = 1 << 20
-SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.differing_executors]  # One file serves all examples.
+SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.differing_executors]  # one file serves all examples
 NAMES = [
     "plain",
     "two words",
@@ -58,7 +53,7 @@ def segment(offset: int, data: NDArray[np.uint8], part: int = MIB) -> Segment:
 
 
 class BackendConformance:
-    """Subclasses give a ``root``: a location that does not exist yet and is cleared away afterwards."""
+    """Subclasses give a ``root``: a location that does not exist yet and is removed afterwards."""
 
     @pytest.fixture
     def folder(self, root: Location) -> Location:

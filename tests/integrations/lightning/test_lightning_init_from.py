@@ -15,7 +15,7 @@ import torch
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback
-from holdfast.integrations.lightning.initialization import take_weights
+from holdfast.integrations.lightning.callback import take_weights
 
 pytestmark = [
     # Lightning's advice on any data loader without worker processes
@@ -81,21 +81,6 @@ def test_weights_come_from_any_checkpoint(
     assert len([line for line in caplog.messages if line.startswith("took the weights from ")]) == 1
 
 
-def test_a_run_that_resumes_ignores_it(
-    program: Any, other: Any, new_directory: NewDirectory, caplog: pytest.LogCaptureFixture
-) -> None:
-    path, weights = other
-    directory = new_directory()
-    fit(program, directory, 2, seed=6, init_from=path / "weights.pt")
-
-    with caplog.at_level(logging.INFO, "holdfast"):
-        beginning, _ = fit(program, directory, 3, seed=7, init_from="/nowhere")
-
-    assert beginning.step == 2
-    assert not torch.equal(beginning.weights["output.weight"], weights["output.weight"])
-    assert "init_from=/nowhere is ignored, as the run resumes" in caplog.messages
-
-
 def test_every_difference_is_named(program: Any, other: Any, new_directory: NewDirectory, tmp_path: Path) -> None:
     _, weights = other
     changed = {**weights, "output.bias": torch.ones(2), "output.weight": weights["output.weight"].double()}
@@ -111,11 +96,6 @@ def test_every_difference_is_named(program: Any, other: Any, new_directory: NewD
         "output.bias",
         "output.weight",
     ]
-
-
-def test_nothing_is_begun_without_it(program: Any, new_directory: NewDirectory) -> None:
-    with pytest.raises(hf.CheckpointNotFoundError, match="nothing at this path"):
-        fit(program, new_directory(), 1, seed=6, init_from="/nowhere")
 
 
 def test_one_fit_after_another_takes_it_once(program: Any, other: Any, new_directory: NewDirectory) -> None:

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
-from holdfast.integrations.lightning import randomness
-from holdfast.integrations.lightning.loops import Taps
-from holdfast.integrations.lightning.metrics import MetricsLedger
-from holdfast.integrations.lightning.sharded import StateHandler
+from holdfast.integrations.lightning.epoch import capture_generators, restore_generators
+from holdfast.integrations.lightning.loops import LoopHooks
+from holdfast.integrations.lightning.saver import MetricsLedger
+from holdfast.integrations.lightning.strategies import StateHandler
 from holdfast.integrations.lightning.trees import from_tree, to_tree
 
 CPU = torch.device("cpu")
@@ -165,13 +165,13 @@ class Loader:
 def test_every_generator_goes_on_where_it_was(tmp_path: Any) -> None:
     loader = Loader(1)
     loader.draw()
-    state = randomness.capture(CPU, [loader])
+    state = capture_generators(CPU, [loader])
     expected = [loader.draw(), loader.draw()]
     saved = through_disk({"random": state}, tmp_path / "checkpoint")["random"]
     fresh = Loader(2)
-    randomness.restore(saved, CPU, [fresh])
+    restore_generators(saved, CPU, [fresh])
     assert [fresh.draw(), fresh.draw()] == expected
-    randomness.restore(saved, CPU, [])
+    restore_generators(saved, CPU, [])
     assert torch.rand(()).item() == expected[0][3]
 
 
@@ -184,7 +184,7 @@ def test_taking_the_state_does_not_change_it() -> None:
     np.random.seed(5)
     random.seed(5)
     loader = Loader(1)
-    randomness.capture(CPU, [loader])
+    capture_generators(CPU, [loader])
     assert loader.draw() == expected
 
 
@@ -196,9 +196,9 @@ class Loop:
         return f"advanced by {by}"
 
 
-def test_taps_come_off_in_any_order() -> None:
+def test_hooks_come_off_in_any_order() -> None:
     loop, other = Loop(), Loop()
-    first, second = Taps(), Taps()
+    first, second = LoopHooks(), LoopHooks()
     first.place(loop, "advance", lambda original, by: f"first({original(by)})")
     second.place(loop, "advance", lambda original, by: f"second({original(by)})")
     assert loop.advance(1) == "second(first(advanced by 1))"
@@ -209,20 +209,20 @@ def test_taps_come_off_in_any_order() -> None:
     assert loop.advance(1) == "advanced by 1"
 
 
-def test_taps_that_do_not_apply_do_nothing() -> None:
+def test_hooks_that_do_not_apply_do_nothing() -> None:
     loop, applies = Loop(), False
-    taps = Taps(lambda: applies)
-    taps.place(loop, "advance", lambda original, by: "tapped")
+    hooks = LoopHooks(lambda: applies)
+    hooks.place(loop, "advance", lambda original, by: "tapped")
     assert loop.advance(1) == "advanced by 1"
     applies = True
     assert loop.advance(1) == "tapped"
-    taps.remove()
+    hooks.remove()
     assert vars(loop) == {}
 
 
 def test_unknown_lightning_is_refused() -> None:
     with pytest.raises(hf.StateError, match=r"Loop has no method on_advance_end\(\)"):
-        Taps().place(Loop(), "on_advance_end", lambda original: None)
+        LoopHooks().place(Loop(), "on_advance_end", lambda original: None)
 
 
 # ---- templates for a part of a checkpoint

@@ -57,6 +57,9 @@ def whole(finish: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFac
     return run
 
 
+SWEEP = pytest.mark.sweep
+
+
 def compared(reports: list[Any]) -> list[Any]:
     return [[report["final"], report["random"]] for report in reports]
 
@@ -103,9 +106,9 @@ def test_two_processes_write_one_checkpoint(finish: Callable[..., list[Any]], tm
     ("kind", "who", "step", "options"),
     [
         pytest.param("signal_after", 1, 3, {}, id="one process"),
-        pytest.param("signal_after", 0, 1, {"loader": "stateful"}, id="process 0, stateful loaders"),
+        pytest.param("signal_after", 0, 1, {"loader": "stateful"}, id="process 0, stateful loaders", marks=SWEEP),
         pytest.param("signal_after", "all", 6, {"loader": "stateful"}, id="all"),
-        pytest.param("signal_in_validation_after", 1, 6, {}, id="in a validation"),
+        pytest.param("signal_in_validation_after", 1, 6, {}, id="in a validation", marks=SWEEP),
         pytest.param("signal_in_validation_after", 0, 5, {"loader": "stateful"}, id="validation, stateful loaders"),
         pytest.param("signal_after", 1, 3, {"strategy": "ddp with own buffers"}, id="own buffers"),
         pytest.param("signal_after", 1, 4, {"strategy": "fsdp2"}, id="FSDP2"),
@@ -139,7 +142,7 @@ def test_a_killed_process_costs_what_was_not_saved(
     assert compared(resumed) == compared(whole())
 
 
-@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 3), (2, 3)])
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 3), pytest.param(2, 3, marks=SWEEP)])
 def test_another_number_of_processes_goes_on(
     run_together: Run, stop: Callable[..., None], tmp_path: Path, before: int, now: int
 ) -> None:

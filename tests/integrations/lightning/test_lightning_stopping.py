@@ -7,10 +7,11 @@ import time
 from typing import Any
 
 import pytest
+from tests.processes.threads import memory_coordinators
 
-from holdfast.engine.coordination import memory_coordinators, next_group
+from holdfast.engine.distributed import next_rendezvous
 from holdfast.integrations.lightning.stopping import AgreedStop
-from holdfast.integrations.preemption import PreemptionSignal
+from holdfast.integrations.loop import PreemptionSignal
 
 BATCHES = 400
 PACE = 0.002  # seconds a batch
@@ -24,7 +25,7 @@ def run(told: int | None, validations: list[int], at: int = 50) -> list[tuple[in
 
     def train(index: int, coordinator: Any) -> None:
         preemption = PreemptionSignal()
-        stop = AgreedStop(next_group(coordinator, "stop"), preemption, lambda: validations[index])
+        stop = AgreedStop(next_rendezvous(coordinator, "stop"), preemption, lambda: validations[index])
         stop.begin()
         left[index] = batches(index, preemption, stop)
         assert preemption.received == (left[index] is not None or index == told)

@@ -1,0 +1,15 @@
+"""One pytree in its folder: plan, write, read, load."""
+
+from __future__ import annotations
+
+from .aggregate import AGGREGATE_LIMIT, AggregateHandler, MsgpackHandler, aggregate_details
+from .database import ArrayDatabase, Problem, naming
+from .digests import check_file, check_files, fsync_and_digest, read_checked
+from .extents import Range, read_ranges
+from .load import load_tree, tree_metadata
+from .plan import Layout, batches, check_level, check_size
+from .read import TreeReader
+from .snapshot import StagingBuffer
+from .source import NamedVariables, PartialTree, SavedLeaf, TreeSource, damaged_leaves
+from .transform import load_transformed_tree
+from .write import MANIFEST, HostTree, TreeWriter

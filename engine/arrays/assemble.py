@@ -1,0 +1,315 @@
+"""Arrays, and boxes of arrays, assembled from chunks as these arrive; every chunk is verified on the way."""
+
+from __future__ import annotations
+
+import errno
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise, product
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DamagedCheckpointError
+from ..format import ArrayMetadata, checksums_of, crc32c, decompress_exactly
+from ..pytree import Box, whole
+from ..storage import Buffer, aligned_empty
+from .extents import ChunkTable
+from .plan import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Bytes
+
+# Bytes; a smaller array is copied out of what was read, so that it does not keep all of that in memory.
+COPY = 256 << 10
+
+_SMALL = 8 << 10  # bytes of the largest array that shares its memory with others
+_INCOMPRESSIBLE = 1 << 10  # bytes that zstd adds at most to a chunk, besides 1 in 128
+_BLOCK = 64 << 10  # bytes that small arrays share: what one of them may hold on to
+_LARGE_BLOCK = 2 << 20  # the same where there are many: one huge page costs less than thirty small ones
+_WASTE = 256  # bytes between two small arrays that are copied along
+
+
+class ChunkDecoder:
+    """Reads the chunks of arrays with the same metadata."""
+
+    def __init__(self, metadata: ArrayMetadata) -> None:
+        self.dtype: np.dtype[Any] = metadata.dtype
+        self.shape = metadata.shape
+        self.chunk_shape = metadata.chunk_shape
+        self.grid = metadata.grid
+        self.chunk_count = metadata.chunk_count
+        # Bytes of the values of one chunk, and of the chunk in its file: an upper bound if chunks are compressed.
+        self.data_bytes = math.prod(metadata.chunk_shape) * metadata.dtype.itemsize
+        self.compressed = metadata.compression is not None
+        self.checksummed = metadata.checksummed
+        largest = self.data_bytes + self.data_bytes // 128 + _INCOMPRESSIBLE if self.compressed else self.data_bytes
+        self.stored_bytes = largest + (CHECKSUM_BYTES if self.checksummed else 0)
+        sole = metadata.chunk_shape == metadata.shape
+        # Whether the memory that the only chunk is read into becomes the array.
+        self.adopted = sole and not self.compressed and self.data_bytes >= COPY
+        self.lone = self.chunk_count == 1 and not self.compressed  # one chunk, of a size known in advance
+        self.key = b"/c" + b"/0" * len(self.shape)  # follows the array's name in the key of its only chunk
+        # Whether the array is handled together with other small ones.
+        self.small = sole and self.checksummed and not self.compressed and self.data_bytes <= _SMALL
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def why_not(self, length: int) -> str:
+        """Return why a stored chunk cannot have a length in bytes; "" if it can."""
+        if length == self.stored_bytes or (self.compressed and CHECKSUM_BYTES < length < self.stored_bytes):
+            return ""
+        return f"has {length} bytes, expected {'at most ' if self.compressed else ''}{self.stored_bytes}"
+
+    def content(self, data: Bytes, memory: Callable[[int], Bytes]) -> tuple[Bytes, str]:
+        """Return the values of a stored chunk, decompressed into ``memory``, and what is wrong with it, or ""."""
+        problem = self.why_not(data.size)
+        if problem:
+            return data, problem
+        values = data
+        if self.checksummed:
+            values = data[:-CHECKSUM_BYTES]
+            expected = int.from_bytes(data[-CHECKSUM_BYTES:].tobytes(), "little")
+            found = crc32c(values)
+            if found != expected:
+                return data, f"has crc32c {found:08x}, expected {expected:08x}"
+        if not self.compressed:
+            return values, ""
+        try:
+            return decompress_exactly(values, self.data_bytes, memory), ""
+        except DamagedCheckpointError as error:
+            return data, f"cannot be decompressed: {error}"
+
+    def chunk_box(self, number: int) -> Box:
+        """Return the elements that a chunk holds, including those beyond the array's end."""
+        position = np.unravel_index(number, self.grid) if self.grid else ()
+        start = [int(index) * size for index, size in zip(position, self.chunk_shape, strict=True)]
+        return Box.at(start, self.chunk_shape)
+
+    def chunks_in(self, box: Box) -> list[int]:
+        if not box.size:
+            return []
+        spans = [
+            range(low // size, -(-high // size))
+            for low, high, size in zip(box.start, box.stop, self.chunk_shape, strict=True)
+        ]
+        steps = [math.prod(self.grid[axis + 1 :]) for axis in range(len(self.grid))]
+        return [sum(map(int.__mul__, position, steps)) for position in product(*spans)]
+
+
+class OutputBox(NamedTuple):
+    """A wanted box of an array, and its position in the result."""
+
+    output: int
+    box: Box
+
+
+class Assembly:
+    """Collects the wanted arrays while their chunks arrive, from any number of threads.
+
+    Memory for an array is taken once a first chunk of it is verified: a description alone never costs memory. Without
+    ``keep``, chunks are verified and dropped.
+    """
+
+    def __init__(
+        self,
+        metadata: Sequence[ArrayMetadata],
+        boxes: Sequence[Sequence[Box] | None] | None = None,
+        *,
+        keep: bool,
+    ) -> None:
+        # Equal metadata is mostly one object; comparing identities is faster than comparing contents.
+        by_identity: dict[int, ChunkDecoder] = {}
+        by_content: dict[ArrayMetadata, ChunkDecoder] = {}
+        for one in metadata:
+            if id(one) not in by_identity:
+                if one not in by_content:
+                    by_content[one] = ChunkDecoder(one)
+                by_identity[id(one)] = by_content[one]
+        self.decoders = [by_identity[id(one)] for one in metadata]
+        self.keep = keep
+        self._boxes: dict[int, list[OutputBox]] = {}
+        self._outputs: list[int] = []  # of each array: its position in the result, or that of its first box
+        count = 0
+        for array, wanted in enumerate([None] * len(metadata) if boxes is None else boxes):
+            self._outputs.append(count)
+            if wanted is None:
+                count += 1
+            else:
+                self._boxes[array] = [OutputBox(count + position, box) for position, box in enumerate(wanted)]
+                count += len(wanted)
+        self._arrays: list[NDArray[Any] | None] = [None] * count
+        self._fill: dict[int, bytes] = {}
+        self._damaged: set[int] = set()
+        self._lock = threading.Lock()
+        self._threads = threading.local()  # of each, the buffer that it decompresses chunks into and copies them out of
+
+    def is_whole(self, array: int) -> bool:
+        return array not in self._boxes
+
+    def output_boxes(self, array: int) -> list[OutputBox]:
+        found = self._boxes.get(array)
+        return [OutputBox(self._outputs[array], whole(self.decoders[array].shape))] if found is None else found
+
+    def wanted_chunks(self, array: int) -> list[int]:
+        decoder = self.decoders[array]
+        if self.is_whole(array):
+            return list(range(decoder.chunk_count))
+        return sorted({chunk for wanted in self._boxes[array] for chunk in decoder.chunks_in(wanted.box)})
+
+    def keeps(self, array: int, chunk: int) -> bool:
+        """Return whether the memory that a chunk is read into becomes an array of the result."""
+        decoder = self.decoders[array]
+        if not self.keep or decoder.compressed or decoder.data_bytes < COPY:
+            return False
+        return any(self._is_chunk(decoder, chunk, wanted) for wanted in self.output_boxes(array))
+
+    def fill(self, array: int, element: bytes) -> None:
+        """Set the value of the elements of an array for which no chunk arrives."""
+        self._fill[array] = element
+
+    def give_up(self, array: int) -> None:
+        """Mark an array as damaged: its chunks are still verified, but it takes no memory."""
+        self._damaged.add(array)
+
+    def accept(self, array: int, chunk: int, data: Bytes, *, kept: bool = False) -> str:
+        """Check a chunk and copy it to its place; return what is wrong with it, or ""."""
+        decoder, boxes = self.decoders[array], self.output_boxes(array)
+        own = decoder.compressed and self.keep and any(self._is_chunk(decoder, chunk, one) for one in boxes)
+        values, problem = decoder.content(data, _fresh_memory if own else self._scratch)
+        if problem:
+            return f"chunk {chunk} {problem}"
+        if not self.keep or array in self._damaged:
+            return ""
+        view = values.view(decoder.dtype).reshape(decoder.chunk_shape)
+        kept = (kept or own) and view.flags.aligned and view.flags.writeable
+        for wanted in boxes:
+            if self._is_chunk(decoder, chunk, wanted):
+                self._arrays[wanted.output] = view if kept else view.copy()
+                kept = False  # another box of the same elements gets its own memory
+            else:
+                part = decoder.chunk_box(chunk)
+                common = part.common(wanted.box)
+                if common is not None:
+                    self._array(array, wanted)[common.within(wanted.box)] = view[common.within(part)]
+        return ""
+
+    def accept_many(
+        self, chunks: ChunkTable, rows: range, base: int, data: Bytes, kept: bool
+    ) -> Iterator[tuple[int, str]]:
+        """Accept chunks that were read in one piece; generate the row of each damaged one and what is wrong."""
+        others: Sequence[int] = rows
+        if len(rows) > 1:
+            span = slice(rows.start, rows.stop)
+            single = [self.decoders[array].small and array not in self._boxes for array in chunks.arrays[span].tolist()]
+            if any(single):
+                mask = np.array(single)
+                some = np.flatnonzero(mask) + rows.start
+                owners = chunks.arrays[some].tolist()
+                starts = chunks.offsets[some] - base
+                made, bad = _small_arrays(data, starts, [self.decoders[array] for array in owners], keep=self.keep)
+                for array, value in zip(owners, made, strict=True):
+                    self._arrays[self._outputs[array]] = value
+                others = sorted([*(np.flatnonzero(~mask) + rows.start).tolist(), *some[bad].tolist()])
+        for row in others:
+            start = int(chunks.offsets[row]) - base
+            array, chunk = int(chunks.arrays[row]), int(chunks.numbers[row])
+            stored = data[start : start + int(chunks.lengths[row])]
+            what = self.accept(array, chunk, stored, kept=kept and bool(chunks.kept[row]))
+            if what:
+                yield row, what
+
+    def finish(self) -> list[NDArray[Any] | None]:
+        """Return the arrays, box by box, in this machine's byte order; None for each that is damaged."""
+        if self._damaged or any(array is None for array in self._arrays):
+            self._fill_in()
+        for decoder in set(self.decoders):
+            if not decoder.dtype.isnative:
+                return [None if array is None else _native(array) for array in self._arrays]
+        return self._arrays
+
+    def _fill_in(self) -> None:
+        for array in range(len(self.decoders)):
+            for wanted in self.output_boxes(array):
+                if array in self._damaged:
+                    self._arrays[wanted.output] = None
+                elif self._arrays[wanted.output] is None:
+                    self._array(array, wanted)
+
+    def _scratch(self, nbytes: int) -> Bytes:
+        buffer: Buffer | None = getattr(self._threads, "buffer", None)
+        if buffer is None:
+            buffer = self._threads.buffer = Buffer()
+        return buffer.view(nbytes)
+
+    def _is_chunk(self, decoder: ChunkDecoder, chunk: int, wanted: OutputBox) -> bool:
+        """Return whether a wanted box is exactly this chunk."""
+        return decoder.chunk_shape == wanted.box.shape and decoder.chunk_box(chunk) == wanted.box
+
+    def _array(self, array: int, wanted: OutputBox) -> NDArray[Any]:
+        found = self._arrays[wanted.output]
+        if found is not None:
+            return found
+        with self._lock:
+            found = self._arrays[wanted.output]
+            if found is None:
+                found = self._arrays[wanted.output] = _empty(
+                    wanted.box.shape, self.decoders[array].dtype, self._fill.get(array)
+                )
+            return found
+
+
+def _small_arrays(
+    data: Bytes, starts: NDArray[np.int64], decoders: Sequence[ChunkDecoder], *, keep: bool
+) -> tuple[list[NDArray[Any] | None], NDArray[np.int64]]:
+    """Verify chunks that are whole small arrays, and copy them out.
+
+    Returns the arrays and the rows that need a closer look. What is done for each of ten thousand arrays must cost next
+    to nothing, so numpy handles all of them at once.
+    """
+    sizes = np.array([decoder.data_bytes for decoder in decoders], np.int64)
+    stops = starts + sizes
+    expected = data[stops[:, None] + np.arange(CHECKSUM_BYTES)].view("<u4")[:, 0]
+    found = checksums_of(data, starts, stops)
+    good = (found == expected) & ((starts - starts[0]) % CHUNK_ALIGNMENT == 0)
+    arrays: list[NDArray[Any] | None] = [None] * len(decoders)
+    if not keep:
+        return arrays, np.flatnonzero(found != expected)
+    rows = np.flatnonzero(good)
+    first, last = starts[rows], stops[rows]
+    size = _BLOCK if sizes.sum() < _LARGE_BLOCK else _LARGE_BLOCK
+    apart = (first[1:] - last[:-1] > _WASTE) | ((first[1:] - first[:1]) // size != (first[:-1] - first[:1]) // size)
+    bounds = [0, *(np.flatnonzero(apart) + 1).tolist(), len(rows)]
+    for low, high in pairwise(bounds):
+        if low == high:
+            continue
+        origin = int(first[low])
+        end = int(last[high - 1])
+        block = aligned_empty(end - origin) if end - origin > _BLOCK else np.empty(end - origin, np.uint8)
+        block[:] = data[origin:end]
+        places = (first[low:high] - origin).tolist()
+        for row, place in zip(rows[low:high].tolist(), places, strict=True):
+            arrays[row] = np.ndarray(decoders[row].shape, decoders[row].dtype, block, place)
+    return arrays, np.flatnonzero(~good)
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], fill: bytes | None) -> NDArray[Any]:
+    array = _fresh_memory(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+    if fill is not None:
+        array.reshape(-1).view(np.uint8).reshape(-1, len(fill))[...] = np.frombuffer(fill, np.uint8)
+    return array
+
+
+def _native(array: NDArray[Any]) -> NDArray[Any]:
+    """Return an array in this machine's byte order; not all libraries compute in the other."""
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _fresh_memory(nbytes: int) -> Bytes:
+    try:
+        return aligned_empty(nbytes)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise MemoryError(f"an array of {nbytes} bytes does not fit into the remaining memory") from error

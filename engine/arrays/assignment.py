@@ -1,0 +1,212 @@
+"""Which process writes which chunks of a tree that several processes save together.
+
+Every chunk lies inside one part of its array, so each process that holds the part can write the chunk. A chunk that one
+process alone holds is written by that process. All other chunks are dealt to their holders so that every process writes
+about the same: groups of few holders first, as they have the least choice, and large chunks before small ones. Every
+process computes the same assignment and need not ask the others. Equal arrays are dealt together, so the work depends
+on the number of classes of arrays, not on the number of chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import UnsupportedLeafError
+from ..pytree import Part, format_path
+from .plan import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Catalog, ChunkIds, Integers, part_corners
+
+_ROUNDS = 8  # in which overlapping groups balance their loads
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReplicaGroups:
+    """Which processes hold the chunks of an array."""
+
+    groups: Sequence[tuple[int, ...]]  # distinct groups of processes, each in ascending order
+    of_chunk: NDArray[np.int32]  # for each chunk, in C order, the position of its group in `groups`
+
+    def chunks_by_group(self) -> list[Integers]:
+        order = np.argsort(self.of_chunk, kind="stable")
+        ends = np.cumsum(np.bincount(self.of_chunk, minlength=len(self.groups)))
+        return np.split(order, ends[:-1])
+
+
+def replica_groups(
+    shape: tuple[int, ...], chunks: tuple[int, ...], parts: Sequence[Part], processes: int
+) -> ReplicaGroups:
+    """Return the holders of each chunk of an array; raise ValueError if its parts do not cover it exactly once."""
+    parts = [part for part in parts if 0 not in part.shape]
+    starts, ends = part_corners(parts)
+    if (ends > np.array(shape)).any() or sum(math.prod(part.shape) for part in parts) != math.prod(shape):
+        raise ValueError(f"its {len(parts)} parts do not cover its shape {list(shape)} exactly once")
+    grid = [-(-size // chunk) for size, chunk in zip(shape, chunks, strict=True)]
+    first, last = (starts // np.array(chunks)).tolist(), (-(-ends // np.array(chunks))).tolist()
+    of_chunk = np.full(grid, -1, np.int32)
+    groups: dict[tuple[int, ...], int] = {}
+    for part, low, high in zip(parts, first, last, strict=True):
+        of_chunk[tuple(map(slice, low, high))] = groups.setdefault(part.holders, len(groups))
+    if (of_chunk < 0).any():
+        raise ValueError(f"its {len(parts)} parts do not cover its shape {list(shape)} exactly once")
+    for group in groups:
+        if not group or min(group) < 0 or max(group) >= processes:
+            raise ValueError(
+                f"a part of it is held by the processes {list(group)}, expected some of 0 to {processes - 1}"
+            )
+    return ReplicaGroups(list(groups), of_chunk.reshape(-1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArrayClass:
+    """Arrays with the same chunks and the same holders."""
+
+    arrays: Integers  # their numbers, ascending
+    chunks: int  # number of chunks of each array
+    nbytes: int  # bytes of one chunk in a data file
+    replicas: ReplicaGroups | None  # which processes hold which chunk; None if every process holds all
+
+
+def _array_classes(catalog: Catalog, processes: int) -> list[ArrayClass]:
+    numbers_of: dict[int, list[int]] = {}
+    for number, encoding in enumerate(catalog.encodings):
+        numbers_of.setdefault(id(encoding), []).append(number)
+    classes = []
+    for numbers in numbers_of.values():
+        encoding = catalog.encodings[numbers[0]]
+        spec, parts = encoding.spec, encoding.parts
+        replicas: ReplicaGroups | None = None
+        if parts is None and not spec.shape:
+            # Numbers such as the time may differ between processes: process 0 writes all of them.
+            replicas = ReplicaGroups(((0,),), np.zeros(1, np.int32))
+        elif parts is not None and spec.chunks:
+            try:
+                replicas = replica_groups(spec.shape, spec.chunk_shape, parts, processes)
+            except ValueError as error:
+                raise UnsupportedLeafError(
+                    f"the leaf {format_path(catalog.names[numbers[0]])} cannot be saved: {error}"
+                ) from error
+        nbytes = -(-(spec.chunk_nbytes + CHECKSUM_BYTES) // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
+        classes.append(ArrayClass(np.array(numbers, np.int64), spec.chunks, nbytes, replicas))
+    return classes
+
+
+@dataclass(slots=True, eq=False)
+class _ChunkBatch:
+    """Chunks that one group holds of the arrays of a class, array by array."""
+
+    array_class: ArrayClass
+    numbers: Integers  # of these chunks in each array
+    ends: Integers | None = None  # number of chunks of the first holder, of the first two, and so on
+
+    @property
+    def count(self) -> int:
+        return len(self.array_class.arrays) * len(self.numbers)
+
+    def between(self, start: int, stop: int) -> ChunkIds:
+        arrays, chunks = np.divmod(np.arange(start, stop), len(self.numbers))
+        return self.array_class.arrays[arrays], self.numbers[chunks]
+
+
+class WriteAssignment:
+    """Every chunk of a tree assigned to one of the processes that hold it."""
+
+    def __init__(self, catalog: Catalog, processes: int) -> None:
+        self._classes = _array_classes(catalog, processes)
+        self._loads: Integers = np.zeros(processes, np.int64)  # bytes that each process writes
+        everyone = tuple(range(processes))
+        batches: dict[tuple[int, ...], list[_ChunkBatch]] = {}
+        for array_class in self._classes:
+            if not array_class.chunks:
+                continue
+            if array_class.replicas is None:
+                batches.setdefault(everyone, []).append(_ChunkBatch(array_class, np.arange(array_class.chunks)))
+                continue
+            groups = array_class.replicas.groups
+            for group, numbers in zip(groups, array_class.replicas.chunks_by_group(), strict=True):
+                if len(group) == 1:
+                    self._loads[group[0]] += array_class.nbytes * len(numbers) * len(array_class.arrays)
+                else:
+                    batches.setdefault(group, []).append(_ChunkBatch(array_class, numbers))
+        self._batches = {group: batches[group] for group in sorted(batches, key=lambda group: (len(group), group))}
+        self._deal()
+
+    def chunks_of(self, process: int) -> ChunkIds:
+        found: list[ChunkIds] = []
+        for array_class in self._classes:
+            replicas = array_class.replicas
+            if replicas is None or (process,) not in replicas.groups:
+                continue
+            numbers = np.flatnonzero(replicas.of_chunk == replicas.groups.index((process,)))
+            found.append((np.repeat(array_class.arrays, len(numbers)), np.tile(numbers, len(array_class.arrays))))
+        for group, batches in self._batches.items():
+            if process not in group:
+                continue
+            position = group.index(process)
+            for batch in batches:
+                assert batch.ends is not None
+                start = int(batch.ends[position - 1]) if position else 0
+                found.append(batch.between(start, int(batch.ends[position])))
+        if not found:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        arrays, numbers = (np.concatenate(column) for column in zip(*found, strict=True))
+        return arrays, numbers
+
+    def _deal(self) -> None:
+        members = {group: np.array(group) for group in self._batches}
+        expected = self._expected(members)
+        for group in self._batches:
+            self._loads[members[group]] += expected[group]
+        for group, batches in self._batches.items():
+            loads = self._loads[members[group]] - expected[group]
+            for batch in sorted(batches, key=lambda batch: -batch.array_class.nbytes):
+                nbytes = batch.array_class.nbytes
+                counts = _even_counts(loads, batch.count, nbytes)
+                loads += counts * nbytes
+                batch.ends = np.cumsum(counts)
+            self._loads[members[group]] = loads
+
+    def _expected(self, members: dict[tuple[int, ...], NDArray[np.int64]]) -> dict[tuple[int, ...], Integers]:
+        """Return the bytes each holder would get of each group's chunks if chunks could be cut anywhere.
+
+        Groups can overlap, as the rows and the columns of a mesh do. Each group in turn fills up its holders with the
+        least load, for several rounds, which approaches the most even division.
+        """
+        expected = {group: np.zeros(len(group), np.int64) for group in self._batches}
+        loads = self._loads.copy()
+        for _ in range(_ROUNDS if len(self._batches) > 1 else 1):
+            moved = 0
+            for group, batches in self._batches.items():
+                others = loads[members[group]] - expected[group]
+                level = _level(others, sum(batch.count * batch.array_class.nbytes for batch in batches))
+                filled = np.maximum(level - others, 0)
+                moved = max(moved, int(np.abs(filled - expected[group]).max()))
+                expected[group] = filled
+                loads[members[group]] = others + filled
+            if moved * 100 <= int(loads.max()):
+                break
+        return expected
+
+
+def _level(loads: Integers, nbytes: int) -> int:
+    """Return the level to which ``nbytes`` fill up the smallest loads."""
+    ordered = np.sort(loads)
+    # Filling the first k loads to the height of the next takes k times that height, less what they have.
+    below = np.cumsum(ordered)
+    needed = ordered[1:] * np.arange(1, len(ordered)) - below[:-1]
+    count = int(np.searchsorted(needed, nbytes, "left")) + 1
+    return (nbytes + int(below[count - 1])) // count
+
+
+def _even_counts(loads: Integers, count: int, nbytes: int) -> Integers:
+    """Return the number of equal chunks for each holder, so that the loads become as even as possible."""
+    counts = np.maximum(_level(loads, count * nbytes) - loads, 0) // nbytes
+    left = count - int(counts.sum())
+    while left > 0:
+        least = np.argsort(loads + counts * nbytes, kind="stable")[:left]
+        counts[least] += 1
+        left -= len(least)
+    return counts

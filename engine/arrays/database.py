@@ -1,0 +1,306 @@
+"""A folder of named arrays: an OCDBT database that holds zarr v3 arrays, as holdfast and TensorStore write it.
+
+An array of one chunk is returned in the memory that was read, without a copy. The checksum of every chunk is verified.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DamagedCheckpointError, FormatVersionError, ObjectNotFoundError
+from ..format import (
+    METADATA_LIMIT,
+    ArrayMetadata,
+    FileRecord,
+    chunk_keys,
+    decode_array_metadata,
+    decode_database,
+    decode_fill_value,
+    metadata_key,
+)
+from ..pytree import Box
+from ..storage import DataReader, Location
+from .assemble import Assembly
+from .digests import is_missing, read_checked, required
+from .extents import ChunkTable, Extent, plausible, read_chunks
+from .plan import Bytes
+from .write import MANIFEST
+
+_SMALL_FILE_LIMIT = 512 << 20  # bytes of a file that is read in one piece
+_METADATA_SUFFIX = b"/zarr.json"
+# Limits for all chunks together that are not stored because they hold only their array's fill value.
+_FILLED_CHUNKS = 1 << 20
+_FILLED_BYTES = 4 << 30
+
+
+class Problem(NamedTuple):
+    """Damage in a checkpoint: the file, the leaf (or ``""``), and what is wrong."""
+
+    file: str
+    leaf: str
+    what: str
+
+
+@contextlib.contextmanager
+def naming(location: Location) -> Iterator[None]:
+    """Add a location to errors about content that do not name it."""
+    try:
+        yield
+    except (DamagedCheckpointError, FormatVersionError) as error:
+        if location.url in str(error):
+            raise
+        raise type(error)(f"{location}: {error}") from error
+
+
+class Search(NamedTuple):
+    """Functions that the search for chunks calls for each one that does not lie in a data file."""
+
+    report: Callable[[str, int, str], None]  # file (or "" for the index), array, what is wrong
+    inline: Callable[[int, int, Bytes], None]  # array, number of a chunk that lies in the index, its bytes
+    fill: Callable[[int], None]  # array of which a chunk is not stored
+
+
+class ArrayDatabase:
+    """Named arrays in a folder, opened for reading.
+
+    A folder of a checkpoint (``files`` is given) holds every chunk. Other writers leave out chunks that hold only the
+    array's fill value, so a chunk missing from their folders stands for that value.
+    """
+
+    def __init__(self, location: Location, files: Mapping[str, FileRecord] | None = None) -> None:
+        self._location = location
+        self._files = files
+        self._metadata: dict[str, ArrayMetadata | None] = {}
+        self.bytes_read = 0  # so far, from all files, including gaps between chunks
+        manifest = self.read_file(MANIFEST)
+        with naming(location):
+            self._entries = decode_database(manifest, self._read_node)
+        self._rows = dict(zip(self._entries.keys, range(len(self._entries)), strict=True))
+        self._added: dict[bytes, bytes] = {}  # contents of chunks from memory, by their keys
+
+    def read_file(self, path: str) -> bytes:
+        """Read a small file of the folder and compare it with the commit record."""
+        known = None if self._files is None else self._files.get(path)
+        content = read_checked(self._location / path, known, limit=_SMALL_FILE_LIMIT)
+        self.bytes_read += len(content)
+        return content
+
+    @property
+    def names(self) -> list[str]:
+        """Name of the arrays, in the order of the index; a lone array may have the name ""."""
+        end = len(_METADATA_SUFFIX)
+        keys = [key[:-end] for key in self._entries.keys if key.endswith(_METADATA_SUFFIX)]
+        if metadata_key("") in self._rows:
+            keys.append(b"")
+        try:
+            return [key.decode() for key in keys]
+        except UnicodeDecodeError as error:
+            raise DamagedCheckpointError(f"{self._location}: a name in the index is not text: {error}") from error
+
+    def add(self, arrays: Mapping[str, tuple[ArrayMetadata, bytes]]) -> None:
+        """Add arrays from memory, each as one chunk."""
+        for name, (metadata, content) in arrays.items():
+            self._metadata[name] = metadata
+            self._added |= dict.fromkeys(chunk_keys(name, metadata.grid), content)
+
+    def metadata(self, names: Sequence[str]) -> list[ArrayMetadata | None]:
+        known = self._metadata
+        missing = [name for name in names if name not in known]
+        decoded: dict[bytes, ArrayMetadata] = {}
+        for name in missing:
+            text = self._metadata_text(name)
+            if text is None:
+                known[name] = None
+                continue
+            metadata = decoded.get(text)
+            if metadata is None:
+                try:
+                    metadata = decoded[text] = decode_array_metadata(text)
+                except (DamagedCheckpointError, FormatVersionError) as error:
+                    raise type(error)(f"{self._location}: array {name!r}: {error}") from error
+            known[name] = metadata
+        return [known[name] for name in names]
+
+    def read(
+        self, names: Sequence[str], boxes: Sequence[Sequence[Box] | None] | None = None
+    ) -> tuple[list[NDArray[Any] | None], list[Problem]]:
+        """Read whole arrays, or boxes and only the chunks that overlap them; None for each that is damaged."""
+        assembly = Assembly(self._known(names), boxes, keep=True)
+        problems = self._fetch(names, assembly)
+        return assembly.finish(), problems
+
+    def verify(self, names: Sequence[str]) -> list[Problem]:
+        return self._fetch(names, Assembly(self._known(names), keep=False))
+
+    def _known(self, names: Sequence[str]) -> list[ArrayMetadata]:
+        found = []
+        for name, metadata in zip(names, self.metadata(names), strict=True):
+            if metadata is None:
+                raise DamagedCheckpointError(f"{self._location}: the index holds no array {name!r}")
+            found.append(metadata)
+        return found
+
+    def _metadata_text(self, name: str) -> bytes | None:
+        """Return the metadata of an array, from the index or from the file that it names; None if there is none."""
+        row = self._rows.get(metadata_key(name))
+        if row is None:
+            return None
+        entries = self._entries
+        found = entries.inline[row]
+        if found is not None:
+            return found
+        length = int(entries.lengths[row])
+        if length > METADATA_LIMIT:
+            raise DamagedCheckpointError(
+                f"{self._location}: the metadata of array {name!r} takes {length} bytes, expected at most "
+                f"{METADATA_LIMIT}"
+            )
+        return self._read_node(entries.files[entries.file_ids[row]], int(entries.offsets[row]), length)
+
+    def _read_node(self, path: str, offset: int, length: int) -> bytes:
+        with self._open(path) as file, required(self._location / path):
+            self.bytes_read += length
+            return file.read(offset, length).tobytes()
+
+    def _open(self, path: str) -> DataReader:
+        known = None if self._files is None else self._files.get(path)
+        with required(self._location / path):
+            return (self._location / path).open_data(size=None if known is None else known.size)
+
+    def _fetch(self, names: Sequence[str], assembly: Assembly) -> list[Problem]:
+        problems: list[Problem] = []
+        lock = threading.Lock()
+
+        def report(file: str, array: int, what: str) -> None:
+            with lock:
+                assembly.give_up(array)
+                problems.append(Problem(file or MANIFEST, names[array], what))
+
+        def accept(array: int, chunk: int, content: Bytes) -> None:
+            what = assembly.accept(array, chunk, content)
+            if what:
+                report(MANIFEST, array, what)
+
+        def fill(array: int) -> None:
+            with naming(self._location):
+                assembly.fill(array, decode_fill_value(self._metadata_text(names[array]) or b""))
+
+        found = self._find(names, assembly, Search(report, accept, fill))
+
+        def failed(table: ChunkTable, row: int, error: object) -> None:
+            file = table.file(row)
+            what = is_missing(self._location / file) if isinstance(error, ObjectNotFoundError) else str(error)
+            report(file, int(table.arrays[row]), what)
+
+        def use(extent: Extent, data: Bytes) -> None:
+            rows = range(extent.first, extent.stop)
+            for row, what in assembly.accept_many(chunks, rows, extent.offset, data, extent.kept):
+                failed(chunks, row, what)
+
+        with contextlib.ExitStack() as stack:
+            files: dict[str, DataReader] = {}
+            for number in np.unique(found.file_ids).tolist():
+                path = found.files[number]
+                try:
+                    files[path] = stack.enter_context(self._open(path))
+                except DamagedCheckpointError as error:
+                    for row in np.flatnonzero(found.file_ids == number).tolist():
+                        failed(found, row, error)
+            sizes = {path: self._size(path, file) for path, file in files.items()}
+            chunks = plausible(found, sizes, partial(failed, found))
+            self.bytes_read += read_chunks(
+                files, chunks, use, partial(failed, chunks), remote=not self._location.is_local
+            )
+        return sorted(set(problems))
+
+    def _size(self, path: str, file: DataReader) -> int:
+        """Return the size of a data file, or an upper bound: object stores tell it only when a file is read."""
+        known = None if self._files is None else self._files.get(path)
+        if self._location.is_local:
+            return file.size
+        return (1 << 63) - 1 if known is None else known.size
+
+    def _find(self, names: Sequence[str], assembly: Assembly, search: Search) -> ChunkTable:
+        """Find the chunks that arrays need, sorted by their place in the data files."""
+        sparse = self._files is None
+        lone, others = self._lone_chunks(names, assembly)
+        rows: list[tuple[int, int, int, int]] = []
+        # The expected chunks are counted first: a hostile shape could make listing them take forever.
+        left = len(self._rows) + len(self._added) + (_FILLED_CHUNKS if sparse else 0) - len(lone)
+        filled = _FILLED_BYTES
+        for array in others:
+            decoder = assembly.decoders[array]
+            if decoder.chunk_count > left:
+                what = f"expected {decoder.chunk_count} chunks; the whole index has {len(self._rows)} entries"
+                search.report("", array, what)
+                continue
+            left -= decoder.chunk_count
+            keys = chunk_keys(names[array], decoder.grid)
+            wanted = assembly.wanted_chunks(array)
+            stored = [number for number in wanted if keys[number] in self._rows or keys[number] in self._added]
+            if len(stored) < len(wanted):
+                filled -= decoder.nbytes
+                if not sparse or filled < 0:
+                    missing = min(set(wanted).difference(stored))
+                    search.report("", array, f"chunk {missing} is not in the index")
+                    continue
+                search.fill(array)
+            rows += self._in_files(keys, stored, array, assembly, search)
+        return self._table(np.concatenate([lone, np.array(rows, np.int64).reshape(-1, 4)])).sorted()
+
+    def _lone_chunks(self, names: Sequence[str], assembly: Assembly) -> tuple[NDArray[np.int64], list[int]]:
+        """Find the only chunks of arrays, in data files and of the right size: thousands in a few steps."""
+        get, decoders = self._rows.get, assembly.decoders
+        able = [
+            decoder.lone and bool(name) and assembly.is_whole(array)
+            for array, (name, decoder) in enumerate(zip(names, decoders, strict=True))
+        ]
+        arrays = [array for array, one in enumerate(able) if one]
+        found = [get(names[array].encode() + decoders[array].key, -1) for array in arrays]
+        table = np.zeros((len(arrays), 4), np.int64)
+        table[:, 0], table[:, 1] = found, arrays
+        table[:, 3] = [decoders[array].adopted for array in arrays] if assembly.keep else 0
+        sizes = np.array([decoders[array].stored_bytes for array in arrays], np.int64)
+        good = table[:, 0] >= 0
+        good[good] = self._entries.lengths[table[good, 0]] == sizes[good]  # an inline value has length 0 there
+        others = [array for array, one in enumerate(able) if not one] + table[~good, 1].tolist()
+        return table[good], sorted(others)
+
+    def _in_files(
+        self, keys: Sequence[bytes], numbers: Sequence[int], array: int, assembly: Assembly, search: Search
+    ) -> list[tuple[int, int, int, int]]:
+        """Return the chunks of one array that lie in data files; hand over those that lie in the index."""
+        decoder, entries = assembly.decoders[array], self._entries
+        located = []
+        for number in numbers:
+            row = self._rows.get(keys[number])
+            content = self._added[keys[number]] if row is None else entries.inline[row]
+            if content is not None:
+                search.inline(array, number, np.frombuffer(content, np.uint8))
+                continue
+            assert row is not None
+            what = decoder.why_not(int(entries.lengths[row]))
+            if what:
+                search.report(entries.files[entries.file_ids[row]], array, f"chunk {number} {what}")
+            else:
+                located.append((row, array, number, int(assembly.keeps(array, number))))
+        return located
+
+    def _table(self, table: NDArray[np.int64]) -> ChunkTable:
+        rows, entries = table[:, 0], self._entries
+        return ChunkTable(
+            files=entries.files,
+            file_ids=entries.file_ids[rows],
+            offsets=entries.offsets[rows],
+            lengths=entries.lengths[rows],
+            arrays=table[:, 1],
+            numbers=table[:, 2],
+            kept=table[:, 3] != 0,
+        )

@@ -1,0 +1,256 @@
+"""From arrays in host memory to the bytes of data files.
+
+Chunks and their checksums come in pieces small enough to stay in the processor's cache. Where compressed chunks lie is
+known only after compression.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import StateError, UnsupportedLeafError
+from ..format import compress_chunks, crc32c, extend
+from ..pytree import CastProblem, Piece, cast_checked, format_path
+from ..storage import Segment, parallel_map
+from .plan import CHECKSUM_BYTES, SEGMENT_ALIGNMENT, ArraySpec, Bytes, Layout, PlannedSegment, batches
+
+_STEP = 1 << 20  # a piece this large is still in the second-level cache when it is copied after its checksum was taken
+_SMALL = 64 << 10  # chunks up to this size are joined before they are handed on, to save a step for each
+_FILE_BYTES = 128 << 20  # content of one data file of compressed chunks, before compression
+_FILES = 2  # number of such files that are compressed or written, and thus in memory, at a time
+_GROUP_BYTES = 16 << 20
+_GROUP_CHUNKS = 4096
+_THREADS = 16
+
+
+class Source(NamedTuple):
+    spec: ArraySpec
+    dtype: np.dtype[np.generic]  # element type as it is stored, little endian
+    # Host arrays that cover once what this process writes; those of another dtype are cast chunk by chunk.
+    pieces: Sequence[Piece]
+    name: str = ""  # the leaf's name, for errors
+
+
+def segment_parts(segment: PlannedSegment, sources: Sequence[Source]) -> Iterator[Bytes]:
+    """Generate the bytes of a segment: chunks, checksums and the gaps between them."""
+    position = segment.offset
+    joined: list[bytes] = []
+    waiting = 0
+    for chunk in segment.chunks:
+        source = sources[chunk.array]
+        gap = chunk.offset - position
+        data = _chunk_bytes(source, chunk.number)
+        full = source.spec.chunk_nbytes
+        position = chunk.offset + full + CHECKSUM_BYTES
+        if full <= _SMALL:
+            raw = data.tobytes() if len(data) == full else data.tobytes().ljust(full, b"\0")
+            joined += (bytes(gap), raw, struct.pack("<I", crc32c(raw)))
+            waiting += gap + full + CHECKSUM_BYTES
+            if waiting < _STEP:
+                continue
+            yield _join(joined)
+            joined, waiting = [], 0
+            continue
+        yield _join([*joined, bytes(gap)])
+        joined, waiting = [], 0
+        checksum = 0
+        for start in range(0, len(data), _STEP):
+            part = data[start : start + _STEP]
+            checksum = extend(checksum, part)
+            yield part
+        for start in range(len(data), full, _STEP):
+            part = np.zeros(min(_STEP, full - start), np.uint8)
+            checksum = extend(checksum, part)
+            yield part
+        yield _join([struct.pack("<I", checksum)])
+    if joined:
+        yield _join(joined)
+
+
+def _join(parts: list[bytes]) -> Bytes:
+    return np.frombuffer(b"".join(parts), np.uint8)
+
+
+def chunk_bytes(source: Source, number: int) -> Bytes:
+    """Return a chunk's bytes at its full size, padded with zeros."""
+    data = _chunk_bytes(source, number)
+    if len(data) == source.spec.chunk_nbytes:
+        return data
+    whole = np.zeros(source.spec.chunk_nbytes, np.uint8)
+    whole[: len(data)] = data
+    return whole
+
+
+def _chunk_bytes(source: Source, number: int) -> Bytes:
+    """Return a chunk's bytes; a chunk at the end of an axis may be shorter than its full size."""
+    spec = source.spec
+    pieces = source.pieces
+    if len(pieces) == 1:
+        array = pieces[0].array
+        if array.dtype == source.dtype and array.flags.c_contiguous and array.shape == spec.shape:
+            if spec.chunks == 1:
+                return array.reshape(-1).view(np.uint8)
+            if spec.contiguous:
+                starts = spec.chunk_start(number)
+                first = int(np.ravel_multi_index(starts, spec.shape)) * spec.itemsize
+                flat = array.reshape(-1).view(np.uint8)
+                return flat[first : first + math.prod(spec.extent(starts)) * spec.itemsize]
+    starts = spec.chunk_start(number)
+    extent = spec.extent(starts)
+    for piece in pieces:
+        data = _view(piece, source, starts, extent)
+        if data is not None:
+            return data
+    return _gather(source, starts, extent)
+
+
+def _view(piece: Piece, source: Source, starts: Sequence[int], extent: Sequence[int]) -> Bytes | None:
+    """Return a chunk's bytes as a view of a piece; None if the piece does not hold all of them in one run."""
+    array = piece.array
+    if array.dtype != source.dtype or tuple(extent) != source.spec.chunk_shape:
+        return None
+    inside = []
+    for start, size, begin, length in zip(starts, extent, piece.start, array.shape, strict=True):
+        if not begin <= start <= start + size <= begin + length:
+            return None
+        inside.append(slice(start - begin, start - begin + size))
+    part = array[tuple(inside)]
+    return part.reshape(-1).view(np.uint8) if part.flags.c_contiguous else None
+
+
+def _gather(source: Source, starts: Sequence[int], extent: Sequence[int]) -> Bytes:
+    """Copy a chunk together from all pieces that hold a part of it."""
+    shape = source.spec.chunk_shape
+    chunk = np.zeros(shape, source.dtype)
+    missing = math.prod(extent)
+    for piece in source.pieces:
+        here, there = [], []
+        for start, size, begin, length in zip(starts, extent, piece.start, piece.array.shape, strict=True):
+            low, high = max(start, begin), min(start + size, begin + length)
+            if low >= high:
+                break
+            here.append(slice(low - start, high - start))
+            there.append(slice(low - begin, high - begin))
+        else:
+            part = piece.array[tuple(there)]
+            place: Any = (*here, ...)  # a view, also of an array without axes
+            try:
+                cast_checked(part, source.dtype, chunk[place])
+            except CastProblem as problem:
+                raise UnsupportedLeafError(f"{format_path(source.name)}: {problem}") from None
+            missing -= part.size
+    if missing:
+        raise StateError(
+            f"{format_path(source.name)}: this process must write {math.prod(extent)} elements from {list(starts)} of "
+            f"shape {list(source.spec.shape)} and lacks {missing} of them, which it should hold by its sharding"
+        )
+    return chunk.reshape(-1).view(np.uint8)
+
+
+class CompressedChunk(NamedTuple):
+    """Where a compressed chunk was written; its length in bytes includes its checksum."""
+
+    array: int
+    number: int
+    file: int
+    offset: int
+    length: int
+
+
+class ChunkToCompress(NamedTuple):
+    """A chunk, by the numbers of its array and its own, and its level of compression."""
+
+    array: int
+    number: int
+    level: int
+
+
+def write_compressed(
+    chunks: Sequence[ChunkToCompress],
+    sources: Sequence[Source],
+    layout: Layout,
+    first_file: int,
+    write: Callable[[int, int, Sequence[Segment]], None],
+) -> tuple[list[CompressedChunk], list[int]]:
+    """Compress chunks with several threads; write one file while the chunks of another are compressed."""
+
+    def size(chunk: ChunkToCompress) -> int:
+        return sources[chunk.array].spec.chunk_nbytes
+
+    files_of = list(batches(chunks, size, min(_FILE_BYTES, layout.data_file_bytes)))
+
+    def write_batch(number: int) -> tuple[list[CompressedChunk], int]:
+        stored = _compressed(files_of[number], sources)
+        segments, offsets, size = _lay_out(stored, layout.segment_bytes)
+        file = first_file + number
+        write(file, size, segments)
+        placed = [
+            CompressedChunk(chunk.array, chunk.number, file, offset, len(data))
+            for chunk, offset, data in zip(files_of[number], offsets, stored, strict=True)
+        ]
+        return placed, size
+
+    files = parallel_map(write_batch, range(len(files_of)), _FILES, name="holdfast-compressed-file")
+    return [chunk for placed, _ in files for chunk in placed], [size for _, size in files]
+
+
+def _compressed(batch: Sequence[ChunkToCompress], sources: Sequence[Source]) -> list[bytes]:
+    """Compress chunks in groups of one size and level; return their bytes in the order of the batch."""
+    groups: list[list[int]] = []
+    current: dict[tuple[int, int], list[int]] = {}
+    for position, chunk in enumerate(batch):
+        nbytes = sources[chunk.array].spec.chunk_nbytes
+        group = current.get((nbytes, chunk.level))
+        if group is None or len(group) == _GROUP_CHUNKS or (len(group) + 1) * nbytes > _GROUP_BYTES:
+            group = current[nbytes, chunk.level] = []
+            groups.append(group)
+        group.append(position)
+
+    def compress(group: Sequence[int]) -> list[bytes]:
+        chunks = [batch[position] for position in group]
+        raw = [chunk_bytes(sources[chunk.array], chunk.number) for chunk in chunks]
+        return compress_chunks(raw, chunks[0].level)
+
+    threads = min(_THREADS, os.cpu_count() or 1)
+    found: dict[int, bytes] = {}
+    for group, stored in zip(groups, parallel_map(compress, groups, threads, name="holdfast-compress"), strict=True):
+        found.update(zip(group, stored, strict=True))
+    return [found[position] for position in range(len(batch))]
+
+
+def _lay_out(stored: Sequence[bytes], segment_bytes: int) -> tuple[list[Segment], list[int], int]:
+    """Place the bytes of chunks one after the other; return segments, the offset of each chunk, and the total."""
+    segments: list[Segment] = []
+    offsets: list[int] = []
+    members: list[bytes] = []
+    start = end = 0
+
+    def close() -> None:
+        nonlocal members, start, end
+        if members:
+            segments.append(Segment(start, sum(map(len, members)), partial(_pieces, members)))
+            members = []
+        start = end = -(-end // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+
+    for data in stored:
+        if members and end + len(data) - start > segment_bytes:
+            close()
+        offsets.append(end)
+        members.append(data)
+        end += len(data)
+    size = end
+    close()
+    return segments, offsets, size
+
+
+def _pieces(members: Sequence[bytes]) -> Iterator[Bytes]:
+    joined = np.frombuffer(b"".join(members), np.uint8)
+    for start in range(0, len(joined), _STEP):
+        yield joined[start : start + _STEP]

@@ -1,0 +1,184 @@
+"""Load a saved tree as the caller asks for it: by a template, a selection, and requests for single leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from ..errors import OptionError, TreeMismatchError
+from ..pytree import (
+    Flattened,
+    LeafMetadata,
+    LeafRequest,
+    LeafTemplate,
+    Partition,
+    PathFilter,
+    Patterns,
+    compare,
+    compare_metadata,
+    describe_template,
+    flatten,
+    format_path,
+    materialize,
+    metadata_of,
+    partition,
+    unflatten,
+    with_request,
+)
+from .database import naming
+from .source import SavedLeaf, TreeSource
+
+
+def load_tree(
+    source: TreeSource,
+    *,
+    like: Any = None,
+    select: Patterns | None = None,
+    requests: Mapping[str, LeafRequest] | None = None,
+) -> Any:
+    """Read a tree.
+
+    Each process reads, of an array that is sharded over devices, the parts that its own devices hold.
+    """
+    requests = requests or {}
+    unknown = sorted(requests.keys() - {leaf.name for leaf in source.leaves}) if requests else []
+    if unknown:
+        raise OptionError(
+            f"{source.location}: there are requests for {', '.join(map(format_path, unknown[:8]))}, which the "
+            "checkpoint does not have; request its own leaves only"
+        )
+    chosen = _chosen(source.leaves, select)
+    if like is None:
+        leaves = [leaf for leaf, wanted in zip(source.leaves, chosen, strict=True) if wanted]
+        tree = source.tree if select is None else source.tree.select(chosen)
+        return tree.build(_values(source, leaves, _requested(source, leaves, requests)))
+    template = like if isinstance(like, Flattened) else flatten(like)
+    targets = describe_template(template.names, template.values)
+    leaves, targets = _matching(source, targets, chosen, requests)
+    return unflatten(template.structure, _values(source, leaves, targets))
+
+
+def tree_metadata(source: TreeSource) -> Any:
+    """Return the saved containers with a :class:`LeafMetadata` in the place of every leaf; no data is read."""
+    return source.tree.build([metadata_of(leaf.saved) for leaf in source.leaves])
+
+
+def _chosen(leaves: Sequence[SavedLeaf], select: Patterns | None) -> list[bool]:
+    if select is None:
+        return [True] * len(leaves)
+    paths = [leaf.name.split(".") for leaf in leaves]
+    chosen = PathFilter(select)
+    chosen.check(paths)
+    return [chosen.chooses(path) for path in paths]
+
+
+def _requested(
+    source: TreeSource, leaves: Sequence[SavedLeaf], requests: Mapping[str, LeafRequest]
+) -> list[LeafTemplate | None]:
+    """Return the requests without a template; raise one error that lists all that do not fit."""
+    if not requests:
+        return [None] * len(leaves)
+    targets = [
+        with_request(leaf.name, requests[leaf.name], leaf.saved, None) if leaf.name in requests else None
+        for leaf in leaves
+    ]
+    pairs = zip(leaves, targets, strict=True)
+    found = [compare(target, leaf.saved) for leaf, target in pairs if target is not None]
+    differences = [difference for difference in found if difference is not None]
+    if differences:
+        raise TreeMismatchError(
+            f"{source.location}: {len(differences)} of {len(requests)} requests do not fit the checkpoint:", differences
+        )
+    return targets
+
+
+def _matching(
+    source: TreeSource, targets: Sequence[LeafTemplate], chosen: Sequence[bool], requests: Mapping[str, LeafRequest]
+) -> tuple[list[SavedLeaf], list[LeafTemplate]]:
+    """Return the saved leaf and the request for each leaf of a template; raise one error that lists all differences."""
+    saved = {leaf.name: leaf for leaf in source.leaves}
+    selected = {leaf.name for leaf, wanted in zip(source.leaves, chosen, strict=True) if wanted}
+    asked = {target.name for target in targets}
+    originals = targets
+    if requests:
+        targets = [
+            with_request(target.name, requests[target.name], saved[target.name].saved, target)
+            if target.name in requests
+            else target
+            for target in targets
+        ]
+    differences = []
+    containers: set[str] | None = None
+    for target, original in zip(targets, originals, strict=True):
+        leaf = saved.get(target.name)
+        if leaf is not None and target.name in selected:
+            difference = compare(target, leaf.saved)
+            if difference is None and isinstance(original.leaf, LeafMetadata) and not target.resize:
+                difference = compare_metadata(target.name, original.leaf, leaf.saved)
+        else:
+            why = "not in the checkpoint" if leaf is None else "not selected"
+            if leaf is None:
+                containers = _containers(saved) if containers is None else containers
+                why = "a container in the checkpoint" if target.name in containers else why
+            difference = f"{format_path(target.name)}: expected {target} (template), {why}"
+        if difference is not None:
+            differences.append(difference)
+    differences += [
+        f"{format_path(leaf.name)}: not in the template, found {leaf.saved} (checkpoint)"
+        for leaf in source.leaves
+        if leaf.name in selected and leaf.name not in asked
+    ]
+    if differences:
+        raise TreeMismatchError(
+            f"{source.location}: template and checkpoint differ in {len(differences)} of "
+            f"{len(asked | saved.keys())} leaves; make them agree, or load a part of the checkpoint with select=",
+            differences,
+        )
+    return [saved[target.name] for target in targets], list(targets)
+
+
+def _containers(names: Iterable[str]) -> set[str]:
+    found: set[str] = set()
+    for name in names:
+        above = name.rpartition(".")[0]
+        while above and above not in found:
+            found.add(above)
+            above = above.rpartition(".")[0]
+    return found
+
+
+def _values(source: TreeSource, leaves: Sequence[SavedLeaf], targets: Sequence[LeafTemplate | None]) -> list[Any]:
+    """Read leaves, and make of each what its template asks for; of sharded arrays, read only the parts needed."""
+    cuts = _partitions(source, leaves, targets)
+    parts: dict[int, tuple[Partition, Sequence[NDArray[Any]]]] = {}
+    if cuts:
+        found = source.read_boxes([leaves[index] for index in cuts], [cut.stored for cut in cuts.values()])
+        parts = {index: (cut, pieces) for (index, cut), pieces in zip(cuts.items(), found, strict=True)}
+    whole = iter(source.read([leaf for index, leaf in enumerate(leaves) if index not in parts]))
+    arrays = [None if index in parts else next(whole) for index in range(len(leaves))] if parts else list(whole)
+    saved, names = [leaf.saved for leaf in leaves], [leaf.name for leaf in leaves]
+    with naming(source.location):
+        return materialize(targets, saved, arrays, names, parts)
+
+
+def _partitions(
+    source: TreeSource, leaves: Sequence[SavedLeaf], targets: Sequence[LeafTemplate | None]
+) -> dict[int, Partition]:
+    """Return, by position, the parts needed of each leaf that is not needed as a whole."""
+    cuts: dict[int, Partition] = {}
+    problems = []
+    for index, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
+        if target is None:
+            continue
+        try:
+            cut = partition(target, leaf.saved)
+        except ValueError as error:
+            problems.append(f"{format_path(leaf.name)}: {target} cannot be sharded as asked: {error}")
+            continue
+        if cut is not None:
+            cuts[index] = cut
+    if problems:
+        raise TreeMismatchError(f"{source.location}: {len(problems)} shardings do not fit their leaves:", problems)
+    return cuts

@@ -1,0 +1,370 @@
+"""The plan of a save: how each array is cut into chunks, and which chunk goes where in which data file.
+
+Everything here depends on names, shapes, dtypes and shardings alone, so every process computes the same plan. The
+values of the arrays are not needed, and nothing is read or written.
+
+Chunks lie one after the other. Each starts on a cache line, so that a mapped or directly read file can back an array,
+and is followed by its checksum. Runs of whole chunks form segments; one thread writes a segment from end to end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import OptionError, UnsupportedLeafError
+from ..format import LEVELS, Stored, dtype_name, encode_array_metadata, key_order, storage_dtype
+from ..pytree import ArrayLeaf, Part, ValueLeaf, format_path
+
+T = TypeVar("T")
+
+HostLeaf = ArrayLeaf | ValueLeaf
+
+Bytes = NDArray[np.uint8]
+
+Integers = NDArray[np.int64]
+
+# Some chunks: for each the number of its array, and its own number within the array.
+ChunkIds = tuple[Integers, Integers]
+
+# Every chunk starts at a multiple of this many bytes: a cache line, and what XLA needs to adopt host memory.
+CHUNK_ALIGNMENT = 64
+SEGMENT_ALIGNMENT = 4096  # every segment starts at a multiple of this many bytes: what direct I/O needs
+CHECKSUM_BYTES = 4  # length of the crc32c that follows the data of every chunk
+
+_CHUNKS_LIMIT = 1 << 20
+_TINY = 1024  # bytes; a million chunks smaller than this are a mistake
+_TOO_SMALL = 64  # a chunk smaller than the limit by this factor is worse than one above the limit
+
+
+def batches(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Divide items into groups of at most ``limit`` bytes; a larger item is a group by itself."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        if group and total + size(item) > limit:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += size(item)
+    if group:
+        yield group
+
+
+# ---- options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of the parts of a checkpoint, and whether its chunks are compressed.
+
+    Attributes:
+        chunk_bytes: Largest chunk of an array, in bytes. A chunk is the unit of partial reads.
+        segment_bytes: Bytes that one writer thread takes at a time.
+        data_file_bytes: Largest data file, in bytes. Only a file that holds a single chunk may be larger.
+        upload_bytes: Largest data file in an object store, in bytes. Each data file is one upload; eight of them are in
+            memory, and under way, at a time.
+        compression: Level of zstd for the chunks, from 1 (fastest) to 22 (smallest). None stores them uncompressed,
+            which is fastest: parameters and optimizer state hardly shrink.
+    """
+
+    chunk_bytes: int = 16 << 20
+    segment_bytes: int = 16 << 20
+    data_file_bytes: int = 4 << 30
+    upload_bytes: int = 64 << 20
+    compression: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_bytes", "segment_bytes", "data_file_bytes", "upload_bytes"):
+            check_size(name, getattr(self, name))
+        check_level("compression", self.compression)
+
+    def for_uploads(self) -> Layout:
+        """Return the layout of the same checkpoint in an object store."""
+        return replace(self, data_file_bytes=min(self.data_file_bytes, self.upload_bytes))
+
+
+def check_size(name: str, size: object) -> None:
+    """Raise OptionError unless an option is a size that chunks, segments and files can have."""
+    if not isinstance(size, int) or size < SEGMENT_ALIGNMENT:
+        raise OptionError(f"{name}={size!r} must be a whole number of bytes, at least {SEGMENT_ALIGNMENT}")
+
+
+def check_level(name: str, level: object) -> None:
+    """Raise OptionError unless an option is a compression level or None."""
+    if level is not None and (type(level) is not int or level not in LEVELS):
+        raise OptionError(f"{name}={level!r} must be a level of zstd, {LEVELS[0]} to {LEVELS[-1]}, or None")
+
+
+# ---- chunks of one array
+
+
+def chunk_shape(shape: tuple[int, ...], itemsize: int, limit: int, cuts: Sequence[int] = ()) -> tuple[int, ...]:
+    """Cut an array into chunks of at most ``limit`` bytes that are contiguous in C order, as far as its parts are.
+
+    >>> chunk_shape((1000, 10), 8, 32_000)
+    (334, 10)
+    >>> chunk_shape((1000, 10), 8, 32_000, (250, 5))
+    (250, 5)
+    """
+    dims = [max(1, size) for size in shape]
+    exact = [False] * len(dims)
+    for axis, cut in enumerate(cuts):
+        if cut:
+            dims[axis], exact[axis] = cut, True
+    if not dims or math.prod(dims) * itemsize <= limit:
+        return tuple(dims)
+    inner, axis = itemsize, len(dims) - 1
+    while inner * dims[axis] <= limit:
+        inner *= dims[axis]
+        axis -= 1
+    most = max(1, limit // inner)
+    size = _divisor(dims[axis], most) if exact[axis] else -(-dims[axis] // -(-dims[axis] // most))
+    return (*(1 for _ in range(axis)), size, *dims[axis + 1 :])
+
+
+def _divisor(number: int, most: int) -> int:
+    """Return the largest divisor up to ``most``; if that is tiny, the smallest divisor above."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    divisors = sorted({*small, *(number // divisor for divisor in small)})
+    below = max(divisor for divisor in divisors if divisor <= most)
+    return below if below * _TOO_SMALL >= most else min(divisor for divisor in divisors if divisor > most)
+
+
+def common_cuts(shape: tuple[int, ...], parts: Sequence[Part] | None) -> tuple[int, ...]:
+    """Return, for each axis, the largest number that divides every boundary between two parts; 0 for none."""
+    if parts is None or not shape or 0 in shape:
+        return (0,) * len(shape)
+    starts, ends = part_corners(parts)
+    inside = np.where(ends < np.array(shape), ends, 0)
+    return tuple(np.gcd.reduce(np.concatenate((starts, inside)), axis=0).tolist())
+
+
+def part_corners(parts: Sequence[Part]) -> tuple[Integers, Integers]:
+    """Return where the non-empty parts begin and end, one row for each."""
+    parts = [part for part in parts if 0 not in part.shape]
+    starts = np.array([part.start for part in parts], np.int64)
+    return starts, starts + np.array([part.shape for part in parts], np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    shape: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
+    itemsize: int
+    grid: tuple[int, ...] = field(init=False)  # number of chunks along each axis (0 along an empty one)
+    chunks: int = field(init=False)  # number of chunks
+    chunk_nbytes: int = field(init=False)  # bytes of one whole chunk, without its checksum
+    contiguous: bool = field(init=False)  # whether every chunk is one run of the array's elements in C order
+
+    def __post_init__(self) -> None:
+        grid = tuple(-(-size // chunk) for size, chunk in zip(self.shape, self.chunk_shape, strict=True))
+        object.__setattr__(self, "grid", grid)
+        object.__setattr__(self, "chunks", math.prod(grid))
+        object.__setattr__(self, "chunk_nbytes", math.prod(self.chunk_shape) * self.itemsize)
+        cut = next((axis for axis, size in enumerate(self.chunk_shape) if size > 1), len(grid))
+        object.__setattr__(self, "contiguous", all(count <= 1 for count in grid[cut + 1 :]))
+
+    def chunk_start(self, number: int) -> tuple[int, ...]:
+        index = np.unravel_index(number, self.grid) if self.grid else ()
+        return tuple(int(i) * size for i, size in zip(index, self.chunk_shape, strict=True))
+
+    def extent(self, starts: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the chunk that begins at ``starts``, without what lies beyond the array's end."""
+        return tuple(
+            min(size, limit - start) for size, limit, start in zip(self.chunk_shape, self.shape, starts, strict=True)
+        )
+
+
+# ---- the arrays of a tree
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArrayEncoding:
+    spec: ArraySpec
+    stored: Stored  # their element type as it is stored
+    metadata: bytes  # their ``zarr.json``
+    compression: int | None  # level their chunks are compressed with, or None
+    facts: dict[str, Any]  # what ``tree.json`` adds to their own metadata
+    # Which processes hold which part, along the stored axes; None if every process holds all.
+    parts: Sequence[Part] | None
+    text: str  # all of this as text, for people and for the comparison between processes
+
+
+class Catalog:
+    """The arrays of a tree, numbered in the order of their keys in the index, which is the same on every process."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        leaves: Sequence[HostLeaf],
+        layout: Layout,
+        compression: Mapping[str, int | None] | None = None,
+        chunk_bytes: Mapping[str, int] | None = None,
+    ) -> None:
+        compression, chunk_bytes = compression or {}, chunk_bytes or {}
+        known: dict[tuple[Any, ...], ArrayEncoding] = {}
+        arrays: list[str] = []
+        positions: list[int] = []
+        encodings: list[ArrayEncoding] = []
+        self.documents: list[dict[str, Any]] = []  # what ``tree.json`` says of every leaf, in the order of the tree
+        for position, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+            if isinstance(leaf, ValueLeaf):
+                self.documents.append(leaf.details)
+                continue
+            level = compression.get(name, layout.compression)
+            limit = chunk_bytes.get(name, layout.chunk_bytes)
+            # Leaves of one sharding share their list of parts: comparing thousands of lists would take longer than
+            # everything else.
+            key = (leaf.shape, leaf.dtype, limit, level, id(leaf.parts))
+            encoding = known.get(key)
+            if encoding is None:
+                encoding = known[key] = _encoding(name, leaf, limit, level)
+            arrays.append(name)
+            positions.append(position)
+            encodings.append(encoding)
+            self.documents.append({**leaf.details, **encoding.facts} if encoding.facts else leaf.details)
+        order = key_order(arrays)
+        self.names = [arrays[i] for i in order]
+        self.positions: Integers = np.array([positions[i] for i in order], np.int64)  # of each among the leaves
+        self.encodings = [encodings[i] for i in order]  # equal arrays share one object
+        # The number of the first chunk of each array, counted over all arrays; last, the number of all chunks.
+        self.starts: Integers = np.zeros(len(order) + 1, np.int64)
+        np.cumsum([encoding.spec.chunks for encoding in self.encodings], out=self.starts[1:])
+        self._values = [name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, ValueLeaf)]
+
+    def all_chunks(self) -> ChunkIds:
+        arrays = np.repeat(np.arange(len(self.names)), np.diff(self.starts))
+        return arrays, np.arange(len(arrays)) - self.starts[arrays]
+
+    def in_tree_order(self, arrays: Integers, numbers: Integers) -> ChunkIds:
+        """Sort chunks by the position of their leaf in the tree: their order in the data files."""
+        order = np.lexsort((numbers, self.positions[arrays]))
+        return arrays[order], numbers[order]
+
+    def lines(self) -> list[str]:
+        """Describe every leaf in a line: its name, a tab, and all that must be the same on every process."""
+        found = [f"{name}\t{encoding.text}" for name, encoding in zip(self.names, self.encodings, strict=True)]
+        return found + [f"{name}\ta value" for name in sorted(self._values)]
+
+
+def _encoding(name: str, leaf: ArrayLeaf, limit: int, level: int | None) -> ArrayEncoding:
+    stored = storage_dtype(leaf.dtype)
+    shape, parts = leaf.shape, leaf.parts
+    if stored.extra is not None:
+        shape = (*shape, stored.extra)
+        parts = parts and tuple(Part((*p.start, 0), (*p.shape, stored.extra), p.holders) for p in parts)
+    chunks = chunk_shape(shape, stored.numpy.itemsize, limit, common_cuts(shape, parts))
+    spec = ArraySpec(shape, chunks, stored.numpy.itemsize)
+    if spec.chunks > _CHUNKS_LIMIT and spec.chunk_nbytes < _TINY:
+        raise UnsupportedLeafError(
+            f"the leaf {format_path(name)} of shape {list(leaf.shape)} cannot be saved: the boundaries of its parts "
+            f"have no large common divisor, so it would be cut into {spec.chunks} chunks of {spec.chunk_nbytes} "
+            "bytes; divide it more evenly, or save it from one process"
+        )
+    dtype = dtype_name(leaf.dtype)
+    text = f"{dtype}{list(leaf.shape)} in chunks of {list(chunks)}"
+    if level is not None:
+        text += f", compressed with level {level}"
+    if parts is not None:
+        digest = hashlib.blake2b(repr(tuple(parts)).encode(), digest_size=8).hexdigest()
+        text += f", divided into {len(parts)} parts ({digest})"
+    plain = stored.extra is None and leaf.dtype.isnative
+    return ArrayEncoding(
+        spec,
+        stored,
+        encode_array_metadata(shape, stored.data_type, chunks, level),
+        level,
+        {} if plain else {"dtype": dtype},
+        parts,
+        text,
+    )
+
+
+# ---- data files
+
+
+class Chunk(NamedTuple):
+    """A chunk in its data file: the number of its array, its own number there, and its first byte in the file."""
+
+    array: int
+    number: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSegment:
+    """A run of chunks that one thread writes; its size in bytes includes checksums and padding."""
+
+    offset: int
+    size: int
+    chunks: list[Chunk]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """One data file: its size in bytes, and its segments in order."""
+
+    size: int
+    segments: list[PlannedSegment]
+
+
+def plan_files(
+    arrays: Sequence[ArraySpec], layout: Layout, chunks: Iterable[tuple[int, int]] | None = None
+) -> list[PlannedFile]:
+    """Place chunks in data files; without ``chunks``, all chunks of all arrays."""
+    if chunks is None:
+        chunks = ((number, chunk) for number, array in enumerate(arrays) for chunk in range(array.chunks))
+    sizes = [array.chunk_nbytes + CHECKSUM_BYTES for array in arrays]
+    files: list[PlannedFile] = []
+    segments: list[PlannedSegment] = []
+    placed: list[Chunk] = []
+    start = end = 0  # of the open segment; `end` is where its last chunk's checksum ends
+
+    def close_segment() -> None:
+        nonlocal placed, start
+        if placed:
+            segments.append(PlannedSegment(start, end - start, placed))
+            placed = []
+        start = -(-end // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+
+    def close_file() -> None:
+        nonlocal segments, start, end
+        close_segment()
+        if segments:
+            files.append(PlannedFile(end, segments))
+            segments = []
+        start = end = 0
+
+    for array, number in chunks:
+        size = sizes[array]
+        offset = -(-end // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
+        if placed and offset + size - start > layout.segment_bytes:
+            close_segment()
+            offset = start
+        if offset and offset + size > layout.data_file_bytes:
+            close_file()
+            offset = start
+        placed.append(Chunk(array, number, offset))
+        end = offset + size
+    close_file()
+    return files
+
+
+def planned_chunks(files: Sequence[PlannedFile], arrays: Sequence[ArraySpec]) -> Integers:
+    """Return one row for each placed chunk: array, number in the array, file, offset and length in bytes."""
+    rows = [
+        (*chunk[:2], number, chunk.offset)
+        for number, file in enumerate(files)
+        for segment in file.segments
+        for chunk in segment.chunks
+    ]
+    table = np.array(rows, np.int64).reshape(-1, 4)
+    lengths = np.array([array.chunk_nbytes + CHECKSUM_BYTES for array in arrays], np.int64)
+    return np.column_stack((table, lengths[table[:, 0]]))

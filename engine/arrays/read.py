@@ -1,0 +1,192 @@
+"""Read one tree back: its structure first, then the leaves that are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DamagedCheckpointError, FormatVersionError, HoldfastError
+from ..format import ArrayMetadata, FileRecord, decode_document, dtype_from_name
+from ..pytree import EXTERNAL, Box, Details, Saved, format_path, from_document, materialize
+from ..storage import Location
+from .aggregate import AggregateHandler, MsgpackHandler, stored_array
+from .database import ArrayDatabase, Problem, naming
+from .digests import check_file
+from .source import SavedLeaf, TreeSource, damaged_leaves
+from .write import TREE, TREE_KIND
+
+
+class TreeReader(TreeSource):
+    """A pytree item that holdfast wrote, opened for reading."""
+
+    def __init__(
+        self,
+        location: Location,
+        files: Mapping[str, FileRecord] | None = None,
+        *,
+        aggregate: AggregateHandler | None = None,
+    ) -> None:
+        self.location = location
+        self._files = files or {}
+        self._database = ArrayDatabase(location, files)
+        document = decode_document(self._database.read_file(TREE), TREE_KIND, source=str(location / TREE))
+        with naming(location):
+            stored = document.get("tree")
+            if not isinstance(stored, dict):
+                raise DamagedCheckpointError(f"{location / TREE} does not describe a tree")
+            names, details, self.tree = from_document(stored)
+            self._database.add(self._aggregated(names, details, aggregate or MsgpackHandler()))
+            self.leaves = self._leaves(names, details, self._database.metadata(names))
+
+    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+        arrays = [leaf for leaf in leaves if leaf.saved.dtype is not None]
+        values, problems = self._database.read([leaf.name for leaf in arrays])
+        self._refuse(problems)
+        found = iter(values)
+        return [
+            None if leaf.saved.dtype is None else _as_saved(next(found), leaf.saved, leaf.saved.shape)
+            for leaf in leaves
+        ]
+
+    def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
+        names = [leaf.name for leaf in leaves]
+        axes = [len(metadata.shape) if metadata else 0 for metadata in self._database.metadata(names)]
+        stored = [
+            [_stored_box(box, count, leaf.saved) for box in wanted]
+            for leaf, wanted, count in zip(leaves, boxes, axes, strict=True)
+        ]
+        values, problems = self._database.read(names, stored)
+        self._refuse(problems)
+        found = iter(values)
+        return [
+            [_as_saved(next(found), leaf.saved, box.shape) for box in wanted]
+            for leaf, wanted in zip(leaves, boxes, strict=True)
+        ]
+
+    @property
+    def bytes_read(self) -> int:
+        return self._database.bytes_read
+
+    def _refuse(self, problems: Sequence[Problem]) -> None:
+        if problems:
+            raise damaged_leaves(
+                self.location, [(format_path(p.leaf), f"{self.location / p.file}: {p.what}") for p in problems]
+            )
+
+    def verify(self) -> list[Problem]:
+        problems = [
+            Problem(path, "", what) for path, known in self._files.items() if (what := self._check(path, known))
+        ]
+        problems += [
+            Problem(TREE, format_path(leaf.name), what) for leaf in self.leaves if (what := _value_problem(leaf))
+        ]
+        found = self._database.verify([leaf.name for leaf in self.leaves if leaf.saved.dtype is not None])
+        return problems + [problem._replace(leaf=format_path(problem.leaf)) for problem in found]
+
+    def _check(self, path: str, known: FileRecord) -> str:
+        """Compare a file with the commit record; return what is wrong with it, or ""."""
+        try:
+            if known.crc32c is not None:
+                check_file(self.location / path, known)
+                return ""
+            if (self.location / path).has_size(known.size):
+                return ""
+            with (self.location / path).open_data() as file:
+                return f"expected {known.size} bytes, found {file.size}"
+        except (HoldfastError, OSError) as error:
+            return str(error)
+
+    def _aggregated(
+        self, names: Sequence[str], details: Sequence[Details], handler: AggregateHandler
+    ) -> dict[str, tuple[ArrayMetadata, bytes]]:
+        wanted = [name for name, leaf in zip(names, details, strict=True) if leaf.get("aggregate") == handler.name]
+        if not wanted:
+            return {}
+        content = self._database.read_file(handler.filename)
+        try:
+            arrays = handler.deserialize(content)
+            missing = [format_path(name) for name in wanted if name not in arrays]
+            if missing:
+                raise DamagedCheckpointError(f"it lacks the leaf {missing[0]}, which tree.json says it holds")
+            return {name: stored_array(arrays[name]) for name in wanted}
+        except DamagedCheckpointError as error:
+            raise DamagedCheckpointError(f"{handler.filename}: {error}") from error
+
+    def _leaves(
+        self, names: Sequence[str], details: Sequence[Details], arrays: Sequence[ArrayMetadata | None]
+    ) -> list[SavedLeaf]:
+        known: dict[tuple[int, int], Saved] = {}  # most leaves share both documents; they stay alive meanwhile
+        found = []
+        for name, facts, metadata in zip(names, details, arrays, strict=True):
+            key = id(facts), id(metadata)
+            saved = known.get(key)
+            if saved is None:
+                saved = known[key] = self._saved(name, facts, metadata)
+            found.append(saved)
+        return list(map(SavedLeaf, names, found))
+
+    def _saved(self, name: str, details: Details, metadata: ArrayMetadata | None) -> Saved:
+        if metadata is None:
+            if "value" in details or "base64" in details or details["kind"] in {"none", EXTERNAL}:
+                return Saved(details)
+            if isinstance(details.get("aggregate"), str):  # of a handler that was not given
+                return Saved({**details, "kind": EXTERNAL, "handler": details["aggregate"]})
+            raise DamagedCheckpointError(f"{self.location}: the index holds no array for leaf {format_path(name)}")
+        try:
+            dtype, shape = _logical(metadata, details)
+        except (DamagedCheckpointError, FormatVersionError) as error:
+            raise type(error)(f"{self.location}: leaf {format_path(name)}: {error}") from error
+        if shape is None:
+            raise DamagedCheckpointError(
+                f"{self.location}: leaf {format_path(name)} is stored as {metadata.data_type}{list(metadata.shape)}, "
+                f"which does not hold elements of {dtype}"
+            )
+        return Saved(details, dtype, shape)
+
+
+def _value_problem(leaf: SavedLeaf) -> str:
+    if leaf.saved.dtype is None:
+        try:
+            materialize([None], [leaf.saved], [None], [leaf.name])
+        except DamagedCheckpointError as error:
+            return str(error)
+    return ""
+
+
+def _logical(metadata: ArrayMetadata, details: Mapping[str, Any]) -> tuple[np.dtype[Any], tuple[int, ...] | None]:
+    """Return the saved dtype and shape; the shape is None if the stored array cannot hold such elements."""
+    stored = dtype_from_name(metadata.data_type)
+    if "dtype" not in details:
+        return stored, metadata.shape
+    dtype = dtype_from_name(details["dtype"])
+    if dtype == stored or dtype.newbyteorder("=") == stored:
+        return dtype, metadata.shape
+    # A dtype without a zarr name is stored as bytes, with one more axis for the bytes of an element.
+    fits = stored == np.uint8 and bool(metadata.shape) and metadata.shape[-1] == dtype.itemsize
+    return dtype, metadata.shape[:-1] if fits else None
+
+
+def _stored_box(box: Box, axes: int, saved: Saved) -> Box:
+    """Return a box of elements as it is stored: elements may be bytes, along one more axis."""
+    if len(box.start) == axes or saved.dtype is None:
+        return box
+    return Box((*box.start, 0), (*box.stop, saved.dtype.itemsize))
+
+
+def _as_saved(array: NDArray[Any] | None, saved: Saved, shape: tuple[int, ...] | None) -> NDArray[Any]:
+    """Return an array as it was saved: bytes become elements again, and big endian stays big endian."""
+    assert array is not None
+    if array.dtype is saved.dtype:
+        return array
+    assert saved.dtype is not None
+    assert shape is not None
+    if array.dtype == saved.dtype:
+        return array
+    if array.shape == shape:
+        return array.astype(saved.dtype)
+    if saved.dtype.itemsize == 0:
+        return np.zeros(shape, saved.dtype)
+    return array.reshape(-1).view(saved.dtype).reshape(shape)

@@ -1,0 +1,143 @@
+"""The protocol of trees opened for reading, of holdfast and of other libraries."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DamagedCheckpointError, UnsupportedLeafError, itemized
+from ..pytree import Box, Saved, TreeDocument, format_path, whole
+from ..storage import Location
+from .database import Problem
+
+
+class SavedLeaf(NamedTuple):
+    """One leaf of a checkpoint, by its storage name; its data is not read yet."""
+
+    name: str
+    saved: Saved
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its array's elements; 0 for a plain value."""
+        dtype, shape = self.saved.dtype, self.saved.shape
+        return 0 if dtype is None or shape is None else math.prod(shape) * dtype.itemsize
+
+
+class NamedVariables(Protocol):
+    """Values by the names that the library which wrote the checkpoint gives them."""
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Return the shape of every value."""
+        ...
+
+    def dtypes(self) -> dict[str, np.dtype[Any] | None]:
+        """Return the dtype of every value: object for text, None for values without a dtype."""
+        ...
+
+    def read(self, name: str) -> Any:
+        """Read a value.
+
+        Raises:
+            ObjectNotFoundError: No value has this name.
+            UnsupportedLeafError: Its elements have a type that holdfast does not read.
+            DamagedCheckpointError: It does not match its checksums.
+        """
+        ...
+
+
+class TreeSource(Protocol):
+    """One tree, opened for reading: its structure is known, no data has been read.
+
+    Classes that read trees derive from this one. They set the three attributes and define :meth:`read`; every other
+    method has a default that fits a format without that ability.
+    """
+
+    location: Location  # the file or folder, for messages
+    tree: TreeDocument  # the containers
+    # The leaves in the order of the tree, each with its storage name (``join`` of its keys).
+    leaves: Sequence[SavedLeaf]
+    left_out: Sequence[str] = ()  # contents of the file that the tree lacks, one line each, with the reason
+    # The values by the names of the library that wrote them; None if those names are their paths.
+    variables: NamedVariables | None = None
+
+    @abc.abstractmethod
+    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+        """Read some of :attr:`leaves`.
+
+        Returns:
+            For each leaf its array, with the dtype and shape in its ``saved``, writable and owned by the caller; None
+            for a leaf whose value is in ``saved.details``.
+
+        Raises:
+            DamagedCheckpointError: Data is missing or does not match its checksums; names the leaf and the file.
+            UnsupportedLeafError: Only running code could produce a leaf; names it.
+        """
+
+    def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
+        """Read, for each leaf, the boxes listed for it.
+
+        By default, whole arrays are read and cut. Formats with chunks read only the chunks that overlap the boxes.
+        """
+        found = []
+        for array, wanted in zip(self.read(leaves), boxes, strict=True):
+            assert array is not None
+            everything = whole(array.shape)
+            found.append([array if [box] == [everything] else array[box.within(everything)].copy() for box in wanted])
+        return found
+
+    def verify(self) -> list[Problem]:
+        """Read and check everything; return all damage, with leaves as ``format_path`` writes them.
+
+        By default, leaves are read one after the other; leaves that need code to be run are skipped.
+        """
+        problems = []
+        for leaf in self.leaves:
+            try:
+                self.read([leaf])
+            except DamagedCheckpointError as error:
+                problems.append(Problem("", format_path(leaf.name), str(error)))
+            except UnsupportedLeafError:
+                continue
+        return problems
+
+    def for_template(self, names: Sequence[str]) -> TreeSource:
+        """Return the tree as it fits a template with leaves of these names; by default, the tree itself.
+
+        A format that stores less than a template tells may rename leaves after the template, or leave out leaves that
+        represent empty containers.
+        """
+        return self
+
+    def graph_document(self) -> Any:
+        """Return the document of nodes and edges (see ``graph.json``), or None if the format has none."""
+        return None
+
+
+class PartialTree(TreeSource):
+    """Some leaves of a tree, perhaps under other names."""
+
+    def __init__(self, source: TreeSource, leaves: Mapping[str, SavedLeaf], tree: TreeDocument) -> None:
+        self.location = source.location
+        self.tree = tree
+        self.leaves = [SavedLeaf(name, leaf.saved) for name, leaf in leaves.items()]
+        self._source = source
+        self._originals = leaves
+
+    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+        return self._source.read([self._originals[leaf.name] for leaf in leaves])
+
+    def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
+        return self._source.read_boxes([self._originals[leaf.name] for leaf in leaves], boxes)
+
+
+def damaged_leaves(location: Location, problems: Sequence[tuple[str, str]]) -> DamagedCheckpointError:
+    """Return one error for damaged leaves, given as pairs of a path and what is wrong."""
+    count = len({leaf for leaf, _ in problems})
+    headline = f"{location} is damaged in {count} of its leaves; load another step, or load the others with select="
+    return DamagedCheckpointError(itemized(headline, [f"{leaf}: {what}" for leaf, what in problems]))

@@ -1,0 +1,381 @@
+"""Load a saved tree into another structure; only the leaves that are needed are read.
+
+Leaves that one place takes as they are go through `load_tree`. Functions of the whole tree see lazy containers, which
+read a leaf when it is indexed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import TreeMismatchError
+from ..pytree import (
+    ArrayLeaf,
+    Call,
+    Computed,
+    Flattened,
+    Kept,
+    Key,
+    LeafMetadata,
+    LeafRequest,
+    Origin,
+    OriginalTree,
+    Saved,
+    Taken,
+    TreeDef,
+    TreeDocument,
+    compare,
+    describe,
+    describe_template,
+    expand,
+    flatten,
+    format_path,
+    has_values,
+    join,
+    materialize,
+    plan_transformations,
+    split,
+    unfilled_error,
+    unflatten,
+)
+from ..storage import Location
+from .database import naming
+from .load import load_tree
+from .source import PartialTree, SavedLeaf, TreeSource
+
+
+class LeafCache:
+    """Leaves of a saved tree that functions asked for, each read once and whole.
+
+    Arrays are read-only: several functions may be given the same one.
+    """
+
+    def __init__(self, source: TreeSource) -> None:
+        self._source = source
+        self._arrays: dict[int, NDArray[Any] | None] = {}
+        self._sizes: dict[int, int] = {}
+        self._views: dict[int, LazySequence | LazyMapping] = {}
+
+    def tree(self) -> Any:
+        """Return the saved tree, whose leaves are read when they are indexed; read a tree of one bare leaf at once."""
+        return self.view(self._source.tree.structure, 0)
+
+    def view(self, node: TreeDef | None, start: int) -> Any:
+        """Return a lazy container, or read a leaf; ``start`` is the number of the first leaf."""
+        if node is None:
+            return self.values([start])[0]
+        if id(node) not in self._views:
+            kind = LazySequence if node.keys is None else LazyMapping
+            self._views[id(node)] = kind(self, node, start)
+        return self._views[id(node)]
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._arrays
+
+    def size(self, node: TreeDef | None) -> int:
+        if node is None:
+            return 1
+        if id(node) not in self._sizes:
+            self._sizes[id(node)] = sum(map(self.size, node.children))
+        return self._sizes[id(node)]
+
+    def arrays(self, numbers: Sequence[int]) -> list[NDArray[Any] | None]:
+        """Return the stored arrays of leaves, None for plain values; read those not read yet."""
+        missing = [number for number in dict.fromkeys(numbers) if number not in self._arrays]
+        if missing:
+            for number, array in zip(
+                missing, self._source.read([self._source.leaves[number] for number in missing]), strict=True
+            ):
+                if array is not None:
+                    array.flags.writeable = False
+                self._arrays[number] = array
+        return [self._arrays[number] for number in numbers]
+
+    def values(self, numbers: Sequence[int]) -> list[Any]:
+        leaves = [self._source.leaves[number] for number in numbers]
+        arrays = self.arrays(numbers)
+        with naming(self._source.location):
+            return materialize(
+                [None] * len(leaves), [leaf.saved for leaf in leaves], arrays, [leaf.name for leaf in leaves]
+            )
+
+
+class _Lazy:
+    def __init__(self, cache: LeafCache, node: TreeDef, start: int) -> None:
+        self._cache = cache
+        self._node = node
+        self._starts = [start]
+        for child in node.children:
+            self._starts.append(self._starts[-1] + cache.size(child))
+
+    def read(self) -> Any:
+        return unflatten(self._node, self._cache.values(range(self._starts[0], self._starts[-1])))
+
+    def _child(self, position: int) -> Any:
+        return self._cache.view(self._node.children[position], self._starts[position])
+
+    def __len__(self) -> int:
+        return len(self._node.children)
+
+    def __repr__(self) -> str:
+        return f"<{self._node.kind} of {len(self)} in a checkpoint, read when indexed>"
+
+
+class LazyMapping(_Lazy, Mapping[Key, Any]):
+    """A dictionary, namedtuple, dataclass or other container with keys."""
+
+    def __init__(self, cache: LeafCache, node: TreeDef, start: int) -> None:
+        super().__init__(cache, node, start)
+        self._positions = {key: position for position, key in enumerate(node.keys or ())}
+
+    def __getitem__(self, key: Key) -> Any:
+        return self._child(self._positions[key])
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._positions)
+
+
+class LazySequence(_Lazy, Sequence[Any]):
+    """A list or tuple; a slice is a plain one whose leaves are read."""
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Any]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            found = [plain(self._child(position)) for position in range(len(self))[index]]
+            return tuple(found) if self._node.kind == "tuple" else found
+        return self._child(range(len(self))[index])
+
+
+def plain(value: Any) -> Any:
+    """Read every lazy container in a value; return a value that holds none unchanged."""
+    if isinstance(value, _Lazy):
+        return value.read()
+    contents = None if isinstance(value, np.ndarray) else expand(value)
+    if contents is None:
+        return value
+    children = [plain(child) for child in contents.values]
+    if all(one is other for one, other in zip(children, contents.values, strict=True)):
+        return value
+    return contents.build(children)
+
+
+def own(tree: Any) -> Any:
+    """Return a tree of writable numpy arrays: read-only ones, which the cache may hold, are copied."""
+    flat = flatten(tree)
+    copies = [value.copy() if _is_shared(value) else value for value in flat.values]
+    if all(one is other for one, other in zip(copies, flat.values, strict=True)):
+        return tree
+    return unflatten(flat.structure, copies)
+
+
+def _is_shared(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and not value.flags.writeable
+
+
+def load_transformed_tree(
+    source: TreeSource,
+    transformations: Any,
+    new_tree: Any,
+    *,
+    default_to_original: bool = True,
+    requests: Mapping[str, LeafRequest] | None = None,
+) -> Any:
+    """Read the leaves that `apply_transformations` would take from a saved tree, and no others."""
+    new = flatten(new_tree)
+    known = OriginalTree(
+        [leaf.name for leaf in source.leaves],
+        source.tree.structure,
+        [leaf.saved.kind == "none" for leaf in source.leaves],
+        str(source.location),
+    )
+    origins = plan_transformations(known, transformations, new, default_to_original)
+    values = _Loader(source, new, origins, requests or {}).load()
+    return unflatten(new.structure, values)
+
+
+class _Loader:
+    """Fills the leaves of a new tree.
+
+    Leaves that functions ask for, or that several places take, are read whole and once. Other leaves go through
+    `load_tree`, with the new tree's leaves as a template.
+    """
+
+    def __init__(
+        self, source: TreeSource, new: Flattened, origins: Sequence[Origin], requests: Mapping[str, LeafRequest]
+    ) -> None:
+        self._source = source
+        self._requests = requests
+        self._new = new
+        self._origins = origins
+        self._cache = LeafCache(source)
+        needed = [number for number, origin in enumerate(origins) if not isinstance(origin, Kept)]
+        described = describe_template(
+            [new.names[number] for number in needed], [new.values[number] for number in needed]
+        )
+        self._targets = dict(zip(needed, described, strict=True))
+
+    def load(self) -> list[Any]:
+        self._check()
+        returned = self._call()
+        direct = self._direct()
+        results = list(self._new.values)
+        part = PartialTree(self._source, {leaf.name: leaf for leaf in direct.values()}, self._source.tree)
+        for number, value in self._through(part, {number: leaf.name for number, leaf in direct.items()}):
+            results[number] = value
+        made = self._made([number for number in self._targets if number not in direct], returned)
+        for number, value in self._fitted(made):
+            results[number] = value
+        return results
+
+    def _check(self) -> None:
+        """Compare leaves that are taken as they are with the template, before anything is read."""
+        differences = []
+        for number, origin in enumerate(self._origins):
+            name, value = self._new.names[number], self._new.values[number]
+            if isinstance(origin, Kept) and not has_values(value):
+                differences.append(
+                    f"{format_path(name)}: expected a value, found only a shape and dtype in the new tree"
+                )
+            elif isinstance(origin, Taken) and not (origin.function or origin.container or self._asks(number)):
+                path, leaf = format_path(name), self._source.leaves[origin.start]
+                where = path if path == origin.path else f"{path} (saved as {format_path(leaf.name)})"
+                difference = compare(self._targets[number], leaf.saved, where)
+                if difference is not None:
+                    differences.append(difference)
+        self._raise(differences)
+
+    def _call(self) -> dict[Call, dict[str, Any]]:
+        returned: dict[Call, dict[str, Any]] = {}
+        for old, origin in zip(self._new.values, self._origins, strict=True):
+            if isinstance(origin, Computed) and origin.call not in returned:
+                result = plain(origin.call.run(self._cache.tree()))
+                returned[origin.call] = origin.call.leaves(result, old is ...)
+        return returned
+
+    def _direct(self) -> dict[int, SavedLeaf]:
+        """Return the saved leaves, not read yet, that exactly one leaf of the new tree takes as they are."""
+        takers: dict[int, list[int]] = {}
+        for number, origin in enumerate(self._origins):
+            if isinstance(origin, Taken) and origin.container is None:
+                takers.setdefault(origin.start, []).append(number)
+        found = {}
+        for start, numbers in takers.items():
+            leaf, origin = self._source.leaves[start], self._origins[numbers[0]]
+            single = len(numbers) == 1 and isinstance(origin, Taken) and origin.function is None
+            # "1" beside 1 has a name that a dictionary of only one of them does not produce.
+            if single and start not in self._cache and join(split(leaf.name)) == leaf.name:
+                found[numbers[0]] = leaf
+        return found
+
+    def _through(self, source: TreeSource, names: Mapping[int, str]) -> Iterator[tuple[int, Any]]:
+        """Load a tree whose leaves become leaves of the new tree; generate their numbers and values."""
+        if not names:
+            return
+        template: Any = {}
+        for number, name in names.items():
+            template = _put(template, split(name), self._new.values[number])
+        asked = {name: self._requests[self._new.names[number]] for number, name in names.items() if self._asks(number)}
+        flat = flatten(load_tree(source, like=template, requests=asked))
+        found = dict(zip(flat.names, flat.values, strict=True))
+        for number, name in names.items():
+            yield number, found[name]
+
+    def _asks(self, number: int) -> bool:
+        return self._new.names[number] in self._requests
+
+    def _made(self, numbers: Sequence[int], returned: Mapping[Call, Mapping[str, Any]]) -> dict[int, Any]:
+        """Return values, not yet fitted to the template, for leaves that are not taken as they are."""
+        taken = [origin for number in numbers if isinstance(origin := self._origins[number], Taken)]
+        self._cache.arrays([leaf for origin in taken for leaf in range(origin.start, origin.stop)])
+        values: dict[int, Any] = {}
+        for number in numbers:
+            origin, old = self._origins[number], self._new.values[number]
+            if isinstance(origin, Computed):
+                values[number] = returned[origin.call][origin.name]
+            elif isinstance(origin, Taken):
+                value = unflatten(origin.container, self._cache.values(range(origin.start, origin.stop)))
+                values[number] = plain(origin.apply(value, self._new.names[number], old))
+        return values
+
+    def _fitted(self, made: Mapping[int, Any]) -> Iterator[tuple[int, Any]]:
+        """Fit values to the template as if they had been saved; generate their numbers and values."""
+        differences: list[str] = []
+        saved: dict[int, SavedLeaf] = {}
+        arrays: dict[str, NDArray[Any] | None] = {}
+        for number, value in made.items():
+            target, origin = self._targets[number], self._origins[number]
+            free = target.kind == "any" and not self._asks(number)
+            compared = isinstance(origin, Taken) and not (origin.function or origin.container)
+            if free and (compared or not isinstance(target.leaf, LeafMetadata)):
+                yield number, own(value)
+                continue
+            if compared:
+                assert isinstance(origin, Taken)
+                [array] = self._cache.arrays([origin.start])
+                described, array = self._source.leaves[origin.start].saved, None if array is None else array.copy()
+            else:
+                described, array = _described(self._new.names[number], value)
+                difference = None if self._asks(number) else compare(target, described)
+                if difference is not None:
+                    what = "multi_value_fn" if isinstance(origin, Computed) else "value_fn"
+                    differences.append(difference.replace("(checkpoint)", f"(returned by {what})"))
+            if free:
+                yield number, own(value)
+                continue
+            name = join(split(self._new.names[number]))
+            name = name if name not in arrays else f"{name}~{number}"  # "1" beside 1
+            saved[number], arrays[name] = SavedLeaf(name, described), array
+        self._raise(differences)
+        source = _TreeInMemory(self._source.location, list(saved.values()), arrays)
+        yield from self._through(source, {number: leaf.name for number, leaf in saved.items()})
+
+    def _raise(self, differences: Sequence[str]) -> None:
+        if differences:
+            raise unfilled_error(str(self._source.location), len(self._new.names), differences)
+
+
+class _TreeInMemory(TreeSource):
+    tree = TreeDocument(None)
+
+    def __init__(
+        self, location: Location, leaves: Sequence[SavedLeaf], arrays: Mapping[str, NDArray[Any] | None]
+    ) -> None:
+        self.location = location
+        self.leaves = leaves
+        self._arrays = arrays
+
+    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+        return [self._arrays[leaf.name] for leaf in leaves]
+
+
+def _put(tree: Any, keys: Sequence[str], value: Any) -> Any:
+    if not keys:
+        return value
+    above = tree
+    for key in keys[:-1]:
+        above = above.setdefault(key, {})
+    above[keys[-1]] = value
+    return tree
+
+
+def _described(name: str, value: Any) -> tuple[Saved, NDArray[Any] | None]:
+    """Describe a value as if it had been saved; its array is a copy."""
+    [leaf] = describe([name], [value])
+    if not isinstance(leaf, ArrayLeaf):
+        return Saved(leaf.details), None
+    if sum(piece.array.size for piece in leaf.pieces) != math.prod(leaf.shape):
+        raise TreeMismatchError(
+            f"{format_path(name)}: its function returned an array that other processes hold parts of; return a numpy "
+            "array, which is placed as the new tree says"
+        )
+    return Saved(leaf.details, leaf.dtype, leaf.shape), leaf.copy()

@@ -1,0 +1,232 @@
+"""Write one tree into its folder: each process writes data files, process 0 the index and the tree's structure.
+
+Data files and index are durable before the caller writes its commit record. Without that record nothing here is visible
+as a checkpoint.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..distributed import ProcessInfo
+from ..errors import OptionError, UnsupportedLeafError
+from ..format import FileRecord, crc32c, encode_document
+from ..pytree import ArrayLeaf, Box, Piece, TreeDef, format_path, to_document
+from ..storage import DataFile, Location, Segment
+from .assignment import WriteAssignment
+from .encode import ChunkToCompress, Source, segment_parts, write_compressed
+from .fragments import data_path, make_fragment, merge_fragments, short_token
+from .plan import ArraySpec, Catalog, ChunkIds, HostLeaf, Layout, check_level, check_size, plan_files, planned_chunks
+from .snapshot import StagingBuffer
+
+MANIFEST = "manifest.ocdbt"
+INDEX = "d/index"
+TREE = "tree.json"
+TREE_KIND = "tree"
+
+_ALONE = ProcessInfo()
+_WORTH = 64 << 10  # bytes a leaf; to copy less takes no longer than to find out which process writes it
+_NAME_LIMIT = 60_000  # bytes; the index adds the numbers of chunks to a name
+
+
+@dataclass(frozen=True, slots=True)
+class HostTree:
+    """A tree whose leaves are on the host and do not change until the tree is written."""
+
+    names: Sequence[str]
+    leaves: Sequence[HostLeaf]
+    structure: TreeDef | None
+
+    def __post_init__(self) -> None:
+        if max(map(len, self.names), default=0) * 4 <= _NAME_LIMIT:  # no character takes more than four bytes
+            return
+        for name in self.names:
+            size = len(name.encode())
+            if size > _NAME_LIMIT:
+                raise UnsupportedLeafError(
+                    f"the leaf {format_path(name):.100}... has a path of {size} bytes, expected at most {_NAME_LIMIT}; "
+                    "nothing was written: shorten its keys"
+                )
+
+
+class TreeWriter:
+    def __init__(
+        self,
+        tree: HostTree,
+        layout: Layout,
+        *,
+        compression: Mapping[str, int | None] | None = None,
+        chunk_bytes: Mapping[str, int] | None = None,
+    ) -> None:
+        self._tree = tree
+        self._layout = layout
+        self._compression = compression or {}
+        self._chunk_bytes = chunk_bytes or {}
+        for name, level in self._compression.items():
+            check_level(f"compression[{format_path(name)!r}]", level)
+        for name, size in self._chunk_bytes.items():
+            check_size(f"chunk_bytes[{format_path(name)!r}]", size)
+        unknown = (self._compression.keys() | self._chunk_bytes.keys()).difference(tree.names)
+        if unknown:
+            raise OptionError(
+                f"compression or chunk_bytes names leaves that the tree does not have: {sorted(unknown)[:5]}"
+            )
+
+    def take_snapshot(self, staging: StagingBuffer, member: ProcessInfo = _ALONE) -> None:
+        """Copy arrays that may change, so that they may do so before the tree is written."""
+        leaves = self._tree.leaves
+        if member.count > 1 and staging.needed(leaves) >= _WORTH * len(leaves):
+            leaves = _needed(self._catalog, leaves, self._chunks_of(member))
+        self._tree = replace(self._tree, leaves=staging.snapshot(leaves))
+
+    def write(self, location: Location, member: ProcessInfo) -> bytes:
+        """Write this process's chunks into the item's folder, durably; return its fragment for process 0."""
+        catalog = self._catalog
+        data = location / "d"
+        data.make_directory()
+        token = short_token(member.token or secrets.token_hex(16))
+        chunks = self._chunks_of(member)
+        plain, packed = self._divided(chunks)
+        sources = self._sources(chunks)
+        specs = [encoding.spec for encoding in catalog.encodings]
+        layout = self._layout if location.is_local else self._layout.for_uploads()
+
+        def path(number: int) -> str:
+            return data_path(token, member.index, number)
+
+        files = plan_files(specs, layout, plain)
+        location.write_data_files(
+            [
+                DataFile(
+                    path(number),
+                    file.size,
+                    [Segment(one.offset, one.size, partial(segment_parts, one, sources)) for one in file.segments],
+                )
+                for number, file in enumerate(files)
+            ]
+        )
+        table, sizes = planned_chunks(files, specs), [file.size for file in files]
+        if packed:
+
+            def write_file(number: int, size: int, segments: Sequence[Segment]) -> None:
+                (location / path(number)).write_data(size, segments)
+
+            compressed, more = write_compressed(packed, sources, layout, len(files), write_file)
+            table = np.concatenate((table, np.array(compressed, np.int64)))
+            sizes += more
+        if member.count > 1:  # otherwise merging is next and syncs this directory, too
+            data.sync_directory()
+        return make_fragment(catalog, member, token, table, sizes)
+
+    def merge(self, location: Location, fragments: Sequence[bytes]) -> dict[str, FileRecord]:
+        """Write the index over the chunks of all processes and the tree's structure, durably; on process 0 only."""
+        index, written = merge_fragments(self._catalog, fragments)
+        manifest, nodes = index.encode(node_file=INDEX, database_id=uuid.uuid4().bytes, created_ns=time.time_ns())
+        try:
+            structure = encode_document(TREE_KIND, {"tree": to_document(self._tree.structure, self._catalog.documents)})
+        except ValueError as error:
+            raise UnsupportedLeafError(
+                f"{location}: tree.json cannot hold this tree: {error}; put long texts into arrays"
+            ) from error
+        for path, content in ((INDEX, nodes), (TREE, structure), (MANIFEST, manifest)):
+            (location / path).write_bytes(content, atomic=False)
+            written[path] = FileRecord(len(content), crc32c(content))
+        (location / "d").sync_directory()
+        location.sync_directory()
+        return written
+
+    def _chunks_of(self, member: ProcessInfo) -> ChunkIds:
+        catalog = self._catalog
+        if member.count == 1:
+            return catalog.in_tree_order(*catalog.all_chunks())
+        return catalog.in_tree_order(*WriteAssignment(catalog, member.count).chunks_of(member.index))
+
+    @cached_property
+    def _catalog(self) -> Catalog:
+        tree = self._tree
+        return Catalog(tree.names, tree.leaves, self._layout, self._compression, self._chunk_bytes)
+
+    def _divided(self, chunks: ChunkIds) -> tuple[list[tuple[int, int]], list[ChunkToCompress]]:
+        """Divide chunks into those stored as they are and those to compress."""
+        levels = [encoding.compression for encoding in self._catalog.encodings]
+        pairs = list(zip(chunks[0].tolist(), chunks[1].tolist(), strict=True))
+        if not any(levels):
+            return pairs, []
+        packed = [ChunkToCompress(*chunk, level) for chunk in pairs if (level := levels[chunk[0]]) is not None]
+        return [chunk for chunk in pairs if levels[chunk[0]] is None], packed
+
+    def _sources(self, chunks: ChunkIds) -> list[Source]:
+        """Return the sources of all arrays, by number; arrays of which nothing is written have no pieces."""
+        catalog = self._catalog
+        written = np.zeros(len(catalog.encodings), bool)
+        written[chunks[0]] = True
+        sources = []
+        for needed, position, encoding in zip(
+            written.tolist(), catalog.positions.tolist(), catalog.encodings, strict=True
+        ):
+            pieces: Sequence[Piece] = ()
+            if needed:
+                leaf = self._tree.leaves[position]
+                assert isinstance(leaf, ArrayLeaf)
+                extra = encoding.stored.extra
+                pieces = leaf.pieces if extra is None else [_raw(piece, extra) for piece in leaf.pieces]
+            sources.append(Source(encoding.spec, encoding.stored.numpy, pieces, self._tree.names[position]))
+        return sources
+
+
+def _raw(piece: Piece, extra: int) -> Piece:
+    """Return a piece as bytes, with one more axis for the bytes of an element."""
+    array = np.ascontiguousarray(piece.array).reshape(piece.array.shape)
+    raw = array.reshape(-1).view(np.uint8) if extra else np.empty(0, np.uint8)
+    return Piece((*piece.start, 0), raw.reshape(*array.shape, extra))
+
+
+def _needed(catalog: Catalog, leaves: Sequence[HostLeaf], chunks: ChunkIds) -> list[HostLeaf]:
+    """Cut leaves down to the chunks that a process writes."""
+    found = list(leaves)
+    arrays, numbers = chunks
+    order = np.lexsort((numbers, arrays))
+    ends = np.searchsorted(arrays[order], np.arange(len(catalog.encodings)), "right").tolist()
+    start = 0
+    for position, encoding, end in zip(catalog.positions.tolist(), catalog.encodings, ends, strict=True):
+        own, start = numbers[order[start:end]], end
+        leaf = leaves[position]
+        # Elements stored as bytes have an axis that the leaf does not have.
+        spec, extra = encoding.spec, encoding.stored.extra
+        if isinstance(leaf, ArrayLeaf) and leaf.volatile and len(own) < spec.chunks and extra is None:
+            boxes = list(_boxes(spec, own))
+            found[position] = replace(leaf, pieces=[part for piece in leaf.pieces for part in _parts(piece, boxes)])
+    return found
+
+
+def _boxes(spec: ArraySpec, numbers: NDArray[np.int64]) -> Iterator[Box]:
+    """Generate the boxes that chunks of an array cover, in ascending order; neighbours are joined."""
+    current: Box | None = None
+    for number in numbers.tolist():
+        start = spec.chunk_start(number)
+        new = Box.at(start, spec.extent(start))
+        if current is not None:
+            joined = Box(current.start, new.stop)
+            if joined.size == current.size + new.size:  # the two are neighbours along one axis
+                current = joined
+                continue
+            yield current
+        current = new
+    if current is not None:
+        yield current
+
+
+def _parts(piece: Piece, boxes: Sequence[Box]) -> Iterator[Piece]:
+    own = Box.at(piece.start, piece.array.shape)
+    for box in boxes:
+        common = box.common(own)
+        if common is not None:
+            yield Piece(common.start, piece.array[common.within(own)])

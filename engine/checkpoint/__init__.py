@@ -1,0 +1,17 @@
+"""One checkpoint: the commit protocol, saves at once and in the background."""
+
+from __future__ import annotations
+
+from .background import BackgroundSave
+from .checkpointer import ITEM, AsyncCheckpointer, Checkpointer, Place, PyTreeCheckpointer
+from .commit import (
+    CommitParts,
+    PendingCheckpoint,
+    delete_checkpoint,
+    read_record,
+    remove_temporary,
+    sweep,
+    write_record,
+)
+from .replicas import check_replicas
+from .save import ItemToSave, Save, SaveReport

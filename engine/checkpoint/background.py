@@ -1,0 +1,138 @@
+"""One save at a time in the background, whose error is raised exactly once.
+
+The thread is not a daemon: a program that ends while a save is under way waits for it. An error that was not raised
+by the time the interpreter exits is logged, and the process exits with a non-zero status.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+from ..errors import SaveFailedError, StateError, describe_error
+from ..storage import Helper
+
+_logger = logging.getLogger("holdfast")
+
+
+class BackgroundSave:
+    """Runs at most one save at a time, and keeps its error until it is raised."""
+
+    def __init__(self, timeout: float = 3600.0) -> None:
+        self._timeout = timeout
+        self._thread: Helper | None = None
+        self._what = ""
+        self._step: int | None = None
+        self._error: SaveFailedError | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, work: Callable[[], object], *, what: str, step: int | None = None) -> None:
+        """Run work on a thread of its own."""
+        if self.running:
+            raise StateError(f"{what}: {self._what} is still being saved; wait for it first")
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:  # raised on the caller's thread later
+                if isinstance(error, SaveFailedError):
+                    self._error = error
+                else:
+                    self._error = SaveFailedError(f"{what} was not saved: {describe_error(error)}", step)
+                    self._error.__cause__ = error
+                _unraised.add(self)
+            finally:
+                _running.discard(self)
+
+        self._what, self._step = what, step
+        self._thread = Helper(run, "holdfast-save")
+        _running.add(self)
+        try:
+            self._thread.start()
+        except BaseException:  # the system has no more threads
+            _running.discard(self)
+            self._thread = None
+            raise
+
+    def join(self) -> None:
+        """Wait until no save is under way; an error of it is kept."""
+        thread = self._thread
+        if thread is None:
+            return
+        thread.join(self._timeout)
+        if thread.is_alive():
+            raise SaveFailedError(
+                f"{self._what} is still not saved after {self._timeout:g} s; the storage may hang. "
+                "Raise save_timeout_secs if it is only slow",
+                self._step,
+            )
+        self._thread = None
+
+    def take_error(self) -> SaveFailedError | None:
+        """Return the error of the last save and forget it, so that it is raised once."""
+        error, self._error = self._error, None
+        _unraised.discard(self)
+        return error
+
+    def wait(self) -> None:
+        """Wait until no save is under way; raise its error."""
+        self.join()
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error of a failed save that was not raised yet; do not wait."""
+        error = self.take_error()
+        if error is not None:
+            raise error
+
+
+_unraised: set[BackgroundSave] = set()  # those with an error, kept alive: a program may drop its manager before it ends
+
+_running: set[BackgroundSave] = set()
+
+
+def _wait_at_exit() -> None:
+    """Run when the main thread has ended: the interpreter itself would wait for ever for a save that hangs."""
+    hanging = []
+    for save in list(_running):
+        try:
+            save.join()
+        except SaveFailedError as error:
+            hanging.append(error)
+    if hanging:
+        _end(hanging)
+
+
+def _report_at_exit() -> None:
+    """Run when the interpreter exits, after all saves have ended."""
+    if _unraised:
+        _end([])
+
+
+def _end(errors: list[SaveFailedError]) -> None:
+    """Report what was lost and end the process with a non-zero status."""
+    for error in [*errors, *(error for save in list(_unraised) if (error := save.take_error()) is not None)]:
+        _logger.critical("%s", error)
+        print(f"holdfast: {error}", file=sys.stderr)  # noqa: T201 - the last chance; logging may be off
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)  # the only way left to give the process a non-zero status
+
+
+# Exit functions run in reverse order. Registered when the engine is loaded, this one, which ends the process, runs
+# after those of the program.
+atexit.register(_report_at_exit)
+
+# What `concurrent.futures` uses for the same purpose: ordinary exit functions run only after all threads have ended.
+_register_early = getattr(threading, "_register_atexit", None)
+if _register_early is not None:
+    _register_early(_wait_at_exit)

@@ -1,0 +1,222 @@
+"""Checkpointers: one object at one path, saved and restored atomically, at once or in the background."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from ..clock import Clock, Duration, SystemClock, seconds
+from ..distributed import Coordinator, ProcessGroup
+from ..errors import StateError
+from ..format import CheckpointRecord, ItemRecord
+from ..handlers import AsyncCheckpointHandler, CheckpointHandler, PyTreeCheckpointHandler, item_structure, restore_item
+from ..storage import Location, as_location
+from .background import BackgroundSave
+from .commit import read_record
+from .save import ItemToSave, Save, SaveReport
+
+# A path, a URL (``file://``, ``memory://``, ``s3://``, ``gs://``) or a :class:`~holdfast.Location`.
+Place = str | os.PathLike[str] | Location
+
+ITEM = "state"  # name of the item of a checkpoint that has only one
+
+
+class Checkpointer:
+    """Saves one object at a time: when ``save`` returns, the checkpoint is durable.
+
+    In a program of several processes all of them call ``save`` with the same path, and write one checkpoint together.
+
+    Args:
+        handler: Writes and reads objects of one kind.
+        clock: Gives the time of the commit.
+        coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
+            initialized; ``hf.Alone()`` saves from this process alone.
+        barrier_timeout_secs: How long to wait for other processes: seconds, or ``"10m"``.
+
+    >>> import tempfile, numpy as np
+    >>> checkpointer = Checkpointer(PyTreeCheckpointHandler())
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     _ = checkpointer.save(f"{directory}/one", {"weights": np.ones(3)})
+    ...     checkpointer.restore(f"{directory}/one")
+    {'weights': array([1., 1., 1.])}
+    """
+
+    background = False
+
+    def __init__(
+        self,
+        handler: CheckpointHandler,
+        *,
+        clock: Clock | None = None,
+        coordinator: Coordinator | None = None,
+        barrier_timeout_secs: Duration = "10m",
+    ) -> None:
+        self.handler = handler
+        self._clock = clock or SystemClock()
+        self._coordinator = coordinator
+        self._timeout = seconds(barrier_timeout_secs, name="barrier_timeout_secs")
+
+    @functools.cached_property
+    def _processes(self) -> ProcessGroup:
+        # Made when it is needed: a checkpointer may be made before the processes are connected.
+        return ProcessGroup("checkpointer", self._coordinator, self._timeout)
+
+    def save(self, path: Place, item: Any, *, force: bool = False, **kwargs: Any) -> SaveReport | None:
+        """Save an object.
+
+        Args:
+            path: Where; nothing may be there yet.
+            item: The object.
+            force: Replace a checkpoint that is there. A crash leaves the old one or the new one, whole.
+            **kwargs: Further arguments for the handler.
+
+        Returns:
+            The report of the save.
+
+        Raises:
+            CheckpointExistsError: Something is there already.
+            UnsupportedLeafError: The object cannot be saved; nothing was written.
+            StorageConflictError: Another save to this path is under way.
+            StorageError: The storage refused; nothing is left behind.
+        """
+        return self._begin(path, item, force, kwargs).complete()[1]
+
+    def restore(self, path: Place, item: Any = None, **kwargs: Any) -> Any:
+        """Read an object back.
+
+        Args:
+            path: Where it was saved.
+            item: What to restore into or after, if the handler uses that: a template, for trees.
+            **kwargs: Further arguments for the handler.
+
+        Returns:
+            The object.
+
+        Raises:
+            CheckpointNotFoundError: Nothing was committed there.
+            DamagedCheckpointError: The stored data does not verify.
+        """
+        location, saved = self._item(path)
+        return restore_item(self.handler, location, saved, item, kwargs)
+
+    def structure(self, path: Place) -> Any:
+        """Return the structure of a saved object, with a description of every leaf, without reading its data.
+
+        Args:
+            path: Where it was saved.
+        """
+        location, saved = self._item(path)
+        return item_structure(self.handler, location, saved)
+
+    def _begin(self, path: Place, item: Any, force: bool, kwargs: Mapping[str, Any]) -> Save:
+        return Save(
+            as_location(path),
+            {ITEM: ItemToSave(self.handler, item, self.background, kwargs)},
+            overwrite=force,
+            record=lambda items: CheckpointRecord(items=items, time=self._clock.now()),
+            rendezvous=self._processes.rendezvous("save"),
+            timeout=self._timeout,
+        )
+
+    def _item(self, path: Place) -> tuple[Location, ItemRecord]:
+        location = as_location(path)
+        items = read_record(location).items
+        if ITEM not in items:
+            raise StateError(
+                f"{location}: this checkpoint has the items {', '.join(sorted(items))}; "
+                "restore it with a CheckpointManager, or with hf.load(path, item=...)"
+            )
+        return location / items[ITEM].folder, items[ITEM]
+
+
+class AsyncCheckpointer(Checkpointer):
+    """Like :class:`Checkpointer`, but ``save`` returns as soon as the object may change again.
+
+    One save at a time: the next one waits for the last. An error of a save is raised once: by the next ``save`` (which
+    happens nevertheless), by ``wait_until_finished``, by ``check_for_errors`` or by ``close``.
+
+    Args:
+        handler: Writes and reads objects of one kind.
+        timeout_secs: How long waiting for a save may take, in seconds, before it is an error.
+        clock: Gives the time of the commit.
+        coordinator: How processes find each other; None detects it.
+        barrier_timeout_secs: How long to wait for other processes: seconds, or ``"10m"``.
+    """
+
+    background = True
+
+    def __init__(
+        self,
+        handler: AsyncCheckpointHandler,
+        *,
+        timeout_secs: float = 3600.0,
+        clock: Clock | None = None,
+        coordinator: Coordinator | None = None,
+        barrier_timeout_secs: Duration = "10m",
+    ) -> None:
+        if not isinstance(handler, AsyncCheckpointHandler):
+            raise TypeError(
+                f"{type(handler).__name__} cannot save in the background: use Checkpointer, "
+                "or derive the handler from AsyncCheckpointHandler"
+            )
+        super().__init__(handler, clock=clock, coordinator=coordinator, barrier_timeout_secs=barrier_timeout_secs)
+        self._save = BackgroundSave(timeout_secs)
+
+    def save(self, path: Place, item: Any, *, force: bool = False, **kwargs: Any) -> None:
+        """Take a snapshot of an object and save it in the background.
+
+        Args:
+            path: Where; nothing may be there yet.
+            item: The object; it may change as soon as this returns.
+            force: Replace a checkpoint that is there.
+            **kwargs: Further arguments for the handler.
+
+        Raises:
+            SaveFailedError: The save before this one failed; this one is under way nevertheless.
+        """
+        self._save.join()
+        save = self._begin(path, item, force, kwargs)
+        earlier = self._save.take_error()
+        self._save.start(save.complete, what=str(as_location(path)))
+        if earlier is not None:
+            raise earlier
+
+    def restore(self, path: Place, item: Any = None, **kwargs: Any) -> Any:
+        """Read an object back, after waiting for the save that is under way."""
+        self._save.join()
+        return super().restore(path, item, **kwargs)
+
+    def wait_until_finished(self) -> None:
+        """Wait for the save that is under way. Raise SaveFailedError if it failed."""
+        self._save.wait()
+
+    def check_for_errors(self) -> None:
+        """Raise SaveFailedError if a save failed and its error was not raised yet; do not wait."""
+        self._save.check()
+
+    def close(self) -> None:
+        """Wait for the save that is under way. Raise SaveFailedError if it failed."""
+        self._save.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class PyTreeCheckpointer(Checkpointer):
+    """A :class:`Checkpointer` for trees of arrays.
+
+    Args:
+        clock: Gives the time of the commit.
+        coordinator: How processes find each other; None detects it.
+    """
+
+    def __init__(self, *, clock: Clock | None = None, coordinator: Coordinator | None = None) -> None:
+        super().__init__(PyTreeCheckpointHandler(), clock=clock, coordinator=coordinator)

@@ -1,0 +1,392 @@
+"""How a checkpoint comes to exist, is replaced, and is deleted: the commit protocol, once for all kinds of checkpoint.
+
+A save puts a marker into the checkpoint's directory, writes its items into folders of their own, makes all of it
+durable, and writes the commit record last, in one atomic step. A crash before that leaves what was there before. To
+replace a checkpoint, the new items go into folders with new names beside the old ones; the record decides which count.
+To delete one, its record is renamed to a marker first. A directory with a marker and no record may be removed; one
+with neither belongs to something else and is never touched.
+
+:class:`CommitParts` is what a kind of checkpoint adds to that whose parts have directories of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import re
+import uuid
+from collections.abc import Iterable, Iterator
+
+from ..errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    FormatVersionError,
+    InvalidLocationError,
+    ObjectNotFoundError,
+    StorageConflictError,
+    StorageError,
+    StorageUnavailableError,
+)
+from ..format import DELETED, PARTIAL, RECORD, CheckpointRecord
+from ..storage import TEMPORARY_PREFIX, Location, SaveLock
+
+_logger = logging.getLogger("holdfast")
+
+_UNIQUE = re.compile(r".+\.[0-9a-f]{8}")  # folders of items, as saves to object stores name them
+_RECORD_LIMIT = 256 << 20  # bytes; a record names files, not leaves
+
+
+def read_record(location: Location) -> CheckpointRecord:
+    """Read the commit record of a checkpoint."""
+    place = location / RECORD
+    try:
+        data = place.read_bytes(limit=_RECORD_LIMIT)
+    except ObjectNotFoundError as error:
+        raise CheckpointNotFoundError(f"{location}: no checkpoint here (there is no {RECORD})") from error
+    return CheckpointRecord.decode(data, source=str(place))
+
+
+def write_record(location: Location, record: CheckpointRecord) -> None:
+    """Write or replace the commit record, atomically and durably."""
+    content = record.encode()
+    try:
+        (location / RECORD).write_bytes(content)
+    except StorageUnavailableError:
+        if not location.is_remote:
+            raise
+        with contextlib.suppress(StorageError, DamagedCheckpointError):
+            if (location / RECORD).read_bytes(limit=_RECORD_LIMIT) == content:
+                return
+        raise
+
+
+class CommitParts:
+    """What a kind of checkpoint adds to the commit. This one adds nothing: its items are folders right inside.
+
+    A checkpoint whose parts have directories of their own derives this. The record at the root alone decides; what
+    describes a part is derived from it, removed before the record changes (:meth:`withdraw`) and written after it
+    (:meth:`publish`), so that it never contradicts the record. The next save or sweep writes what is missing.
+    """
+
+    def __init__(self, location: Location) -> None:
+        self.location = location
+
+    def folder(self, item: str) -> str:
+        """Return the path of an item's folder in the checkpoint's directory, where that name is free."""
+        return item
+
+    def owns(self, folder: str) -> bool:
+        """Whether a save of this kind may have made a folder of this path; a marker is not trusted."""
+        return "/" not in folder
+
+    def check_replaceable(self, record: CheckpointRecord | None) -> None:
+        """Raise an error if a save of this kind must not replace a checkpoint; None stands for a damaged one."""
+
+    def withdraw(self, record: CheckpointRecord) -> None:
+        """Remove what is derived from a record that is about to be replaced."""
+
+    def publish(self, record: CheckpointRecord, *, replaces: bool) -> None:
+        """Write what is derived from the record that was just committed, durably."""
+
+    def repair(self, record: CheckpointRecord) -> None:
+        """Write what is derived from a record and missing."""
+
+    def remove(self, folder: str, record: CheckpointRecord | None) -> None:
+        """Remove the folder of an item and, where a record is given, what else was there for parts it does not have."""
+        (self.location / folder).remove_tree()
+
+
+class PendingCheckpoint:
+    """A checkpoint that is being written and does not exist yet."""
+
+    def __init__(
+        self, location: Location, items: Iterable[str], *, overwrite: bool, parts: CommitParts | None = None
+    ) -> None:
+        self.location = location
+        self._parts = parts or CommitParts(location)
+        self._old_record: bytes | None = None
+        self._old: CheckpointRecord | None = None
+        if location.is_local and location.exists() and not location.is_directory():
+            raise CheckpointExistsError(f"{location}: a file is there; choose another path")
+        names = {entry.name for entry in location.entries()}
+        self._find_replaceable(names, overwrite=overwrite)
+        untouched = not {PARTIAL, DELETED} & names
+        self._lock = SaveLock(location / PARTIAL)
+        if not untouched:
+            if PARTIAL in names and not self._lock.take_over():
+                raise self._lock.conflict()
+            try:
+                sweep(location, parts)
+            finally:
+                self._lock.release()
+            names = {entry.name for entry in location.entries()}
+        self.token = uuid.uuid4().hex  # tells this save from all others
+        # What was swept may be of a save that is still alive somewhere: it must not write into the folders of this one.
+        # In an object store there may always be one, or requests of it that are still on their way.
+        plain = untouched and not location.is_remote
+        taken = names | _folders(self._old)
+        self._paths: dict[str, str] = {}
+        for item in items:
+            path = self._parts.folder(item)
+            self._paths[item] = path if plain and path not in taken else f"{path}.{self.token[:8]}"
+        self.folders = {item: location / path for item, path in self._paths.items()}
+        self._deleted = DELETED in names
+        self._marker_size: int | None = None
+        self._begun = False
+        self._claimed = False
+        self._marked = False
+        self._stays = False
+
+    def begin(self) -> None:
+        """Make the folders, and mark the directory so that a crash leaves nothing unexplained; done once."""
+        if self._begun:
+            return
+        self._begun = True
+        self.location.make_directory()
+        if self.location.is_local:
+            self._lock.make()
+            self._check_unchanged()
+        self._claimed = True
+        marker = json.dumps({"format": "holdfast", "token": self.token, "folders": [*self._paths.values()]}).encode()
+        self._marker_size = len(marker)
+        (self.location / PARTIAL).write_bytes(marker, atomic=False)
+        self._marked = True
+        self.location.sync_directory()  # the marker is durable before anything that it explains
+        for folder in self.folders.values():
+            folder.make_directory(sync=False)
+
+    def _check_unchanged(self) -> None:
+        """Raise StorageConflictError if another save has been committed since this one was made."""
+        names = {entry.name for entry in self.location.entries()}
+        record = (self.location / RECORD).read_bytes(limit=_RECORD_LIMIT) if RECORD in names else None
+        if record != self._old_record or names.intersection(self._paths.values()):
+            (self.location / PARTIAL).remove()
+            raise self._lock.conflict()
+
+    def _is_claimed(self) -> bool:
+        """Whether the marker is still that of this save."""
+        return self._lock.content(self._marker_size).get("token") == self.token
+
+    def _find_replaceable(self, names: set[str], *, overwrite: bool) -> None:
+        """Read the checkpoint that will be replaced; raise CheckpointExistsError if something else is there."""
+        if RECORD in names:
+            if not overwrite:
+                raise CheckpointExistsError(
+                    f"{self.location}: a checkpoint is there already; choose another path, or replace it "
+                    "(overwrite=True, or force=True with a Checkpointer or a CheckpointManager)"
+                )
+            self._old_record = (self.location / RECORD).read_bytes(limit=_RECORD_LIMIT)
+            try:
+                self._old = CheckpointRecord.decode(self._old_record, source=str(self.location / RECORD))
+            except DamagedCheckpointError:
+                self._old = None  # which folders were its own is unknown
+            self._parts.check_replaceable(self._old)
+            return
+        if self.location.is_remote:  # such a folder without a record or a marker holds what has arrived late
+            names = {name for name in names if not _UNIQUE.fullmatch(name)}
+        if names and not {PARTIAL, DELETED} & names:
+            raise CheckpointExistsError(
+                f"{self.location}: the directory is not empty and is not a checkpoint (it holds {min(names)!r}); "
+                "choose another path"
+            )
+
+    def commit(self, record: CheckpointRecord) -> None:
+        """Make the checkpoint exist; its items must be durable."""
+        if not self._is_claimed():
+            raise self._lock.conflict()
+        if self._old is not None:
+            self._parts.withdraw(self._old)
+        self._sync_directories()
+        record = dataclasses.replace(record, replaced=tuple(sorted(_folders(self._old) - {*self._paths.values()})))
+        self._stays = True  # from here on its data may be all that there is, also where a person interrupts
+        try:
+            write_record(self.location, record)
+            overtaken = not self._is_claimed()
+            if overtaken and (self._old_record is None or not self._is_whole(record)):
+                # Another save began in this very moment; it removed what it found without a record.
+                raise self._lock.conflict()
+        except BaseException as error:
+            if isinstance(error, StorageUnavailableError) and not self.location.is_local:
+                # A request that has no answer may still arrive, even after others: its data has to be there then.
+                error.add_note(
+                    f"{self.location}: the next run removes what was written, or finds it committed and whole"
+                )
+                raise
+            self._take_back()
+            if self._stays:
+                error.add_note(
+                    f"{self.location}: the record is in place and could not be taken back: although its save has "
+                    "failed, this checkpoint is listed as long as the storage keeps it. It is whole; to be sure of it, "
+                    "save it again, replacing it, or delete it"
+                )
+            raise
+        if overtaken:  # by a save that saw the record: it has removed the old checkpoint, and replaces this one
+            self._lock.release()
+            return
+        with _leftover(self.location):
+            self._parts.publish(record, replaces=self._old is not None)
+            _remove_folders(self._parts, record.replaced, record)
+            if self._deleted:
+                (self.location / DELETED).remove()
+            (self.location / PARTIAL).remove()  # last: it tells the next run that something may be left
+        self._lock.release()
+
+    def _sync_directories(self) -> None:
+        """Make the names of all items durable, and that what was withdrawn is gone: deepest first, then around them."""
+        inside = {parent for path in (*self._paths.values(), *_folders(self._old)) for parent in _parents(path)}
+        for path in sorted(inside, key=lambda path: path.count("/"), reverse=True):
+            if (self.location / path).is_directory():  # one of the old checkpoint may be missing
+                (self.location / path).sync_directory()
+        self.location.sync_directory()
+        self.location.parent.sync_directory()
+
+    def _is_whole(self, record: CheckpointRecord) -> bool:
+        """Whether all files are there; asked only where another save may have removed some."""
+        try:
+            return all(
+                (self.location / item.folder / path).has_size(file.size)
+                for item in record.items.values()
+                for path, file in item.files.items()
+            )
+        except ObjectNotFoundError:
+            return False
+
+    def _take_back(self) -> None:
+        """Undo a commit that failed half-way: the record was renamed, and making its name durable failed."""
+        with contextlib.suppress(StorageError):
+            if not self._is_visible():
+                self._stays = False
+                return
+            if self._old_record is None:
+                (self.location / RECORD).rename(DELETED)
+            else:
+                (self.location / RECORD).write_bytes(self._old_record)
+        # Should even that fail, the record must not be left without its data.
+        self._stays = self._is_visible()
+
+    def _is_visible(self) -> bool:
+        """Whether the record that is in place is the one that this save wrote, as far as can be told."""
+        try:
+            found = read_record(self.location)
+        except CheckpointNotFoundError:
+            return False
+        except (StorageError, DamagedCheckpointError):
+            return self._old_record is None
+        return _folders(found) <= {*self._paths.values()}
+
+    def abort(self, error: BaseException | None = None) -> None:
+        """Remove what was written; the checkpoint that was to be replaced, if any, stays as it was.
+
+        A storage error becomes a StorageConflictError if another save has taken the path over.
+        """
+        try:
+            ours = self._remove(late=isinstance(error, StorageUnavailableError) and not self.location.is_local)
+        finally:
+            self._lock.release()
+        if not ours and isinstance(error, StorageError) and not isinstance(error, StorageConflictError):
+            raise self._lock.conflict() from error
+
+    def leave(self) -> None:
+        """Leave what was written where it is: the next run removes it."""
+        self._lock.release()
+
+    def _remove(self, *, late: bool) -> bool:
+        """Remove what was written; return whether the path was still this save's."""
+        if not self._begun or self._stays:
+            return True
+        if self.location.is_local and not self._claimed:
+            # What is there is not of this save, except perhaps the empty directory.
+            with contextlib.suppress(OSError):
+                os.rmdir(self.location)
+            return True
+        ours = True
+        with _leftover(self.location):
+            ours = not self._marked or self._is_claimed()
+            paths = {*self._paths.values()}
+            if not ours and not self.location.is_local and not self.location.is_remote:
+                # Two saves that begin at once use the same names here, so only a record tells which are of the other.
+                names = {entry.name for entry in self.location.entries()}
+                if PARTIAL in names or RECORD not in names:
+                    return ours
+                paths -= _folders(read_record(self.location))
+            for path in sorted(paths, key=len, reverse=True):
+                self._parts.remove(path, self._old if ours and not late else None)
+            if not ours or late:
+                return ours
+            if any(entry.name == RECORD for entry in self.location.entries()):
+                if self._old is not None:
+                    self._parts.repair(self._old)
+                (self.location / PARTIAL).remove()
+            else:
+                self.location.remove_tree(last=PARTIAL)
+        return ours
+
+
+def delete_checkpoint(location: Location) -> None:
+    """Delete a checkpoint: its record first, so that it is gone at once, then its data."""
+    with contextlib.suppress(ObjectNotFoundError):
+        (location / RECORD).rename(DELETED)
+    location.remove_tree(last=DELETED)
+
+
+def sweep(location: Location, parts: CommitParts | None = None) -> bool:
+    """Remove what interrupted saves and deletions left in a checkpoint's directory; return whether it is gone."""
+    names = {entry.name for entry in location.entries()}
+    if RECORD in names:
+        remove_temporary(location, names)
+    if not {PARTIAL, DELETED} & names:
+        return False
+    if RECORD not in names:
+        _logger.info("%s: removing what an interrupted save or deletion has left", location)
+        location.remove_tree(last=DELETED if DELETED in names else PARTIAL)
+        return True
+    try:
+        record = read_record(location)
+    except (DamagedCheckpointError, FormatVersionError):
+        return False  # nothing is removed beside a record that cannot be read: a person may want to look
+    parts = parts or CommitParts(location)
+    left = {*filter(parts.owns, SaveLock(location / PARTIAL).folders()), *record.replaced}
+    _remove_folders(parts, [folder for folder in left if "/" in folder or folder in names], record)
+    parts.repair(record)
+    (location / PARTIAL).remove()
+    (location / DELETED).remove()
+    return False
+
+
+def remove_temporary(location: Location, names: Iterable[str]) -> None:
+    """Remove the files of atomic writes that were interrupted."""
+    for name in names:
+        if name.startswith(TEMPORARY_PREFIX):
+            (location / name).remove()
+
+
+def _remove_folders(parts: CommitParts, folders: Iterable[str], record: CheckpointRecord) -> None:
+    """Remove folders that are none of a record's, nor inside of one; skip those that lead elsewhere."""
+    live = _folders(record)
+    for folder in sorted(folders, key=len, reverse=True):
+        if live.isdisjoint([folder, *_parents(folder)]):
+            with contextlib.suppress(InvalidLocationError):
+                parts.remove(folder, record)
+
+
+def _folders(record: CheckpointRecord | None) -> set[str]:
+    return set() if record is None else {item.folder for item in record.items.values()}
+
+
+def _parents(path: str) -> list[str]:
+    """Return the directories that a path leads through."""
+    names = path.split("/")
+    return ["/".join(names[:length]) for length in range(1, len(names))]
+
+
+@contextlib.contextmanager
+def _leftover(location: Location) -> Iterator[None]:
+    """Log an error of tidying up: it must neither turn a success into a failure nor hide the real error."""
+    try:
+        yield
+    except (StorageError, DamagedCheckpointError, FormatVersionError) as error:
+        _logger.warning("%s: could not tidy up, the next run will: %s", location, error)

@@ -1,0 +1,135 @@
+"""The check that all processes hold the same values of what a save takes to be the same everywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..clock import Duration, seconds
+from ..distributed import Coordinator, ProcessGroup
+from ..errors import TreeMismatchError, shortened
+from ..format import crc32c
+from ..pytree import ArrayLeaf, Box, ValueLeaf, describe, flatten, format_path, whole
+
+_NOT_HERE = -1
+_LINES = 20  # of what differs that an error shows
+_DIGEST_BYTES = 16
+
+Digests = NDArray[np.int64]
+
+
+def check_replicas(tree: Any, *, coordinator: Coordinator | None = None, timeout_secs: Duration = "10m") -> None:
+    """Compare the values that the processes of a program hold of a tree, wherever several hold the same part.
+
+    A save takes plain tensors, numpy arrays and Python values to be the same on every process, and writes each part
+    from one of them; jax arrays and DTensors may be replicated, too. Where the values differ, as after a seed that
+    differs or a forgotten broadcast, the checkpoint is a mixture. A save does not check this, as that takes reading
+    everything: call this once, before the first save, or when in doubt. It reads every replicated array (copying those
+    on accelerators to the host), at some gigabytes a second. Statistics that each process keeps for itself, as
+    BatchNorm does under DDP, differ by design; this names them like all others.
+
+    All processes have to call it. In a program of one process it returns at once.
+
+    Args:
+        tree: The tree.
+        coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them
+            is initialized.
+        timeout_secs: How long to wait for other processes: seconds, or ``"10m"``.
+
+    Raises:
+        TreeMismatchError: Values differ, or the trees themselves do; on every process, names the leaves.
+        UnsupportedLeafError: A leaf could not be saved.
+    """
+    timeout = seconds(timeout_secs, name="timeout_secs")
+    rendezvous = ProcessGroup("check_replicas", coordinator, timeout).rendezvous("replicas")
+    if rendezvous is None:
+        return
+    with contextlib.closing(rendezvous):
+        try:
+            names, lines, digests = _digests(tree, rendezvous.index)
+            # Parts that only this process holds are left out, so the lines are the same everywhere.
+            structure = hashlib.blake2b("\n".join(lines).encode(), digest_size=_DIGEST_BYTES).digest()
+            gathered = rendezvous.gather("digests", structure + digests.tobytes(), timeout)
+            found = None if gathered is None else json.dumps(_compare(gathered, names)).encode()
+            # Process 0 may wait as long for another one: that it gives up, and which one it missed, must arrive here.
+            differences = json.loads(rendezvous.broadcast("differences", found, 2 * timeout))
+        except BaseException as error:
+            rendezvous.fail(error)
+            raise
+    if differences:
+        raise TreeMismatchError("the processes hold different values where a save takes them to be equal:", differences)
+
+
+def _digests(tree: Any, process: int) -> tuple[list[str], list[str], Digests]:
+    """Return for each part that several processes hold: its leaf, what it is, and the digest of its content here."""
+    flat = flatten(tree)
+    names: list[str] = []
+    lines: list[str] = []
+    digests: list[int] = []
+    for name, leaf in zip(flat.names, describe(flat.names, flat.values), strict=True):
+        if isinstance(leaf, ValueLeaf):
+            names.append(name)
+            lines.append(f"{name}\ta value")
+            digests.append(crc32c(json.dumps(leaf.details, sort_keys=True).encode()))
+            continue
+        for box, held in _replicated(leaf, process):
+            names.append(name)
+            lines.append(f"{name}\t{leaf.dtype}{list(leaf.shape)} {box}")
+            digests.append(_digest(leaf, box) if held else _NOT_HERE)
+    return names, lines, np.array(digests, np.int64)
+
+
+def _replicated(leaf: ArrayLeaf, process: int) -> Iterator[tuple[Box, bool]]:
+    """Generate the parts of an array that several processes hold, and whether this one does."""
+    if leaf.parts is None:
+        yield whole(leaf.shape), True
+        return
+    for part in leaf.parts:
+        if len(part.holders) > 1:
+            yield Box.at(part.start, part.shape), process in part.holders
+
+
+def _digest(leaf: ArrayLeaf, box: Box) -> int:
+    """Digest the elements of a box, all of which this process holds."""
+    for piece in leaf.pieces:
+        own = Box.at(piece.start, piece.array.shape)
+        if box.common(own) == box or not box.size:
+            part = np.ascontiguousarray(piece.array[box.within(own)] if box.size else piece.array[:0])
+            return crc32c(part.reshape(-1).view(np.uint8))
+    found = np.zeros(box.shape, leaf.dtype)
+    for piece in leaf.pieces:
+        own = Box.at(piece.start, piece.array.shape)
+        common = box.common(own)
+        if common is not None:
+            found[common.within(box)] = piece.array[common.within(own)]
+    return crc32c(found.reshape(-1).view(np.uint8))
+
+
+def _compare(gathered: Sequence[bytes], names: Sequence[str]) -> list[str]:
+    """Return a line for every leaf in which processes differ; on process 0."""
+    first = gathered[0][:_DIGEST_BYTES]
+    strangers = [number for number, found in enumerate(gathered) if found[:_DIGEST_BYTES] != first]
+    if strangers:
+        return [f"process {number} has another tree than process 0" for number in strangers[:_LINES]]
+    known = np.full(len(names), _NOT_HERE, np.int64)
+    holder = np.zeros(len(names), np.int64)
+    different: dict[str, list[int]] = {}
+    for process, data in enumerate(gathered):
+        found = np.frombuffer(data, np.int64, offset=_DIGEST_BYTES)
+        for position in np.flatnonzero((found != known) & (found != _NOT_HERE) & (known != _NOT_HERE)).tolist():
+            others = different.setdefault(names[position], [int(holder[position])])
+            if process not in others:
+                others.append(process)
+        fresh = (known == _NOT_HERE) & (found != _NOT_HERE)
+        known[fresh], holder[fresh] = found[fresh], process
+    lines = []
+    for name, (one, *others) in different.items():
+        which = "process" if len(others) == 1 else "processes"
+        lines.append(f"{format_path(name)}: process {one} has other values than {which} {shortened(others)}")
+    return lines if len(lines) <= _LINES else [*lines[:_LINES], f"and {len(lines) - _LINES} more"]

@@ -1,0 +1,361 @@
+"""One save from end to end: snapshot, write, commit, report; in the caller's thread or partly in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+from ..arrays import fsync_and_digest
+from ..distributed import ProcessInfo, Rendezvous
+from ..errors import (
+    BarrierTimeoutError,
+    DamagedCheckpointError,
+    HoldfastError,
+    PeerFailedError,
+    StateError,
+    UnknownArgumentError,
+)
+from ..format import CheckpointRecord, ItemRecord
+from ..handlers import (
+    AsyncCheckpointHandler,
+    CheckpointHandler,
+    Files,
+    PreparedCheckpointHandler,
+    PreparedItem,
+    finish,
+    run_coroutine,
+)
+from ..storage import Location
+from .commit import PendingCheckpoint
+
+_logger = logging.getLogger("holdfast")
+
+# Completes all items from the fragments of every process, by item, and makes the commit record.
+_Merge = Callable[[Mapping[str, Sequence[bytes]]], CheckpointRecord]
+
+_LAST_WORD = 10.0  # seconds that the others get to stop writing before process 0 removes what they wrote
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """One completed save: its result and its cost.
+
+    Attributes:
+        step: Its step, or None for a save outside a manager.
+        path: The checkpoint's directory.
+        reason: Why it was saved.
+        bytes: Bytes written.
+        blocked_seconds: How long the training loop waited.
+        total_seconds: From the call until the checkpoint was durable.
+    """
+
+    step: int | None
+    path: str
+    reason: str
+    bytes: int
+    blocked_seconds: float
+    total_seconds: float
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """The bytes written, divided by the total time, in units of 1e9 bytes a second."""
+        return self.bytes / 1e9 / self.total_seconds if self.total_seconds > 0 else 0.0
+
+    def __str__(self) -> str:
+        what = self.path if self.step is None else f"step {self.step}"
+        why = f" ({self.reason})" if self.reason else ""
+        return (
+            f"saved {what}{why}: {_size(self.bytes)}, blocked {self.blocked_seconds:.3f} s, "
+            f"{self.total_seconds:.3f} s in all, {self.gigabytes_per_second:.2f} GB/s"
+        )
+
+
+def _size(nbytes: int) -> str:
+    size = float(nbytes)
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.2f} GB"
+
+
+@dataclass(frozen=True, slots=True)
+class ItemToSave:
+    """One item of a checkpoint, what writes it, and whether that may happen after the call returned."""
+
+    handler: CheckpointHandler
+    value: Any
+    background: bool = False
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Save:
+    """A save that has begun: its snapshot is taken, and :meth:`complete` writes and commits it.
+
+    With several processes, each makes one of these for the same items. Process 0 makes the folders, merges what all of
+    them wrote, and commits; the others learn of it through the rendezvous.
+    """
+
+    def __init__(
+        self,
+        location: Location,
+        items: Mapping[str, ItemToSave],
+        *,
+        overwrite: bool,
+        began: float | None = None,
+        record: Callable[[Mapping[str, ItemRecord]], CheckpointRecord],
+        rendezvous: Rendezvous | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        self._began = time.perf_counter() if began is None else began
+        self._kinds = {name: item.handler.kind for name, item in items.items()}
+        self._record = record
+        self._location = location
+        self._items: dict[str, PreparedItem] = {}
+        # Whether :meth:`complete` may be called after the loop has gone on.
+        self.in_background = any(item.background for item in items.values())
+        self._role: Primary | Worker
+        if rendezvous is not None and rendezvous.index > 0:
+            self._role = Worker(location, rendezvous, timeout)
+        else:
+            try:
+                self._role = Primary(location, items, overwrite=overwrite, rendezvous=rendezvous, timeout=timeout)
+            except BaseException as error:
+                if rendezvous is not None:
+                    rendezvous.fail(error)
+                raise
+        try:
+            for name, item in items.items():
+                if item.handler.collective or isinstance(self._role, Primary):
+                    try:
+                        self._items[name] = self._prepare(name, item)
+                    except UnknownArgumentError as error:
+                        raise UnknownArgumentError(f"{location}: item {name!r} was not saved: {error}") from None
+        except BaseException as error:
+            self._role.give_up(error)
+            raise
+        self._blocked = time.perf_counter() - self._began
+
+    def _prepare(self, name: str, item: ItemToSave) -> PreparedItem:
+        """Do what cannot wait, and return what writes the rest."""
+        if isinstance(item.handler, PreparedCheckpointHandler):
+            together = item.handler.divides and self._role.process.count > 1
+            member = {"member": self._role.process} if together else {}
+            return item.handler.prepare(item.value, snapshot=self.in_background, **member, **item.kwargs)
+        folder = self._role.open()[name]
+        if item.background and isinstance(item.handler, AsyncCheckpointHandler):
+            futures = run_coroutine(item.handler.async_save(folder, item.value, **item.kwargs))
+            return _BegunItem(lambda: finish(futures))
+        files = item.handler.save(folder, item.value, **item.kwargs)
+        return _BegunItem(lambda: files)
+
+    def complete(self) -> tuple[CheckpointRecord, SaveReport]:
+        """Write what is left to write and commit."""
+        try:
+            folders = self._role.open()
+            fragments = {}
+            for name, item in self._items.items():
+                fragments[name] = item.write(folders[name], self._role.process)
+            record = self._role.commit(fragments, self._merge)
+        except BaseException as error:
+            self._role.give_up(error)
+            raise
+        total = time.perf_counter() - self._began
+        return record, SaveReport(
+            step=record.step,
+            path=self._location.url,
+            reason=record.reason,
+            bytes=record.nbytes,
+            blocked_seconds=self._blocked if self.in_background else total,
+            total_seconds=total,
+        )
+
+    def give_up(self, error: BaseException) -> None:
+        """Remove what was written, and tell the other processes."""
+        self._role.give_up(error)
+
+    def _merge(self, fragments: Mapping[str, Sequence[bytes]]) -> CheckpointRecord:
+        """Complete every item from what all processes wrote, and make the commit record."""
+        items = {}
+        for name, folder in self._role.open().items():
+            files = self._items.pop(name).merge(folder, fragments[name])
+            items[name] = ItemRecord(folder.name, self._kinds[name], files)
+        return self._record(items)
+
+
+class _BegunItem:
+    """An item whose handler has begun to write it by itself."""
+
+    def __init__(self, rest: Callable[[], Files | None]) -> None:
+        self._rest = rest
+        self._files: Files | None = None
+
+    def write(self, folder: Location, member: ProcessInfo) -> bytes:
+        files = self._rest()
+        self._files = files if member.count == 1 else None  # the files of the others are not known here
+        return b""
+
+    def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
+        return fsync_and_digest(folder) if self._files is None else self._files
+
+
+class Primary:
+    """The only process, or process 0 of several: it makes the folders, merges what all wrote, and commits."""
+
+    def __init__(
+        self,
+        location: Location,
+        items: Iterable[str],
+        *,
+        overwrite: bool,
+        rendezvous: Rendezvous | None,
+        timeout: float,
+    ) -> None:
+        self._pending = PendingCheckpoint(location, items, overwrite=overwrite)
+        self._rendezvous = rendezvous
+        self._timeout = timeout
+        self._opened = False
+        self._committed = False
+        self.process = ProcessInfo(0, 1 if rendezvous is None else rendezvous.count, self._pending.token)
+
+    def open(self) -> Mapping[str, Location]:
+        """Return the folder of every item, made ready."""
+        self._pending.begin()
+        if self._rendezvous is not None and not self._opened:
+            self._opened = True
+            folders = {name: folder.name for name, folder in self._pending.folders.items()}
+            plan = {"path": self._pending.location.url, "token": self.process.token, "folders": folders}
+            self._rendezvous.broadcast("plan", json.dumps(plan).encode(), self._timeout)
+        return self._pending.folders
+
+    def commit(self, fragments: Mapping[str, bytes], merge: _Merge) -> CheckpointRecord:
+        """Make the checkpoint exist once every process has written its share, and return its record."""
+        gathered = {name: [own] for name, own in fragments.items()}
+        if self._rendezvous is None:
+            record = merge(gathered)
+            self._pending.commit(record)
+            return record
+        sizes = [json.loads(one) for one in self._rendezvous.gather("written", b"{}", self._timeout) or []]
+        for process in range(1, self._rendezvous.count):
+            for name, size in sizes[process].items():
+                gathered[name].append(_take_fragment(self._pending.folders[name], process, size))
+        record = merge(gathered)
+        self._pending.commit(record)
+        self._committed = True
+        try:
+            self._rendezvous.broadcast("committed", record.encode(), self._timeout)
+        except Exception as error:  # the checkpoint exists all the same
+            _logger.warning("%s: saved, but the other processes could not be told: %s", self._pending.location, error)
+        self._rendezvous.close()
+        return record
+
+    def give_up(self, error: BaseException) -> None:
+        """Remove what was written once no process writes any more; otherwise leave that to the next run."""
+        if self._rendezvous is None:
+            self._pending.abort(error)
+            return
+        if not isinstance(error, PeerFailedError):  # the others know of that already
+            self._rendezvous.fail(error)
+        if self._committed:
+            return
+        try:
+            if not self._opened or (
+                not isinstance(error, BarrierTimeoutError) and _all_stopped(self._rendezvous, self._timeout)
+            ):
+                self._pending.abort(error)
+            else:
+                self._pending.leave()
+                _logger.warning(
+                    "%s: not all processes have said that they stopped; the next run removes what they wrote",
+                    self._pending.location,
+                )
+        finally:
+            self._rendezvous.close()
+
+
+class Worker:
+    """Any process but process 0: it writes its share and leaves what process 0 needs to know of it in a file."""
+
+    def __init__(self, location: Location, rendezvous: Rendezvous, timeout: float) -> None:
+        self._location = location
+        self._rendezvous = rendezvous
+        self._timeout = timeout
+        self._folders: dict[str, Location] | None = None
+        self._token = ""
+
+    @property
+    def process(self) -> ProcessInfo:
+        return ProcessInfo(self._rendezvous.index, self._rendezvous.count, self._token)
+
+    def open(self) -> Mapping[str, Location]:
+        if self._folders is None:
+            plan = json.loads(self._rendezvous.broadcast("plan", None, self._timeout))
+            if plan["path"] != self._location.url:
+                raise StateError(
+                    f"process {self._rendezvous.index} saves to {self._location.url}, and process 0 to {plan['path']}; "
+                    "all processes have to save to the same path, or each alone, with coordinator=hf.Alone()"
+                )
+            self._token = plan["token"]
+            self._folders = {name: self._location / folder for name, folder in plan["folders"].items()}
+        return self._folders
+
+    def commit(self, fragments: Mapping[str, bytes], merge: _Merge) -> CheckpointRecord:
+        folders = self.open()
+        for name, fragment in fragments.items():
+            (folders[name] / _fragment_name(self._rendezvous.index)).write_bytes(fragment, atomic=False)
+        sizes = {name: len(fragment) for name, fragment in fragments.items()}
+        self._rendezvous.gather("written", json.dumps(sizes).encode(), self._timeout)
+        # Process 0 may wait as long for another one: that it gives up, and which one it missed, must arrive here.
+        content = self._rendezvous.broadcast("committed", None, 2 * self._timeout)
+        self._rendezvous.close()
+        return CheckpointRecord.decode(content, source=f"{self._location}: what process 0 has committed")
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the others, and say that this process writes no more."""
+        if not isinstance(error, PeerFailedError):  # the others know of that already
+            self._rendezvous.fail(error)
+        with contextlib.suppress(Exception):  # the store may be what has failed
+            self._rendezvous.coordinator.put(_stopped_key(self._rendezvous, self._rendezvous.index), b"1")
+        self._rendezvous.close()
+
+
+def _all_stopped(rendezvous: Rendezvous, timeout: float) -> bool:
+    """Wait until the other processes have stopped writing; return whether they have said so."""
+    end = time.monotonic() + min(_LAST_WORD, timeout)
+    try:
+        for process in range(1, rendezvous.count):
+            key = _stopped_key(rendezvous, process)
+            rendezvous.coordinator.get(key, max(0.01, end - time.monotonic()))
+            rendezvous.coordinator.delete(key)
+    except Exception:  # of any coordinator: then it is unknown whether they stopped
+        return False
+    return True
+
+
+def _fragment_name(process: int) -> str:
+    return f"fragment.{process}"
+
+
+def _stopped_key(rendezvous: Rendezvous, process: int) -> str:
+    return f"{quote(rendezvous.name, safe='')}/stopped/{process}"
+
+
+def _take_fragment(folder: Location, process: int, size: int) -> bytes:
+    """Read what another process left, and remove it: it is no part of the checkpoint."""
+    place = folder / _fragment_name(process)
+    try:
+        fragment = place.read_bytes(limit=size)
+    except HoldfastError as error:
+        raise DamagedCheckpointError(
+            f"{place}: what process {process} wrote cannot be read ({error}); do all processes see the same directory?"
+        ) from error
+    if len(fragment) != size:
+        raise DamagedCheckpointError(f"{place}: process {process} wrote {size} bytes, found {len(fragment)}")
+    place.remove()
+    return fragment

@@ -1,0 +1,284 @@
+"""Coordinators: the processes of a program, and a small key-value store through which they reach each other.
+
+A program is alone, or its processes are connected by ``jax.distributed`` or ``torch.distributed``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+_SHORTEST_WAIT = 0.001
+_LONGEST_WAIT = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessInfo:
+    """One of the processes that write a checkpoint.
+
+    Attributes:
+        index: The index of this process, from 0.
+        count: The number of processes.
+        token: Text that is unique to this save and the same on all processes: a part of the names of its files.
+    """
+
+    index: int = 0
+    count: int = 1
+    token: str = ""
+
+
+class Coordinator(Protocol):
+    """The processes of one program, and a key-value store that they share.
+
+    Keys are text, values are bytes. Any thread may call any method, and one that waits does not block the others.
+    None is a collective operation on devices, so a background thread never delays a training step. `Rendezvous` builds
+    broadcasts, gathers and barriers on it.
+
+    A coordinator can be referred to weakly. All methods raise ConnectionError when the store is gone, usually with the
+    process that kept it.
+    """
+
+    @property
+    def process_index(self) -> int:
+        """Return the index of this process, from 0."""
+
+    @property
+    def process_count(self) -> int:
+        """Return the number of processes."""
+
+    def put(self, key: str, value: bytes) -> None:
+        """Store a value for all processes.
+
+        Args:
+            key: Names divided by slashes. No key may be another key followed by a slash and more, unless both are
+                deleted together: some stores treat the shorter one as a folder.
+            value: At most 512 KiB.
+        """
+
+    def get(self, key: str, timeout: float) -> bytes:
+        """Wait for a value.
+
+        Args:
+            key: The key.
+            timeout: How long to wait, in seconds.
+
+        Raises:
+            TimeoutError: No process has stored it in that time.
+        """
+
+    def try_get(self, key: str) -> bytes | None:
+        """Return a value without waiting, or None if it has not been stored."""
+
+    def delete(self, key: str) -> None:
+        """Delete a value; a missing one is fine."""
+
+
+class Alone:
+    """The coordinator of a single process; it needs no initialization."""
+
+    process_index = 0
+    process_count = 1
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def put(self, key: str, value: bytes) -> None:
+        """Store a value."""
+        self._values[key] = value
+
+    def get(self, key: str, timeout: float) -> bytes:
+        """Return a value, or raise TimeoutError at once, as no other process could store it."""
+        if key not in self._values:
+            raise TimeoutError(f"{key} was not stored, and there is no other process")
+        return self._values[key]
+
+    def try_get(self, key: str) -> bytes | None:
+        """Return a value, or None if there is none."""
+        return self._values.get(key)
+
+    def delete(self, key: str) -> None:
+        """Delete a value; a missing one is fine."""
+        self._values.pop(key, None)
+
+
+class JaxCoordinator:
+    """The processes of a jax program, and the key-value store of its coordination service.
+
+    The service runs in process 0, and every process sends it heartbeats:
+
+    - When process 0 dies, jax aborts the others within milliseconds (SIGABRT, with a message on stderr). No option of
+      ``jax.distributed.initialize`` changes that.
+    - When another process dies, jax aborts the rest ``heartbeat_timeout_seconds`` later (100 by default). They raise an
+      error that names it only if their timeouts are shorter than that. With
+      ``jax.config.update("jax_enable_recoverability", True)`` before ``initialize``, jax does not abort them.
+    """
+
+    def __init__(self, client: Any, index: int, count: int) -> None:
+        self.process_index = index
+        self.process_count = count
+        self._client = client
+
+    def put(self, key: str, value: bytes) -> None:
+        with _jax_error(key):
+            self._client.key_value_set_bytes(key, value, allow_overwrite=True)
+
+    def get(self, key: str, timeout: float) -> bytes:
+        try:
+            with _jax_error(key):
+                value: bytes = self._client.blocking_key_value_get_bytes(key, max(1, round(timeout * 1000)))
+        except TimeoutError:
+            late = self.try_get(key)  # the timeout may have been too short for any answer
+            if late is None:
+                raise
+            return late
+        return value
+
+    def try_get(self, key: str) -> bytes | None:
+        try:
+            with _jax_error(key):
+                value: bytes = self._client.key_value_try_get_bytes(key)
+        except KeyError:
+            return None
+        return value
+
+    def delete(self, key: str) -> None:
+        with _jax_error(key):  # and all values whose keys continue after a slash
+            self._client.key_value_delete(key)
+
+
+@contextlib.contextmanager
+def _jax_error(key: str) -> Iterator[None]:
+    """Turn errors of the client, RuntimeErrors whose text begins with a status, into Python's own."""
+    try:
+        yield
+    except RuntimeError as error:
+        status = str(error).partition(":")[0]
+        if status == "NOT_FOUND":
+            raise KeyError(key) from None
+        if status == "DEADLINE_EXCEEDED":
+            raise TimeoutError(f"no process stored {key} in time") from None
+        raise ConnectionError(f"jax's coordination service: {error}") from error
+
+
+class TorchCoordinator:
+    """The processes of a torch program, and the store through which they found each other.
+
+    The store is a thread of process 0, or of the launcher (torchrun): when that process dies, the others get an error
+    at once. The death of any other process shows only as a timeout.
+    """
+
+    def __init__(self, store: Any, index: int, count: int) -> None:
+        self.process_index = index
+        self.process_count = count
+        self._store = store
+
+    def put(self, key: str, value: bytes) -> None:
+        with _torch_error():
+            self._store.set(key, value)
+
+    def get(self, key: str, timeout: float) -> bytes:
+        # Polls at intervals that grow with the time waited: Store.wait would block other threads that use the store,
+        # and a TCPStore prints a warning for every wait that times out.
+        begin = time.monotonic()
+        while (value := self.try_get(key)) is None:
+            waited = time.monotonic() - begin
+            if waited >= timeout:
+                raise TimeoutError(f"no process stored {key} within {timeout:g} s")
+            pause = min(max(waited / 16, _SHORTEST_WAIT), _LONGEST_WAIT)
+            time.sleep(min(pause, timeout - waited))
+        return value
+
+    def try_get(self, key: str) -> bytes | None:
+        with _torch_error():
+            if not self._store.check([key]):
+                return None
+            value: bytes = self._store.get(key)
+        return value
+
+    def delete(self, key: str) -> None:
+        with _torch_error():
+            self._store.delete_key(key)
+
+
+@contextlib.contextmanager
+def _torch_error() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionError(f"torch.distributed's store: {error}") from error
+
+
+def current_coordinator() -> Coordinator:
+    """Return the coordinator of the processes of this program.
+
+    It is that of ``jax.distributed``, if initialized with more than one process; otherwise that of
+    ``torch.distributed``, if initialized with a world of more than one; otherwise `Alone`. The call imports,
+    initializes and communicates nothing, so it is cheap.
+
+    Returns:
+        The coordinator: the same object as long as the connection lasts.
+    """
+    return _jax.find() or _torch.find() or _ALONE
+
+
+class _JaxProgram:
+    def __init__(self) -> None:
+        self._client: Any = None
+        self._started = False
+        self._made: JaxCoordinator | None = None
+
+    def find(self) -> JaxCoordinator | None:
+        # jax's public functions for this would choose and start a backend.
+        state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
+        client = getattr(state, "client", None)
+        if state is None or client is None or (state.num_processes or 1) < 2:
+            self._client = self._made = None
+            return None
+        backends = sys.modules.get("jax._src.xla_bridge")
+        started = backends is not None and bool(backends.backends_are_initialized())
+        made = self._made
+        if made is None or client is not self._client:
+            made = JaxCoordinator(client, int(state.process_id), int(state.num_processes))
+            self._client, self._started, self._made = client, False, made
+        if started is not self._started:
+            # Holders of arrays have the numbers of the backend, which may differ from those of the service (on TPUs).
+            made.process_index = int(sys.modules["jax"].process_index())
+            self._started = started
+        return made
+
+
+class _TorchProgram:
+    def __init__(self) -> None:
+        self._group: weakref.ref[Any] | None = None
+        self._made: TorchCoordinator | None = None
+
+    def find(self) -> TorchCoordinator | None:
+        distributed: Any = sys.modules.get("torch.distributed")
+        initialized = getattr(distributed, "is_initialized", None)  # absent in builds without it
+        if initialized is None or not initialized():
+            self._group = self._made = None
+            return None
+        group = distributed.group.WORLD
+        if self._group is None or self._group() is not group:
+            # No lock is needed: a second one, made by another thread meanwhile, would reach the same store.
+            self._made = _connect(distributed) if distributed.get_world_size() > 1 else None
+            self._group = weakref.ref(group)
+        return self._made
+
+
+def _connect(distributed: Any) -> TorchCoordinator:
+    store = distributed.distributed_c10d._get_default_store()
+    if hasattr(store, "clone"):  # torch 2.8: a connection of its own, which the process group does not block
+        store = store.clone()
+    store = distributed.PrefixStore("holdfast", store)
+    return TorchCoordinator(store, int(distributed.get_rank()), int(distributed.get_world_size()))
+
+
+_ALONE = Alone()
+_jax = _JaxProgram()
+_torch = _TorchProgram()

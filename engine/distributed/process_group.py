@@ -1,0 +1,112 @@
+"""The processes of one joint action: process 0 decides for all, or all of them exchange values."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..errors import StateError
+from .coordinators import Coordinator, current_coordinator
+from .rendezvous import Rendezvous, next_rendezvous
+
+_START = 600.0  # seconds until process 0 must have begun
+_WORK = 7 * 24 * 3600.0  # seconds; the others learn within seconds that process 0 failed or died, so this may be long
+
+
+class ProcessGroup:
+    """The processes that save and load the same things; all of them call the same methods in the same order."""
+
+    def __init__(self, name: str, coordinator: Coordinator | None, timeout: float) -> None:
+        self._coordinator = current_coordinator() if coordinator is None else coordinator
+        self._name = name
+        self.timeout = timeout
+
+    @property
+    def alone(self) -> bool:
+        return self._coordinator.process_count == 1
+
+    @property
+    def is_primary(self) -> bool:
+        """Whether this is process 0, which does the work that is done once."""
+        return self._coordinator.process_index == 0
+
+    def rendezvous(self, what: str) -> Rendezvous | None:
+        """Return the rendezvous for the next joint action, or None if this process is alone."""
+        if self.alone:
+            return None
+        return next_rendezvous(self._coordinator, f"{self._name}: {what}")
+
+    def fail(self, what: str, error: BaseException) -> None:
+        """Report to the other processes that this one cannot take part in their next joint action."""
+        rendezvous = self.rendezvous(what)
+        if rendezvous is not None:
+            rendezvous.fail(error)
+
+    def decide(
+        self,
+        what: str,
+        work: Callable[[], Any],
+        *,
+        arguments: Sequence[Any] | None = None,
+        work_timeout: float | None = None,
+    ) -> Any:
+        """Do work on process 0 and return its result, a value that JSON can hold, on every process.
+
+        Process 0 does not wait for the others. If the work fails, they raise PeerFailedError; if process 0 does not
+        answer within the timeout, they raise a BarrierTimeoutError that names it.
+
+        Args:
+            what: The name of the work, for messages.
+            work: Called on process 0 only.
+            arguments: The inputs of ``work``. If given, process 0 announces them before it begins, and a process with
+                other arguments raises StateError.
+            work_timeout: How long the others wait for the result after that, in seconds; None is ``self.timeout``.
+        """
+        rendezvous = self.rendezvous(what)
+        if rendezvous is None:
+            return work()
+        work_timeout = self.timeout if work_timeout is None else work_timeout
+        with contextlib.closing(rendezvous):
+            if not self.is_primary:
+                if arguments is not None:
+                    self._check_arguments(what, arguments, rendezvous)
+                return json.loads(rendezvous.broadcast("answer", None, work_timeout))
+            try:
+                if arguments is not None:
+                    rendezvous.broadcast("arguments", json.dumps(arguments).encode(), self.timeout)
+                found = work()
+                rendezvous.broadcast("answer", json.dumps(found).encode(), work_timeout)
+            except BaseException as error:
+                rendezvous.fail(error)
+                raise
+            return found
+
+    def _check_arguments(self, what: str, arguments: Sequence[Any], rendezvous: Rendezvous) -> None:
+        theirs = json.loads(rendezvous.broadcast("arguments", None, self.timeout))
+        if theirs != json.loads(json.dumps(arguments)):
+            raise StateError(
+                f"{what}: process {rendezvous.index} was asked for {arguments}, and process 0 for {theirs}; all "
+                "processes must ask for the same, or each works alone, with coordinator=hf.Alone()"
+            )
+
+    def share(self, what: str, value: Any) -> list[Any]:
+        """Return the values of all processes, in their order."""
+        rendezvous = self.rendezvous(what)
+        if rendezvous is None:
+            return [value]
+        with contextlib.closing(rendezvous):
+            values = rendezvous.all_gather("values", json.dumps(value).encode(), self.timeout)
+            return [json.loads(one) for one in values]
+
+
+def run_on_primary(
+    what: str, arguments: Sequence[Any], work: Callable[[], Any], coordinator: Coordinator | None
+) -> Any:
+    """Do long work on process 0, while the other processes that call this wait for its result.
+
+    Process 0 waits for none of them, so a program may also call this on process 0 only.
+    """
+    group = ProcessGroup("holdfast", coordinator, _START)
+    return group.decide(what, work, arguments=arguments, work_timeout=_WORK)

@@ -1,0 +1,333 @@
+"""Broadcasts, gathers and barriers on a coordinator's store, with a timeout for everything.
+
+The store takes small values only, so longer ones are stored in parts. Process 0 deletes the keys of a rendezvous once
+all processes have closed it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+import google_crc32c
+
+from ..errors import BarrierTimeoutError, PeerFailedError, describe_error, shortened
+from .coordinators import Coordinator
+
+_logger = logging.getLogger("holdfast")
+
+# Largest value that is stored under one key, in bytes: jax's service takes 4 MiB, a torch TCPStore 8 MiB.
+PART_SIZE = 512 * 1024
+
+_HEADER = struct.Struct("<QI")  # length of the value and its crc32c
+_FIRST_PART = PART_SIZE - _HEADER.size
+_FIRST_WAIT = 0.1  # seconds until a waiting process first checks whether another has failed
+_LONGEST_WAIT = 1.0
+_MESSAGE_LIMIT = 4000  # characters of an error that the other processes get
+_MOST_RETIRED = 64  # closed rendezvous to keep in mind; another process that died never closed its own
+_MOST_KEYS = 4000  # keys that a process reports for deletion
+
+_lock = threading.Lock()  # for the two tables below
+_counts: weakref.WeakKeyDictionary[Coordinator, dict[str, int]] = weakref.WeakKeyDictionary()
+_retired: weakref.WeakKeyDictionary[Coordinator, list[_Retired]] = weakref.WeakKeyDictionary()
+
+
+def next_rendezvous(coordinator: Coordinator, name: str) -> Rendezvous:
+    """Make a rendezvous with a unique name: ``name`` and a number."""
+    with _lock:
+        counts = _counts.setdefault(coordinator, {})
+        counts[name] = number = counts.get(name, 0) + 1
+    return Rendezvous(coordinator, f"{name}#{number}")
+
+
+class Rendezvous:
+    """The meeting of all processes of a program for one joint action, such as one save.
+
+    Every process makes a rendezvous of the same name and calls the same operations in the same order, from one thread
+    at a time; only `fail` may be called from any thread at any time. A topic serves each operation once. An operation
+    that waits raises
+
+    - `BarrierTimeoutError`, which names the missing processes, after ``timeout`` seconds,
+    - `PeerFailedError` within about a second after another process has called `fail`, and when the store is gone.
+
+    Process 0 is the hub: `all_gather` costs every other process one message to it and one back.
+    """
+
+    def __init__(self, coordinator: Coordinator, name: str) -> None:
+        self.name = name
+        self.coordinator = coordinator
+        self.index = coordinator.process_index
+        self.count = coordinator.process_count
+        self._prefix = quote(name, safe="")
+        self._used: set[str] = set()
+        self._stored: list[str] = []
+        self._deleted: set[str] = set()
+        self._closed = False
+
+    def send(self, topic: str, value: bytes) -> None:
+        """Store this process's value of a topic for processes that `receive` it."""
+        self._put(self._key("send", topic, self.index), value)
+
+    def receive(self, topic: str, process: int, timeout: float) -> bytes:
+        """Wait for the value that a process sends."""
+        self.check()
+        key = self._key("send", topic, process, again=True)
+        try:
+            return self._get(key, process, _deadline(timeout))
+        except TimeoutError:
+            raise self._timeout(topic, timeout, [process]) from None
+
+    def broadcast(self, topic: str, value: bytes | None, timeout: float) -> bytes:
+        """Return the value of process 0 on all processes."""
+        self.check()
+        key = self._key("broadcast", topic, 0)
+        if self.index == 0:
+            if value is None:
+                raise ValueError(f"process 0 must give the value of {topic!r}")
+            self._put(key, value)
+            return value
+        try:
+            return self._get(key, 0, _deadline(timeout))
+        except TimeoutError:
+            raise self._timeout(topic, timeout, [0]) from None
+
+    def gather(self, topic: str, value: bytes, timeout: float) -> list[bytes] | None:
+        """Return the values of all processes on process 0, the only one that waits, and None on the others."""
+        self.check()
+        key = self._key("gather", topic, self.index)
+        if self.index:
+            self._put(key, value)
+            return None
+        return [value, *self._collect("gather", topic, timeout, discard=True)]
+
+    def all_gather(self, topic: str, value: bytes, timeout: float) -> list[bytes]:
+        """Return the values of all processes on all of them, in their order."""
+        self.check()
+        key = self._key("all_gather", topic, self.index)
+        self._put(key, value)
+        if self.index == 0:
+            values = [value, *self._collect("all_gather", topic, timeout, discard=False)]
+            lengths = json.dumps([len(each) for each in values]).encode()
+            self._put(self._key("together", topic, 0), b"\n".join([lengths, b"".join(values)]))
+            return values
+        try:
+            packed = self._get(self._key("together", topic, 0), 0, _deadline(timeout))
+        except TimeoutError:
+            missing = self._missing("all_gather", topic, range(self.count))
+            raise self._timeout(topic, timeout, missing or [0]) from None
+        head, _, rest = packed.partition(b"\n")
+        values, begin = [], 0
+        for length in json.loads(head):
+            values.append(rest[begin : begin + length])
+            begin += length
+        return values
+
+    def barrier(self, topic: str, timeout: float) -> None:
+        self.all_gather(topic, b"", timeout)
+
+    def check(self) -> None:
+        """Raise PeerFailedError if another process has failed already."""
+        if self.count == 1:
+            return
+        try:
+            failure = self.coordinator.try_get(f"{self._prefix}/failed")
+        except ConnectionError as error:
+            raise self._gone(error) from error
+        if failure is not None:
+            facts = json.loads(failure)
+            process = int(facts["process"])
+            message = f"{self.name}: process {process} failed: {facts['error']}: {facts['message']}"
+            raise PeerFailedError(message, process)
+
+    def fail(self, error: BaseException) -> None:
+        """Report to all other processes that this one failed, and why. Never raises."""
+        failure = {
+            "process": self.index,
+            "error": type(error).__name__,
+            "message": describe_error(error)[:_MESSAGE_LIMIT],
+        }
+        try:
+            self.coordinator.put(f"{self._prefix}/failed", json.dumps(failure).encode())
+        except Exception as problem:
+            _logger.debug("%s: this failure could not be reported to the other processes: %s", self.name, problem)
+
+    def close(self) -> None:
+        """End this process's part. Never waits, never raises.
+
+        Process 0 deletes the keys once all processes have closed the rendezvous, when it closes this or a later one.
+        """
+        if not self._closed:
+            self._closed = True
+            _retire(self.coordinator, self._prefix, self._stored, self._deleted)
+
+    def _key(self, operation: str, topic: str, process: int, *, again: bool = False) -> str:
+        key = f"{self._prefix}/{operation}/{quote(topic, safe='')}/{process}"
+        if not again:
+            if key in self._used:
+                raise ValueError(f"{self.name}: {operation} of {topic!r} was done before; use another topic")
+            self._used.add(key)
+        return key
+
+    def _put(self, key: str, value: bytes) -> None:
+        parts = split_value(value)
+        keys = part_keys(key, len(value))
+        try:
+            for one, part in reversed(list(zip(keys, parts, strict=True))):  # the first, which is awaited, comes last
+                self.coordinator.put(one, part)
+        except ConnectionError as error:
+            raise self._gone(error) from error
+        self._stored += keys
+
+    def _get(self, key: str, process: int, deadline: float) -> bytes:
+        """Wait for a value; raise TimeoutError at the deadline."""
+        first = self._wait(key, deadline)
+        try:
+            keys = part_keys(key, value_length(first))
+            return join_parts([first, *(self._wait(one, deadline) for one in keys[1:])])
+        except ValueError as error:
+            raise PeerFailedError(
+                f"{self.name}: the value that process {process} sent is damaged: {error}", process
+            ) from error
+
+    def _wait(self, key: str, deadline: float) -> bytes:
+        pause = _FIRST_WAIT
+        while True:
+            remaining = deadline - time.monotonic()
+            try:
+                return self.coordinator.get(key, max(min(pause, remaining), 0.001))
+            except ConnectionError as error:
+                raise self._gone(error) from error
+            except TimeoutError:
+                self.check()
+                if remaining <= pause:
+                    raise
+            pause = min(2 * pause, _LONGEST_WAIT)
+
+    def _collect(self, operation: str, topic: str, timeout: float, *, discard: bool) -> list[bytes]:
+        """Wait on process 0 for the values of all other processes."""
+        deadline = _deadline(timeout)
+        values = []
+        for process in range(1, self.count):
+            key = self._key(operation, topic, process)
+            try:
+                value = self._get(key, process, deadline)
+            except TimeoutError:
+                missing = self._missing(operation, topic, range(process, self.count))
+                raise self._timeout(topic, timeout, missing or [process]) from None
+            values.append(value)
+            keys = part_keys(key, len(value))
+            if discard:
+                self._delete(keys)
+            else:
+                self._stored += keys
+        return values
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        try:
+            for key in keys:
+                self.coordinator.delete(key)
+        except ConnectionError as error:
+            raise self._gone(error) from error
+        self._deleted.update(keys)
+
+    def _missing(self, operation: str, topic: str, processes: Sequence[int]) -> list[int]:
+        keys = {process: self._key(operation, topic, process, again=True) for process in processes}
+        try:
+            return [process for process, key in keys.items() if self.coordinator.try_get(key) is None]
+        except ConnectionError as error:
+            raise self._gone(error) from error
+
+    def _gone(self, error: ConnectionError) -> PeerFailedError:
+        message = (
+            f"{self.name}: the store that connects the processes is gone, so process 0 or the launcher, its "
+            f"server, must have ended ({error}); check their logs"
+        )
+        return PeerFailedError(message, 0)
+
+    def _timeout(self, topic: str, timeout: float, missing: Sequence[int]) -> BarrierTimeoutError:
+        names = "process " if len(missing) == 1 else "processes "
+        names += shortened(missing, 20)
+        message = (
+            f"{self.name}: {names} of {self.count} did not reach {topic!r} within {timeout:g} s; "
+            "check their logs, or raise the timeout if they are only slow"
+        )
+        return BarrierTimeoutError(message, missing)
+
+
+def _deadline(timeout: float) -> float:
+    return time.monotonic() + timeout
+
+
+def _retire(coordinator: Coordinator, prefix: str, keys: Sequence[str], deleted: set[str]) -> None:
+    """Note that this process has closed a rendezvous; process 0 deletes its keys once all others have, too."""
+    try:
+        if coordinator.process_index:
+            coordinator.put(f"{prefix}/left/{coordinator.process_index}", json.dumps(keys[:_MOST_KEYS]).encode())
+            return
+        pending = list(range(1, coordinator.process_count))
+        with _lock:
+            retired = _retired.setdefault(coordinator, [])
+            retired.append(_Retired(prefix, [*keys, f"{prefix}/failed"], deleted, pending))
+            del retired[:-_MOST_RETIRED]
+            # The other processes have closed those of earlier saves by now, and may still use this one.
+            retired[:] = [one for one in retired if not one.sweep(coordinator)]
+    except Exception as error:
+        _logger.debug("%s: its keys stay in the store: %s", prefix, error)
+
+
+@dataclass(slots=True)
+class _Retired:
+    """A rendezvous that process 0 has closed, and ``pending`` processes have not."""
+
+    prefix: str
+    keys: list[str]
+    deleted: set[str]
+    pending: list[int] = field(default_factory=list)
+
+    def sweep(self, coordinator: Coordinator) -> bool:
+        """Delete all keys if all processes have closed it, and return whether they have."""
+        while self.pending:
+            key = f"{self.prefix}/left/{self.pending[-1]}"
+            keys = coordinator.try_get(key)
+            if keys is None:
+                return False
+            self.keys += [key, *json.loads(keys)]
+            self.pending.pop()
+        for key in self.keys:
+            if key not in self.deleted:
+                coordinator.delete(key)
+        return True
+
+
+def part_keys(key: str, length: int) -> list[str]:
+    return [key, *(f"{key}/{number}" for number in range(1, 1 + -(-max(length - _FIRST_PART, 0) // PART_SIZE)))]
+
+
+def split_value(value: bytes) -> list[bytes]:
+    """Cut a value into parts of at most `PART_SIZE` bytes; the first begins with the header."""
+    head = _HEADER.pack(len(value), google_crc32c.value(value)) + value[:_FIRST_PART]
+    return [head, *(value[begin : begin + PART_SIZE] for begin in range(_FIRST_PART, len(value), PART_SIZE))]
+
+
+def value_length(first: bytes) -> int:
+    if len(first) < _HEADER.size:
+        raise ValueError(f"expected a header of {_HEADER.size} bytes, found {len(first)} bytes")
+    length: int = _HEADER.unpack_from(first)[0]
+    return length
+
+
+def join_parts(parts: list[bytes]) -> bytes:
+    length, expected = _HEADER.unpack_from(parts[0])
+    value = b"".join([parts[0][_HEADER.size :], *parts[1:]])
+    if len(value) != length:
+        raise ValueError(f"expected {length} bytes, found {len(value)}")
+    if google_crc32c.value(value) != expected:
+        raise ValueError("its checksum does not match")
+    return value

@@ -1,0 +1,425 @@
+"""Reading of OCDBT databases, TensorStore's ordered maps from keys to values.
+
+A database is one manifest and the nodes of a B+tree, which lie in data files. The manifest locates the root node of
+each version. A node begins with a table of the files that it refers to, and holds its keys as columns: each without
+the prefix that it shares with the key before. Manifest and nodes are frames: magic number, length, version,
+compression, body, checksum. The format is documented at
+https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+from operator import lt
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DamagedCheckpointError, FormatVersionError
+from .codecs import crc32c, decompress
+from .varint import INT64_MAX, Cursor
+
+MANIFEST_NAME = "manifest.ocdbt"  # the name of the manifest in the directory of a database
+MANIFEST_MAGIC = 0x0CDB3A2A
+NODE_MAGIC = 0x0CDB20DE
+MISSING = (1 << 64) - 1  # offset and length of the root of an empty database
+SINGLE, _NUMBERED = 0, 1  # kinds of manifests
+
+KEY_LIMIT = 65535  # bytes of the longest key
+INLINE_LIMIT = 1 << 20  # bytes of the longest value that a node holds itself
+PATH_LIMIT = 65535  # bytes of the longest path of a data file
+_MEMORY_LIMIT = 1 << 30  # bytes that the nodes and entries of a database may take, unless the caller says otherwise
+_BODY_LIMIT = 256 << 20  # bytes of the largest body that is decoded; TensorStore's default node size is 8 MiB
+_FRAME_LIMIT = _BODY_LIMIT + 64
+_FILES_LIMIT = 1 << 17  # files in one table
+_TABLE_LIMIT = 4 << 20  # bytes of their paths together
+
+HEAD = struct.Struct(">I")
+LENGTH = struct.Struct("<Q")
+CHECKSUM = struct.Struct("<I")
+SHORTEST_FRAME = HEAD.size + LENGTH.size + 2 + CHECKSUM.size
+
+
+def _no_numbers() -> NDArray[np.int64]:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(slots=True, eq=False)
+class Entries:
+    """The content of a database, one element per key in every list and array but `files`."""
+
+    keys: list[bytes] = field(default_factory=list)  # the keys, strictly increasing
+    # The value itself, or None where the value lies in a data file.
+    inline: list[bytes | None] = field(default_factory=list)
+    # Paths of the data files that hold a value, relative to the directory of the database, in the order of their first
+    # value.
+    files: list[str] = field(default_factory=list)
+    file_ids: NDArray[np.int64] = field(default_factory=_no_numbers)  # index into `files`; 0 where the value is inline
+    # Where the value starts in its file, in bytes; 0 where it is inline.
+    offsets: NDArray[np.int64] = field(default_factory=_no_numbers)
+    # Size of the value in its file, in bytes; 0 where it is inline.
+    lengths: NDArray[np.int64] = field(default_factory=_no_numbers)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """The root node of one version of a database."""
+
+    height: int  # levels below the root
+    file: str  # the file that holds it, relative to the directory of the database
+    base: bytes  # the path, as bytes, that paths in the node are relative to
+    offset: int  # where it starts in the file, in bytes
+    length: int  # its size, in bytes
+    key_count: int  # keys in the tree
+    tree_bytes: int  # size of all nodes, in bytes
+    value_bytes: int  # size of all values in data files, in bytes
+
+
+def decode_database(
+    manifest: bytes,
+    read_node: Callable[[str, int, int], bytes],
+    *,
+    source: str = MANIFEST_NAME,
+    memory_limit: int = _MEMORY_LIMIT,
+) -> Entries:
+    """Decode the newest version of a database; ``read_node`` takes a file, an offset and a length."""
+    root = decode_manifest(manifest, source)
+    return Entries() if root is None else _TreeDecoder(read_node, memory_limit).read(root)
+
+
+def decode_manifest(manifest: bytes, source: str) -> Root | None:
+    cursor = decode_frame(MANIFEST_MAGIC, manifest, source)
+    cursor.take(16)
+    kind = cursor.varint()
+    if kind == _NUMBERED:
+        raise FormatVersionError(
+            f"{source} belongs to an OCDBT database with numbered manifests, which holdfast does not read; "
+            "copy it with TensorStore into a database with a single manifest"
+        )
+    if kind != SINGLE:
+        cursor.fail(f"manifest kind {kind} is not one of 0 (single) and 1 (numbered)")
+    cursor.varints(2, (1 << 32) - 1)
+    arity_log2 = cursor.byte()
+    if not 1 <= arity_log2 <= 16:
+        cursor.fail(f"its version tree has an arity of 2**{arity_log2}")
+    compression = cursor.varint()
+    if compression > 1:
+        raise FormatVersionError(f"{source} names the compression method {compression}; known are 0 and 1 (zstd)")
+    cursor.take(4 * compression)  # the level
+    root = _decode_versions(cursor, 1 << arity_log2)
+    cursor.finish()
+    return root
+
+
+def _decode_versions(cursor: Cursor, arity: int) -> Root | None:
+    files = decode_files(cursor, b"")
+    count = cursor.varint(arity)
+    if not count:
+        cursor.fail("it holds no version")
+    generations = cursor.varints(count)
+    if generations[0] < 1 or (generations[1:] <= generations[:-1]).any():
+        cursor.fail("the generations of its versions are not increasing")
+    heights = cursor.column(count)
+    file_ids = cursor.varints(count, len(files) - 1)
+    places = [cursor.wide_varints(count) for _ in range(2)]
+    statistics = [int(cursor.wide_varints(count)[-1]) for _ in range(3)]
+    cursor.take(8 * count)  # commit times
+    older = cursor.varint(64)
+    cursor.varints(older)  # generations
+    cursor.varints(older, len(files) - 1)
+    for _ in range(3):  # offsets, lengths, numbers of generations
+        cursor.varints(older)
+    cursor.take(9 * older)  # commit times and heights
+    offset, length = (int(place[-1]) for place in places)
+    if offset == length == MISSING:
+        if heights[-1] or statistics[0]:
+            cursor.fail("its newest version has keys but no root")
+        return None
+    if offset + length > INT64_MAX:
+        cursor.fail(f"its root lies at offset {offset}, where no file reaches")
+    file = files[int(file_ids[-1])]
+    return Root(int(heights[-1]), file.path, file.base, offset, length, *statistics)
+
+
+_ENTRY_BYTES = 100  # roughly what one entry takes in memory besides its key and value
+_GROWTH = 32  # bytes that a database may take for each byte of its nodes, besides the limit; large ones take some 15
+_NODE_BYTES = 4096  # counted for each node besides its size; bounds the number of tiny nodes, and so the time
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """A node that is still to be read, and what its parent declares about it."""
+
+    height: int
+    file: str
+    base: bytes
+    offset: int
+    length: int
+    prefix: bytes  # what all keys below begin with
+    first: bytes  # the keys below are not smaller than this,
+    end: bytes | None  # and smaller than this; None: no bound
+
+
+class _TreeDecoder:
+    """Collects the entries of a tree.
+
+    A hostile tree can refer to one node many times, so that a small file describes a huge database. Everything read
+    counts against one limit; only a node that overlaps no other node raises it.
+    """
+
+    def __init__(self, read_node: Callable[[str, int, int], bytes], memory_limit: int) -> None:
+        self._read_node = read_node
+        self._memory_limit = memory_limit
+        self._left = memory_limit
+        self._keys: list[bytes] = []
+        self._inline: list[bytes | None] = []
+        self._known: dict[bytes, bytes] = {}  # inline values: most arrays of a tree have the same metadata
+        self._files: dict[str, int] = {}
+        self._read_parts: dict[str, list[tuple[int, int]]] = {}
+        self._columns: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = []
+
+    def read(self, root: Root) -> Entries:
+        pending = [_Reference(root.height, root.file, root.base, root.offset, root.length, b"", b"", None)]
+        while pending:
+            node = pending.pop()
+            if node.length > _FRAME_LIMIT:
+                raise DamagedCheckpointError(
+                    f"the database is damaged: a node in {node.file} has {node.length} bytes, "
+                    f"more than the limit of {_FRAME_LIMIT}"
+                )
+            self._spend(node.length + _NODE_BYTES, node.file)
+            data = self._read_node(node.file, node.offset, node.length)
+            cursor = decode_frame(NODE_MAGIC, data, f"the node at offset {node.offset} of {node.file}")
+            self._grow(node)
+            pending.extend(reversed(self._decode_node(cursor, node)))
+        if not is_increasing(self._keys) or len(self._keys) != root.key_count:
+            raise DamagedCheckpointError(
+                f"the database is damaged: expected {root.key_count} sorted keys, found {len(self._keys)}"
+            )
+        file_ids, offsets, lengths = (np.concatenate(column) for column in zip(*self._columns, strict=True))
+        return Entries(self._keys, self._inline, list(self._files), file_ids, offsets, lengths)
+
+    def _spend(self, size: int, source: str) -> None:
+        self._left -= size
+        if self._left < 0:
+            raise DamagedCheckpointError(f"{source} describes a database of more than {self._memory_limit} bytes")
+
+    def _grow(self, node: _Reference) -> None:
+        """Raise the limit for a node that shares no bytes with the nodes before."""
+        parts = self._read_parts.setdefault(node.file, [])
+        start, end = node.offset, node.offset + node.length
+        position = bisect(parts, (start, end))
+        if (position and parts[position - 1][1] > start) or (position < len(parts) and parts[position][0] < end):
+            return
+        parts.insert(position, (start, end))
+        self._left += _GROWTH * node.length
+        self._memory_limit += _GROWTH * node.length
+
+    def _decode_node(self, cursor: Cursor, node: _Reference) -> list[_Reference]:
+        self._spend(cursor.remaining, cursor.source)
+        height = cursor.byte()
+        if height != node.height:
+            cursor.fail(f"expected a node of height {node.height}, found {height}")
+        files = decode_files(cursor, node.base)
+        count = cursor.varint()
+        if not count:
+            cursor.fail("it has no entries")
+        self._spend(count * _ENTRY_BYTES, cursor.source)
+        prefix_lengths = cursor.varints(count - 1, KEY_LIMIT)
+        suffix_lengths = cursor.varints(count, KEY_LIMIT)
+        common = cursor.varints(count, KEY_LIMIT) if height else None
+        keys = decode_keys(cursor, prefix_lengths, suffix_lengths, node.prefix, self._left)
+        self._spend(sum(map(len, keys)), cursor.source)
+        if keys[0] < node.first or (node.end is not None and keys[-1] >= node.end):
+            cursor.fail("its keys lie outside the range that its parent gives")
+        if common is None:
+            self._decode_values(cursor, keys, files)
+            return []
+        return self._decode_children(cursor, node, keys, common, files)
+
+    def _decode_values(self, cursor: Cursor, keys: list[bytes], files: list[DataFile]) -> None:
+        count = len(keys)
+        lengths = cursor.varints(count)
+        kinds = cursor.column(count)
+        if kinds.max() > 1:
+            cursor.fail(f"the value kind {kinds.max()} is not one of 0 (inline) and 1 (in a data file)")
+        places = np.flatnonzero(kinds)
+        local = cursor.varints(len(places), len(files) - 1)
+        file_ids, offsets = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        offsets[places] = cursor.varints(len(places))
+        if (offsets > INT64_MAX - lengths).any():
+            cursor.fail("a value lies where no file reaches")
+        if len(places):
+            used = np.unique(local)
+            ids = np.zeros(len(files), np.int64)
+            ids[used] = [self._files.setdefault(files[i].path, len(self._files)) for i in used.tolist()]
+            file_ids[places] = ids[local]
+        sizes = lengths[kinds == 0]
+        if sizes.size and int(sizes.max()) > INLINE_LIMIT:
+            cursor.fail(f"an inline value has {sizes.max()} bytes; the limit is {INLINE_LIMIT}")
+        data = cursor.take(int(sizes.sum()))
+        cursor.finish()
+        self._spend(len(data), cursor.source)
+        values: list[bytes | None] = [None] * count
+        start = 0
+        known = self._known
+        for i, size in zip(np.flatnonzero(kinds == 0).tolist(), sizes.tolist(), strict=True):
+            value = data[start : start + size]
+            values[i] = known.setdefault(value, value)
+            start += size
+        self._keys += keys
+        self._inline += values
+        self._columns.append((file_ids, offsets, np.where(kinds, lengths, 0)))
+
+    def _decode_children(
+        self, cursor: Cursor, node: _Reference, keys: list[bytes], common: NDArray[np.int64], files: list[DataFile]
+    ) -> list[_Reference]:
+        count = len(keys)
+        if (common + len(node.prefix) > [len(key) for key in keys]).any():
+            cursor.fail("the prefix of a child is longer than its key")
+        file_ids = cursor.varints(count, len(files) - 1).tolist()
+        offsets, lengths = cursor.varints(count), cursor.varints(count)
+        for _ in range(3):  # numbers of keys, bytes of the tree, bytes of values
+            cursor.wide_varints(count)
+        cursor.finish()
+        if (offsets > INT64_MAX - lengths).any():
+            cursor.fail("a child lies where no file reaches")
+        return [
+            _Reference(
+                node.height - 1,
+                files[file].path,
+                files[file].base,
+                offset,
+                length,
+                prefix=key[: len(node.prefix) + shared],
+                first=key,
+                end=end,
+            )
+            for key, end, shared, file, offset, length in zip(
+                keys,
+                [*keys[1:], node.end],
+                common.tolist(),
+                file_ids,
+                offsets.tolist(),
+                lengths.tolist(),
+                strict=True,
+            )
+        ]
+
+
+def decode_frame(magic: int, frame: bytes, source: str) -> Cursor:
+    """Verify a frame and return a cursor at its body, decompressed where needed."""
+    if len(frame) < SHORTEST_FRAME:
+        raise DamagedCheckpointError(f"{source} is damaged: {len(frame)} bytes are too few for an OCDBT frame")
+    (found,) = HEAD.unpack_from(frame)
+    if found != magic:
+        raise DamagedCheckpointError(f"{source} is damaged: expected it to begin with {magic:08x}, found {found:08x}")
+    (length,) = LENGTH.unpack_from(frame, HEAD.size)
+    if length != len(frame):
+        raise DamagedCheckpointError(f"{source} is damaged: expected {length} bytes, found {len(frame)}")
+    (stored,) = CHECKSUM.unpack_from(frame, length - CHECKSUM.size)
+    content = frame[: -CHECKSUM.size]
+    computed = crc32c(content)
+    if stored != computed:
+        raise DamagedCheckpointError(
+            f"{source} is damaged: expected the checksum {stored:08x}, computed {computed:08x} from its bytes"
+        )
+    cursor = Cursor(content, source)
+    cursor.position = HEAD.size + LENGTH.size
+    version, compression = cursor.varint(), cursor.varint()
+    if version:
+        raise FormatVersionError(f"{source} has OCDBT version {version}; this version of holdfast reads version 0")
+    if compression == 0:
+        return cursor
+    if compression != 1:
+        raise FormatVersionError(f"{source} is compressed with OCDBT method {compression}; known are 0 and 1 (zstd)")
+    try:
+        body = decompress(cursor.take(cursor.remaining), _BODY_LIMIT)
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{source} is damaged: {error}") from error
+    return Cursor(body, source)
+
+
+class DataFile(NamedTuple):
+    """A file of a table, and the base path (as bytes) that paths in the nodes of that file are relative to."""
+
+    path: str
+    base: bytes
+
+
+def decode_files(cursor: Cursor, base: bytes) -> list[DataFile]:
+    count = cursor.varint(_FILES_LIMIT)
+    if not count:
+        return []
+    prefixes = [0, *cursor.varints(count - 1, PATH_LIMIT).tolist()]
+    suffixes = cursor.varints(count, PATH_LIMIT).tolist()
+    bases = cursor.varints(count, PATH_LIMIT).tolist()
+    files: list[DataFile] = []
+    previous, previous_base, total = b"", b"", 0
+    for i in range(count):
+        if prefixes[i] > len(previous):
+            cursor.fail(f"path {i} of its file table shares {prefixes[i]} bytes with one of {len(previous)}")
+        path = previous[: prefixes[i]] + cursor.take(suffixes[i])
+        total += len(path)
+        if len(base) + len(path) > PATH_LIMIT or total > _TABLE_LIMIT:
+            cursor.fail("the paths of its file table are too long")
+        if bases[i] > len(path):
+            cursor.fail(f"path {i} of its file table is shorter than its base path")
+        own_base = path[: bases[i]]
+        if prefixes[i] > min(bases[i], len(previous_base)) and own_base != previous_base:
+            cursor.fail(f"path {i} of its file table does not share the base path it announces")
+        files.append(DataFile(_safe_path(cursor, base + path), base + own_base))
+        previous, previous_base = path, own_base
+    return files
+
+
+def _safe_path(cursor: Cursor, path: bytes) -> str:
+    try:
+        text = path.decode()
+    except UnicodeDecodeError:
+        cursor.fail(f"the path {path!r} in its file table is not UTF-8")
+    # The empty path is how an empty database refers to its missing root.
+    if text and not is_inside(text):
+        cursor.fail(f"the path {text!r} in its file table leads out of the directory")
+    return text
+
+
+def decode_keys(
+    cursor: Cursor, prefix_lengths: NDArray[np.int64], suffix_lengths: NDArray[np.int64], prefix: bytes, limit: int
+) -> list[bytes]:
+    """Join each key from the prefix shared with the key before and its suffix, which follows in the node."""
+    lengths = suffix_lengths.copy()
+    lengths[1:] += prefix_lengths
+    if (prefix_lengths > lengths[:-1]).any():
+        cursor.fail("a key shares more bytes with the key before it than that one has")
+    if len(prefix) + int(lengths.max()) > KEY_LIMIT:
+        cursor.fail(f"a key has more than {KEY_LIMIT} bytes")
+    if int(lengths.sum()) + len(prefix) * len(lengths) > limit:
+        cursor.fail(f"its keys take more than {limit} bytes")
+    data = cursor.take(int(suffix_lengths.sum()))
+    keys: list[bytes] = []
+    key, start, common = prefix, 0, len(prefix)
+    for shared, size in zip([0, *prefix_lengths.tolist()], suffix_lengths.tolist(), strict=True):
+        key = key[: common + shared] + data[start : start + size]
+        start += size
+        keys.append(key)
+    if not is_increasing(keys):
+        cursor.fail("its keys are not strictly increasing")
+    return keys
+
+
+def is_inside(path: str) -> bool:
+    """Whether a path is relative and leads to a file below its directory."""
+    return not ("\\" in path or "\0" in path or any(part in ("", ".", "..") for part in path.split("/")))
+
+
+def is_increasing(keys: list[bytes]) -> bool:
+    return all(map(lt, keys, islice(keys, 1, None)))

@@ -1,0 +1,302 @@
+"""Writing of OCDBT databases from columns; :mod:`.ocdbt_read` describes the format.
+
+The nodes lie in one file, leaves first, and are not compressed. TensorStore's ``ocdbt`` driver reads them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .codecs import crc32c
+from .ocdbt_read import (
+    CHECKSUM,
+    HEAD,
+    LENGTH,
+    MANIFEST_MAGIC,
+    MISSING,
+    NODE_MAGIC,
+    PATH_LIMIT,
+    SHORTEST_FRAME,
+    SINGLE,
+    Root,
+)
+from .varint import encode_varint, encode_varints, varint_sizes
+
+_FIXED = 64  # bytes of a node that do not depend on its entries, at most
+_ARITY_LIMIT = 1 << 20  # entries of a node that TensorStore accepts, at most
+# The configuration in the manifest, which TensorStore follows when it adds to a database.
+_INLINE_BYTES = 100
+_NODE_BYTES = 8 << 20
+_ARITY_LOG2 = 4
+
+
+@dataclass(slots=True, eq=False)
+class Rows:
+    """A stretch of a database, one element per key in every array."""
+
+    key: Callable[[int], bytes]  # gives the key of a row
+    shared: NDArray[np.integer]  # bytes that each key shares with the one before; 0 for the first
+    suffix_ends: NDArray[np.int64]  # where the bytes of each key that follow the shared ones end in `text`
+    text: bytes  # those bytes of all keys, joined
+    outside: NDArray[np.bool_]  # whether the value lies in a data file
+    lengths: NDArray[np.int64]  # bytes of the value, wherever it lies
+    file_ids: NDArray[np.integer]  # index into `files`; any where the value is inline
+    offsets: NDArray[np.int64]  # where the value starts in its file, in bytes; any where it is inline
+    inline: Sequence[bytes]  # the values that are inline, in order
+    files: Sequence[str]  # paths of the data files, relative to the directory of the database
+
+    def __len__(self) -> int:
+        return len(self.shared)
+
+
+@dataclass(slots=True)
+class Nodes:
+    """The nodes of one level, lowest keys first; one element per node."""
+
+    height: int  # 0 for leaves
+    keys: list[bytes]  # the first key below each node
+    offsets: NDArray[np.int64]  # where each node starts in the node file, in bytes
+    lengths: NDArray[np.int64]  # size of each node, in bytes
+    key_counts: NDArray[np.int64]  # keys below each node
+    tree_bytes: NDArray[np.int64]  # size of each node and of all nodes below it
+    value_bytes: NDArray[np.int64]  # size of all values that lie in data files
+
+
+def encode_database(
+    batches: Iterable[Rows], *, node_file: str, database_id: bytes, created_ns: int, node_limit: int = 1 << 20
+) -> tuple[bytes, bytes]:
+    """Encode a database with one version; return its manifest and its node file."""
+    frames: list[bytes] = []
+    leaves: list[Nodes] = []
+    end = 0
+    for rows in batches:
+        nodes, leaf_level = encode_leaves(rows, node_limit, end)
+        frames += nodes
+        leaves.append(leaf_level)
+        end += sum(map(len, nodes))
+    if not leaves:
+        return encode_manifest(None, database_id, created_ns), b""
+    level = join_levels(leaves)
+    while len(level.keys) > 1:
+        parents, level = encode_parents(level, node_file, node_limit)
+        frames += parents
+    root = Root(
+        height=level.height,
+        file=node_file,
+        base=b"",
+        offset=int(level.offsets[0]),
+        length=int(level.lengths[0]),
+        key_count=int(level.key_counts[0]),
+        tree_bytes=int(level.tree_bytes[0]),
+        value_bytes=int(level.value_bytes[0]),
+    )
+    return encode_manifest(root, database_id, created_ns), b"".join(frames)
+
+
+def encode_manifest(root: Root | None, database_id: bytes, created_ns: int) -> bytes:
+    if len(database_id) != 16:
+        raise ValueError(f"a database id has 16 bytes, not {len(database_id)}")
+    if root is None:
+        root = Root(0, "", b"", MISSING, MISSING, 0, 0, 0)
+    configuration = (
+        database_id,
+        encode_varint(SINGLE),
+        encode_varint(_INLINE_BYTES),
+        encode_varint(_NODE_BYTES),
+        bytes([_ARITY_LOG2]),
+        encode_varint(0),  # nodes are not compressed
+    )
+    versions = (
+        encode_files([root.file]),
+        encode_varint(1),  # one version
+        encode_varint(1),  # its generation
+        bytes([root.height]),
+        encode_varint(0),
+        encode_varint(root.offset),
+        encode_varint(root.length),
+        encode_varint(root.key_count),
+        encode_varint(root.tree_bytes),
+        encode_varint(root.value_bytes),
+        struct.pack("<Q", created_ns),
+        encode_varint(0),  # no nodes of older versions
+    )
+    return encode_frame(MANIFEST_MAGIC, b"".join((*configuration, *versions)))
+
+
+def encode_leaves(rows: Rows, node_limit: int, offset: int = 0) -> tuple[list[bytes], Nodes]:
+    """Encode rows as leaf nodes that start at an offset in the node file."""
+    suffix_sizes = np.diff(rows.suffix_ends, prepend=0)
+    inline_ends = np.cumsum(~rows.outside)  # inline values up to and including each row
+    inline_sizes = np.where(rows.outside, 0, rows.lengths)
+    costs = varint_sizes(rows.shared) + varint_sizes(suffix_sizes) + suffix_sizes
+    costs += varint_sizes(rows.lengths) + 1 + inline_sizes
+    costs += np.where(rows.outside, len(encode_varint(len(rows.files))) + varint_sizes(rows.offsets), 0)
+    ends = np.cumsum(costs)
+    frames: list[bytes] = []
+    keys: list[bytes] = []
+    bounds = [0]
+    while bounds[-1] < len(rows):
+        start = bounds[-1]
+        key = rows.key(start)
+        stop, table, file_ids = _leaf_end(rows, ends, start, node_limit - _FIXED - int(rows.shared[start]))
+        outside = rows.outside[start:stop]
+        first_inline = int(inline_ends[start - 1]) if start else 0
+        body = (
+            b"\0",
+            table,
+            encode_varint(stop - start),
+            encode_varints(rows.shared[start + 1 : stop]),
+            encode_varint(len(key)),
+            encode_varints(suffix_sizes[start + 1 : stop]),
+            key,
+            rows.text[int(rows.suffix_ends[start]) : int(rows.suffix_ends[stop - 1])],
+            encode_varints(rows.lengths[start:stop]),
+            outside.astype(np.uint8).tobytes(),
+            encode_varints(file_ids),
+            encode_varints(rows.offsets[start:stop][outside]),
+            *rows.inline[first_inline : int(inline_ends[stop - 1])],
+        )
+        frames.append(encode_frame(NODE_MAGIC, b"".join(body)))
+        keys.append(key)
+        bounds.append(stop)
+    sizes = np.array([len(frame) for frame in frames], np.int64)
+    return frames, Nodes(
+        height=0,
+        keys=keys,
+        offsets=offset + np.cumsum(sizes) - sizes,
+        lengths=sizes,
+        key_counts=np.diff(bounds),
+        tree_bytes=sizes,
+        value_bytes=np.add.reduceat(np.where(rows.outside, rows.lengths, 0), bounds[:-1]),
+    )
+
+
+def _leaf_end(rows: Rows, ends: NDArray[np.int64], start: int, room: int) -> tuple[int, bytes, NDArray[np.int64]]:
+    """Return where the leaf node that begins with row `start` ends, its file table, and the rows' indices into it."""
+    spent = int(ends[start - 1]) if start else 0
+    reserve = 0  # for the table, which is only known once the rows are
+    while True:
+        stop = int(np.searchsorted(ends, spent + max(0, room - reserve), "right"))
+        stop = min(max(stop, start + 1), start + _ARITY_LIMIT, len(rows))
+        file_ids = rows.file_ids[start:stop][rows.outside[start:stop]]
+        used = np.zeros(len(rows.files), bool)
+        used[file_ids] = True
+        table = encode_files([rows.files[i] for i in np.flatnonzero(used).tolist()])
+        if int(ends[stop - 1]) - spent + len(table) <= room or stop == start + 1:
+            return stop, table, (np.cumsum(used) - 1)[file_ids]
+        reserve = min(len(table), (room + reserve + 1) // 2)
+
+
+def join_levels(levels: Sequence[Nodes]) -> Nodes:
+    if len(levels) == 1:
+        return levels[0]
+    columns = zip(
+        *((n.offsets, n.lengths, n.key_counts, n.tree_bytes, n.value_bytes) for n in levels),
+        strict=True,
+    )
+    return Nodes(levels[0].height, [key for level in levels for key in level.keys], *map(np.concatenate, columns))
+
+
+def encode_parents(below: Nodes, node_file: str, node_limit: int) -> tuple[list[bytes], Nodes]:
+    """Encode the level of interior nodes above another level."""
+    shared = shared_prefixes(below.keys)
+    columns = (below.offsets, below.lengths, below.key_counts, below.tree_bytes, below.value_bytes)
+    costs = sum((varint_sizes(column) for column in columns), np.full(len(below.keys), 2, np.int64))
+    table = encode_files([node_file])
+    bounds = _split(below.keys, shared, costs, node_limit - len(table), 2)
+    frames = []
+    for start, stop in bounds:
+        count = stop - start
+        counts, prefixes, suffixes, text = _encode_keys(below.keys, shared, start, stop)
+        body = (bytes([below.height + 1]), table, counts, prefixes, suffixes, bytes(count), text, bytes(count))
+        frames.append(encode_frame(NODE_MAGIC, b"".join((*body, *(encode_varints(c[start:stop]) for c in columns)))))
+    sizes = np.array([len(frame) for frame in frames], np.int64)
+    starts = [start for start, _ in bounds]
+    return frames, Nodes(
+        height=below.height + 1,
+        keys=[below.keys[start] for start in starts],
+        offsets=below.offsets[-1] + below.lengths[-1] + np.cumsum(sizes) - sizes,
+        lengths=sizes,
+        key_counts=np.add.reduceat(below.key_counts, starts),
+        tree_bytes=np.add.reduceat(below.tree_bytes, starts) + sizes,
+        value_bytes=np.add.reduceat(below.value_bytes, starts),
+    )
+
+
+def _encode_keys(keys: list[bytes], shared: NDArray[np.int64], start: int, stop: int) -> tuple[bytes, ...]:
+    """Return the columns count, prefix lengths, suffix lengths and suffixes of the keys of one node."""
+    prefixes = shared[start:stop].copy()
+    prefixes[0] = 0
+    suffixes = [key[size:] for key, size in zip(keys[start:stop], prefixes.tolist(), strict=True)]
+    sizes = np.array([len(suffix) for suffix in suffixes], np.int64)
+    return encode_varint(stop - start), encode_varints(prefixes[1:]), encode_varints(sizes), b"".join(suffixes)
+
+
+def _split(
+    keys: list[bytes], shared: NDArray[np.int64], costs: NDArray[Any], limit: int, fewest: int
+) -> list[tuple[int, int]]:
+    """Divide a level into nodes: (start, stop) of each, with at least `fewest` entries in all but a last one."""
+    lengths = np.array([len(key) for key in keys], np.int64)
+    ends = np.cumsum(costs + varint_sizes(lengths) * 2 + lengths - shared)
+    bounds = []
+    start, count = 0, len(keys)
+    while start < count:
+        spent = int(ends[start - 1]) if start else 0
+        room = limit - _FIXED - int(shared[start])
+        stop = int(np.searchsorted(ends, spent + room, "right"))
+        stop = min(max(stop, start + fewest), start + _ARITY_LIMIT, count)
+        bounds.append((start, stop))
+        start = stop
+    return bounds
+
+
+def encode_frame(magic: int, body: bytes) -> bytes:
+    frame = b"".join((HEAD.pack(magic), LENGTH.pack(SHORTEST_FRAME + len(body)), b"\0\0", body))
+    return frame + CHECKSUM.pack(crc32c(frame))
+
+
+def encode_files(paths: Sequence[str]) -> bytes:
+    encoded = [path.encode() for path in paths]
+    longest = max(map(len, encoded), default=0)
+    if longest > PATH_LIMIT:
+        raise ValueError(f"the path of a data file has {longest} bytes; the limit is {PATH_LIMIT}")
+    shared = shared_prefixes(encoded)
+    suffixes = [path[size:] for path, size in zip(encoded, shared.tolist(), strict=True)]
+    lengths = np.array([len(suffix) for suffix in suffixes], np.int64)
+    bases = bytes(len(encoded))  # varints: no base path
+    return b"".join(
+        (encode_varint(len(encoded)), encode_varints(shared[1:]), encode_varints(lengths), bases, *suffixes)
+    )
+
+
+_LOWEST_BITS = np.uint64(1) << np.arange(0, 64, 8, dtype=np.uint64)
+
+
+def shared_prefixes(keys: list[bytes]) -> NDArray[np.int64]:
+    """Count the bytes that each key shares with the key before it."""
+    shared = np.zeros(len(keys), np.int64)
+    if len(keys) < 2:
+        return shared
+    lengths = np.array([len(key) for key in keys], np.int64)
+    starts = np.cumsum(lengths) - lengths
+    # Eight bytes at a time, at any offset: a strided view of the joined keys as overlapping 64-bit words.
+    joined = b"".join((*keys, bytes(8)))
+    words: NDArray[np.uint64] = np.ndarray((len(joined) - 7,), "<u8", joined, strides=(1,))
+    limits = np.minimum(lengths[1:], lengths[:-1])
+    pairs = np.flatnonzero(limits)
+    done = 0
+    while pairs.size:
+        differ = words[starts[pairs] + done] ^ words[starts[pairs + 1] + done]
+        lowest = differ & (~differ + np.uint64(1))  # only the lowest bit that differs
+        equal = np.where(differ == 0, 8, np.searchsorted(_LOWEST_BITS, lowest, "right") - 1)
+        found = np.minimum(done + equal, limits[pairs])
+        shared[pairs + 1] = found
+        done += 8
+        pairs = pairs[found >= done]
+    return shared

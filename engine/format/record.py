@@ -1,0 +1,211 @@
+"""The commit record of one checkpoint.
+
+The record is the last file that a save writes. It lists every folder and file of the checkpoint with its size, and the
+digests of files that carry none of their own; it digests itself. A checkpoint exists if and only if its record
+verifies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..errors import DamagedCheckpointError
+from .documents import decode_document, encode_document
+from .ocdbt_read import is_inside
+
+RECORD = "checkpoint.json"  # name of the commit record inside a checkpoint's directory
+PARTIAL = "checkpoint.partial"  # marks a directory in which a save has begun; the commit removes it
+DELETED = "checkpoint.deleted"  # marks a directory whose checkpoint is being deleted; it is removed last
+
+TREES = "pytree"  # kind of an item that is a tree
+PROCESSES = "processes"  # kind of an item with a tree for each process
+OWN_FOLDER = "own"  # folder inside a tree's folder that holds a tree for each process
+COMPONENTS = "components"  # kind of an item that is a tree of components, each with a tree of its own
+COMPONENT = "component.json"  # name of the file that describes a component, in the folder of its tree
+
+_KIND = "checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One file of an item."""
+
+    size: int  # length in bytes
+    crc32c: int | None = None  # digest of the whole file, or None where the file carries digests of its own
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRecord:
+    folder: str  # its path inside the checkpoint's directory
+    kind: str  # "pytree", "json", "processes", "components", or "files" for a handler of the user's own
+    files: Mapping[str, FileRecord]  # the files by their path inside the folder
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.size for file in self.files.values())
+
+    def shares(self) -> list[ItemRecord]:
+        """Return the tree of each process of an item of kind ``"processes"``, in the order of the processes."""
+        found: dict[str, dict[str, FileRecord]] = {}
+        for path, record in self.files.items():
+            process, _, rest = path.partition("/")
+            found.setdefault(process, {})[rest] = record
+        if not found or set(found) != {str(index) for index in range(len(found))}:
+            raise DamagedCheckpointError(
+                f"{self.folder}: expected folders 0, 1, 2, ... of processes, found {sorted(found)}"
+            )
+        return [ItemRecord(f"{self.folder}/{index}", TREES, found[str(index)]) for index in range(len(found))]
+
+    def components(self) -> dict[str, ItemRecord]:
+        """Return the trees of an item of kind ``"components"`` by the component's path, ``""`` for the root.
+
+        The folder of a component's tree lies in the component's directory. Files outside of all trees are left out.
+        """
+        folders = {path.removesuffix(f"/{COMPONENT}") for path in self.files if path.endswith(f"/{COMPONENT}")}
+        found: dict[str, dict[str, FileRecord]] = {}
+        for path, record in self.files.items():
+            parts = path.split("/")
+            above = ("/".join(parts[:length]) for length in range(1, len(parts)))
+            folder = next((one for one in above if one in folders), None)
+            if folder is not None:
+                found.setdefault(folder, {})[path.removeprefix(f"{folder}/")] = record
+        return {
+            folder.rpartition("/")[0]: ItemRecord(f"{self.folder}/{folder}", TREES, files)
+            for folder, files in found.items()
+        }
+
+
+def own_item(files: Mapping[str, FileRecord]) -> ItemRecord | None:
+    """Return the trees of single processes inside a tree's folder as an item; None where there are none."""
+    begin = f"{OWN_FOLDER}/"
+    own = {path.removeprefix(begin): known for path, known in files.items() if path.startswith(begin)}
+    return ItemRecord(OWN_FOLDER, PROCESSES, own) if own else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRecord:
+    items: Mapping[str, ItemRecord]  # the items by name
+    time: float  # when it was committed, in seconds since 1970-01-01 UTC
+    step: int | None = None  # its step, or None for a checkpoint outside a manager
+    reason: str = ""  # why it was saved, for people
+    metrics: Mapping[str, Any] | None = None  # metrics recorded with it (numbers, possibly nested), or None
+    pinned: bool = False  # whether the user asked to keep it for good
+    # Folders of the checkpoint that this one replaced; they may be removed.
+    replaced: tuple[str, ...] = field(default=())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.nbytes for item in self.items.values())
+
+    def parts(self) -> dict[str, ItemRecord]:
+        """Return the items by name, and the trees within items by the item's name and their own.
+
+        An item of kind ``"processes"`` has the trees ``name/0``, ``name/1`` and so on. An item of components has
+        the tree ``name`` of the root, and ``name/learner`` of its component ``learner``.
+        """
+        found: dict[str, ItemRecord] = {}
+        for name, item in self.items.items():
+            if item.kind == PROCESSES:
+                found |= {f"{name}/{index}": share for index, share in enumerate(item.shares())}
+            elif item.kind == COMPONENTS and (components := item.components()):
+                found |= {f"{name}/{path}" if path else name: one for path, one in components.items()}
+            else:
+                found[name] = item
+        return found
+
+    def with_metrics(self, metrics: Mapping[str, Any]) -> CheckpointRecord:
+        """Return this record with more metrics; new values win."""
+        return replace(self, metrics={**(self.metrics or {}), **metrics})
+
+    def encode(self) -> bytes:
+        items = {
+            name: {
+                "folder": item.folder,
+                "kind": item.kind,
+                "files": {
+                    path: {"size": file.size} | ({} if file.crc32c is None else {"crc32c": f"{file.crc32c:08x}"})
+                    for path, file in item.files.items()
+                },
+            }
+            for name, item in self.items.items()
+        }
+        body: dict[str, Any] = {"step": self.step, "time": self.time, "reason": self.reason, "items": items}
+        if self.metrics is not None:
+            body["metrics"] = _encode_numbers(self.metrics)
+        if self.pinned:
+            body["pinned"] = True
+        if self.replaced:
+            body["replaced"] = list(self.replaced)
+        return encode_document(_KIND, body)
+
+    @classmethod
+    def decode(cls, data: bytes, *, source: str) -> CheckpointRecord:
+        body = decode_document(data, _KIND, source=source)
+        try:
+            items = {
+                str(name): ItemRecord(
+                    _relative_path(item["folder"]),
+                    str(item["kind"]),
+                    {
+                        _relative_path(path): FileRecord(
+                            _size(file["size"]), int(file["crc32c"], 16) if "crc32c" in file else None
+                        )
+                        for path, file in item["files"].items()
+                    },
+                )
+                for name, item in body["items"].items()
+            }
+            step = body["step"]
+            if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
+                raise ValueError(f"step {step!r}")
+            metrics = body.get("metrics")
+            return cls(
+                items=items,
+                time=float(body["time"]),
+                step=step,
+                reason=str(body.get("reason", "")),
+                metrics=None if metrics is None else _decode_metrics(metrics),
+                pinned=bool(body.get("pinned", False)),
+                replaced=tuple(_relative_path(name) for name in body.get("replaced", ())),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+            raise DamagedCheckpointError(f"{source}: the commit record has unexpected content: {error!r}") from error
+
+
+def _encode_numbers(value: Any) -> Any:
+    """Return metrics as JSON, where text stands for NaN and infinities, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {str(key): _encode_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return value
+
+
+def _decode_metrics(metrics: Any) -> dict[str, Any]:
+    if not isinstance(metrics, dict):
+        raise TypeError(f"metrics {metrics!r:.80}")
+    return {key: _decode_numbers(inner) for key, inner in metrics.items()}
+
+
+def _decode_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _decode_numbers(inner) for key, inner in value.items()}
+    return float(value) if isinstance(value, str) else value
+
+
+def _relative_path(path: Any) -> str:
+    """Return a path that stays below its directory; a hostile record must not lead outside."""
+    if not isinstance(path, str):
+        raise TypeError(f"file path {path!r}")
+    if not is_inside(path):
+        raise ValueError(f"file path {path!r}")
+    return path
+
+
+def _size(size: Any) -> int:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        raise ValueError(f"file size {size!r}")
+    return size

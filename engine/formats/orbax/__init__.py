@@ -1,0 +1,1 @@
+"""Checkpoints of Orbax: read, and written."""

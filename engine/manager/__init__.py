@@ -1,0 +1,32 @@
+"""The checkpoints of one run: when to save, what to keep, which one to resume from."""
+
+from __future__ import annotations
+
+from .directory import StepEntry, list_steps, newest_step, step_folders, stored_options
+from .manager import CheckpointManager, Restored
+from .metrics import Metric, Mode, better, metric_name, metric_value, plain_metrics
+from .options import (
+    BestFn,
+    BestMode,
+    CheckpointManagerOptions,
+    CheckpointOptions,
+    documentation,
+    documented,
+    documented_fields,
+    options_as_text,
+)
+from .retention import (
+    KeepAll,
+    KeepBest,
+    KeepLatest,
+    KeepPeriod,
+    KeepPinned,
+    KeepSteps,
+    KeepTimeInterval,
+    KeepWithoutMetrics,
+    Rule,
+    StepInfo,
+    best,
+    reasons,
+)
+from .triggers import Decision, EverySeconds, EverySteps, Moment, OnBest, Trigger, decide

@@ -1,0 +1,237 @@
+"""Whether to save a step: the triggers, asked by one process or agreed between several, and steps of another branch.
+
+Most steps need no word between processes: each of them evaluates the triggers that depend on the step alone. Process 0
+decides about time and metrics, which may differ from process to process, and knows whether a save has failed. It is
+asked only at the steps that a :class:`SyncSchedule` names.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..clock import Clock
+from ..distributed import ProcessGroup
+from ..errors import shortened_steps
+from .directory import RunDirectory
+from .retention import StepInfo
+from .triggers import Decision, Moment, Trigger, decide
+
+_logger = logging.getLogger("holdfast")
+
+
+class SyncSchedule:
+    """The steps at which processes agree on whether to save; the same on all of them.
+
+    At each agreement, process 0 names the step of the next one from the pace of the loop, half-way to the moment at
+    which a save would be due by time. New metrics are a reason to agree, too. Where steps count, they also agree at
+    the step after a save has begun, and then less and less often, until process 0 knows how the save ended.
+    """
+
+    def __init__(self, triggers: Sequence[Trigger]) -> None:
+        # The triggers that depend on the step alone.
+        self.certain = tuple(one for one in triggers if one.interval_secs is None and not one.reads_metrics)
+        self.reads_metrics = any(trigger.reads_metrics for trigger in triggers)
+        self._interval = min((one.interval_secs for one in triggers if one.interval_secs is not None), default=None)
+        self._next: int | None = None
+        self._outcome: tuple[int, int] | None = None  # the step at which to ask how the save ended, and the next gap
+        self._answer: tuple[int, Decision] | None = None
+        self._last: tuple[int, float] | None = None  # of the last agreement: its step, and the monotonic clock
+
+    def asks(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
+        """Whether time or metrics may decide at this step."""
+        if self.reads_metrics and metrics is not None:
+            return True
+        return self._interval is not None and (self._next is None or step >= self._next)
+
+    def asks_outcome(self, step: int, previous: int | None) -> bool:
+        """Whether to ask at this step how the last save ended; not if the next save is due anyway."""
+        if not self.certain or self._outcome is None or step < self._outcome[0]:
+            return False
+        return not any(trigger.reason(Moment(step=step, previous=previous)) for trigger in self.certain)
+
+    def save_began(self, step: int) -> None:
+        """Note that a save has begun, and ask from the next step on how it ends."""
+        self._outcome = step + 1, 1
+
+    def next_step(self, step: int, now: float, since: float) -> int | None:
+        """Return the step of the next agreement about time; on process 0."""
+        if self._interval is None:
+            return None
+        last, self._last = self._last, (step, now)
+        if last is None or step <= last[0]:
+            return step + 1
+        pace = max(1e-9, (now - last[1]) / (step - last[0]))
+        return step + max(1, int((self._interval - since) / pace / 2))
+
+    def agreed(self, step: int, decision: Decision, following: int | None, *, ended: bool) -> None:
+        """Note what was agreed, and whether the last save has ended."""
+        self._next = following
+        self._answer = step, decision
+        if ended:
+            self._outcome = None
+        elif self._outcome is not None and step >= self._outcome[0]:
+            gap = self._outcome[1]
+            self._outcome = step + gap, 4 * gap
+
+    def answer(self, step: int) -> Decision | None:
+        """Return what was agreed at a step, for those who ask again; None if nothing was."""
+        return self._answer[1] if self._answer is not None and self._answer[0] == step else None
+
+
+class SaveDecisions:
+    """Decides for one run, step by step.
+
+    A save counts from its beginning, as the loop may go on while it is written. One that failed does not count: steps
+    and time go on from the save before it, so that the next step is due. Several processes take that from process 0
+    when they agree, as they may notice a failure at different steps.
+    """
+
+    def __init__(
+        self, triggers: Sequence[Trigger], clock: Clock, processes: ProcessGroup, previous: int | None
+    ) -> None:
+        self._triggers = triggers
+        self._clock = clock
+        self._processes = processes
+        self._schedule = SyncSchedule(triggers)
+        # The step of the last save or restore, and the monotonic clock at the last save. Pairs are replaced whole: a
+        # background save that fails does so on its own thread.
+        self._last: tuple[int | None, float] = (previous, clock.monotonic())
+        self._before = self._last
+        self._failed: bool | None = False  # the last save; None while it is under way
+
+    def restored(self, step: int) -> None:
+        """Note that the run goes on from a step."""
+        self._last = self._before = step, self._last[1]
+
+    def save_begins(self, step: int) -> None:
+        """Note that a save begins."""
+        self._starts_at(step)
+        self._before, self._last = self._last, (step, self._clock.monotonic())
+        self._failed = None
+        self._schedule.save_began(step)
+
+    def save_ended(self, *, failed: bool) -> None:
+        """Note how the save ended; on the thread that wrote it."""
+        if failed and self._processes.alone:
+            self._last = self._before
+        self._failed = failed
+
+    def decide(
+        self, step: int, metrics: Mapping[str, Any] | None, *, saved: bool, earlier: Callable[[], Sequence[StepInfo]]
+    ) -> Decision:
+        """Return whether a save is due, and the reason; the same on all processes."""
+        self._starts_at(step)
+
+        def ask(triggers: Sequence[Trigger]) -> Decision:
+            previous, last = self._last
+            return decide(
+                triggers,
+                Moment(
+                    step=step,
+                    previous=previous,
+                    now=self._clock.monotonic(),
+                    last=last,
+                    metrics=metrics,
+                    earlier=earlier() if self._schedule.reads_metrics else (),
+                    saved=saved,
+                ),
+            )
+
+        if self._processes.alone:
+            return ask(self._triggers)
+        if self._schedule.asks(step, metrics) or self._schedule.asks_outcome(step, self._last[0]):
+            return self._agree(step, ask)
+        decision = ask(self._schedule.certain)
+        answer = self._schedule.answer(step)  # if this step was asked about before
+        return answer if answer is not None and answer.save and not saved else decision
+
+    def _starts_at(self, step: int) -> None:
+        """Take the first step that is asked about or saved as the next one after the beginning of the run."""
+        if self._last[0] is None:
+            self._last = step - 1, self._last[1]
+
+    def _agree(self, step: int, ask: Callable[[Sequence[Trigger]], Decision]) -> Decision:
+        """Decide as process 0 does."""
+
+        def answer() -> list[Any]:
+            failed = self._failed
+            if failed:
+                self._last = self._before
+            decision = ask(self._triggers)
+            now = self._clock.monotonic()
+            since = 0.0 if decision.save else now - self._last[1]
+            return [decision.save, decision.reason, self._schedule.next_step(step, now, since), failed]
+
+        save, reason, following, failed = self._processes.decide(f"decision at step {step}", answer)
+        if failed:
+            self._last = self._before
+        decision = Decision(save, reason)
+        self._schedule.agreed(step, decision, following, ended=failed is not None)
+        return decision
+
+
+class Rollback:
+    """The steps of the branch that a run left by going back, until it has replaced or passed them.
+
+    They are known in memory only: another run cannot tell which steps belong together, hence the warning.
+    """
+
+    def __init__(self, run: RunDirectory, *, warns: bool) -> None:
+        self._run = run
+        self._warns = warns
+        self._origin: int | None = None  # the step that the run went back to, until the warning is given
+        self._left: frozenset[int] = frozenset()
+        self._began = False  # whether the run has restored or saved a step
+
+    def restored(self, step: int) -> list[int]:
+        """Note that a step was restored, from which the run may go on; return the later steps."""
+        later = self._later_than(step)
+        self._origin, self._left, self._began = step, frozenset(later), True
+        return later
+
+    def replaces(self, step: int) -> bool:
+        """Whether a step that is there belongs to the branch that was left, and is to be saved again."""
+        return step in self._left
+
+    def saving(self, step: int) -> None:
+        """Note that a step is about to be saved; warn, once, if later ones are there."""
+        later = self._later_than(step)
+        if not self._began and later:
+            self._warn(
+                f"step {step} is saved, and this run has not restored the later steps that are there "
+                f"({shortened_steps(later)}): they are replaced only if that is forced"
+            )
+        elif not self._left.intersection(later):  # past all of them, or an older step was only looked at
+            self._left &= {step}
+        else:
+            self.warn(later)
+        self._began = True
+
+    def saved(self, step: int) -> None:
+        """Note that a step was committed."""
+        self._left -= {step}
+
+    def warn(self, later: Sequence[int]) -> None:
+        """Warn, once, that the run went back and later steps are there."""
+        origin, self._origin = self._origin, None
+        if origin is not None and later:
+            self._warn(
+                f"this run went back to step {origin}, and later steps are there ({shortened_steps(later)}): each is "
+                "replaced when the run saves it again",
+                origin,
+            )
+
+    def _later_than(self, step: int) -> list[int]:
+        return [one for one in self._run.steps() if one > step]
+
+    def _warn(self, what: str, origin: int | str = "step") -> None:
+        if self._warns:
+            _logger.warning(
+                "%s: %s. Until then they count as the newest, for retention and for the next resume. Delete them with "
+                "delete_after(%s) before the run goes on, or use another directory to keep both",
+                self._run.location,
+                what,
+                origin,
+            )

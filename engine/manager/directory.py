@@ -1,0 +1,388 @@
+"""The directory of a run: which steps are in it, which one is the newest, and what its one writer changes.
+
+A step lies in a folder named ``<step>``, ``<prefix>_<step>`` or ``<prefix>-<step>``, and exists when its commit record
+is there. The steps that share a prefix are a *series*. :func:`list_steps` is the one lister of such folders, and
+:func:`newest_step` the one rule for the newest:
+
+- within a series, the highest step, as clocks differ and jump;
+- of several series, the one whose newest step was committed last, as their steps do not count the same updates.
+
+A manager works on one series, which its ``step_prefix`` names. Everything that is given only a directory sees all of
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..checkpoint import delete_checkpoint, read_record, remove_temporary, sweep, write_record
+from ..clock import Clock
+from ..errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    FormatVersionError,
+    HoldfastError,
+    ObjectNotFoundError,
+    OptionError,
+    OwnershipError,
+    StorageConflictError,
+    StorageError,
+    StoragePermissionError,
+    shortened_steps,
+)
+from ..format import PARTIAL, RECORD, CheckpointRecord, decode_document, encode_document
+from ..storage import Location, SaveLock, max_concurrency, parallel_map
+from .metrics import metric_name
+from .options import CheckpointManagerOptions
+from .ownership import OWNER, Ownership
+from .retention import KeepBest, StepInfo, reasons
+
+_logger = logging.getLogger("holdfast")
+
+_METADATA = "metadata"
+_METADATA_FILE = "data.json"
+_METADATA_LIMIT = 64 << 20  # bytes
+OPTIONS = "options.json"  # name of the file that holds the retention options of the last run
+_NAME = re.compile(r"(.*[_-])?(0|[1-9][0-9]*)", re.DOTALL)
+
+
+# ---- listing
+
+
+@dataclass(frozen=True, slots=True)
+class StepEntry:
+    """One step of a directory."""
+
+    step: int  # its number
+    location: Location  # its folder
+    series: str = ""  # what the folder's name begins with: ``""``, ``"ckpt_"`` or ``"ckpt-"``
+    # The commit record; None if that is damaged, or if another library wrote the step.
+    record: CheckpointRecord | None = None
+    error: DamagedCheckpointError | FormatVersionError | None = None  # why the commit record cannot be used, or None
+
+    @property
+    def info(self) -> StepInfo:
+        """What retention rules see of it; only for a step with a record."""
+        assert self.record is not None
+        return _info(self.step, self.record)
+
+
+def _info(step: int, record: CheckpointRecord) -> StepInfo:
+    return StepInfo(step=step, time=record.time, metrics=record.metrics, pinned=record.pinned)
+
+
+def series_of(prefix: str | None) -> str:
+    """Return the series that a ``step_prefix`` names."""
+    return "" if prefix is None else prefix if prefix.endswith("-") else f"{prefix}_"
+
+
+def step_folders(directory: Location, series: str | None = None) -> Iterator[StepEntry]:
+    """Generate the folders with the name of a step, of one series or of all, committed or not; nothing is read."""
+    for entry in directory.entries():
+        match = _NAME.fullmatch(entry.name)
+        if match and entry.is_directory and series in (None, match[1] or ""):
+            yield StepEntry(int(match[2]), directory / entry.name, match[1] or "")
+
+
+def list_steps(directory: Location, series: str | None = None) -> list[StepEntry]:
+    """Return the steps of one series, or of all, with their commit records: by series, in ascending order.
+
+    Folders without a record are left out: a save that never finished, or a folder of another program.
+    """
+    folders = list(step_folders(directory, series))
+    found = [entry for entry in parallel_map(_read, folders, max_concurrency(directory)) if entry is not None]
+    return sorted(found, key=lambda entry: (entry.series, entry.step))
+
+
+def newest_step(entries: Iterable[StepEntry], *, whole: bool = False) -> StepEntry | None:
+    """Return the newest step by the rule of this module, or None.
+
+    A damaged record has no time. Without ``whole``, it counts as the latest of several series, so that a caller that
+    refuses damaged checkpoints does not silently get one of another series.
+    """
+    heads: dict[str, StepEntry] = {}
+    for entry in entries:
+        if not (whole and entry.error) and (entry.series not in heads or entry.step > heads[entry.series].step):
+            heads[entry.series] = entry
+    return max(heads.values(), key=_commit_order, default=None)
+
+
+def _commit_order(entry: StepEntry) -> tuple[float, str]:
+    return math.inf if entry.record is None else entry.record.time, entry.location.name
+
+
+def _read(folder: StepEntry) -> StepEntry | None:
+    """Add the commit record to the entry of a folder, or what is wrong with it; None if there is no record."""
+    try:
+        record = read_record(folder.location)
+    except CheckpointNotFoundError:
+        return None
+    except (DamagedCheckpointError, FormatVersionError) as error:
+        return replace(folder, error=error)
+    if record.step is None:  # written by hf.save: no retention rule may delete it
+        return replace(folder, record=replace(record, step=folder.step, pinned=True))
+    if record.step != folder.step:
+        what = (
+            f"{folder.location / RECORD}: written for step {record.step}, found in the directory of step "
+            f"{folder.step}; give the step its name back, or load it by its own path"
+        )
+        return replace(folder, error=DamagedCheckpointError(what))
+    return replace(folder, record=record)
+
+
+def stored_options(location: Location) -> CheckpointManagerOptions | None:
+    """Return the retention options of the last run on a directory, or None if they are unknown."""
+    place = location / OPTIONS
+    try:
+        document = decode_document(place.read_bytes(limit=1 << 20), "options", source=str(place))
+        return CheckpointManagerOptions.from_document(document["options"])
+    except (HoldfastError, KeyError, AttributeError):
+        return None
+
+
+# ---- one series, read by anybody and written by one
+
+
+class RunDirectory:
+    """The steps of one series, read once and then kept up to date with the changes of this writer.
+
+    The trainer's thread and the thread that saves both use it. Where several processes save, each has one, and only
+    that of process 0 ``writes``; the others follow in memory.
+    """
+
+    def __init__(
+        self,
+        location: Location,
+        options: CheckpointManagerOptions,
+        clock: Clock,
+        drain: Callable[[], None],
+        *,
+        writes: bool = True,
+    ) -> None:
+        self.location = location
+        self.ownership = Ownership(location, clock, drain)
+        self.last_saved: int | None = None  # by this run
+        self._options = options
+        self._rules = options.rules()
+        self._series = series_of(options.step_prefix)
+        self._writes = writes
+        self._warned = False  # that no checkpoint can be the best
+        self._changing = threading.Lock()  # records are rewritten and steps deleted one after the other
+        self._lock = threading.Lock()  # of the attributes below
+        self._records: dict[int, CheckpointRecord] = {}
+        self._errors: dict[int, DamagedCheckpointError | FormatVersionError] = {}
+        self._condemned: dict[int, tuple[CheckpointRecord, str]] = {}
+        self._infos: tuple[StepInfo, ...] | None = None
+        self.reload()
+
+    # -- what is there
+
+    def step_location(self, step: int) -> Location:
+        """Return the folder of a step, whether it exists or not."""
+        return self.location / f"{self._series}{step}"
+
+    def reload(self, *, forget: bool = False) -> None:
+        """Read the directory again; ``forget`` lists steps whose data was found damaged as whole again."""
+        entries = list_steps(self.location, self._series)
+        records = {entry.step: entry.record for entry in entries if entry.record is not None}
+        errors = {entry.step: entry.error for entry in entries if entry.error is not None}
+        with self._lock:
+            if forget:
+                self._condemned.clear()
+            for step, (condemned, what) in self._condemned.items():
+                if records.get(step) == condemned:
+                    del records[step]
+                    errors[step] = DamagedCheckpointError(what)
+            self._records, self._errors, self._infos = records, errors, None
+
+    def add(self, step: int, record: CheckpointRecord | None) -> None:
+        """Note that a step was committed, or its record replaced; None says that it was deleted."""
+        with self._lock:
+            for known in (self._records, self._errors, self._condemned):
+                known.pop(step, None)
+            if record is not None:
+                self._records[step] = record
+            self._infos = None
+
+    def condemn(self, step: int, damage: str) -> None:
+        """Note that the data of a step is damaged: the step is not listed any more, and may be replaced."""
+        with self._lock:
+            record = self._records.pop(step, None)
+            if record is not None:
+                self._condemned[step] = record, damage
+            self._errors[step] = DamagedCheckpointError(damage)
+            self._infos = None
+
+    def infos(self) -> tuple[StepInfo, ...]:
+        """Return the committed steps as retention rules see them, in ascending order."""
+        with self._lock:
+            if self._infos is None:
+                self._infos = tuple(_info(step, record) for step, record in sorted(self._records.items()))
+            return self._infos
+
+    def steps(self) -> list[int]:
+        """Return the committed steps whose record verifies, in ascending order."""
+        return [info.step for info in self.infos()]
+
+    def steps_and_damaged(self) -> list[int]:
+        """Return the committed steps and the damaged ones, in ascending order."""
+        with self._lock:
+            return sorted({*self._records, *self._errors})
+
+    def is_damaged(self, step: int) -> bool:
+        """Whether a step is there, and is known to be damaged."""
+        return step in self._errors
+
+    def __contains__(self, step: object) -> bool:
+        return step in self._records
+
+    def record(self, step: int) -> CheckpointRecord:
+        """Return the commit record of a step; looks again where it was not there, as another process may have saved."""
+        if step not in self._records and step not in self._errors:
+            found = _read(StepEntry(step, self.step_location(step), self._series))
+            if found is not None and found.error is not None:
+                raise found.error
+            if found is not None and found.record is not None:
+                self.add(step, found.record)
+        with self._lock:
+            record, error = self._records.get(step), self._errors.get(step)
+        if record is not None:
+            return record
+        if error is not None:
+            raise type(error)(str(error))
+        steps = self.steps()
+        known = f"there are {shortened_steps(steps)}" if steps else "there is none at all"
+        raise CheckpointNotFoundError(f"{self.location}: no checkpoint of step {step}; {known}")
+
+    def metadata(self) -> Mapping[str, Any] | None:
+        """Return the facts about the run, or None."""
+        place = self.location / _METADATA / _METADATA_FILE
+        try:
+            content = place.read_bytes(limit=_METADATA_LIMIT)
+        except ObjectNotFoundError:
+            return None
+        found: Mapping[str, Any] | None = decode_document(content, "json", source=str(place)).get("data")
+        return found
+
+    # -- what the writer changes
+
+    def acquire(self, metadata: Mapping[str, Any] | None) -> None:
+        """Take the right to write, remove what interrupted runs left, and store facts and options of the run."""
+        facts = None
+        if metadata is not None:
+            try:
+                facts = encode_document("json", {"data": metadata})
+            except (TypeError, ValueError) as error:
+                raise OptionError(f"metadata= cannot be stored as JSON: {error}") from error
+        self.ownership.take()
+        remove_temporary(self.location, [entry.name for entry in self.location.entries()])
+        folders = [folder.location for folder in step_folders(self.location, self._series)]
+        parallel_map(self._sweep, folders, max_concurrency(self.location))
+        self.reload()
+        if facts is not None:
+            (self.location / _METADATA).make_directory()
+            (self.location / _METADATA / _METADATA_FILE).write_bytes(facts)
+        options = encode_document("options", {"options": self._options.to_document()})
+        (self.location / OPTIONS).write_bytes(options)
+
+    def _sweep(self, location: Location) -> None:
+        lock = SaveLock(location / PARTIAL)
+        try:
+            lock.take_over()
+        except (StorageConflictError, StoragePermissionError) as error:  # a save without a manager is, or may be, alive
+            _logger.warning("%s: not swept: %s", location, error)
+            return
+        try:
+            if not sweep(location) and location.is_local:
+                # An earlier run may have made the folder and been killed before it locked it. Both times are those of
+                # the file system; a folder that is newer than this run may be about to be filled by another program.
+                with contextlib.suppress(OSError):  # above all if it is not empty
+                    if os.lstat(location).st_mtime_ns <= os.stat(self.location / OWNER).st_mtime_ns:
+                        os.rmdir(location)
+        finally:
+            lock.release()
+
+    def change(self, step: int, change: Callable[[CheckpointRecord], CheckpointRecord]) -> None:
+        """Replace the commit record of a step, atomically."""
+        with self._changing:
+            record = change(self.record(step))
+            if self._writes:
+                self.ownership.check()
+                write_record(self.step_location(step), record)
+            self.add(step, record)
+
+    def delete(self, step: int) -> None:
+        """Delete a step, whole or damaged."""
+        with self._changing:
+            if not self.is_damaged(step):
+                self.record(step)
+            self._delete(step)
+
+    def delete_after(self, step: int) -> list[int]:
+        """Delete the steps after one, whole or damaged, the latest first; return them in ascending order."""
+        with self._changing:
+            later = [one for one in self.steps_and_damaged() if one > step]
+            for one in reversed(later):
+                self._delete(one)
+        return later
+
+    def _delete(self, step: int) -> None:
+        if self._writes:
+            self.ownership.check()
+            location = self.step_location(step)
+            try:
+                delete_checkpoint(location)
+            except StorageError:
+                if not (location / RECORD).is_there():  # deleted; the next sweep removes the remaining files
+                    self.add(step, None)
+                raise
+        self.add(step, None)
+
+    def kept(self) -> dict[int, tuple[str, ...]]:
+        """Return the steps that some rule keeps, each with every reason, and the one that was saved last."""
+        found = reasons(self.infos(), self._rules)
+        last = self.last_saved
+        if last is not None and last not in found and last in self:  # the later steps are of another branch
+            found[last] = ("saved last",)
+        return found
+
+    def collect(self) -> None:
+        """Delete the steps that no rule keeps. A failure is logged; the next call tries again."""
+        with self._lock:
+            records = dict(self._records)
+        kept = self.kept()
+        doomed = {step: record for step, record in records.items() if step not in kept}
+        if doomed:
+            self._warn_without_best()
+        for step, record in doomed.items():
+            try:
+                with self._changing:
+                    # If it was pinned, given metrics or deleted in the meantime, the next call decides again.
+                    if self._records.get(step) is record:
+                        self._delete(step)
+            except (StorageError, OwnershipError) as error:
+                _logger.warning("%s: step %d could not be deleted: %s", self.location, step, error)
+
+    def _warn_without_best(self) -> None:
+        """Warn, once, that no step has the metric of ``best_fn``, most likely as it is misspelt."""
+        rule = next((rule for rule in self._rules if isinstance(rule, KeepBest)), None)
+        infos = self.infos()
+        if rule is None or self._warned or not infos or rule.keep(infos):
+            return
+        self._warned = True
+        metrics = infos[-1].metrics
+        _logger.warning(
+            "%s: no checkpoint has the metric %s, by which best_fn finds the best (the newest has %s); those that no "
+            "other rule keeps are deleted",
+            self.location,
+            metric_name(rule.metric),
+            ", ".join(metrics) if metrics else "no metrics",
+        )

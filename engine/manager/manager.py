@@ -1,0 +1,727 @@
+"""The checkpoints of one run: when to save, what to keep, and which one to go on from."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self
+
+from ..checkpoint import (
+    ITEM,
+    AsyncCheckpointer,
+    BackgroundSave,
+    Checkpointer,
+    ItemToSave,
+    Place,
+    Save,
+    SaveReport,
+)
+from ..clock import Clock, SystemClock, seconds
+from ..distributed import Coordinator, ProcessGroup
+from ..errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    NoWholeCheckpointError,
+    OptionError,
+    SaveFailedError,
+    StateError,
+    itemized,
+)
+from ..format import CheckpointRecord, ItemRecord
+from ..handlers import PyTreeCheckpointHandler, has_structure, item_structure, restore_item
+from ..storage import Location, as_location
+from .decisions import Rollback, SaveDecisions
+from .directory import RunDirectory
+from .metrics import plain_metrics
+from .options import CheckpointManagerOptions
+from .retention import StepInfo, best
+from .triggers import Decision
+
+_logger = logging.getLogger("holdfast")
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A checkpoint that was restored.
+
+    Attributes:
+        step: Its step.
+        items: The restored item, or a dictionary of items if the manager has several.
+        skipped: Newer steps that are damaged, each with what is wrong.
+    """
+
+    step: int
+    items: Any
+    skipped: tuple[tuple[int, str], ...] = ()
+
+
+class CheckpointManager:
+    """Keeps the checkpoints of one run in one directory.
+
+    A manager is used from one thread. Any number may read a directory; one at a time writes to it. In a program of
+    several processes, each of them makes a manager and calls the same methods at the same steps: they save together,
+    process 0 decides what depends on time or metrics, and only it deletes.
+
+    Args:
+        directory: Where the checkpoints are: a path or a URL. It is made when something is saved.
+        checkpointers: A checkpointer for the one item, or a dictionary of them for several. None is one item: a tree,
+            saved in the background.
+        options: When to save and what to keep.
+        metadata: Facts about the run, as JSON can hold them; stored beside the checkpoints.
+        clock: Where the time comes from.
+        coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
+            initialized; ``hf.Alone()`` is this process alone.
+
+    Attributes:
+        directory: Where the checkpoints are.
+        options: When to save and what to keep.
+
+    >>> import tempfile, numpy as np
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     with CheckpointManager(directory, options=CheckpointManagerOptions(max_to_keep=2)) as manager:
+    ...         for step in range(5):
+    ...             _ = manager.save(step, {"weights": np.full(3, step)})
+    ...         manager.wait_until_finished()
+    ...         manager.all_steps(), manager.why_kept(3), manager.restore()
+    ([3, 4], ('one of the newest 2',), {'weights': array([4, 4, 4])})
+    """
+
+    def __init__(
+        self,
+        directory: Place,
+        checkpointers: Checkpointer | Mapping[str, Checkpointer] | None = None,
+        options: CheckpointManagerOptions | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        clock: Clock | None = None,
+        coordinator: Coordinator | None = None,
+    ) -> None:
+        self.directory: Location = as_location(directory)
+        self.options = options or CheckpointManagerOptions()
+        self._items = _ItemSet(checkpointers)
+        self._metadata = None if metadata is None else dict(metadata)
+        self._clock = clock or SystemClock()
+        self._background = BackgroundSave(seconds(self.options.save_timeout_secs))
+        self._processes = ProcessGroup(
+            self.directory.url, coordinator, seconds(self.options.barrier_timeout_secs, name="barrier_timeout_secs")
+        )
+        self._run = RunDirectory(
+            self.directory, self.options, self._clock, self._background.join, writes=self._processes.is_primary
+        )
+        self._decisions = SaveDecisions(self.options.triggers(), self._clock, self._processes, self.latest_step())
+        self._rollback = Rollback(self._run, warns=self._processes.is_primary)
+        self._listeners: list[Callable[[SaveReport], None]] = []
+        self._pending: _PendingSave | None = None  # the save that is under way
+        self._acquired = False
+        self._closed = False
+
+    # ---- what is in the directory
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process saves alone; otherwise others save with it."""
+        return self._processes.alone
+
+    def all_steps(self) -> list[int]:
+        """Return the committed steps in ascending order."""
+        return self._run.steps()
+
+    def latest_step(self) -> int | None:
+        """Return the newest committed step, or None."""
+        steps = self._run.steps()
+        return steps[-1] if steps else None
+
+    def best_step(self) -> int | None:
+        """Return the step that ``best_fn`` ranks first; the newest if there is no ``best_fn`` or no metric."""
+        if self.options.best_fn is None:
+            return self.latest_step()
+        found = best(self._run.infos(), self.options.best_fn, self.options.best_mode)
+        return self.latest_step() if found is None else found
+
+    def why_kept(self, step: int) -> tuple[str, ...]:
+        """Return every reason for which a committed step is kept; empty if it is about to be deleted.
+
+        Args:
+            step: The step.
+
+        Raises:
+            CheckpointNotFoundError: There is no such step.
+        """
+        self._run.record(step)
+        return self._run.kept().get(step, ())
+
+    def metrics(self, step: int) -> Mapping[str, Any] | None:
+        """Return the metrics stored with a step, or None.
+
+        Args:
+            step: The step.
+
+        Raises:
+            CheckpointNotFoundError: There is no such step.
+        """
+        return self._run.record(step).metrics
+
+    def metadata(self) -> Mapping[str, Any] | None:
+        """Return the facts about the run that are stored beside the checkpoints, or None."""
+        return self._metadata if self._metadata is not None else self._run.metadata()
+
+    def structure(self, step: int | None = None) -> Any:
+        """Return the tree of a step with a description of every leaf, without reading its data.
+
+        Args:
+            step: The step; None is the newest.
+
+        Returns:
+            The tree with a description of every leaf, or a dictionary of those by item if the manager has several.
+        """
+        found = self.latest_step() if step is None else step
+        if found is None:
+            raise CheckpointNotFoundError(f"{self.directory}: there is no checkpoint")
+        return self._items.structure(self._run.step_location(found), self._run.record(found))
+
+    def reload(self) -> None:
+        """Read the directory again, to see what another process has done; waits for a save that is under way."""
+        self._background.join()
+        self._run.reload(forget=True)
+
+    # ---- restoring
+
+    def restore(
+        self, step: int | None = None, items: Any = None, *, restore_kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Read a step back.
+
+        Args:
+            step: The step; None is the newest that is whole.
+            items: A template, or a dictionary of templates if the manager has several items. Only the items that are
+                named in it are restored; None restores all.
+            restore_kwargs: Further arguments for the handler, or a dictionary of them by item.
+
+        Returns:
+            The item, or a dictionary of items if the manager has several.
+
+        Raises:
+            CheckpointNotFoundError: There is no such step, or none at all.
+            DamagedCheckpointError: The step is damaged.
+            TreeMismatchError: A template and the saved item differ.
+            NoWholeCheckpointError: No step was given, and all of them are damaged.
+        """
+        self._background.join()
+        if step is None:
+            restored = self.restore_latest(items, restore_kwargs=restore_kwargs)
+            if restored is None:
+                raise CheckpointNotFoundError(f"{self.directory}: there is no checkpoint to restore")
+            return restored.items
+        step = valid_step(step)
+        found = self._restore(step, items, restore_kwargs or {})
+        self._goes_on_from(step)
+        return found
+
+    def restore_latest(self, items: Any = None, *, restore_kwargs: Mapping[str, Any] | None = None) -> Restored | None:
+        """Read the newest step that is whole.
+
+        Damaged steps are passed over, with a warning for each; a template that does not fit is an error at once.
+
+        Args:
+            items: As for :meth:`restore`.
+            restore_kwargs: As for :meth:`restore`.
+
+        Returns:
+            The step and the restored items, or None if the directory holds no checkpoint.
+
+        Raises:
+            NoWholeCheckpointError: There are checkpoints, and all of them are damaged.
+            TreeMismatchError: A template and the saved item differ.
+        """
+        self._background.join()
+        skipped: list[tuple[int, str]] = []
+        steps = self._processes.decide("steps", self._run.steps_and_damaged)
+        for step in reversed(steps):
+            found, damage = self._restore_everywhere(step, items, restore_kwargs or {})
+            if damage is not None:
+                _logger.warning("%s: step %d is damaged and passed over: %s", self.directory, step, damage)
+                skipped.append((step, damage))
+                continue
+            if skipped:
+                _logger.warning("%s: going back to step %d, the newest whole checkpoint", self.directory, step)
+            for damaged, what in skipped:
+                self._run.condemn(damaged, what)
+            self._goes_on_from(step)
+            return Restored(step, found, tuple(skipped))
+        if skipped:
+            raise NoWholeCheckpointError(
+                itemized(
+                    f"{self.directory}: every checkpoint is damaged. Look with `holdfast verify`; "
+                    "to start over, use another directory",
+                    [f"step {step}: {what}" for step, what in skipped],
+                )
+            )
+        return None
+
+    def note_resume(self, step: int) -> list[int]:
+        """Note that the run goes on from a step, and warn at once if there are later ones.
+
+        :meth:`restore` notes that by itself, and leaves the warning to the next save, as the caller may only look at
+        the step. A training loop calls this where it takes the state of the step from elsewhere.
+
+        Args:
+            step: The step.
+
+        Returns:
+            The later steps, in ascending order. Each is replaced when the run saves it again.
+        """
+        later = self._goes_on_from(valid_step(step))
+        self._rollback.warn(later)
+        return later
+
+    def _goes_on_from(self, step: int) -> list[int]:
+        self._decisions.restored(step)
+        return self._rollback.restored(step)
+
+    def _restore(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
+        return self._items.restore(self._run.step_location(step), self._run.record(step), items, kwargs)
+
+    def _restore_everywhere(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> tuple[Any, str | None]:
+        """Restore a step on all processes; return it, and what is wrong with it for any of them."""
+        found = damage = None
+        try:
+            found = self._restore(step, items, kwargs)
+        except DamagedCheckpointError as error:
+            damage = str(error)
+        except BaseException as error:
+            self._processes.fail("restored", error)
+            raise
+        return found, next((what for what in self._processes.share("restored", damage) if what is not None), None)
+
+    # ---- saving
+
+    def decide(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> Decision:
+        """Return whether a save is due, and the reason.
+
+        The run begins with the first step that is asked about. After a save that failed, the next step is due.
+
+        Args:
+            step: The number of optimizer updates done.
+            metrics: The metrics of this step, for ``save_on_best``.
+        """
+        pending = self._pending
+        in_flight = pending is not None and pending.step == step
+        saved = in_flight or (step in self._run and not self._rollback.replaces(step))
+        return self._decisions.decide(step, metrics, saved=saved, earlier=self._earlier)
+
+    def should_save(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
+        """Return whether a save is due at a step."""
+        return not self.options.read_only and self.decide(step, metrics=metrics).save
+
+    def save(
+        self,
+        step: int,
+        items: Any,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        force: bool = False,
+        save_kwargs: Mapping[str, Any] | None = None,
+        reason: str | None = None,
+    ) -> bool:
+        """Save a step if that is due.
+
+        Args:
+            step: The number of optimizer updates in the items, 0 or more.
+            items: The item, or a dictionary of items if the manager has several.
+            metrics: Numbers to store with the checkpoint and to rank it by.
+            force: Save although nothing is due; a checkpoint of the same step is replaced, atomically. After
+                :meth:`restore` of an older step, the steps after it are replaced in this way without being forced.
+            save_kwargs: Further arguments for the handler, or a dictionary of them by item.
+            reason: Why it is saved, for the log and the record, instead of the reason that the triggers give.
+
+        Returns:
+            Whether it was saved. A save in the background is not committed yet.
+
+        Raises:
+            SaveFailedError: The save before this one failed in the background; this one is done nevertheless.
+            UnsupportedLeafError: An item cannot be saved; nothing was written.
+            OwnershipError: Another run writes to this directory.
+        """
+        began = time.perf_counter()
+        self._check_writable()
+        step = valid_step(step)
+        decision = Decision(True, "forced") if force else self.decide(step, metrics=metrics)
+        if not decision.save:
+            return False
+        self.acquire()
+        self._background.join()
+        rendezvous = self._processes.rendezvous("save")
+        try:
+            pending = _PendingSave(step, None if metrics is None else plain_metrics(metrics))
+            values = self._items.to_save(items, save_kwargs or {})
+        except BaseException as error:
+            if rendezvous is not None:
+                rendezvous.fail(error)
+            raise
+        save = Save(
+            self._run.step_location(step),
+            values,
+            overwrite=force or self._run.is_damaged(step) or self._rollback.replaces(step),
+            began=began,
+            record=lambda found: self._record(pending, found, reason or decision.reason),
+            rendezvous=rendezvous,
+            timeout=self._processes.timeout,
+        )
+        self._rollback.saving(step)
+        self._decisions.save_begins(step)
+        self._pending = pending
+        if not save.in_background:
+            self._complete(pending, save)
+        earlier = self._background.take_error()
+        if save.in_background:
+            what = f"step {step} of {self.directory}"
+            try:
+                self._background.start(lambda: self._complete(pending, save), what=what, step=step)
+            except BaseException as error:  # the system has no more threads
+                self._ended(pending, failed=True)
+                save.give_up(error)
+                raise
+        if earlier is not None:
+            raise earlier
+        return True
+
+    def _complete(self, pending: _PendingSave, save: Save) -> None:
+        """Write and commit a save, then delete what no rule keeps and call the listeners."""
+        step = pending.step
+        try:
+            record, report = save.complete()
+        except BaseException:
+            self._ended(pending, failed=True)
+            raise
+        self._run.add(step, record)
+        self._run.last_saved = step
+        self._rollback.saved(step)
+        self._ended(pending, failed=False)
+        _logger.info("%s", report)
+        try:
+            self._run.collect()
+            for listener in self._listeners:
+                listener(report)
+        except Exception as error:
+            raise SaveFailedError(
+                f"step {step} of {self.directory} is saved, but a listener or best_fn failed then: {error!r}",
+                step,
+            ) from error
+
+    def _ended(self, pending: _PendingSave, *, failed: bool) -> None:
+        self._decisions.save_ended(failed=failed)
+        self._pending = None
+        pending.close()
+
+    def _record(self, pending: _PendingSave, items: Mapping[str, ItemRecord], reason: str) -> CheckpointRecord:
+        """Make the commit record, at the last moment: the right to write is checked here."""
+        self._run.ownership.check()
+        return CheckpointRecord(
+            items=items, time=self._clock.now(), step=pending.step, reason=reason, metrics=pending.close()
+        )
+
+    def _earlier(self) -> Sequence[StepInfo]:
+        """Return the steps that a new best has to beat, the one that is being saved among them."""
+        pending = self._pending
+        if pending is None:
+            return self._run.infos()
+        return *self._run.infos(), StepInfo(step=pending.step, time=self._clock.now(), metrics=pending.metrics)
+
+    def add_listener(self, listener: Callable[[SaveReport], None]) -> None:
+        """Call a function after every commit, on the thread that committed.
+
+        Args:
+            listener: Receives the report.
+        """
+        self._listeners.append(listener)
+
+    # ---- changing what was saved
+
+    def record_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Store metrics with a step that was saved or is being saved; new values replace old ones.
+
+        Args:
+            step: The step.
+            metrics: Numbers, possibly nested.
+
+        Raises:
+            CheckpointNotFoundError: There is no such step.
+        """
+        self._check_writable()
+        found = plain_metrics(metrics)
+
+        def record() -> dict[str, Any] | None:
+            pending = self._pending
+            if pending is not None and pending.step == step and pending.add(found):
+                return None  # its record will hold them
+            self._change(step, found)
+            return found
+
+        self.acquire()
+        recorded = self._processes.decide(f"metrics of step {step}", record)
+        if recorded is None:
+            return
+        if not self._processes.is_primary:
+            self._change(step, recorded)
+        if not self._background.running:  # a save that is under way collects at its end
+            self._background.start(self._run.collect, what=f"{self.directory}: deleting old steps")
+
+    def _change(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._join_save_of(step)
+        self._run.change(step, lambda record: record.with_metrics(metrics))
+
+    def pin(self, step: int) -> None:
+        """Keep a step until it is unpinned, also if no rule keeps it."""
+        self._everywhere(f"pin {step}", lambda: self._run.change(step, lambda record: replace(record, pinned=True)))
+
+    def unpin(self, step: int) -> None:
+        """Leave a step to the rules again."""
+        self._everywhere(f"unpin {step}", lambda: self._run.change(step, lambda record: replace(record, pinned=False)))
+
+    def delete(self, step: int) -> None:
+        """Delete a step.
+
+        Args:
+            step: The step.
+
+        Raises:
+            CheckpointNotFoundError: There is no such step.
+        """
+        self._check_writable()
+        self._join_save_of(step)
+        self._everywhere(f"delete {step}", lambda: self._run.delete(step))
+
+    def delete_after(self, step: int) -> list[int]:
+        """Delete all steps later than one, pinned and damaged ones, too: the way to go back to a step for good.
+
+        ::
+
+            state = manager.restore(1200, template)
+            manager.delete_after(1200)  # or they would count as the newest, for retention and for the next resume
+
+        The latest goes first, so that what is left at any moment is the beginning of what was there.
+
+        Args:
+            step: The step to go back to.
+
+        Returns:
+            The steps that were deleted, in ascending order.
+        """
+        self._check_writable()
+        step = valid_step(step)
+        self._background.join()
+        self.acquire()
+        deleted: list[int] = self._processes.decide(f"delete after {step}", lambda: self._run.delete_after(step))
+        if not self._processes.is_primary:
+            for one in deleted:
+                self._run.add(one, None)
+        return deleted
+
+    def _join_save_of(self, step: int) -> None:
+        pending = self._pending
+        if pending is not None and pending.step == step:
+            self._background.join()
+
+    def _everywhere(self, what: str, work: Callable[[], None]) -> None:
+        """Change the directory on process 0, and then, if that went well, what the others know of it."""
+        self.acquire()
+        self._processes.decide(what, work)
+        if not self._processes.is_primary:
+            work()
+
+    # ---- the right to write, and the end
+
+    def acquire(self) -> None:
+        """Take the right to write to the directory, and remove what interrupted runs have left in it.
+
+        Saving does this by itself. If it is done early, a second run learns at once that the directory is taken, not
+        after an hour of training.
+
+        Raises:
+            OwnershipError: Another run writes to this directory.
+        """
+        self._check_writable()
+        if self._acquired:
+            self._run.ownership.check_not_lost()
+            return
+        self._processes.decide("acquire", lambda: self._run.acquire(self._metadata))
+        if not self._processes.is_primary:
+            self._run.reload()
+        self._acquired = True
+
+    def _check_writable(self) -> None:
+        if self._closed:
+            raise StateError(f"{self.directory}: this manager is closed; make a new one")
+        if self.options.read_only:
+            raise StateError(f"{self.directory}: this manager was made with read_only=True")
+
+    def is_saving_in_progress(self) -> bool:
+        """Return whether a save is under way in the background."""
+        return self._background.running
+
+    def wait_until_finished(self) -> None:
+        """Wait for the save that is under way.
+
+        Raises:
+            SaveFailedError: It failed.
+        """
+        self._background.wait()
+
+    def check_for_errors(self) -> None:
+        """Raise the SaveFailedError of a save that has failed, if it was not raised before; does not wait."""
+        self._background.check()
+
+    def close(self) -> None:
+        """Wait for the save that is under way and give the directory back.
+
+        Raises:
+            SaveFailedError: It failed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._background.wait()
+        finally:
+            self._run.ownership.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _ItemSet:
+    """The items of a manager, each with its checkpointer; the caller of a manager of one item does not name it."""
+
+    def __init__(self, checkpointers: Checkpointer | Mapping[str, Checkpointer] | None) -> None:
+        self._several = isinstance(checkpointers, Mapping)
+        if checkpointers is None:
+            checkpointers = AsyncCheckpointer(PyTreeCheckpointHandler())
+        if isinstance(checkpointers, Checkpointer):
+            checkpointers = {ITEM: checkpointers}
+        if not isinstance(checkpointers, Mapping):
+            raise OptionError(
+                f"checkpointers has to be a Checkpointer, or a dictionary of them by item, not "
+                f"{type(checkpointers).__name__}; options go by name: CheckpointManager(directory, options=...)"
+            )
+        if not checkpointers:
+            raise OptionError("checkpointers={} saves nothing; give one for each item, or None for a single tree")
+        for name, checkpointer in checkpointers.items():
+            if not isinstance(name, str) or not name.isidentifier():
+                raise OptionError(f"item name {name!r}: items become folders; use letters, digits and underscores")
+            if not isinstance(checkpointer, Checkpointer):
+                raise OptionError(f"item {name!r}: expected a Checkpointer, found {type(checkpointer).__name__}")
+        self._checkpointers = dict(checkpointers)
+
+    def to_save(self, items: Any, kwargs: Mapping[str, Any]) -> dict[str, ItemToSave]:
+        """Pair each item with what saves it."""
+        values, arguments = (items, kwargs) if self._several else ({ITEM: items}, {ITEM: kwargs})
+        needed = {name for name, one in self._checkpointers.items() if not one.handler.optional}
+        if not isinstance(values, Mapping) or not needed <= values.keys() <= self._checkpointers.keys():
+            given = ", ".join(map(str, values)) if isinstance(values, Mapping) else type(values).__name__
+            raise OptionError(f"this manager saves the items {', '.join(self._checkpointers)}; given: {given}")
+        self._check_arguments("save_kwargs", arguments)
+        return {
+            name: ItemToSave(checkpointer.handler, values[name], checkpointer.background, arguments.get(name, {}))
+            for name, checkpointer in self._checkpointers.items()
+            if name in values
+        }
+
+    def restore(self, location: Location, record: CheckpointRecord, items: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Read items back."""
+        templates, arguments = (items, kwargs) if self._several else ({ITEM: items}, {ITEM: kwargs})
+        if templates is not None and not isinstance(templates, Mapping):
+            raise OptionError(
+                f"this manager restores the items {', '.join(self._checkpointers)}: give templates by item, as "
+                f"{{{next(iter(self._checkpointers))!r}: ...}}; found {type(templates).__name__}"
+            )
+        self._check_arguments("restore_kwargs", arguments)
+        found = {
+            name: restore_item(
+                self._checkpointers[name].handler,
+                location / saved.folder,
+                saved,
+                (templates or {}).get(name),
+                arguments.get(name, {}),
+            )
+            for name, saved in self._saved(location, record, templates).items()
+        }
+        return found if self._several else found[ITEM]
+
+    def structure(self, location: Location, record: CheckpointRecord) -> Any:
+        """Describe the items whose handlers can, without reading their data; one item that cannot is None."""
+        found = {
+            name: item_structure(self._checkpointers[name].handler, location / saved.folder, saved)
+            for name, saved in self._saved(location, record, None).items()
+            if has_structure(self._checkpointers[name].handler)
+        }
+        return found if self._several else found.get(ITEM)
+
+    def _check_arguments(self, what: str, arguments: Mapping[str, Any]) -> None:
+        unknown = arguments.keys() - self._checkpointers.keys()
+        if unknown:
+            raise OptionError(
+                f"{what} for unknown items: {', '.join(sorted(unknown))}; this manager has the items "
+                f"{', '.join(self._checkpointers)}"
+            )
+
+    def _saved(
+        self, location: Location, record: CheckpointRecord, wanted: Mapping[str, Any] | None
+    ) -> dict[str, ItemRecord]:
+        """Return the records of the wanted items; optional ones may be missing."""
+        names = [
+            name
+            for name in (self._checkpointers if wanted is None else wanted)
+            if name in record.items or not (name in self._checkpointers and self._checkpointers[name].handler.optional)
+        ]
+        missing = [name for name in names if name not in record.items or name not in self._checkpointers]
+        if missing:
+            raise CheckpointNotFoundError(
+                f"{location}: no item {', '.join(missing)}; the checkpoint has {', '.join(sorted(record.items))}, "
+                f"and this manager has checkpointers for {', '.join(sorted(self._checkpointers))}"
+            )
+        return {name: record.items[name] for name in names}
+
+
+class _PendingSave:
+    """The step that is being saved, and its metrics: more may come until the commit record is made."""
+
+    def __init__(self, step: int, metrics: dict[str, Any] | None) -> None:
+        self.step = step
+        self.metrics = metrics
+        self._lock = threading.Lock()
+        self._open = True
+
+    def add(self, metrics: Mapping[str, Any]) -> bool:
+        """Add metrics; return False if the commit record was made before."""
+        with self._lock:
+            if self._open:
+                self.metrics = {**(self.metrics or {}), **metrics}
+            return self._open
+
+    def close(self) -> dict[str, Any] | None:
+        """Return all metrics, and take no more."""
+        with self._lock:
+            self._open = False
+            return self.metrics
+
+
+def valid_step(step: Any) -> int:
+    """Return a step as a plain int."""
+    try:
+        number = int(step.__index__())
+    except AttributeError:
+        raise OptionError(
+            f"step={step!r:.60} must be a whole number; a template comes after it: restore(step, template)"
+        ) from None
+    if number < 0:
+        raise OptionError(f"step={number} must not be negative")
+    return number

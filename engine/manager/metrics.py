@@ -1,0 +1,105 @@
+"""Metrics of a step: one number out of all that a loop reports, which number is better, and the form to store."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from ..errors import OptionError
+
+# A metric's name, with ``/`` between the names of nested mappings, or a function of all metrics of a step.
+Metric = str | Callable[[Mapping[str, Any]], Any]
+
+Mode = Literal["max", "min"]  # whether larger or smaller values are better
+
+_ABSENT = object()
+
+
+def metric_value(metrics: Mapping[str, Any] | None, metric: Metric) -> float | None:
+    """Return one metric of a step as a number, or None.
+
+    >>> metric_value({"val": {"loss": 0.5}}, "val/loss")
+    0.5
+    """
+    if metrics is None:
+        return None
+    if isinstance(metric, str):
+        return _number(_lookup(metrics, metric))
+    try:
+        return _number(metric(metrics))
+    except KeyError:
+        return None
+
+
+def metric_name(metric: Metric) -> str:
+    """Return the name of a metric for messages: its own, or that of the function."""
+    if isinstance(metric, str):
+        return metric
+    name = getattr(metric, "__name__", "")
+    return name if isinstance(name, str) and name.isidentifier() else "metric"
+
+
+def format_metric(value: float) -> str:
+    """Return a metric with at most six significant digits.
+
+    >>> format_metric(0.9312345678), format_metric(2.0)
+    ('0.931235', '2')
+    """
+    return f"{value:.6g}"
+
+
+def better(value: float, other: float, mode: Mode) -> bool:
+    """Return whether a value is strictly better than another."""
+    return value > other if mode == "max" else value < other
+
+
+def _lookup(metrics: Mapping[str, Any], name: str) -> Any:
+    # A key may hold slashes itself, so every way of splitting the name is tried, longest key first.
+    if name in metrics:
+        return metrics[name]
+    cut = name.rfind("/")
+    while cut >= 0:
+        inner = metrics.get(name[:cut])
+        if isinstance(inner, Mapping):
+            found = _lookup(inner, name[cut + 1 :])
+            if found is not _ABSENT:
+                return found
+        cut = name.rfind("/", 0, cut)
+    return _ABSENT
+
+
+def _number(value: Any) -> float | None:
+    if not isinstance(value, (int, float)):
+        # An array of one element is a number, whatever its shape; `float` would warn about one of shape (1,). Errors of
+        # the computation behind an array come out here, and must not pass for a missing metric.
+        if math.prod(getattr(value, "shape", ())) != 1:
+            return None
+        item = getattr(value, "item", None)
+        value = item() if callable(item) else value
+    if isinstance(value, (str, bytes, bytearray)):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return None if math.isnan(number) else number
+
+
+def plain_metrics(metrics: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return metrics as nested dictionaries of plain numbers; fetches those that are still on a device."""
+    if not isinstance(metrics, Mapping):
+        raise OptionError(f"metrics must be a dictionary of numbers, not {type(metrics).__name__}")
+    found: dict[str, Any] = {}
+    for key, value in metrics.items():
+        name = f"{path}{key}"
+        if isinstance(value, Mapping):
+            found[str(key)] = plain_metrics(value, f"{name}/")
+        elif type(value) is int or isinstance(value, bool):
+            found[str(key)] = int(value)
+        else:
+            try:
+                found[str(key)] = float(value)
+            except (TypeError, ValueError) as error:
+                raise OptionError(f"metric {name!r} is not a number but {value!r:.60}") from error
+    return found

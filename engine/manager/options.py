@@ -1,0 +1,263 @@
+"""The options of checkpoint managers, declared once.
+
+:class:`CheckpointOptions` declares when to save and what to keep. Managers, the callbacks of ``integrations/`` and the
+``checkpoint:`` section of recipes take their options, defaults and documentation from its fields. The ``metadata`` of a
+field holds its documentation, and the least and the greatest number that it takes.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal, TypeVar
+
+from ..clock import Duration, seconds
+from ..errors import OptionError
+from .retention import (
+    KeepAll,
+    KeepBest,
+    KeepLatest,
+    KeepPeriod,
+    KeepPinned,
+    KeepSteps,
+    KeepTimeInterval,
+    KeepWithoutMetrics,
+    Rule,
+)
+from .triggers import EverySeconds, EverySteps, OnBest, Trigger
+
+BestFn = str | Callable[[Mapping[str, Any]], float]
+BestMode = Literal["max", "min"]
+
+T = TypeVar("T")
+
+
+def documentation(text: str, *, least: int | None = None, greatest: int | None = None) -> dict[str, Any]:
+    """Return the metadata of an option: its documentation, and the limits of a whole number."""
+    return {"documentation": text, "least": least, "greatest": greatest}
+
+
+def documented_fields(options: type) -> Iterator[Field[Any]]:
+    """Yield the options that a dataclass declares or inherits, positional ones first."""
+    found = [one for one in fields(options) if "documentation" in one.metadata]
+    yield from sorted(found, key=lambda one: bool(one.kw_only))
+
+
+def options_as_text(options: type) -> str:
+    """Return the names and the documentation of options as a section of a docstring has them."""
+    return "\n".join(
+        textwrap.fill(
+            f"{one.name}: {one.metadata['documentation']}", 120, initial_indent=" " * 8, subsequent_indent=" " * 12
+        )
+        for one in documented_fields(options)
+    )
+
+
+def documented(options: type[T]) -> type[T]:
+    """Complete the docstring of a dataclass with the documentation of its options."""
+    if options.__doc__ is not None:  # which python -OO removes
+        options.__doc__ = f"{options.__doc__.rstrip()}\n\n    Attributes:\n{options_as_text(options)}\n    "
+    return options
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """When to save and what to keep: the options that managers, callbacks and recipes have in common.
+
+    The triggers add up: a step is saved when any of them asks for it. Where none of ``save_interval_steps``,
+    ``save_interval_secs`` and ``save_on_best`` is given, ``DEFAULT_TRIGGER`` holds; giving one of them adds no other.
+    The retention rules add up, too: a step is kept when any of them wants it, and the newest is always kept.
+    """
+
+    DEFAULT_TRIGGER: ClassVar[Mapping[str, Any]]
+
+    save_interval_steps: int | None = field(
+        default=None, metadata=documentation("Save whenever the step passes a multiple of this.", least=1)
+    )
+    save_interval_secs: Duration | None = field(
+        default=None,
+        metadata=documentation(
+            'Save when this much time has passed since the last save: seconds, or ``"15m"``, ``"1h"``.'
+        ),
+    )
+    save_on_best: bool = field(
+        default=False,
+        metadata=documentation("Save when the metric is better than at every checkpoint so far; needs ``best_fn``."),
+    )
+    best_fn: BestFn | None = field(
+        default=None,
+        metadata=documentation("The metric that ranks checkpoints: its name, or a function of the metrics."),
+    )
+    best_mode: BestMode = field(
+        default="max", metadata=documentation("Whether the largest or the smallest value of the metric is best.")
+    )
+    max_to_keep: int | None = field(
+        default=None,
+        metadata=documentation(
+            "Keep this many checkpoints: the best with ``best_fn``, the newest without. None keeps all.", least=1
+        ),
+    )
+    keep_latest: int | None = field(
+        default=None,
+        metadata=documentation("Keep this many of the newest checkpoints as well, best or not.", least=1),
+    )
+    keep_period: int | None = field(
+        default=None,
+        metadata=documentation("Keep every checkpoint whose step is a multiple of this.", least=1),
+    )
+    keep_time_interval: Duration | None = field(
+        default=None,
+        metadata=documentation(
+            "Keep every checkpoint that was saved at least this long after the last one that this rule keeps; roughly "
+            'one an hour for ``"1h"``.'
+        ),
+    )
+    keep_steps: Collection[int] = field(default=(), metadata=documentation("Keep the checkpoints of these steps."))
+
+    def __post_init__(self) -> None:
+        if self.save_on_best and self.best_fn is None:
+            raise OptionError("save_on_best=True needs best_fn: the name of a metric, or a function of the metrics")
+        for one in documented_fields(type(self)):
+            _check_limits(one, getattr(self, one.name))
+        if self.best_fn is not None and not (
+            callable(self.best_fn) or (isinstance(self.best_fn, str) and self.best_fn)
+        ):
+            raise OptionError(f"best_fn={self.best_fn!r} must be the name of a metric or a function of the metrics")
+        if self.best_mode not in ("max", "min"):
+            raise OptionError(f"best_mode={self.best_mode!r} must be 'max' or 'min'")
+        if not isinstance(self.keep_steps, Collection) or isinstance(self.keep_steps, str):
+            raise OptionError(f"keep_steps={self.keep_steps!r} must be a collection of steps")
+        self.triggers()
+        self.rules()
+
+    @property
+    def has_triggers(self) -> bool:
+        """Whether any option sets when to save; otherwise the default trigger holds."""
+        return self.save_interval_steps is not None or self.save_interval_secs is not None or self.save_on_best
+
+    def triggers(self) -> tuple[Trigger, ...]:
+        """Return what makes a save due."""
+        if not self.has_triggers:
+            return replace(self, **self.DEFAULT_TRIGGER).triggers()
+        found: list[Trigger] = []
+        if self.save_interval_steps is not None:
+            found.append(EverySteps(self.save_interval_steps))
+        if self.save_interval_secs is not None:
+            found.append(EverySeconds(seconds(self.save_interval_secs, name="save_interval_secs")))
+        if self.save_on_best and self.best_fn is not None:
+            found.append(OnBest(self.best_fn, self.best_mode))
+        return tuple(found)
+
+    def rules(self) -> tuple[Rule, ...]:
+        """Return what keeps a checkpoint; without ``max_to_keep`` and ``keep_latest``, everything is kept."""
+        found: list[Rule] = []
+        if self.best_fn is not None:
+            found.append(KeepBest(self.max_to_keep or 1, self.best_fn, self.best_mode))
+        elif self.max_to_keep is not None:
+            found.append(KeepLatest(self.max_to_keep))
+        if self.keep_latest is not None:
+            found.append(KeepLatest(self.keep_latest))
+        if self.keep_period is not None:
+            found.append(KeepPeriod(self.keep_period))
+        if self.keep_time_interval is not None:
+            found.append(KeepTimeInterval(seconds(self.keep_time_interval, name="keep_time_interval")))
+        if self.keep_steps:
+            found.append(KeepSteps(frozenset(self.keep_steps)))
+        found.append(KeepPinned())
+        if self.max_to_keep is None and self.keep_latest is None:
+            found.append(KeepAll())
+        return tuple(found)
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class CheckpointManagerOptions(CheckpointOptions):
+    """When a manager saves and which checkpoints it keeps.
+
+    A step is saved when any trigger asks for it: ``save_interval_steps``, ``save_interval_secs`` or ``save_on_best``.
+    With none of these given, ``save`` saves every step. A checkpoint is kept when any rule wants it; the newest is
+    always kept.
+    """
+
+    DEFAULT_TRIGGER: ClassVar[Mapping[str, Any]] = {"save_interval_steps": 1}
+
+    keep_checkpoints_without_metrics: bool = field(
+        default=False,
+        metadata=documentation(
+            "Keep all checkpoints without metrics. By default the other rules decide about them as about all others."
+        ),
+    )
+    step_prefix: str | None = field(
+        default=None,
+        metadata=documentation(
+            "Steps live in directories named ``<step_prefix>_<step>`` instead of ``<step>``; a prefix that ends in "
+            "``-`` needs no underscore."
+        ),
+    )
+    read_only: bool = field(
+        default=False,
+        metadata=documentation(
+            "Only read: nothing is saved, deleted or swept, and the directory may belong to another run."
+        ),
+    )
+    save_timeout_secs: Duration = field(
+        default="1h",
+        metadata=documentation('How long waiting for a save may take before it is an error: seconds, or ``"10m"``.'),
+    )
+    barrier_timeout_secs: Duration = field(
+        default="10m",
+        metadata=documentation(
+            "How long a process waits for the others of its program before it raises an error that names them: "
+            'seconds, or ``"10m"``.'
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        if self.step_prefix is not None and (not self.step_prefix or set("/\\\0") & set(self.step_prefix)):
+            raise OptionError(f"step_prefix={self.step_prefix!r} cannot be part of a directory's name")
+        seconds(self.save_timeout_secs, name="save_timeout_secs")
+        seconds(self.barrier_timeout_secs, name="barrier_timeout_secs")
+        super().__post_init__()
+
+    def rules(self) -> tuple[Rule, ...]:
+        """Return what keeps a checkpoint; without ``max_to_keep`` and ``keep_latest``, everything is kept."""
+        return (*super().rules(), KeepWithoutMetrics()) if self.keep_checkpoints_without_metrics else super().rules()
+
+    def to_document(self) -> dict[str, Any]:
+        """Return the retention rules as JSON, for readers of the directory."""
+        interval = self.keep_time_interval
+        return {
+            "max_to_keep": self.max_to_keep,
+            "keep_latest": self.keep_latest,
+            "keep_period": self.keep_period,
+            "keep_time_interval": None if interval is None else seconds(interval, name="keep_time_interval"),
+            "keep_steps": sorted(self.keep_steps),
+            "best_fn": self.best_fn if isinstance(self.best_fn, str) else None,
+            "best_mode": self.best_mode,
+            "keep_checkpoints_without_metrics": self.keep_checkpoints_without_metrics,
+        }
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> CheckpointManagerOptions:
+        """Read what :meth:`to_document` returned; ignore unknown names.
+
+        Raises:
+            OptionError: A value is invalid.
+        """
+        known = cls().to_document().keys()
+        try:
+            return cls(read_only=True, **{name: value for name, value in document.items() if name in known})
+        except (TypeError, AttributeError) as error:
+            raise OptionError(f"these are not options of a checkpoint manager: {error}") from error
+
+
+def _check_limits(option: Field[Any], value: Any) -> None:
+    least, greatest = option.metadata["least"], option.metadata["greatest"]
+    if least is None or value is None:
+        return
+    limits = f"of at least {least}" if greatest is None else f"from {least} to {greatest}"
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < least or (greatest is not None and value > greatest):
+        raise OptionError(f"{option.name}={value!r} must be a whole number {limits}, or None")

@@ -1,0 +1,132 @@
+"""One writer for a directory: a second run is refused, and within one process the newer manager takes over.
+
+On a file system the owner holds a :class:`~holdfast.engine.storage.FileLock`. Where there are no locks (object stores,
+some network file systems) the newest owner leaves its token, and an older one finds out before it commits.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import uuid
+import weakref
+from collections.abc import Callable
+
+from ..clock import Clock
+from ..errors import HoldfastError, OwnershipError, StorageConflictError
+from ..storage import FileLock, Location, os_errors
+
+_logger = logging.getLogger("holdfast")
+
+OWNER = "owner.json"  # name of the file that says who writes to a directory
+
+
+class Ownership:
+    """The right to write to one directory."""
+
+    def __init__(self, directory: Location, clock: Clock, drain: Callable[[], None]) -> None:
+        self._directory = directory
+        self._clock = clock
+        self._drain = weakref.WeakMethod(drain)
+        self._token = uuid.uuid4().hex
+        self._lock = FileLock(directory / OWNER)
+        self._process: int | None = None  # that took the right; a forked one has not
+        self._lost = False
+        self._size: int | None = None  # of the file, once it is written
+        self._key = os.path.realpath(directory.path) if directory.is_local else directory.url
+
+    @property
+    def held(self) -> bool:
+        """Whether this process holds the right."""
+        return self._process == os.getpid() and not self._lost
+
+    def take(self) -> None:
+        """Take the right to write, unless it is held already."""
+        self.check_not_lost()
+        if self._process is not None:
+            return
+        with FileLock.handover:
+            earlier = _owners.get(self._key)
+            if earlier is not None and earlier.held:
+                earlier._give_up()
+            self._directory.make_directory()
+            if self._directory.is_local:
+                self._lock_file()
+            try:
+                self._write_file()
+            except BaseException:
+                self._release()  # or the next attempt would meet this one's lock
+                raise
+            _owners[self._key] = self
+            self._process = os.getpid()
+
+    def check(self) -> None:
+        """Raise OwnershipError unless the right is still held; called right before a commit."""
+        self.check_not_lost()
+        if self._lock.descriptor is None and self._lock.content(self._size).get("token") != self._token:
+            self._lost = True
+            self.check_not_lost()
+
+    def check_not_lost(self) -> None:
+        """Raise OwnershipError if a newer manager has taken over, or if this process is a fork of the owner's."""
+        if self._lost or self._process not in (None, os.getpid()):
+            raise OwnershipError(
+                f"{self._directory}: another manager has taken over this directory; this one may not write to it. "
+                f"Now held by {self._describe()}"
+            )
+
+    def release(self) -> None:
+        """Give the right back."""
+        with FileLock.handover:
+            if _owners.get(self._key) is self:
+                del _owners[self._key]
+            self._release()
+
+    def _give_up(self) -> None:
+        drain = self._drain()
+        if drain is not None:
+            drain()
+        self._lost = True
+        self._release()
+
+    def _release(self) -> None:
+        self._process = None
+        self._lock.release()
+
+    def _lock_file(self) -> None:
+        try:
+            self._lock.acquire(os.O_RDWR | os.O_CREAT)
+        except StorageConflictError as error:
+            raise OwnershipError(
+                f"{self._directory}: another run is writing to this directory ({self._describe()}). "
+                "Stop it, wait for it to end, or use another directory"
+            ) from error
+        if self._lock.obstacle is not None:  # the token has to do
+            path, obstacle = self._directory / OWNER, self._lock.obstacle
+            self._lock.release()
+            _logger.warning("%s: no file locks here (%s); a second run is noticed only when it commits", path, obstacle)
+
+    def _write_file(self) -> None:
+        content = json.dumps(
+            {"token": self._token, "host": socket.gethostname(), "pid": os.getpid(), "since": self._clock.now()}
+        ).encode()
+        self._size = len(content)
+        if self._lock.descriptor is None:
+            (self._directory / OWNER).write_bytes(content)
+            return
+        # In place: replacing the file would leave the lock on a file without a name.
+        with os_errors((self._directory / OWNER).url, "write"):
+            os.ftruncate(self._lock.descriptor, 0)
+            os.pwrite(self._lock.descriptor, content, 0)
+
+    def _describe(self) -> str:
+        try:
+            found = self._lock.content()
+        except HoldfastError:
+            found = {}
+        return f"process {found.get('pid', '?')} on {found.get('host', '?')}"
+
+
+_owners: weakref.WeakValueDictionary[str, Ownership] = weakref.WeakValueDictionary()

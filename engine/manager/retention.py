@@ -1,0 +1,166 @@
+"""What to keep: a union of pure rules, each of which names the steps that it keeps, with reasons.
+
+Rules see the list of steps only, so a restart changes nothing, and the rules keep all of what they have kept. "Newest"
+always means the highest step, never the latest time: clocks differ and jump.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..clock import format_duration
+from .metrics import Metric, Mode, format_metric, metric_name, metric_value
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+NEWEST = "newest"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInfo:
+    """One committed checkpoint, as the rules see it."""
+
+    step: int  # the number of optimizer updates in it
+    time: float  # when it was committed, in seconds since 1970-01-01 UTC, by the clock of the machine that wrote it
+    metrics: Mapping[str, Any] | None = None  # the metrics stored with it, or None
+    pinned: bool = False  # whether it stays even if no rule keeps it
+
+
+class Rule(Protocol):
+    """Names steps to keep; gives no others up."""
+
+    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
+        """Return the steps that this rule keeps, each with the reason, given all committed steps in any order."""
+        ...
+
+
+@dataclass(frozen=True)
+class KeepAll:
+    """Keeps everything."""
+
+    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
+        return {info.step: "nothing limits what is kept" for info in steps}
+
+
+@dataclass(frozen=True)
+class KeepLatest:
+    """Keeps the ``n`` highest steps."""
+
+    n: int
+
+    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
+        newest = sorted((info.step for info in steps), reverse=True)[: self.n]
+        return {step: f"one of the newest {self.n}" if place else NEWEST for place, step in enumerate(newest)}
+
+
+@dataclass(frozen=True)
+class KeepBest:
+    """Keeps the ``n`` best steps by a metric; of equal ones the newer is better, and without the metric none is."""
+
+    n: int
+    metric: Metric
+    mode: Mode = "max"
+
+    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
+        name = metric_name(self.metric)
+        kept = {}
+        for place, (step, value) in enumerate(_ranked(steps, self.metric, self.mode)[: self.n], start=1):
+            rank = "best" if place == 1 else f"{_ordinal(place)} best"
+            kept[step] = f"{rank} {name} ({format_metric(value)})"
+        return kept
+
+
+@dataclass(frozen=True)
+class KeepPeriod:
+    """Keeps every step that is a multiple of a number of steps, 0 included."""
+
+    period: int
+
+    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
+        reason = "every step" if self.period == 1 else f"every {self.period} steps"
+        return {info.step: reason for info in steps if info.step % self.period == 0}
+
+
+@dataclass(frozen=True)
+class KeepTimeInterval:
+    """Keeps the lowest step, and each that was committed some seconds or more after the last kept.
+
+    A higher step with an earlier time shows that the clock was set back; it is kept, and time is measured from it.
+    """
+
+    seconds: float
+
+    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
+        reason = f"every {format_duration(self.seconds)}"
+        kept: dict[int, str] = {}
+        last: float | None = None
+        for info in sorted(steps, key=lambda info: info.step):
+            if not math.isfinite(info.time):
+                continue
+            if last is None or info.time - last >= self.seconds:
+                kept[info.step] = reason
+            elif info.time < last:
+                kept[info.step] = f"{reason} (the clock was set back)"
+            else:
+                continue
+            last = info.time
+        return kept
+
+
+@dataclass(frozen=True)
+class KeepPinned:
+    """Keeps the pinned steps."""
+
+    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
+        return {info.step: "pinned" for info in steps if info.pinned}
+
+
+@dataclass(frozen=True)
+class KeepWithoutMetrics:
+    """Keeps the steps without any metrics."""
+
+    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
+        return {info.step: "no metrics" for info in steps if not info.metrics}
+
+
+@dataclass(frozen=True)
+class KeepSteps:
+    """Keeps the chosen steps that exist."""
+
+    steps: Collection[int]
+
+    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
+        return {info.step: "chosen step" for info in steps if info.step in self.steps}
+
+
+def reasons(steps: Sequence[StepInfo], rules: Sequence[Rule]) -> dict[int, tuple[str, ...]]:
+    """Return the steps to keep with every reason: those that any rule keeps, and the newest in any case."""
+    if not steps:
+        return {}
+    found: dict[int, list[str]] = {max(info.step for info in steps): [NEWEST]}
+    for rule in rules or (KeepAll(),):
+        for step, reason in rule.keep(steps).items():
+            said = found.setdefault(step, [])
+            if reason not in said:
+                said.append(reason)
+    return {step: tuple(found[step]) for step in sorted(found)}
+
+
+def best(steps: Sequence[StepInfo], metric: Metric, mode: Mode = "max") -> int | None:
+    """Return the step with the best value of a metric; of several with the same value, the newest."""
+    ranked = _ranked(steps, metric, mode)
+    return ranked[0][0] if ranked else None
+
+
+def _ranked(steps: Sequence[StepInfo], metric: Metric, mode: Mode) -> list[tuple[int, float]]:
+    sign = 1.0 if mode == "max" else -1.0
+    valued = [(info.step, value) for info in steps if (value := metric_value(info.metrics, metric)) is not None]
+    return sorted(valued, key=lambda pair: (sign * pair[1], pair[0]), reverse=True)
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"

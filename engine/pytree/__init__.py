@@ -1,0 +1,49 @@
+"""Pytrees in memory: named leaves, what is stored of each, templates and transformations."""
+
+from __future__ import annotations
+
+from .cast import CastProblem, cast_checked
+from .containers import class_name, expand
+from .describe import describe
+from .document import TreeDocument, from_document, to_document
+from .flatten import MAX_DEPTH, Flattened, Key, KeyProblem, TreeDef, collection_paused, flatten, key_segments, unflatten
+from .host_leaves import encode_value, is_python_value, number_kind
+from .jax_leaves import is_key
+from .leaves import (
+    ARRAY_KINDS,
+    EXTERNAL,
+    NUMBER_KINDS,
+    PLACEHOLDER,
+    ArrayLeaf,
+    Box,
+    Details,
+    ExternalLeaf,
+    LeafMetadata,
+    Part,
+    Piece,
+    Saved,
+    ValueLeaf,
+    is_jax_abstract,
+    is_jax_array,
+    is_torch_tensor,
+    loaded,
+    metadata_of,
+    report_problems,
+    whole,
+)
+from .materialize import Partition, materialize, partition
+from .names import PathFilter, Patterns, escape_first, escape_key, format_path, join, split, unescape_key
+from .template import LeafRequest, LeafTemplate, compare, compare_metadata, describe_template, with_request
+from .transform import (
+    Call,
+    Computed,
+    Kept,
+    Origin,
+    OriginalTree,
+    Taken,
+    Transform,
+    apply_transformations,
+    has_values,
+    plan_transformations,
+    unfilled_error,
+)

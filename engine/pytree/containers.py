@@ -1,0 +1,156 @@
+"""Containers of a pytree: which values are containers, their children, and how they are built again."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from .leaves import loaded
+
+_FACTORIES: dict[Any, str] = {kind: kind.__name__ for kind in (bool, dict, float, int, list, set, str, tuple)}
+# Default factories that a document can name; others are not stored.
+FACTORIES: dict[str, Any] = {name: kind for kind, name in _FACTORIES.items()}
+
+
+class Contents(NamedTuple):
+    """An opened container: the fields of `TreeDef`, with values in place of definitions."""
+
+    kind: str
+    keys: list[Any] | None
+    values: list[Any]
+    build: Callable[[list[Any]], Any]
+    label: str | None = None
+
+
+def expand(value: object) -> Contents | None:
+    """Open one container; return None for a leaf."""
+    opener = _EXACT.get(type(value))
+    if opener is not None:
+        return opener(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        namedtuple: Any = type(value)
+        return Contents("namedtuple", list(value._fields), list(value), namedtuple._make, class_name(value))
+    # Only classes can be registered with jax, not the interpreter's own types.
+    jax = loaded("jax") if type(value).__module__ != "builtins" else None
+    if jax is not None and (contents := _open_registered(value, jax)) is not None:
+        return contents
+    for base, kind in _SUBCLASSES:
+        if isinstance(value, base):
+            return _open_subclass(value, kind)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        values = [getattr(value, name) for name in names]
+        return Contents("dataclass", list(names), values, partial(_dataclass, value, names), class_name(value))
+    return None
+
+
+def class_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def build_mapping(kind: Callable[[Any], Any], keys: list[Any], values: list[Any]) -> Any:
+    return kind(zip(keys, values, strict=True))
+
+
+def build_defaultdict(factory: Callable[[], Any] | None, keys: list[Any], values: list[Any]) -> Any:
+    return defaultdict(factory, zip(keys, values, strict=True))
+
+
+def build_counter(keys: list[Any], values: list[Any]) -> Any:
+    """Build a Counter; its constructor would count pairs."""
+    return Counter(dict(zip(keys, values, strict=True)))
+
+
+def _open_dict(value: Any) -> Contents:
+    keys = list(value)
+    return Contents("dict", keys, list(value.values()), partial(build_mapping, dict, keys))
+
+
+def _open_ordered(value: Any) -> Contents:
+    keys = list(value)
+    if value.__dict__:  # torch keeps versions of modules in an attribute of its state dicts
+        return Contents("ordered_dict", keys, list(value.values()), partial(_copied_dict, value, keys))
+    return Contents("ordered_dict", keys, list(value.values()), partial(build_mapping, OrderedDict, keys))
+
+
+def _open_default(value: Any) -> Contents:
+    keys, factory = list(value), value.default_factory
+    label = _FACTORIES.get(factory) if factory is not None else None
+    return Contents("default_dict", keys, list(value.values()), partial(build_defaultdict, factory, keys), label)
+
+
+def _open_counter(value: Any) -> Contents:
+    keys = list(value)
+    return Contents("counter", keys, list(value.values()), partial(build_counter, keys))
+
+
+_EXACT: dict[type, Callable[[Any], Contents]] = {
+    dict: _open_dict,
+    list: lambda value: Contents("list", None, value, list),
+    tuple: lambda value: Contents("tuple", None, value, tuple),
+    OrderedDict: _open_ordered,
+    defaultdict: _open_default,
+    Counter: _open_counter,
+}
+
+
+def _open_registered(value: object, jax: Any) -> Contents | None:
+    """Open one level of a type that is registered with jax; static fields stay in the treedef."""
+    children, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)
+    if len(children) == 1 and children[0][0] == ():
+        return None  # a leaf for jax
+    entries = [path[0] for path, _ in children]
+    values = [child for _, child in children]
+    if entries and [getattr(entry, "idx", None) for entry in entries] == list(range(len(entries))):
+        return Contents("list", None, values, treedef.unflatten, class_name(value))
+    return Contents("node", [_entry_key(entry) for entry in entries], values, treedef.unflatten, class_name(value))
+
+
+def _entry_key(entry: Any) -> Any:
+    for attribute in ("key", "name", "idx"):  # DictKey and FlattenedIndexKey, GetAttrKey, SequenceKey
+        if hasattr(entry, attribute):
+            return getattr(entry, attribute)
+    return str(entry)
+
+
+def _open_subclass(value: Any, kind: str) -> Contents:
+    if kind in {"list", "tuple"}:
+        return Contents(kind, None, list(value), type(value), class_name(value))
+    keys = list(value)
+    rebuild = _mapping if kind == "mapping" else _copied_dict
+    return Contents(kind, keys, [value[key] for key in keys], partial(rebuild, value, keys), class_name(value))
+
+
+def _dataclass(template: Any, names: list[str], values: list[Any]) -> Any:
+    # Not the constructor: it may derive fields anew, and all fields, those it does not take included, are leaves.
+    built = copy.copy(template)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(built, name, value)  # frozen ones, too
+    return built
+
+
+def _copied_dict(template: Any, keys: list[Any], values: list[Any]) -> Any:
+    # A copy keeps the attributes of the subclass, and asks nothing of its constructor.
+    built = copy.copy(template)
+    for key, value in zip(keys, values, strict=True):
+        built[key] = value
+    return built
+
+
+def _mapping(template: Any, keys: list[Any], values: list[Any]) -> Any:
+    return type(template)(dict(zip(keys, values, strict=True)))
+
+
+_SUBCLASSES: list[tuple[type, str]] = [
+    (OrderedDict, "ordered_dict"),
+    (defaultdict, "default_dict"),
+    (Counter, "counter"),
+    (dict, "dict"),
+    (list, "list"),
+    (tuple, "tuple"),
+    (Mapping, "mapping"),
+]

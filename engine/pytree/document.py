@@ -1,0 +1,191 @@
+"""Trees as JSON: the containers and the documents of the leaves, for ``tree.json``.
+
+A container is ``{"type": ..., "keys": [...], "children": [...]}``; null takes the place of a leaf. The documents of the
+leaves follow in a list. A document that many leaves share stands once, under "facts", and the list has its number.
+Keys that are str are escaped as in the leaves' names, which keeps lone surrogates out of JSON and ``"1"`` apart from
+``1``. A document never names code to run.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ..errors import DamagedCheckpointError
+from .containers import FACTORIES, build_counter, build_defaultdict, build_mapping
+from .flatten import MAX_DEPTH, Key, TreeDef, key_segments, plain_key, unflatten
+from .names import unescape_key
+
+_SEQUENCES = {"list": list, "tuple": tuple}
+_MAPPINGS = {"dict", "ordered_dict", "default_dict", "counter", "mapping", "namedtuple", "dataclass", "node"}
+
+
+@dataclass(frozen=True, slots=True)
+class TreeDocument:
+    """The containers that a document describes, of plain Python types; without a structure the tree is a bare leaf."""
+
+    structure: TreeDef | None
+
+    def build(self, values: Sequence[Any]) -> Any:
+        """Put the leaves into dict (with typed keys), OrderedDict, defaultdict, Counter, list and tuple."""
+        return unflatten(self.structure, values)
+
+    def select(self, chosen: Sequence[bool]) -> TreeDocument:
+        """Return the tree with only the chosen leaves, without containers that have none left."""
+        flags = iter(chosen)
+        if self.structure is None:
+            return self
+        return TreeDocument(_select(self.structure, flags) or _plain_node("dict", [], []))
+
+
+def to_document(structure: TreeDef | None, leaf_documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    tree = None if structure is None else _encode_node(structure)
+    facts: list[dict[str, Any]] = []
+    numbers: dict[int, int] = {}  # by the identity of the documents: leaves share them
+    leaves: list[dict[str, Any] | int] = []
+    for document in leaf_documents:
+        number = numbers.get(id(document))
+        if number is None:
+            if _has_value(document):
+                leaves.append(document)
+                continue
+            if not facts or document != facts[-1]:
+                facts.append(document)
+            number = numbers[id(document)] = len(facts) - 1
+        leaves.append(number)
+    if len(facts) * 2 > len(leaf_documents):
+        return {"tree": tree, "leaves": list(leaf_documents)}
+    return {"tree": tree, "leaves": leaves, "facts": facts} if facts else {"tree": tree, "leaves": leaves}
+
+
+def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]], TreeDocument]:
+    """Return the names of the leaves, their documents and the containers that `to_document` stored."""
+    leaves, facts = document.get("leaves"), document.get("facts", [])
+    if not isinstance(leaves, list) or not isinstance(facts, list) or "tree" not in document:
+        raise DamagedCheckpointError("the tree's document lacks its 'tree' or its list of 'leaves'")
+    if any(isinstance(fact, dict) and _has_value(fact) for fact in facts):
+        raise DamagedCheckpointError("the tree's document has one value for several leaves")
+    if facts:
+        leaves = [facts[leaf] if type(leaf) is int and 0 <= leaf < len(facts) else leaf for leaf in leaves]
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, dict) or not isinstance(leaf.get("kind"), str):
+            raise DamagedCheckpointError(f"leaf {index} of the tree's document has no kind")
+    names: list[str] = []
+    structure = _decode_node(document["tree"], "", names, 0)
+    if len(names) != len(leaves):
+        raise DamagedCheckpointError(f"the tree's document has {len(leaves)} leaves, its containers hold {len(names)}")
+    return names, leaves, TreeDocument(structure)
+
+
+def _has_value(document: dict[str, Any]) -> bool:
+    """Whether a document holds its leaf's value. Leaves never share one: a few bytes could demand many large values."""
+    return "value" in document or "base64" in document
+
+
+def _encode_node(node: TreeDef) -> dict[str, Any]:
+    document: dict[str, Any] = {"type": node.kind}
+    if node.label is not None:
+        document["class"] = node.label
+    if node.keys is not None:
+        segments = key_segments(node.keys)
+        plain = [plain_key(key) for key in node.keys]
+        document["keys"] = [
+            segment if isinstance(key, str) else key for segment, key in zip(segments, plain, strict=True)
+        ]
+    document["children"] = [None if child is None else _encode_node(child) for child in node.children]
+    return document
+
+
+def _decode_node(document: Any, name: str, names: list[str], depth: int) -> TreeDef | None:
+    if document is None:
+        names.append(name)
+        return None
+    where = f"container {name!r} of the tree's document"
+    if depth > MAX_DEPTH:
+        raise DamagedCheckpointError(f"{where} is nested deeper than {MAX_DEPTH} levels")
+    if not isinstance(document, dict) or not isinstance(document.get("children"), list):
+        raise DamagedCheckpointError(f"{where} has no list of children")
+    kind, children, label = document.get("type"), document["children"], document.get("class")
+    if not isinstance(kind, str) or (kind not in _SEQUENCES and kind not in _MAPPINGS):
+        raise DamagedCheckpointError(f"{where} is of the unknown type {kind!r:.80}")
+    if label is not None and not isinstance(label, str):
+        raise DamagedCheckpointError(f"{where} has a class that is not text")
+    keys: list[Key] | None = None
+    segments: list[str] = [str(index) for index in range(len(children))]
+    if kind in _MAPPINGS:
+        keys, segments = _decode_keys(document.get("keys"), where)
+        if len(keys) != len(children):
+            raise DamagedCheckpointError(f"{where} has {len(keys)} keys and {len(children)} children")
+    prefix = f"{name}." if name else ""
+    nodes = [
+        _decode_node(child, prefix + segment, names, depth + 1)
+        for segment, child in zip(segments, children, strict=True)
+    ]
+    return _plain_node(kind, keys, nodes, label)
+
+
+def _decode_keys(stored: Any, where: str) -> tuple[list[Key], list[str]]:
+    if not isinstance(stored, list):
+        raise DamagedCheckpointError(f"{where} has no list of keys")
+    keys: list[Key] = []
+    segments: list[str] = []
+    for item in stored:
+        if isinstance(item, str):
+            try:
+                keys.append(unescape_key(item))
+            except ValueError as error:
+                raise DamagedCheckpointError(f"{where}: {error}") from error
+            segments.append(item)
+        elif isinstance(item, int) and -(1 << 63) <= item < 1 << 63:
+            keys.append(item)
+            segments.append(str(item))
+        else:
+            raise DamagedCheckpointError(f"{where} has the key {item!r:.80}; keys are str or int")
+    if len(set(keys)) != len(keys) or len(set(segments)) != len(segments):
+        raise DamagedCheckpointError(f"{where} has two keys that are the same")
+    return keys, segments
+
+
+def _plain_node(kind: str, keys: list[Key] | None, children: list[TreeDef | None], label: str | None = None) -> TreeDef:
+    build: Callable[[list[Any]], Any]
+    if keys is None:
+        build = _SEQUENCES[kind]
+    elif kind == "ordered_dict":
+        build = partial(build_mapping, OrderedDict, keys)
+    elif kind == "default_dict":
+        build = partial(build_defaultdict, FACTORIES.get(label) if label else None, keys)
+    elif kind == "counter":
+        build = partial(build_counter, keys)
+    else:
+        build = partial(build_mapping, dict, keys)
+    return TreeDef(kind, keys, children, build, label)
+
+
+def _select(node: TreeDef, flags: Any) -> TreeDef | None:
+    """Return a container with the chosen leaves below it, or None where none is chosen."""
+    kept: list[tuple[int, TreeDef | None]] = []
+    empty = 0
+    for index, child in enumerate(node.children):
+        if child is None:
+            if next(flags):
+                kept.append((index, None))
+        elif not _has_leaves(child):
+            empty += 1
+        elif (smaller := _select(child, flags)) is not None:
+            kept.append((index, smaller))
+    if not kept:
+        return None
+    if len(kept) + empty == len(node.children):
+        smaller_children = dict(kept)
+        children = [smaller_children.get(index, child) for index, child in enumerate(node.children)]
+        return _plain_node(node.kind, node.keys, children, node.label)
+    keys: list[Key] = [index if node.keys is None else node.keys[index] for index, _ in kept]
+    kind = "dict" if node.keys is None else node.kind
+    return _plain_node(kind, keys, [child for _, child in kept], node.label)
+
+
+def _has_leaves(node: TreeDef) -> bool:
+    return any(child is None or _has_leaves(child) for child in node.children)

@@ -1,0 +1,213 @@
+"""Trees taken apart into named leaves and containers, and put together again."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import UnsupportedLeafError
+from .containers import expand
+from .leaves import LeafMetadata, is_jax_abstract, is_jax_array, is_torch_tensor
+from .names import escape_first, escape_key, format_path
+
+# A key of a mapping or the name of an attribute. ``True`` and ``False`` are keys of their own in documents.
+Key = str | int
+
+MAX_DEPTH = 200  # levels of containers. Deeper trees are errors, as code that walks trees, JSON included, recurses.
+
+_LARGEST_KEY = 1 << 63  # integer keys have 64 bits
+_SCALARS = (type(None), bool, int, float, complex, str, bytes, set, frozenset)
+_LEAF_TYPES: set[type] = {*_SCALARS, np.ndarray, LeafMetadata}  # grows with the array types of the frameworks in use
+
+
+@dataclass(slots=True)
+class TreeDef:
+    # "dict", "ordered_dict", "default_dict", "counter", "mapping", "list", "tuple", "namedtuple", "dataclass" or "node"
+    # (a type that is registered with jax).
+    kind: str
+    keys: list[Key] | None  # one key for each child, or None for the sequences "list" and "tuple"
+    children: list[TreeDef | None]  # the definition of each child, or None for a leaf
+    build: Callable[[list[Any]], Any]  # makes the container from its children, in the order of `children`
+    label: str | None = None  # the name of the class, or of the default factory, for people
+
+
+@dataclass(slots=True)
+class Flattened:
+    names: list[str]  # the name of each leaf; all are different
+    values: list[Any]  # the leaves, in the same order
+    structure: TreeDef | None  # the containers; None if the tree is one bare leaf
+
+
+def flatten(tree: Any, leaf_types: tuple[type, ...] = ()) -> Flattened:
+    """Take a tree apart into leaves, names and containers.
+
+    Containers are dict and its subclasses and other mappings (keys str or int, in their own order), list, tuple,
+    namedtuple, dataclasses, and every type that is registered with jax. None is a leaf, and so is every other value,
+    of any type; `describe` refuses those that cannot be saved.
+
+    Instances of `leaf_types` are leaves, containers or not. The structure may refer to the containers themselves: keep
+    the document made from it, not the structure, where the arrays in them should be freed. One error names every key
+    that is neither str nor int, container that contains itself, and container below `MAX_DEPTH` levels.
+    """
+    walk = _Walk(leaf_types)
+    with collection_paused():
+        structure = walk.visit(tree, "", 0)
+    if walk.problems:
+        lines = "\n  ".join(walk.problems)
+        raise UnsupportedLeafError(f"this tree has containers that cannot be stored:\n  {lines}")
+    return Flattened(walk.names, walk.values, structure)
+
+
+class _Walk:
+    def __init__(self, leaf_types: tuple[type, ...]) -> None:
+        self.leaf_types = leaf_types
+        self.names: list[str] = []
+        self.values: list[Any] = []
+        self.problems: list[str] = []
+        self.above: dict[int, str] = {}  # containers that are being walked: id -> name
+
+    def visit(self, value: Any, name: str, depth: int) -> TreeDef | None:
+        if (
+            type(value) in _LEAF_TYPES
+            or _is_leaf(value)
+            or isinstance(value, self.leaf_types)
+            or (contents := expand(value)) is None
+        ):
+            self.names.append(name)
+            self.values.append(value)
+            return None
+        if id(value) in self.above or depth == MAX_DEPTH:
+            problem = f"containers are nested deeper than {MAX_DEPTH} levels"
+            if id(value) in self.above:
+                above = format_path(self.above[id(value)])
+                problem = f"{type(value).__name__} contains itself: it is also at {above}"
+            self.problems.append(f"{format_path(name)}: {problem}")
+            return None
+        kind, keys, values, build, label = contents
+        try:
+            segments = key_segments(keys, len(values))
+        except KeyProblem as problem:
+            self.problems.append(f"{format_path(name)}: {type(value).__name__} {problem}")
+            return None
+        prefix = f"{name}." if name else ""
+        self.above[id(value)] = name
+        children: list[TreeDef | None] = []
+        for segment, child in zip(segments, values, strict=True):
+            if type(child) in _LEAF_TYPES:  # `visit` without the call
+                self.names.append(prefix + segment)
+                self.values.append(child)
+                children.append(None)
+            else:
+                children.append(self.visit(child, prefix + segment, depth + 1))
+        del self.above[id(value)]
+        return TreeDef(kind, keys, children, build, label)
+
+
+def _is_leaf(value: Any) -> bool:
+    """Whether a value is an array or scalar, which is never opened although it may be iterable or registered."""
+    kind = type(value)
+    if isinstance(value, np.ndarray | np.generic | str | bytes | int | float | complex):
+        return True  # subclasses; not remembered, as a program may make classes without end
+    if is_jax_array(value):
+        if kind.__module__.startswith("jaxlib"):  # the one concrete array type; not tracers and keys
+            _LEAF_TYPES.add(kind)
+        return True
+    if is_torch_tensor(value):
+        if kind.__module__.startswith("torch"):
+            _LEAF_TYPES.add(kind)
+        return True
+    return is_jax_abstract(value)
+
+
+class KeyProblem(ValueError):  # noqa: N818 - callers add where the key is
+    """Why a key cannot be stored."""
+
+
+def key_segments(keys: Sequence[object] | None, count: int = 0) -> list[str]:
+    """Return the part that each key of a container, or each of the ``count`` children of a sequence, adds to names.
+
+    All are different: where an int and a str key read the same (``1`` and ``"1"``), the str is escaped.
+    """
+    if keys is None:
+        return [str(index) for index in range(count)]
+    segments: list[str] = []
+    odd = False
+    for key in keys:
+        if type(key) is str:
+            segments.append(key if key.isidentifier() and not key.endswith("__lock") else escape_key(key))
+        else:
+            odd = True
+            plain = plain_key(key)
+            segments.append(escape_key(plain) if isinstance(plain, str) else str(plain))
+    if odd:
+        taken = {segment for segment, key in zip(segments, keys, strict=True) if not isinstance(key, str)}
+        for index, key in enumerate(keys):
+            if isinstance(key, str) and segments[index] in taken:
+                segments[index] = escape_first(str.__str__(key))
+    if len(set(segments)) != len(segments):
+        raise KeyProblem("has two keys that are the same once they are plain str or int")
+    return segments
+
+
+def plain_key(key: object) -> Key:
+    """Return the plain str, int or bool that equals a key."""
+    if isinstance(key, str):
+        return str.__str__(key)
+    if isinstance(key, bool | np.bool_):
+        return bool(key)
+    if isinstance(key, int | np.integer):
+        number = int(key)
+        if not -_LARGEST_KEY <= number < _LARGEST_KEY:
+            raise KeyProblem("has an integer key that does not fit 64 bits; use a string")
+        return number
+    raise KeyProblem(f"has the key {key!r:.80} of type {type(key).__name__}; keys must be str or int")
+
+
+def unflatten(structure: TreeDef | None, values: Sequence[Any]) -> Any:
+    """Put leaves, in the order of `flatten`, into containers again; without a structure the tree is a bare leaf."""
+    remaining = iter(values)
+    try:
+        tree = next(remaining) if structure is None else _build(structure, remaining)
+    except StopIteration:
+        raise ValueError(f"the tree has more leaves than the {len(values)} values given") from None
+    left = sum(1 for _ in remaining)
+    if left:
+        raise ValueError(f"the tree has {len(values) - left} leaves, {len(values)} values were given")
+    return tree
+
+
+def _build(node: TreeDef, values: Any) -> Any:
+    return node.build([next(values) if child is None else _build(child, values) for child in node.children])
+
+
+_lock = threading.Lock()
+_holders = 0
+_was_enabled = False
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Pause automatic garbage collection inside the block, in all threads.
+
+    Ten thousand leaves mean some thirty thousand new objects, none of them garbage. With a framework loaded, the full
+    collections that they start take several times as long as the work itself.
+    """
+    global _holders, _was_enabled
+    with _lock:
+        if _holders == 0:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _holders += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _holders -= 1
+            if _holders == 0 and _was_enabled:
+                gc.enable()

@@ -1,0 +1,261 @@
+"""Leaves that are jax arrays or typed PRNG keys: described for saving, and made from host arrays when loading.
+
+A host view of a jax array is a snapshot: jax arrays never change, and while such a view is alive on the CPU, an array
+that is donated or deleted keeps its memory. When loading to the CPU, jax takes over memory that is aligned to 64 bytes
+without a copy; no code may write to it any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .host_leaves import check_storable, native
+from .leaves import ArrayLeaf, Box, Details, LeafProblem, Part, Piece, loaded, required
+
+_ORIGINS = [(0,) * axes for axes in range(65)]
+
+
+def is_key(value: Any) -> bool:
+    """Whether a jax array, tracer or `jax.ShapeDtypeStruct` is one of typed PRNG keys."""
+    jax: Any = loaded("jax")
+    return not isinstance(value.dtype, np.dtype) and bool(jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key))
+
+
+def is_tracer(value: Any) -> bool:
+    """Whether a jax array is a tracer, which stands for a value inside a transformation."""
+    jax: Any = loaded("jax")
+    return isinstance(value, jax.core.Tracer)
+
+
+class JaxDescriber:
+    """Describes the jax arrays of one tree.
+
+    Where `prefetches` is true, `prepare` every array before the first is described, so that all copies from devices
+    are under way before one is waited for.
+    """
+
+    def __init__(self) -> None:
+        jax: Any = loaded("jax")
+        self._jax = jax
+        self._shardings: dict[int, _ShardingInfo] = {}
+        self.prefetches: bool = jax.default_backend() != "cpu"
+
+    def prepare(self, value: Any) -> None:
+        if is_key(value):
+            value = self._data_of(value)
+        if value.is_deleted():
+            return
+        if self._sharding(value).whole:
+            value.copy_to_host_async()
+        else:
+            for _, data in _shards(value):
+                data.copy_to_host_async()
+
+    def describe(self, value: Any) -> ArrayLeaf:
+        sharding = self._shardings.get(id(value.sharding)) or self._sharding(value)
+        try:
+            if sharding.whole:
+                array: NDArray[Any] = np.asarray(value)
+                return ArrayLeaf(
+                    array.dtype, array.shape, [Piece(_ORIGINS[array.ndim], array)], False, sharding.details
+                )
+            pieces = [Piece(start, np.asarray(data)) for start, data in _shards(value)]
+        except RuntimeError as error:
+            raise _deleted(value, error) from error
+        parts = None if sharding.local else _parts(sharding.sharding, value.shape)
+        return ArrayLeaf(np.dtype(value.dtype), value.shape, pieces, False, sharding.details, parts)
+
+    def describe_key(self, value: Any) -> ArrayLeaf:
+        """Describe an array of typed keys, stored as its key data."""
+        try:
+            leaf = self.describe(self._data_of(value))
+        except RuntimeError as error:
+            raise _deleted(value, error) from error
+        leaf.details = {**leaf.details, "kind": "key", "impl": str(self._jax.random.key_impl(value))}
+        return leaf
+
+    def _data_of(self, keys: Any) -> Any:
+        """Return the jax array in typed keys. With jax 0.5, keys may hold the numpy array that they were made of."""
+        data = self._jax.random.key_data(keys)
+        return self._jax.numpy.asarray(data) if isinstance(data, np.ndarray) else data
+
+    def _sharding(self, value: Any) -> _ShardingInfo:
+        """Return the facts of an array's sharding. Most arrays of a tree share a few sharding objects."""
+        sharding = value.sharding
+        found = self._shardings.get(id(sharding))
+        if found is None:
+            local = bool(sharding.is_fully_addressable)
+            details = {"kind": "jax", "sharding": _describe_sharding(sharding)}
+            found = _ShardingInfo(sharding, details, local and len(sharding.device_set) == 1, local)
+            self._shardings[id(sharding)] = found
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardingInfo:
+    sharding: Any  # held, so that its id stays its own
+    details: Details
+    whole: bool  # one device, which is this process's, has all of the array
+    local: bool  # all devices are this process's; another process then has the same array on its own devices
+
+
+def _describe_sharding(sharding: Any) -> Details:
+    """Return JSON facts about a sharding, for people and for other tools; loading never needs them."""
+    kind = type(sharding).__name__
+    devices = sharding.device_set
+    if len(devices) == 1 and kind != "NamedSharding":
+        (device,) = devices
+        return {"type": kind, "device": f"{device.platform}:{device.id}"}
+    if kind != "NamedSharding":
+        return {"type": kind, "devices": len(devices)}
+    axes = [[str(name), int(size)] for name, size in sharding.mesh.shape.items()]
+    spec: list[Any] = []
+    for entry in sharding.spec:
+        if entry is None or isinstance(entry, str):
+            spec.append(entry)
+        else:
+            spec.append([str(name) for name in entry] if isinstance(entry, tuple) else str(entry))
+    return {"type": kind, "mesh": {"axes": axes}, "spec": spec}
+
+
+def _shards(value: Any) -> list[tuple[tuple[int, ...], Any]]:
+    """Return the distinct shards that this process holds: where each begins, and the array of one device."""
+    shards: dict[tuple[int, ...], Any] = {}
+    for shard in value.addressable_shards:
+        shards.setdefault(tuple([part.start or 0 for part in shard.index]), shard.data)
+    return list(shards.items())
+
+
+@lru_cache(maxsize=4096)
+def _parts(sharding: Any, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    """Return the parts that a sharding makes of an array, in the order of their places in the array."""
+    holders: dict[tuple[tuple[int, ...], tuple[int, ...]], set[int]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        box = _box_of(index, shape)
+        holders.setdefault((box.start, box.shape), set()).add(int(device.process_index))
+    return tuple(Part(start, size, tuple(sorted(processes))) for (start, size), processes in sorted(holders.items()))
+
+
+def _box_of(index: Sequence[Any] | None, shape: Sequence[int]) -> Box:
+    bounds = [part.indices(size)[:2] for part, size in zip(index or (), shape, strict=False)]
+    bounds += [(0, size) for size in shape[len(bounds) :]]
+    return Box(tuple([low for low, _ in bounds]), tuple([max(low, high) for low, high in bounds]))
+
+
+def _deleted(value: Any, error: RuntimeError) -> Exception:
+    if value.is_deleted():
+        return LeafProblem("was deleted or donated; save the array that took its place")
+    return error
+
+
+def template_facts(value: Any) -> tuple[str, np.dtype[Any], tuple[int, ...], str | None]:
+    """Return kind, stored dtype, stored shape and variant of a leaf of a template."""
+    dtype = value.dtype
+    if is_tracer(value):
+        raise LeafProblem("is a tracer; load outside of jax.jit, jax.grad and the like")
+    if isinstance(dtype, np.dtype):
+        check_storable(dtype)
+        return "jax", dtype, value.shape, None
+    if not is_key(value):
+        raise LeafProblem(f"has dtype {dtype}, which cannot be stored")
+    data_dtype, data_shape, implementation = _key_data(dtype)
+    return "key", data_dtype, (*value.shape, *data_shape), implementation
+
+
+@lru_cache(maxsize=16)
+def _key_data(key_dtype: Any) -> tuple[np.dtype[Any], tuple[int, ...], str]:
+    """Return dtype and shape of one key's data, and the name of its implementation."""
+    jax: Any = loaded("jax")
+    found: list[str] = []
+
+    def trace(key: Any) -> Any:
+        found.append(str(jax.random.key_impl(key)))
+        return jax.random.key_data(key)
+
+    data = jax.eval_shape(trace, jax.ShapeDtypeStruct((), key_dtype))
+    return np.dtype(data.dtype), tuple(data.shape), found[0]
+
+
+def template_sharding(template: Any) -> Any:
+    """Return the sharding of the array that takes the place of a template; None leaves it to jax."""
+    # An array that was never put anywhere on purpose may move freely; giving it a device would tie it down.
+    return template.sharding if getattr(template, "committed", True) else None
+
+
+def narrowed(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
+    """Return the dtype that jax would use now in place of a 64-bit one, or None if it would use this one."""
+    if dtype.itemsize < 8:
+        return None
+    jax: Any = loaded("jax")
+    actual = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+    return None if actual == dtype.newbyteorder("=") else actual
+
+
+def is_spread(sharding: Any) -> bool:
+    """Whether a sharding is anything but one device of this process."""
+    return sharding is not None and not (len(sharding.device_set) == 1 and sharding.is_fully_addressable)
+
+
+class DeviceBoxes(NamedTuple):
+    """The boxes of an array that the devices of this process hold."""
+
+    boxes: tuple[Box, ...]  # one that several devices share is here once
+    holders: tuple[tuple[Any, int], ...]  # each device with the number of its box
+
+
+@lru_cache(maxsize=512)
+def device_boxes(sharding: Any, shape: tuple[int, ...]) -> DeviceBoxes:
+    indices = sharding.addressable_devices_indices_map(shape)
+    numbers: dict[Box, int] = {}
+    holders = [(device, numbers.setdefault(_box_of(index, shape), len(numbers))) for device, index in indices.items()]
+    return DeviceBoxes(tuple(numbers), tuple(holders))
+
+
+def put(arrays: Sequence[NDArray[Any]], shardings: Sequence[Any], implementations: Sequence[str | None]) -> list[Any]:
+    """Make jax arrays of whole host arrays, all in one call."""
+    jax: Any = required("jax")
+    same = len(set(map(id, shardings))) == 1
+    results = list(jax.device_put([native(array) for array in arrays], shardings[0] if same else list(shardings)))
+    return [_typed(*each) for each in zip(results, implementations, strict=True)]
+
+
+class SpreadArray(NamedTuple):
+    """One array that is made from its boxes on the devices of this process."""
+
+    sharding: Any
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    arrays: Sequence[NDArray[Any]]  # of each of its `device_boxes`
+    implementation: str | None  # of the typed keys whose data these are; None for other arrays
+
+
+def put_spread(spread: Sequence[SpreadArray]) -> list[Any]:
+    """Make jax arrays that are spread over devices, all in one call."""
+    jax: Any = required("jax")
+    hosts: list[NDArray[Any]] = []
+    shardings: list[Any] = []
+    for sharding, shape, _, arrays, _ in spread:
+        own = [native(array) for array in arrays]
+        for device, number in device_boxes(sharding, shape).holders:
+            hosts.append(own[number])
+            shardings.append(jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
+    shards = iter(jax.device_put(hosts, shardings))
+    results = []
+    for sharding, shape, dtype, _, implementation in spread:
+        local = [next(shards) for _ in device_boxes(sharding, shape).holders]
+        array = jax.make_array_from_single_device_arrays(shape, sharding, local, dtype=dtype)
+        results.append(_typed(array, implementation))
+    return results
+
+
+def _typed(array: Any, implementation: str | None) -> Any:
+    if implementation is None:
+        return array
+    jax: Any = required("jax")
+    return jax.random.wrap_key_data(array, impl=implementation)

@@ -1,0 +1,237 @@
+"""Leaves of a pytree: the library of each, its description for storage, and its description in a checkpoint."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import OptionError, UnsupportedLeafError
+from .names import format_path
+
+# JSON facts about a leaf for ``tree.json``, with at least "kind". Leaves share them: do not change them.
+Details = dict[str, Any]
+
+ARRAY_KINDS = frozenset({"numpy", "jax", "torch", "key"})  # kinds of leaves that are arrays for their owners
+# Kinds that are Python numbers for their owners, stored as 0-d arrays.
+NUMBER_KINDS = frozenset({"bool", "int", "float", "complex"})
+EXTERNAL = "external"  # kind of the leaves whose values a handler stores
+PLACEHOLDER = "placeholder"  # kind of the leaves that another library saved by name alone; their value is ``...``
+
+_LANDMARKS = {"jax": "ShapeDtypeStruct", "torch": "Tensor"}
+
+
+def loaded(name: str) -> Any | None:
+    """Return the module "jax" or "torch" if the program has imported it, else None.
+
+    Frameworks are not imported to classify a leaf: a leaf of one exists only where the program has imported it.
+    """
+    module = sys.modules.get(name)
+    # A module that another thread is importing at this moment has none of its names yet.
+    return module if module is not None and hasattr(module, _LANDMARKS[name]) else None
+
+
+def required(name: str) -> Any:
+    """Return a module that the caller asked for by name, and import it where needed."""
+    module = loaded(name)
+    if module is not None:
+        return module
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise OptionError(f"{name} arrays are asked for, and {name} cannot be imported: {error}") from error
+
+
+def is_torch_tensor(value: object) -> bool:
+    """Whether the value is a torch tensor (parameters and other subclasses included)."""
+    torch = loaded("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def is_jax_array(value: object) -> bool:
+    """Whether the value is a jax array, a typed PRNG key, or the tracer of one."""
+    jax = loaded("jax")
+    return jax is not None and isinstance(value, jax.Array)
+
+
+def is_jax_abstract(value: object) -> bool:
+    """Whether the value is a `jax.ShapeDtypeStruct`: a shape, a dtype and perhaps a sharding, without data."""
+    jax = loaded("jax")
+    return jax is not None and isinstance(value, jax.ShapeDtypeStruct)
+
+
+class Box(NamedTuple):
+    """The elements of an array between a start and a stop along each axis; the stop is never before the start."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @classmethod
+    def at(cls, start: Sequence[int], shape: Sequence[int]) -> Box:
+        """Return the box that begins at an element and has a number of elements along each axis."""
+        return cls(tuple(start), tuple([low + size for low, size in zip(start, shape, strict=True)]))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple([stop - start for start, stop in zip(self.start, self.stop, strict=True)])
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def common(self, other: Box) -> Box | None:
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Box(start, stop) if all(low < high for low, high in zip(start, stop, strict=True)) else None
+
+    def within(self, other: Box) -> tuple[slice, ...]:
+        """Return the index of this box in an array that holds the elements of another box around it."""
+        return tuple(
+            [
+                slice(low - origin, high - origin)
+                for low, high, origin in zip(self.start, self.stop, other.start, strict=True)
+            ]
+        )
+
+
+def whole(shape: Sequence[int]) -> Box:
+    return Box((0,) * len(shape), tuple(shape))
+
+
+@dataclass(slots=True)
+class Piece:
+    """A part of an array in host memory."""
+
+    start: tuple[int, ...]  # index of its first element in the whole array, one number for each axis
+    array: NDArray[Any]  # the elements; any strides, perhaps read-only
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of an array's elements that some processes hold."""
+
+    start: tuple[int, ...]  # index of its first element, one number for each axis
+    shape: tuple[int, ...]  # its number of elements along each axis
+    holders: tuple[int, ...]  # the processes that hold all of it, in ascending order
+
+
+@dataclass(slots=True)
+class ArrayLeaf:
+    dtype: np.dtype[Any]  # of the elements, byte order included
+    shape: tuple[int, ...]  # of the whole array
+    # Host views that cover exactly once what this process holds of the array: all of it, where `parts` is None.
+    pieces: list[Piece]
+    volatile: bool  # whether other code can still change the memory of the pieces: copy them before going on
+    # For ``tree.json``: "kind" ("numpy", "numpy_scalar", "jax", "key", "torch", "bool", "int", "float", "complex") and
+    # what that kind adds. Neither dtype nor shape.
+    details: Details
+    # Which processes hold which parts, the same in all processes; the boxes cover the array exactly once. None where
+    # every process has the whole array.
+    parts: tuple[Part, ...] | None = None
+
+    def copy(self) -> NDArray[Any]:
+        """Return a new array with the elements of the pieces, which must cover the whole."""
+        array = np.empty(self.shape, self.dtype)
+        for piece in self.pieces:
+            box = zip(piece.start, piece.array.shape, strict=True)
+            array[tuple(slice(start, start + size) for start, size in box)] = piece.array
+        return array
+
+
+@dataclass(slots=True)
+class ValueLeaf:
+    """A leaf that is stored in ``tree.json`` itself: "kind" ("int", "str", "bytes", "none", "set", ...) and "value"."""
+
+    details: Details
+
+
+class LeafProblem(TypeError):  # noqa: N818 - collected by `describe` and `describe_template`, users never see it
+    """Why a leaf cannot be saved, or cannot be a template."""
+
+
+def report_problems(problems: list[tuple[str, str]], what: str) -> None:
+    if problems:
+        lines = "\n".join(f"  {format_path(name)}: {problem}" for name, problem in problems)
+        raise UnsupportedLeafError(f"{what}:\n{lines}")
+
+
+@dataclass(slots=True)
+class Saved:
+    """A leaf as a checkpoint describes it."""
+
+    details: Details  # as in `ArrayLeaf.details` or `ValueLeaf.details`, read from ``tree.json`` and not trusted
+    dtype: np.dtype[Any] | None = None  # of the stored array (logical, as in `ArrayLeaf.dtype`); None for a value leaf
+    shape: tuple[int, ...] | None = None  # of the stored array; None for a value leaf
+    kind: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kind = self.details["kind"]
+
+    @property
+    def variant(self) -> str | None:
+        """Return what the dtype does not say: a key's implementation, the torch dtype that numpy lacks."""
+        found = self.details.get("impl" if self.kind == "key" else "torch_dtype")
+        return None if found is None else str(found)
+
+    def __str__(self) -> str:
+        return spell(self.kind, self.dtype, self.shape, self.variant)
+
+
+def spell(kind: str, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None, variant: str | None = None) -> str:
+    """Return dtype and shape for people: ``float32[10, 3]``, ``key<threefry2x32>[4]``, ``int``, ``None``."""
+    if kind == "none":
+        return "None"
+    if kind == PLACEHOLDER:
+        return "a placeholder, saved without data"
+    if dtype is None or shape is None or kind in NUMBER_KINDS or kind in {"str", "bytes"}:
+        return kind
+    if kind == "key":
+        return f"key{'' if variant is None else f'<{variant}>'}{list(shape[:-1])}"
+    if variant is not None and variant.startswith("complex"):
+        return f"{variant}{list(shape[:-1])}"
+    text = f"{variant or dtype}{list(shape)}"
+    return f"numpy scalar {text}" if kind == "numpy_scalar" else text
+
+
+@dataclass(frozen=True, slots=True)
+class LeafMetadata:
+    """Kind, shape and dtype of a saved leaf, known without reading it.
+
+    In a template it stands for the leaf as it was saved (numpy arrays and Python values), of this shape and dtype.
+
+    Attributes:
+        kind: The kind of the saved leaf: ``"numpy"``, ``"jax"``, ``"torch"``, ``"key"``, ``"int"``, ``"str"``, ...
+        shape: Its shape; ``()`` for a value that is no array.
+        dtype: The name of its element type, or None for a value that is no array.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str | None
+
+    def __str__(self) -> str:
+        return self.kind if self.dtype is None else f"{self.dtype}{list(self.shape)}"
+
+
+def metadata_of(saved: Saved) -> LeafMetadata:
+    return LeafMetadata(saved.kind, saved.shape or (), None if saved.dtype is None else str(saved.dtype))
+
+
+class ExternalLeaf:
+    """Stands in a loaded tree for a value that its handler has not read yet. Its details are not trusted."""
+
+    __slots__ = ("details", "handler", "name")
+
+    def __init__(self, name: str, details: Details) -> None:
+        self.name = name
+        self.details = details
+        self.handler = str(details.get("handler"))
+
+    def __repr__(self) -> str:
+        return f"<{format_path(self.name)}, stored by the handler {self.handler!r:.80}>"

@@ -1,0 +1,150 @@
+"""Names of leaves: each key path as one string, different for every path; and patterns that choose paths.
+
+A leaf's name is its keys joined with ``.``: ``params.Dense_0.kernel``. Characters with a meaning are percent-escaped in
+each key. The bare leaf, a tree that has no containers, has the empty name.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+
+from ..errors import OptionError, TreeMismatchError, shortened
+
+# "." joins keys, "/" separates a name from its chunk keys, "%" escapes; control characters and lone surrogates cannot
+# be printed or stored everywhere.
+_ESCAPED = re.compile("[./%\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_SEQUENCE = re.compile("(?:%[0-9A-F]{2})+")
+_LOCK = "__lock"  # a file name with this ending belongs to TensorStore's file driver
+
+
+def _percent(text: str) -> str:
+    return "".join(f"%{byte:02X}" for byte in text.encode("utf-8", "surrogatepass"))
+
+
+def escape_key(key: str) -> str:
+    """Escapes one key for its place between the dots of a name."""
+    if key.isidentifier() and not key.endswith(_LOCK):
+        return key  # most keys, four times faster than the search below
+    if not key:
+        return "%"
+    escaped = _ESCAPED.sub(lambda found: _percent(found.group()), key)
+    if escaped.endswith(_LOCK):
+        escaped = escaped[: -len(_LOCK)] + "%5F" + _LOCK[1:]
+    return escaped
+
+
+def escape_first(key: str) -> str:
+    """Escapes a key as `escape_key` never does: always its first character."""
+    return _percent(key[0]) + escape_key(key[1:]) if len(key) > 1 else _percent(key)
+
+
+def unescape_key(text: str) -> str:
+    if text.isidentifier():
+        return text  # most keys
+    if "%" not in text:
+        if not text or _ESCAPED.search(text):
+            raise ValueError(f"{text!r} is not an escaped key")
+        return text
+    if text == "%":
+        return ""
+    rest = _SEQUENCE.sub("", text)
+    if _ESCAPED.search(rest):
+        raise ValueError(f"{text!r} is not an escaped key")
+    # Each run of escapes is decoded alone: a lone surrogate must not join with a neighbour.
+    return _SEQUENCE.sub(lambda found: _decode(found.group(), text), text)
+
+
+def _decode(run: str, text: str) -> str:
+    try:
+        return bytes.fromhex(run.replace("%", "")).decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{text!r} is not an escaped key: {error}") from error
+
+
+def join(keys: Iterable[str]) -> str:
+    """Return the name of the leaf at a path of keys: ``"params.w"`` for ``["params", "w"]``, ``""`` for ``[]``."""
+    return ".".join([escape_key(key) for key in keys])
+
+
+def split(name: str) -> list[str]:
+    return [unescape_key(text) for text in name.split(".")] if name else []
+
+
+def format_path(name: str) -> str:
+    """Return a name as a path for people: ``params/Dense_0/kernel``, or ``(root)`` for the bare leaf.
+
+    Different names give different paths. Characters that are ambiguous or not printable stay escaped, dots do not.
+    """
+    if not name:
+        return "(root)"
+    return name.replace(".", "/").replace("%2E", ".")
+
+
+Patterns = str | Sequence[str]
+"""Patterns of paths such as ``"params/**"``: ``*``, ``?`` and ``[ab]`` match within one key, ``**`` matches any number
+of whole keys."""
+
+
+class PathFilter:
+    """Chooses paths by patterns. A path is the escaped keys of a leaf's name."""
+
+    def __init__(self, select: Patterns | None = None, exclude: Patterns | None = None) -> None:
+        self._select = None if select is None else _compiled(select, "select")
+        self._exclude = [] if exclude is None else _compiled(exclude, "exclude")
+
+    def chooses(self, path: Sequence[str]) -> bool:
+        """Return whether a path is selected and not excluded."""
+        if self._select is None and not self._exclude:
+            return True
+        keys = _shown(path).split("/")
+        if any(pattern.matches(keys) for pattern in self._exclude):
+            return False
+        return self._select is None or any(pattern.matches(keys) for pattern in self._select)
+
+    def check(self, paths: Iterable[Sequence[str]]) -> None:
+        patterns = [*(self._select or ()), *self._exclude]
+        if not patterns:
+            return
+        every = [_shown(path) for path in paths]
+        keys = [path.split("/") for path in every]
+        for pattern in patterns:
+            if not any(map(pattern.matches, keys)):
+                known = shortened([repr(path) for path in every]) or "no leaves"
+                raise TreeMismatchError(f"{pattern} matches no leaf; the checkpoint has {known}")
+
+
+class _Pattern:
+    def __init__(self, option: str, text: str) -> None:
+        self._label = f"{option}={text!r}"
+        self._keys = [None if key == "**" else re.compile(fnmatch.translate(key)) for key in text.split("/")]
+
+    def __str__(self) -> str:
+        return self._label
+
+    def matches(self, path: Sequence[str]) -> bool:
+        """Return whether a whole path matches, in time proportional to the product of both lengths."""
+        lengths = {0}  # of the beginnings of the path that match the pattern so far
+        for key in self._keys:
+            if key is None:
+                lengths = set(range(min(lengths), len(path) + 1))
+            else:
+                lengths = {length + 1 for length in lengths if length < len(path) and key.fullmatch(path[length])}
+            if not lengths:
+                return False
+        return len(path) in lengths
+
+
+def _compiled(patterns: Patterns, option: str) -> list[_Pattern]:
+    if isinstance(patterns, str):
+        return [_Pattern(option, patterns)]
+    if not isinstance(patterns, Sequence) or not patterns or not all(isinstance(text, str) for text in patterns):
+        raise OptionError(
+            f"{option}={patterns!r} must be a pattern of paths such as 'params/**', or a list of such patterns"
+        )
+    return [_Pattern(option, text) for text in patterns]
+
+
+def _shown(path: Sequence[str]) -> str:
+    return format_path(".".join(path))

@@ -1,0 +1,447 @@
+"""Leaves that are torch tensors: described for saving, and made from host arrays when loading.
+
+Which process holds which part of a DTensor follows from its mesh and placements, without communication. Placements
+apply from the first axis of the mesh to the last: each divides what the ones before it have left, as
+``torch.distributed.tensor`` defines it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from .host_leaves import native
+from .leaves import ArrayLeaf, Box, Details, LeafProblem, Part, Piece, loaded, required
+
+_COMMON_TYPES = {"uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "bool"} | {
+    "float16", "float32", "float64", "complex64", "complex128",
+}  # fmt: skip
+_PAIRED = {"complex32": "float16"}  # stored as real and imaginary part, in one more axis
+_ASYNCHRONOUS = {"cuda", "xpu"}  # devices whose copies to the host go on in the background
+
+
+def is_dtensor(value: Any) -> bool:
+    return type(value).__name__ == "DTensor"
+
+
+class TorchDescriber:
+    """Describes the torch tensors of one tree.
+
+    `prepare` every tensor, then describe every tensor: all copies from devices are under way before the describer waits
+    for them, once.
+    """
+
+    def __init__(self) -> None:
+        self._torch: Any = loaded("torch")
+        self._copies: dict[int, Any] = {}
+        self._devices: set[Any] = set()
+
+    def prepare(self, value: Any) -> None:
+        if value.device.type not in {"cpu", "meta"} and _why_not(self._torch, value) is None:
+            overlaps = value.device.type in _ASYNCHRONOUS
+            own = self._own(value) if is_dtensor(value) else value.detach()
+            self._copies[id(value)] = own.to("cpu", non_blocking=overlaps)
+            if overlaps:
+                self._devices.add(value.device)
+
+    def describe(self, value: Any) -> ArrayLeaf:
+        array, volatile, encoding = self._array(value, value)
+        details = encoding.details if not value.requires_grad else {**encoding.details, "requires_grad": True}
+        return ArrayLeaf(array.dtype, array.shape, [Piece((0,) * array.ndim, array)], volatile, details)
+
+    def describe_distributed(self, value: Any) -> ArrayLeaf:
+        """Describe a DTensor: the part that this process holds, and which process holds which part."""
+        sharding = sharding_of(value)
+        array, volatile, encoding = self._array(value, self._own(value))
+        shape, parts = sharding.shape, sharding.parts()
+        share = sharding.share(self._rank)
+        pieces = []
+        if share is not None:
+            found = array.shape[: len(shape)]
+            if found != share.shape:
+                raise LeafProblem(f"is a DTensor whose own part has shape {found}; its placements give {share.shape}")
+            pieces = [Piece(start, array[place]) for start, _, place in share.boxes]
+        if encoding.paired:
+            shape = (*shape, 2)
+            parts = tuple([Part((*part.start, 0), (*part.shape, 2), part.holders) for part in parts])
+            pieces = [Piece((*piece.start, 0), piece.array) for piece in pieces]
+        details: Details = {**encoding.details, "sharding": sharding.describe()}
+        if value.requires_grad:
+            details["requires_grad"] = True
+        return ArrayLeaf(array.dtype, shape, pieces, volatile, details, parts if self._count > 1 else None)
+
+    @cached_property
+    def _rank(self) -> int:
+        return int(self._torch.distributed.get_rank())
+
+    @cached_property
+    def _count(self) -> int:
+        return int(self._torch.distributed.get_world_size())
+
+    def _array(self, value: Any, own: Any) -> tuple[NDArray[Any], bool, TensorEncoding]:
+        """Return the elements of a tensor, or of this process's part of it, and whether they can still change."""
+        problem = _why_not(self._torch, value)
+        if problem is not None:
+            raise LeafProblem(problem)
+        for device in self._devices:
+            getattr(self._torch, device.type).synchronize(device)
+        self._devices.clear()
+        tensor = self._copies.get(id(value))  # not removed: the same tensor may be two leaves
+        volatile = tensor is None
+        if tensor is None:
+            tensor = own.detach() if own.requires_grad else own
+        if tensor.is_conj() or tensor.is_neg():
+            tensor, volatile = tensor.resolve_conj().resolve_neg(), False
+        encoding = tensor_encoding(value.dtype)
+        try:
+            return encoding.to_numpy(tensor), volatile, encoding
+        except (RuntimeError, TypeError) as error:
+            raise LeafProblem(f"is a {type(value).__name__} that cannot be turned into an array: {error}") from error
+
+    def _own(self, value: Any) -> Any:
+        """Return the tensor in this process's memory that belongs to a DTensor."""
+        with self._torch.no_grad():
+            own = value.to_local().detach()
+        # The result of a collective operation may still be on its way.
+        return own.trigger_wait() if hasattr(own, "trigger_wait") else own
+
+
+def _why_not(torch: Any, value: Any) -> str | None:
+    if value.layout is not torch.strided:
+        return f"is a tensor of layout {value.layout}; store its indices and values, or value.to_dense()"
+    if value.is_quantized:
+        return "is a quantized tensor; store value.int_repr(), its scale and its zero point"
+    if value.is_nested:
+        return "is a nested tensor; store value.unbind()"
+    if value.is_meta:
+        return "is on the meta device, it has no values"
+    name = type(value).__name__
+    if name == "ShardedTensor":
+        return "is a ShardedTensor; have DTensors in its place: with FSDP2, or with a device mesh given to FSDP"
+    if name.startswith("Uninitialized"):
+        return "is not initialized yet; run the module once"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEncoding:
+    dtype: Any  # the torch dtype
+    stored: np.dtype[Any]  # the numpy dtype of the same bytes
+    carrier: Any  # a torch dtype of the same size that numpy has as well; None where numpy has the dtype itself
+    paired: bool  # whether an element is stored as two, real and imaginary part
+    variant: str | None  # the torch dtype's name where the numpy dtype does not mean the same, or None
+    details: Details  # for the leaf
+
+    def to_numpy(self, tensor: Any) -> NDArray[Any]:
+        """Return a view of a tensor that has neither gradient nor conjugate nor negative bit."""
+        torch: Any = loaded("torch")
+        if self.paired:
+            return np.asarray(torch.view_as_real(tensor).numpy())
+        if self.carrier is None:
+            return np.asarray(tensor.numpy())
+        return np.asarray(tensor.view(self.carrier).numpy()).view(self.stored)
+
+    def to_tensor(self, array: NDArray[Any]) -> Any:
+        """Make a tensor of writable memory in native byte order."""
+        torch: Any = loaded("torch")
+        if self.paired:
+            return torch.view_as_complex(torch.from_numpy(np.ascontiguousarray(array)))
+        if self.carrier is None:
+            return torch.from_numpy(array)
+        return torch.from_numpy(array.view(f"uint{8 * array.dtype.itemsize}")).view(self.dtype)
+
+
+@lru_cache(maxsize=128)
+def tensor_encoding(dtype: Any) -> TensorEncoding:
+    torch: Any = loaded("torch")
+    name = str(dtype).removeprefix("torch.")
+    if name in _PAIRED:
+        details = {"kind": "torch", "torch_dtype": name}
+        return TensorEncoding(dtype, np.dtype(_PAIRED[name]), None, True, name, details)
+    if name in _COMMON_TYPES:
+        return TensorEncoding(dtype, np.dtype(name), None, False, None, {"kind": "torch"})
+    carrier = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[dtype.itemsize]
+    extended: Any = getattr(ml_dtypes, name, None)
+    if extended is not None and name.startswith(("float", "bfloat")):
+        return TensorEncoding(dtype, np.dtype(extended), carrier, False, None, {"kind": "torch"})
+    # Integers of less than 8 bits, packed numbers and the like: for torch they are bytes without operations.
+    details = {"kind": "torch", "torch_dtype": name}
+    return TensorEncoding(dtype, np.dtype(f"uint{8 * dtype.itemsize}"), carrier, False, name, details)
+
+
+def torch_name(dtype: np.dtype[Any]) -> str | None:
+    torch: Any = required("torch")
+    name = dtype.name
+    found = getattr(torch, name, None)
+    if dtype.kind not in "biufcV" or not isinstance(found, torch.dtype):
+        return None
+    encoding = tensor_encoding(found)
+    same = dtype.newbyteorder("=") in (encoding.stored, getattr(ml_dtypes, name, None))
+    return name if encoding.variant is None and same else None
+
+
+def template_facts(value: Any) -> tuple[str, np.dtype[Any], tuple[int, ...], str | None]:
+    """Return kind, stored dtype, stored shape and variant of a leaf of a template."""
+    torch: Any = loaded("torch")
+    problem = None if value.is_meta else _why_not(torch, value)
+    if problem is not None:
+        raise LeafProblem(problem)
+    encoding = tensor_encoding(value.dtype)
+    shape = (*value.shape, 2) if encoding.paired else tuple(value.shape)
+    return "torch", encoding.stored, shape, encoding.variant
+
+
+def local_boxes(template: Any, shape: tuple[int, ...]) -> list[Box] | None:
+    """Return the boxes of an array that this process needs for a DTensor like a template; None for other tensors."""
+    if not is_dtensor(template):
+        return None
+    share = _share(template, shape)
+    found = [] if share is None else [Box.at(start, size) for start, size, _ in share.boxes]
+    if tensor_encoding(template.dtype).paired:
+        return [Box((*box.start, 0), (*box.stop, 2)) for box in found]
+    return found
+
+
+def put(array: NDArray[Any], template: Any, name: str | None = None) -> Any:
+    """Make a tensor like a template: on its device (the CPU for meta tensors), requiring gradients as it does.
+
+    Memory of the array is taken over without a copy where the device is the CPU.
+    """
+    torch: Any = required("torch")
+    dtype = template.dtype if name is None else getattr(torch, name)
+    if template is None:
+        return _moved(array, dtype, torch.device("cpu"))
+    return _finished(_moved(array, dtype, template.device), template)
+
+
+def put_distributed(
+    arrays: Sequence[NDArray[Any]], shape: tuple[int, ...], template: Any, name: str | None = None
+) -> Any:
+    """Make a DTensor like a template from its `local_boxes`; processes do not communicate."""
+    torch: Any = required("torch")
+    dtype = template.dtype if name is None else getattr(torch, name)
+    own = template.to_local()
+    device = torch.device(template.device_mesh.device_type) if own.is_meta else own.device
+    local = _moved(_assembled(arrays, shape, template, tensor_encoding(dtype)), dtype, device)
+    size = torch.Size(shape[: template.ndim])
+    stride = template.stride() if size == template.shape else torch.empty(size, device="meta").stride()
+    tensor = torch.distributed.tensor.DTensor.from_local(
+        local, template.device_mesh, template.placements, run_check=False, shape=size, stride=stride
+    )
+    return _finished(tensor, template)
+
+
+def _share(template: Any, shape: tuple[int, ...]) -> Share | None:
+    torch: Any = required("torch")
+    return sharding_of(template)._replace(shape=shape[: template.ndim]).share(int(torch.distributed.get_rank()))
+
+
+def _assembled(
+    arrays: Sequence[NDArray[Any]], shape: tuple[int, ...], template: Any, encoding: TensorEncoding
+) -> NDArray[Any]:
+    """Put the boxes of this process together as they lie in its memory."""
+    if len(arrays) == 1:
+        return arrays[0]
+    share = _share(template, shape)
+    if share is None:  # this process is not one of the mesh
+        return np.zeros((0,), encoding.stored)
+    joined = np.empty((*share.shape, 2) if encoding.paired else share.shape, encoding.stored)
+    for array, (_, _, place) in zip(arrays, share.boxes, strict=True):
+        joined[place] = array
+    return joined
+
+
+def _moved(array: NDArray[Any], dtype: Any, device: Any) -> Any:
+    array = native(array)
+    if not array.flags.writeable:
+        array = array.copy()
+    tensor = tensor_encoding(dtype).to_tensor(array)
+    return tensor if device.type in {"cpu", "meta"} else tensor.to(device)
+
+
+def _finished(tensor: Any, template: Any) -> Any:
+    torch: Any = required("torch")
+    differentiable = tensor.dtype.is_floating_point or tensor.dtype.is_complex  # it may have been cast to integers
+    needs_gradient = template.requires_grad and differentiable
+    if isinstance(template, torch.nn.Parameter):
+        return torch.nn.Parameter(tensor, requires_grad=needs_gradient)
+    return tensor.requires_grad_(needs_gradient)
+
+
+Interval = tuple[int, int]  # consecutive indices along an axis: the first, and the one after the last
+
+# Start and shape of a box of the whole array, and its index in the tensor of a process.
+PlacedBox = tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]
+
+
+class Division(NamedTuple):
+    """How one axis of a mesh divides an array."""
+
+    # The array's axis that is divided, or None where each process of that axis of the mesh has all of it.
+    axis: int | None
+    rounds: int = 1  # into how many blocks the axis is cut before each is divided: 1, or more for a ``_StridedShard``
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    shape: tuple[int, ...]  # the number of processes along each axis
+    processes: tuple[int, ...]  # their ranks in the program, the last axis changing fastest
+    names: tuple[str, ...]  # of the axes
+
+    @cached_property
+    def coordinates(self) -> dict[int, tuple[int, ...]]:
+        return dict(zip(self.processes, itertools.product(*map(range, self.shape)), strict=True))
+
+
+class Share(NamedTuple):
+    """The part of an array that one process holds: the shape of its own tensor, and the boxes of elements in it."""
+
+    shape: tuple[int, ...]
+    boxes: tuple[PlacedBox, ...]
+
+
+class DTensorSharding(NamedTuple):
+    mesh: Mesh  # the processes that hold some
+    divisions: tuple[Division, ...]  # one for each axis of the mesh
+    shape: tuple[int, ...]  # of the whole array
+
+    def intervals(self, process: int) -> list[list[Interval]] | None:
+        """Return the indices that a process holds along each axis, in memory order; None outside the mesh."""
+        coordinates = self.mesh.coordinates.get(process)
+        if coordinates is None:
+            return None
+        held: list[list[Interval]] = [[(0, size)] if size else [] for size in self.shape]
+        for (axis, rounds), count, index in zip(self.divisions, self.mesh.shape, coordinates, strict=True):
+            if axis is not None:
+                held[axis] = _divide(held[axis], rounds, count, index)
+        return [_joined(each) for each in held]
+
+    @lru_cache(maxsize=4096)  # noqa: B019 - shardings are values, and a program has few of them
+    def parts(self) -> tuple[Part, ...]:
+        """Return the parts of the array in the order of their places, each with the processes that hold it."""
+        processes = self.mesh.processes
+        if 0 in self.shape:
+            return (Part((0,) * len(self.shape), self.shape, tuple(sorted(processes))),)
+        holders: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        for process in processes:
+            for start, shape, _ in boxes(self.intervals(process) or []):
+                holders.setdefault((start, shape), []).append(process)
+        return tuple(Part(start, shape, tuple(sorted(some))) for (start, shape), some in sorted(holders.items()))
+
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def share(self, process: int) -> Share | None:
+        held = self.intervals(process)
+        if held is None:
+            return None
+        return Share(tuple([sum(high - low for low, high in each) for each in held]), tuple(boxes(held)))
+
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def describe(self) -> Details:
+        """Return JSON facts in the same form as for a jax sharding; do not change them."""
+        names = self.mesh.names
+        spec = [
+            [name for name, division in zip(names, self.divisions, strict=True) if division.axis == axis]
+            for axis in range(len(self.shape))
+        ]
+        facts: Details = {
+            "type": "DTensor",
+            "mesh": {"axes": [list(pair) for pair in zip(names, self.mesh.shape, strict=True)]},
+            "spec": [(axes if len(axes) > 1 else axes[0]) if axes else None for axes in spec],
+        }
+        if any(division.rounds > 1 for division in self.divisions):
+            facts["rounds"] = [division.rounds for division in self.divisions]
+        return facts
+
+
+def boxes(held: Sequence[Sequence[Interval]]) -> Iterator[PlacedBox]:
+    local = []
+    for intervals in held:
+        begin, each = 0, []
+        for low, high in intervals:
+            each.append((low, high - low, slice(begin, begin + high - low)))
+            begin += high - low
+        local.append(each)
+    for combination in itertools.product(*local):
+        yield (
+            tuple([low for low, _, _ in combination]),
+            tuple([size for _, size, _ in combination]),
+            tuple([part for _, _, part in combination]),
+        )
+
+
+def _divide(held: list[Interval], rounds: int, count: int, index: int) -> list[Interval]:
+    """Return one of `count` shares of the indices: the same share of each of `rounds` blocks of equal size."""
+    shares = []
+    size = sum(high - low for low, high in held)
+    for block in range(rounds):
+        begin, end = _chunk(0, size, rounds, block)
+        shares += _taken(held, *_chunk(begin, end, count, index))
+    return shares
+
+
+def _chunk(begin: int, end: int, count: int, index: int) -> Interval:
+    # As torch.chunk does it: all of one size, but for the last ones, which may be smaller or empty.
+    size = math.ceil((end - begin) / count)
+    return min(begin + index * size, end), min(begin + (index + 1) * size, end)
+
+
+def _taken(held: list[Interval], begin: int, end: int) -> list[Interval]:
+    """Return the indices between two places in the order in which they are held."""
+    taken, place = [], 0
+    for low, high in held:
+        first, last = max(begin - place, 0), min(end - place, high - low)
+        if first < last:
+            taken.append((low + first, low + last))
+        place += high - low
+    return taken
+
+
+def _joined(intervals: list[Interval]) -> list[Interval]:
+    joined: list[Interval] = []
+    for low, high in intervals:
+        if joined and joined[-1][1] == low:
+            joined[-1] = (joined[-1][0], high)
+        else:
+            joined.append((low, high))
+    return joined
+
+
+def sharding_of(tensor: Any) -> DTensorSharding:
+    ndim = len(tensor.shape)
+    divisions = tuple([_division(placement, ndim) for placement in tensor.placements])
+    return DTensorSharding(_mesh(tensor.device_mesh), divisions, tuple(tensor.shape))
+
+
+def _division(placement: Any, ndim: int) -> Division:
+    kind = type(placement).__name__
+    if kind == "Replicate":
+        return Division(None)
+    if kind in {"Shard", "_StridedShard"}:
+        axis = int(placement.dim)
+        return Division(axis % ndim if ndim else axis, int(getattr(placement, "split_factor", 1)))
+    if placement.is_partial():
+        raise LeafProblem(f"is a DTensor with {placement!r}, not summed up yet; redistribute it to Shard or Replicate")
+    raise LeafProblem(f"is a DTensor with the placement {placement!r}, which is not known here; redistribute it")
+
+
+def _mesh(mesh: Any) -> Mesh:
+    found = _known.get(mesh)
+    if found is None:
+        names = mesh.mesh_dim_names or [str(axis) for axis in range(mesh.ndim)]
+        ranks = mesh.mesh
+        found = _interned(tuple(ranks.shape), tuple(ranks.reshape(-1).tolist()), tuple(map(str, names)))
+        _known[mesh] = found
+    return found
+
+
+_known: weakref.WeakKeyDictionary[Any, Mesh] = weakref.WeakKeyDictionary()
+_interned = lru_cache(maxsize=64)(Mesh)  # equal meshes are one object, which is quickly found in other caches

@@ -1,0 +1,461 @@
+"""Trees changed into the structure of others: renamed, merged, split, completed.
+
+A plan, made before any value is touched, decides where each leaf of the new tree comes from. `apply_transformations`
+follows it for trees in memory, `holdfast.load_transformed` for saved trees.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import OptionError, TreeMismatchError, shortened
+from .containers import class_name, expand
+from .flatten import MAX_DEPTH, Flattened, TreeDef, flatten, key_segments, unflatten
+from .leaves import is_jax_abstract, is_jax_array, is_torch_tensor
+from .names import format_path
+
+_PLAIN = re.compile(r"[\w/%-]*")  # characters without a meaning in a regular expression
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    r"""Where the value of a key of the new tree comes from.
+
+    ``Transform()`` by itself takes the value from the same key of the original tree.
+
+    Attributes:
+        original_key: The key in the original tree, levels separated by ``/``. Where the transformation's own key is a
+            regular expression, ``\1`` and ``\g<name>`` stand for its groups. None is the same key.
+        use_fallback: Take the value from the tree that `apply_transformations` does not prefer: the new tree if
+            ``default_to_original`` is True, the original tree otherwise.
+        value_fn: Makes the new value of the one at the key in the original tree.
+        multi_value_fn: Makes the new value of the whole original tree. A function of two arguments is given the key in
+            the new tree first.
+
+    Raises:
+        OptionError: Two of them contradict each other, or one is of a wrong type.
+
+    >>> Transform(original_key="b")
+    Transform(original_key='b', use_fallback=False, value_fn=None, multi_value_fn=None)
+    """
+
+    original_key: str | None = None
+    use_fallback: bool = False
+    value_fn: Callable[[Any], Any] | None = None
+    multi_value_fn: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.original_key is not None and not isinstance(self.original_key, str):
+            raise OptionError(
+                f"original_key={self.original_key!r} must be text such as 'params/Dense_0', or None for the same key"
+            )
+        if not isinstance(self.use_fallback, bool):
+            raise OptionError(f"use_fallback={self.use_fallback!r} must be True or False")
+        for name in ("value_fn", "multi_value_fn"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise OptionError(f"{name}={getattr(self, name)!r} must be a function, or None")
+        given = [name for name in ("original_key", "value_fn", "multi_value_fn") if getattr(self, name) is not None]
+        if self.use_fallback and given:
+            raise OptionError(f"use_fallback=True and {given[0]}= contradict each other: give one of them")
+        if self.multi_value_fn is not None and len(given) > 1:
+            raise OptionError(
+                f"multi_value_fn= and {given[0]}= contradict each other: multi_value_fn sees the whole original tree"
+            )
+
+
+def apply_transformations(
+    original_tree: Any, transformations: Any, new_tree: Any, default_to_original: bool = True
+) -> Any:
+    r"""Make a tree of the new tree's structure with values of the original one.
+
+    Where the value of a key comes from:
+
+    - A `Transform` whose key matches says so. Keys are paths such as ``params/Dense_0``, written with ``/`` or as
+      dictionaries inside dictionaries, or regular expressions that match a path from end to end. They are matched with
+      the paths of the new tree, as errors and ``holdfast show`` print them. One that matches a container applies to all
+      leaves below it: ``original_key`` is the corresponding container then, and ``multi_value_fn`` returns a tree that
+      has these leaves. If several match a leaf, a key that is written out goes before a pattern, a longer path before
+      that of a container above, and the first before those after it.
+    - A key that no transformation names, and that is in both trees, comes from the original tree, or from the new one
+      if ``default_to_original`` is False.
+    - A key that only the new tree has keeps its value there; one that only the original tree has is dropped.
+
+    Leaves of the new tree may be ``...``: a placeholder, which may also be filled with a whole container. None in a
+    tree is no value: it stays None in the new tree, and is not taken from the original.
+
+    Values are handed on as they are, neither cast, compared nor copied; a value that two keys take is shared by both.
+
+    Args:
+        original_tree: Any tree. Its containers need not be of the same types as those of the new one: what was loaded
+            without a template, as dictionaries, will do.
+        transformations: `Transform` objects by their keys.
+        new_tree: The structure of the result; its values matter only where they are kept.
+        default_to_original: Which tree is preferred, as above. Transformations with ``use_fallback`` take from the
+            other.
+
+    Returns:
+        A tree of the new tree's containers.
+
+    Raises:
+        OptionError: A transformation is none, matches no key of the new tree, or refers to a group it does not have.
+        TreeMismatchError: Keys have no value, or one that is not of the new tree's structure; names all of them.
+
+    >>> renamed = {"x": Transform(original_key="b/c")}
+    >>> apply_transformations({"a": 1, "b": {"c": 2}}, renamed, {"a": ..., "x": ..., "y": 5})
+    {'a': 1, 'x': 2, 'y': 5}
+    """
+    original = flatten(original_tree)
+    new = flatten(new_tree)
+    known = OriginalTree(original.names, original.structure, [value is None for value in original.values])
+    origins = plan_transformations(known, transformations, new, default_to_original)
+    results: dict[Call, dict[str, Any]] = {}
+    values: list[Any] = []
+    for name, old, origin in zip(new.names, new.values, origins, strict=True):
+        value = old
+        if isinstance(origin, Taken):
+            part = original.values[origin.start : origin.stop]
+            value = origin.apply(unflatten(origin.container, part), name, old)
+        elif isinstance(origin, Computed):
+            if origin.call not in results:
+                results[origin.call] = origin.call.leaves(origin.call.run(original_tree), old is ...)
+            value = results[origin.call][origin.name]
+        values.append(value)
+    return unflatten(new.structure, values)
+
+
+@dataclass(slots=True)
+class OriginalTree:
+    """The part of the original tree that a plan needs; its values are not read."""
+
+    names: Sequence[str]  # of its leaves
+    structure: TreeDef | None  # its containers; None for a bare leaf
+    empty: Sequence[bool]  # for each leaf, whether it is None, which counts as no value
+    where: str = ""  # its location, for errors; empty for a tree in memory
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The leaf of the new tree stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A leaf of the new tree that is a leaf or container of the original tree."""
+
+    path: str  # its path there
+    start: int  # the number of its first leaf in the original tree
+    stop: int  # the number after its last leaf
+    container: TreeDef | None  # None for a leaf
+    function: Callable[[Any], Any] | None  # makes the new value of it; None for the value itself
+
+    def apply(self, value: Any, name: str, old: Any) -> Any:
+        """Return the value of a leaf of the new tree, made of the value in the original tree."""
+        function = self.function
+        if function is None:
+            return value
+        path = _path_of(name)
+        result = _explained(lambda: function(value), "value_fn", path)
+        _check_leaf(result, path, old is ..., "value_fn")
+        return result
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A function of the whole original tree, called once."""
+
+    path: str  # the path of the leaf or container in the new tree that it makes
+    function: Callable[..., Any]
+    # Of the leaves below that path, relative to it; a leaf itself has the empty name.
+    names: list[str] = field(default_factory=list)
+
+    def run(self, original: Any) -> Any:
+        arguments = (self.path, original) if _argument_count(self.function) == 2 else (original,)
+        return _explained(lambda: self.function(*arguments), "multi_value_fn", self.path)
+
+    def leaves(self, result: Any, placeholder: bool) -> dict[str, Any]:
+        if self.names == [""]:
+            _check_leaf(result, self.path, placeholder, "multi_value_fn")
+            return {"": result}
+        found = flatten(result)
+        known = dict(zip(found.names, found.values, strict=True))
+        missing = [f"{_path_of(name)}: not returned" for name in self.names if name not in known]
+        if missing:
+            raise TreeMismatchError(
+                f"multi_value_fn of the transformation for {self.path or '(root)'} must return a tree with the keys "
+                "that the new tree has there:",
+                missing,
+            )
+        return known
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A leaf of the tree that a function of the whole original tree returns, by its name in that tree."""
+
+    call: Call
+    name: str
+
+
+Origin = Kept | Taken | Computed  # where a leaf of the new tree comes from
+
+
+def plan_transformations(
+    original: OriginalTree, transformations: Any, new: Flattened, default_to_original: bool
+) -> list[Origin]:
+    planner = _Planner(original, _Rules(transformations), default_to_original)
+    origins = [planner.origin(name, value) for name, value in zip(new.names, new.values, strict=True)]
+    planner.rules.check([*map(_path_of, new.names), *(path for path, *_ in _containers(new.structure, "", [0]))])
+    if planner.problems:
+        raise unfilled_error(original.where, len(new.names), planner.problems)
+    return origins
+
+
+def unfilled_error(where: str, count: int, problems: Sequence[str]) -> TreeMismatchError:
+    prefix = f"{where}: " if where else ""
+    return TreeMismatchError(f"{prefix}{len(problems)} of {count} keys of the new tree cannot be filled:", problems)
+
+
+class _Planner:
+    def __init__(self, original: OriginalTree, rules: _Rules, default_to_original: bool) -> None:
+        self.rules = rules
+        self.problems: list[str] = []
+        self._empty = original.empty
+        self._default_to_original = default_to_original
+        self._calls: dict[str, Call] = {}
+        self._original: dict[str, tuple[int, int, TreeDef | None]] = {
+            path: (start, stop, node) for path, start, stop, node in _containers(original.structure, "", [0])
+        }
+        self._original.update((_path_of(name), (index, index + 1, None)) for index, name in enumerate(original.names))
+
+    def origin(self, name: str, value: Any) -> Origin:
+        """Decide where one leaf of the new tree comes from; note a problem."""
+        path = _path_of(name)
+        match = self.rules.find(path)
+        if value is None:
+            if match is not None and match.rule.key == path and not match.rule.transform.use_fallback:
+                self._problem(path, "expected a place for a value, found None, which stays; write ... instead", match)
+            return Kept()
+        if match is None:
+            if self._default_to_original and self._is_there(path, value):
+                return self._taken(path, path, value, None)
+            missing = "the original tree has no such key"
+            return self._kept(path, value, missing if self._default_to_original else "default_to_original is False")
+        transform = match.rule.transform
+        if transform.multi_value_fn is not None:
+            return self._computed(match, name, transform.multi_value_fn)
+        if transform.use_fallback and self._default_to_original:
+            return self._kept(path, value, "use_fallback takes it from there", match)
+        return self._taken(path, match.source, value, match)
+
+    def _is_there(self, path: str, value: Any) -> bool:
+        if path not in self._original:
+            return False
+        start, stop, container = self._original[path]
+        return value is ... or (not self._empty[start] if container is None else stop > start)
+
+    def _kept(self, path: str, value: Any, why: str, match: _Match | None = None) -> Origin:
+        if value is ...:
+            self._problem(path, f"expected a value, found only a placeholder in the new tree, and {why}", match)
+        return Kept()
+
+    def _taken(self, path: str, source: str, value: Any, match: _Match | None) -> Origin:
+        found = self._original.get(source)
+        function = None if match is None else match.rule.transform.value_fn
+        if found is None:
+            why = "not in the original tree" if source == path else f"{source!r} is not in the original tree"
+            if function is not None and source == path:
+                why += "; value_fn is given the value at this key: add original_key=, or use multi_value_fn"
+            self._problem(path, f"expected a value, {why}", match)
+            return Kept()
+        start, stop, container = found
+        if value is not ... and container is not None and function is None:
+            self._problem(
+                path,
+                f"expected one value, found a container of {stop - start} leaves at {source or '(root)'!r} in the "
+                "original tree; write ... in the new tree to take it as it is",
+                match,
+            )
+        elif value is not ... and container is None and self._empty[start]:
+            self._problem(path, f"expected a value, found None at {source!r} in the original tree", match)
+        return Taken(source, start, stop, container, function)
+
+    def _computed(self, match: _Match, name: str, function: Callable[..., Any]) -> Origin:
+        call = self._calls.get(match.path)
+        if call is None:
+            call = self._calls[match.path] = Call(match.path, function)
+        above = match.path.count("/") + 1 if match.path else 0
+        part = name.split(".", above)[-1] if match.rest else ""
+        call.names.append(part)
+        return Computed(call, part)
+
+    def _problem(self, path: str, what: str, match: _Match | None = None) -> None:
+        because = "" if match is None else f" (transformation {match.rule.key!r})"
+        self.problems.append(f"{path or '(root)'}: {what}{because}")
+
+
+def _containers(node: TreeDef | None, name: str, counter: list[int]) -> Iterator[tuple[str, int, int, TreeDef]]:
+    """Generate path, first leaf, end of leaves and definition of each container, inner ones first."""
+    if node is None:
+        return
+    start = counter[0]
+    prefix = f"{name}." if name else ""
+    for segment, child in zip(key_segments(node.keys, len(node.children)), node.children, strict=True):
+        if child is None:
+            counter[0] += 1
+        else:
+            yield from _containers(child, prefix + segment, counter)
+    yield _path_of(name), start, counter[0], node
+
+
+def _check_leaf(result: Any, path: str, placeholder: bool, what: str) -> None:
+    if not placeholder and flatten(result).structure is not None:
+        raise TreeMismatchError(
+            f"{what} of the transformation for {path or '(root)'} returned a {type(result).__name__}: expected one "
+            "value, as the new tree has a leaf there; write ... in the new tree to take what is returned as it is"
+        )
+
+
+def has_values(leaf: Any) -> bool:
+    """Whether a leaf of a template has values; an abstract or deleted one has none."""
+    if is_jax_abstract(leaf):
+        return False
+    if is_jax_array(leaf):
+        return not leaf.is_deleted()
+    return not (is_torch_tensor(leaf) and leaf.is_meta)
+
+
+def _explained(function: Callable[[], Any], what: str, path: str) -> Any:
+    """Call a function of the user; add a note with the key to what it raises."""
+    try:
+        return function()
+    except Exception as error:
+        error.add_note(f"raised by {what} of the transformation for {path or '(root)'}")
+        raise
+
+
+def _path_of(name: str) -> str:
+    """Return the path that a transformation matches: ``params/w`` for ``params.w``, empty for a bare leaf."""
+    return format_path(name) if name else ""
+
+
+@dataclass(slots=True)
+class _Rule:
+    key: str  # levels separated by ``/``
+    transform: Transform
+    pattern: re.Pattern[str] | None  # the key as a regular expression; None where it matches only itself
+    problem: str = ""  # why the key is not a regular expression; empty if it is one
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    rule: _Rule
+    path: str  # the path that its key matches: the leaf's, or that of a container above it
+    rest: str  # the leaf's path below ``path``, such as ``Dense_0/kernel``; empty for the leaf itself
+    source: str  # the path of its value in the original tree, such as ``params/Dense_0/kernel``
+
+
+class _Rules:
+    """Finds the transformation for a path.
+
+    A key that is written out goes before a pattern, a longer path before those of the containers above it, and the
+    first transformation before later ones.
+    """
+
+    def __init__(self, transformations: Any) -> None:
+        self.rules = [_rule(key, transform) for key, transform in _transforms(transformations, "", 0)]
+        self._literal: dict[str, _Rule] = {}
+        for rule in self.rules:
+            self._literal.setdefault(rule.key, rule)
+        self._first: dict[str, tuple[_Rule, re.Match[str]] | None] = {}
+
+    def find(self, path: str) -> _Match | None:
+        above = list(_above(path))
+        for place in (path, *above):
+            if (rule := self._literal.get(place)) is not None:
+                return _match(rule, None, place, path)
+        for place in (path, *above[:-1]):  # a pattern that matches the empty path does not mean the whole tree
+            if place not in self._first:
+                matches = ((rule, rule.pattern.fullmatch(place)) for rule in self.rules if rule.pattern is not None)
+                self._first[place] = next(((rule, found) for rule, found in matches if found is not None), None)
+            if (first := self._first[place]) is not None:
+                return _match(*first, place, path)
+        return None
+
+    def check(self, paths: Iterable[str]) -> None:
+        known = set(paths)
+        for rule in self.rules:
+            if rule.key in known:
+                continue
+            if rule.problem:
+                raise OptionError(
+                    f"the transformation {rule.key!r} is neither a key of the new tree nor a regular expression: "
+                    f"{rule.problem}"
+                )
+            if rule.pattern is None or not any(map(rule.pattern.fullmatch, known)):
+                raise OptionError(
+                    f"the transformation {rule.key!r} matches no key of the new tree, which has "
+                    f"{shortened([repr(path) for path in sorted(known) if path]) or 'none'}"
+                )
+
+
+def _argument_count(function: Callable[..., Any]) -> int:
+    """Return how many positional arguments a ``multi_value_fn`` takes: 1 or 2."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some built-in functions have no signature
+        return 1
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [one for one in parameters if one.kind in positional and one.default is inspect.Parameter.empty]
+    return 2 if len(required) == 2 else 1
+
+
+def _transforms(node: Any, path: str, depth: int) -> Iterator[tuple[str, Transform]]:
+    if isinstance(node, Transform):
+        yield path, node
+        return
+    contents = expand(node) if depth < MAX_DEPTH else None
+    if contents is None:
+        where = repr(path) if path else "the whole"
+        raise OptionError(
+            f"transformations: {where} is a {class_name(node)}; expected a Transform or a dictionary of them"
+        )
+    keys = range(len(contents.values)) if contents.keys is None else contents.keys
+    for key, child in zip(keys, contents.values, strict=True):
+        yield from _transforms(child, f"{path}/{key}" if path else str(key), depth + 1)
+
+
+def _rule(key: str, transform: Transform) -> _Rule:
+    if _PLAIN.fullmatch(key):
+        return _Rule(key, transform, None)
+    try:
+        return _Rule(key, transform, re.compile(key))
+    except (re.error, RecursionError, OverflowError) as error:
+        return _Rule(key, transform, None, str(error))
+
+
+def _match(rule: _Rule, found: re.Match[str] | None, place: str, path: str) -> _Match:
+    """Return the match of a rule, whose pattern found ``place``, for a leaf there or below."""
+    source, original_key = place, rule.transform.original_key
+    if original_key is not None:
+        found = found or re.fullmatch(re.escape(place), place)
+        assert found is not None
+        try:
+            source = found.expand(original_key)
+        except (re.error, IndexError) as error:
+            raise OptionError(
+                f"the transformation {rule.key!r} has original_key={original_key!r}, which does not fit its key: "
+                f"{error}"
+            ) from error
+    rest = path.removeprefix(place).removeprefix("/")
+    return _Match(rule, place, rest, "/".join(filter(None, (source, rest))))
+
+
+def _above(path: str) -> Iterator[str]:
+    """Generate the paths of the containers above a leaf, the innermost first; the whole tree has the empty path."""
+    while path:
+        path = path.rpartition("/")[0]
+        yield path

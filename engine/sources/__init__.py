@@ -1,0 +1,50 @@
+"""Any checkpoint that can be read as a tree, whichever library wrote it."""
+
+from __future__ import annotations
+
+from .discovery import (
+    StepList,
+    find_checkpoint,
+    find_steps,
+    is_foreign,
+    is_ours,
+    is_run,
+    open_at,
+    open_checkpoint,
+    recognise,
+)
+from .files import (
+    check_destination,
+    entry_size,
+    first_bytes,
+    last_bytes,
+    read_json,
+    read_object,
+    read_optional,
+    replacing,
+    total_bytes,
+)
+from .native import GRAPH, KIND, NativeCheckpoint, NativeTree, PreparedGraph
+from .protocol import (
+    JSON,
+    METRICS,
+    TREE,
+    CheckpointSource,
+    SingleTree,
+    StepDirectories,
+)
+from .stored import (
+    OPTIONAL,
+    Bytes,
+    Path,
+    StoredArray,
+    StoredPart,
+    StoredTree,
+    Unreadable,
+    nested,
+    nested_tree,
+    storage_name,
+    without_leaves,
+    without_placeholders,
+)
+from .weights import Weights, load_weights

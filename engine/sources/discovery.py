@@ -1,0 +1,196 @@
+"""Which checkpoints a path stands for: one of our own or of another library, or those of a directory of steps.
+
+:func:`find_steps` is what every front sees of a directory: the steps that holdfast wrote, or else those that another
+library wrote, and which of them is the newest. The rules for our own are those of ``manager/directory.py``; of another
+library, the format decides which steps belong together, and the newest is the one that its writer noted, or else the
+highest.
+
+To add a format of another library, write a module in ``engine/formats`` and add a line to the table ``_FORMATS`` below.
+The module is imported only when a name in a directory matches one of its patterns; it imports what it needs itself
+(tensorstore, msgpack, a framework) when it reads. It defines, for a location and the names directly inside (empty for a
+file):
+
+- ``recognise(location, names)``, which returns the opened :class:`CheckpointSource`; None where there is none of this
+  format; and raises DamagedCheckpointError where there is one that is damaged;
+- ``recognise_steps(location, names)``, if runs have steps, which returns :class:`StepDirectories` or None.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import NamedTuple
+
+from ..errors import CheckpointNotFoundError, DamagedCheckpointError, OptionError, shortened, shortened_steps
+from ..format import RECORD
+from ..manager import StepEntry, list_steps, newest_step, step_folders
+from ..storage import Location
+from .native import NativeCheckpoint
+from .protocol import CheckpointSource, StepDirectories
+
+
+class _Entry(NamedTuple):
+    """A line of the table of formats."""
+
+    module: str  # below ``engine/formats``
+    inside: tuple[str, ...] = ()  # patterns of names; a directory that holds one of them may be a checkpoint
+    files: tuple[str, ...] = ()  # patterns of names; a file that is called so may be a checkpoint
+    steps: tuple[str, ...] = ()  # patterns of names; a directory that holds one of them may be a run with steps
+
+
+_FORMATS: tuple[_Entry, ...] = (
+    _Entry("tensorflow.checkpoint", inside=("*.index", "saved_model.pb"), files=("*",), steps=("*-[0-9]*.index",)),
+    _Entry("orbax.checkpoint", inside=("*",), steps=("*[0-9]",)),
+    _Entry("flax", files=("checkpoint", "checkpoint_[0-9]*", "*.msgpack"), steps=("checkpoint_[0-9]*",)),
+    _Entry("torch.dcp", inside=(".metadata",)),
+    _Entry("safetensors", inside=("*.safetensors", "*.safetensors.index.json"), files=("*",)),
+    _Entry("torch.files", files=("*",)),
+    _Entry("tensorflow.v1", inside=("checkpoint",), files=("*",)),  # always refused, with the name of the format
+)
+
+
+def recognise(location: Location) -> CheckpointSource | None:
+    """Open a checkpoint of another library; return None where there is none."""
+    names = _names(location)
+    for entry in _FORMATS:
+        if _matches(names, entry.inside) if names else _matches((location.name,), entry.files):
+            found: CheckpointSource | None = _module(entry).recognise(location, names)
+            if found is not None:
+                return found
+    return None
+
+
+def recognise_steps(location: Location) -> StepDirectories | None:
+    """Find the steps in a directory of another library's run; return None where there are none."""
+    names = _names(location)
+    for entry in _FORMATS:
+        if _matches(names, entry.steps):
+            found: StepDirectories | None = _module(entry).recognise_steps(location, names)
+            if found is not None and found.steps:
+                return found
+    return None
+
+
+def _names(location: Location) -> frozenset[str]:
+    return frozenset(entry.name for entry in (location.entries() if location.is_directory() else ()))
+
+
+def _matches(names: Iterable[str], patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)
+
+
+def _module(entry: _Entry) -> ModuleType:
+    return importlib.import_module(f"..formats.{entry.module}", __package__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepList:
+    """The steps of a directory."""
+
+    format: str = ""  # which library wrote them; ``""`` if there are none
+    entries: tuple[StepEntry, ...] = ()  # all of them, damaged ones included: by series, in ascending order
+    noted: StepEntry | None = None  # the newest one as the writer noted it, or None
+
+    @property
+    def is_native(self) -> bool:
+        return self.format == NativeCheckpoint.format
+
+    def newest(self, *, whole: bool = False) -> StepEntry | None:
+        """Return the newest step; with ``whole``, the newest whose commit record is not damaged."""
+        return self.noted or newest_step(self.entries, whole=whole)
+
+    def step(self, step: int) -> StepEntry | None:
+        """Return one step, or None; refuse a number that several series have."""
+        found = [entry for entry in self.entries if entry.step == step]
+        if len(found) > 1:
+            raise OptionError(
+                f"{found[0].location.parent}: step {step} is there more than once "
+                f"({shortened(entry.location.name for entry in found)}); give the path of one of them"
+            )
+        return found[0] if found else None
+
+    def by_step(self) -> dict[int, StepEntry]:
+        """Return the entries by step, in ascending order; refuse numbers that several series have."""
+        return {step: entry for step in sorted({one.step for one in self.entries}) if (entry := self.step(step))}
+
+
+def find_steps(location: Location) -> StepList:
+    """Return the steps of a directory: our own, or else those of another library."""
+    if location.exists() and not location.is_directory():
+        raise CheckpointNotFoundError(f"{location}: this is a file; checkpoints are directories")
+    entries = list_steps(location)
+    if entries:
+        return StepList(NativeCheckpoint.format, tuple(entries))
+    found = recognise_steps(location)
+    if found is None:
+        return StepList()
+    steps = {step: StepEntry(step, place) for step, place in sorted(found.steps.items())}
+    return StepList(found.format, tuple(steps.values()), None if found.newest is None else steps[found.newest])
+
+
+def find_checkpoint(location: Location, step: int | None = None) -> Location:
+    """Return the location of the checkpoint that a path stands for: its own, or that of one of its steps."""
+    return location if step is None and not is_run(location) else _find_step(location, step).location
+
+
+def open_checkpoint(location: Location, step: int | None = None) -> CheckpointSource:
+    """Open the checkpoint that a path stands for."""
+    if step is None:
+        if (location / RECORD).is_there():
+            return NativeCheckpoint(location)
+        if not is_ours(location) and (found := recognise(location)) is not None:
+            return found
+    entry = _find_step(location, step)
+    if entry.error is not None:
+        raise entry.error
+    return open_at(entry.location)
+
+
+def _find_step(location: Location, step: int | None) -> StepEntry:
+    steps = find_steps(location)
+    entry = steps.newest() if step is None else steps.step(step)
+    if entry is not None:
+        return entry
+    if not location.exists():
+        raise CheckpointNotFoundError(f"{location}: there is nothing at this path")
+    known = (
+        f"it holds the steps {shortened_steps(sorted(one.step for one in steps.entries))}"
+        if steps.entries
+        else f"it has no {RECORD} and no steps, and no checkpoint of a supported library was found"
+    )
+    wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+    raise CheckpointNotFoundError(f"{location}: {wanted} here; {known}")
+
+
+def open_at(location: Location) -> CheckpointSource:
+    """Open the checkpoint at a location that :func:`find_checkpoint` returned."""
+    if (location / RECORD).is_there():
+        return NativeCheckpoint(location)
+    return recognise(location) or NativeCheckpoint(location)  # the latter says what is missing
+
+
+def is_run(location: Location) -> bool:
+    """Whether to search a path for steps: no checkpoint lies right here, or steps of ours do."""
+    return not (location / RECORD).is_there() and not is_foreign(location)
+
+
+def is_foreign(location: Location) -> bool:
+    """Whether a checkpoint of another library lies here, damaged or not; never where holdfast wrote steps."""
+    if is_ours(location):
+        return False
+    try:
+        return recognise(location) is not None
+    except DamagedCheckpointError:
+        return True
+
+
+def is_ours(location: Location) -> bool:
+    """Whether holdfast wrote a checkpoint or a step here; other files may lie beside them."""
+    if (location / RECORD).is_there():
+        return True
+    if not location.is_directory():
+        return False
+    return any((folder.location / RECORD).is_there() for folder in step_folders(location))

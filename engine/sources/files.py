@@ -1,0 +1,119 @@
+"""Files of checkpoints of other libraries: JSON, first and last bytes, sizes, and files that are replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+from ..arrays import read_checked
+from ..errors import CheckpointExistsError, DamagedCheckpointError, ObjectNotFoundError
+from ..storage import TEMPORARY_PREFIX, Entry, Location
+
+_JSON_LIMIT = 512 << 20  # bytes
+
+
+def read_json(place: Location) -> Any:
+    return _json(place, read_checked(place, None, limit=_JSON_LIMIT))
+
+
+def _json(place: Location, content: bytes) -> Any:
+    try:
+        return json.loads(content.decode("utf-8"))
+    except RecursionError as error:
+        raise DamagedCheckpointError(f"{place} is damaged: it is nested too deeply") from error
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{place} is damaged: it is not JSON ({error})") from error
+
+
+def read_object(place: Location) -> dict[str, Any]:
+    """Read a JSON file that holds an object."""
+    return _object(place, read_json(place))
+
+
+def _object(place: Location, found: Any) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise DamagedCheckpointError(f"{place} is damaged: expected a JSON object, found {type(found).__name__}")
+    return found
+
+
+def read_optional(place: Location) -> dict[str, Any]:
+    """Read a JSON file that holds an object; one that is missing or empty is ``{}``."""
+    try:
+        content = place.read_bytes(limit=_JSON_LIMIT)
+    except ObjectNotFoundError:
+        return {}
+    return _object(place, _json(place, content)) if content else {}
+
+
+def total_bytes(location: Location) -> int:
+    """Return the bytes of a file, or of all files below a directory; 0 in object stores, where listing takes long."""
+    if not location.is_local:
+        return 0
+    if not location.is_directory():
+        return _size(os.fspath(location))
+    total = 0
+    seen = set()
+    for folder, folders, files in os.walk(location, followlinks=True):
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in seen:  # links may lead in circles
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        total += sum(_size(os.path.join(folder, file)) for file in files)
+    return total
+
+
+def entry_size(folder: Location, entry: Entry) -> int:
+    """Return the size of a file in bytes, where object stores do not always list sizes; 0 for a directory."""
+    if entry.is_directory or entry.size is not None:
+        return entry.size or 0
+    with (folder / entry.name).open_data() as file:
+        return file.size
+
+
+def first_bytes(place: Location, count: int) -> bytes:
+    """Return the first bytes of a file, fewer where it is shorter."""
+    with place.open_data() as file:
+        return file.read(0, min(count, file.size)).tobytes()
+
+
+def last_bytes(place: Location, count: int) -> bytes:
+    """Return the last bytes of a file, fewer where it is shorter."""
+    with place.open_data() as file:
+        start = max(0, file.size - count)
+        return file.read(start, file.size - start).tobytes()
+
+
+def check_destination(destination: Location, *, overwrite: bool) -> None:
+    """Refuse a directory, and a file that must not be overwritten."""
+    if destination.is_directory():
+        raise CheckpointExistsError(f"{destination} is a directory; give the name of a file, which may lie in it")
+    if destination.exists() and not overwrite:
+        raise CheckpointExistsError(f"{destination} exists already; choose another name, or pass overwrite=True")
+
+
+@contextlib.contextmanager
+def replacing(destination: Location) -> Iterator[Location]:
+    """Yield a name to write to: a temporary one beside the file, which becomes the file at the end."""
+    destination.parent.make_directory()
+    if not destination.is_local:  # a single request, which is atomic
+        yield destination
+        return
+    partial = destination.parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+    try:
+        yield partial
+        partial.rename(destination.name)
+    except BaseException:
+        partial.remove()
+        raise
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:  # a link to nothing, or a file that is being replaced
+        return 0

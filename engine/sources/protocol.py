@@ -1,0 +1,144 @@
+"""Checkpoints of any library: what one offers, and the defaults for a format without that ability."""
+
+from __future__ import annotations
+
+import abc
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from ..arrays import TreeSource, load_transformed_tree, load_tree
+from ..checkpoint import ITEM
+from ..errors import CheckpointNotFoundError, OptionError
+from ..format import FileRecord
+from ..pytree import Patterns, collection_paused, flatten
+from ..storage import Location
+
+_logger = logging.getLogger("holdfast")
+
+TREE = "pytree"  # kind of the items that are trees of arrays
+JSON = "json"  # kind of the items that are JSON
+METRICS = "metrics"  # kind of an item that only repeats the checkpoint's metrics: read when it is asked for by name
+
+
+class CheckpointSource(Protocol):
+    """One checkpoint, whichever library wrote it.
+
+    Classes that read checkpoints derive from this one. They set ``format``, ``location`` and ``items`` and define
+    :attr:`nbytes` and :meth:`tree`; everything else has a default that fits a format without that ability.
+    """
+
+    format: str  # what wrote it, as people call it: ``"Orbax"``
+    location: Location  # the directory or file
+    # The kind of every item: ``TREE``, ``JSON``, ``METRICS``; items of other kinds are listed, not read.
+    items: Mapping[str, str]
+    step: int | None = None  # its step, as far as the checkpoint itself knows it
+    reason: str = ""  # why it was saved, where that was noted
+
+    @property
+    def time(self) -> float | None:
+        """When it was committed, in seconds since 1970-01-01 UTC; None where that was not noted."""
+        return None
+
+    @property
+    def metrics(self) -> Mapping[str, Any] | None:
+        """The metrics stored with it, or None."""
+        return None
+
+    @property
+    @abc.abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of all its files."""
+
+    @abc.abstractmethod
+    def tree(self, item: str) -> TreeSource:
+        """Open an item of the kind ``TREE``; the error about a structure that cannot be read names the file."""
+
+    def value(self, item: str) -> Any:
+        """Read an item that is not a tree; the error about one that cannot be read names the file."""
+        raise OptionError(f"{self.location}: item {item!r} is not one that can be read as a value")
+
+    def files(self, item: str) -> Mapping[str, FileRecord] | None:
+        """Return the files of an item by their paths in its folder; None where the format does not note them."""
+        return None
+
+    def only_tree(self, item: str | None = None, *, how: str = "name one with item=") -> str:
+        """Return the name of the tree that is asked for, or of the only one; ``how`` ends the error about several."""
+        trees = sorted(name for name, kind in self.items.items() if kind == TREE)
+        if item is not None and item not in trees:
+            raise CheckpointNotFoundError(f"{self.location}: no tree {item!r}; it has {', '.join(trees) or 'none'}")
+        if item is None and len(trees) != 1:
+            raise OptionError(
+                f"{self.location} has the trees {', '.join(trees)}: {how}"
+                if trees
+                else f"{self.location} has no tree of arrays; its items are {', '.join(sorted(self.items)) or 'none'}"
+            )
+        return trees[0] if item is None else item
+
+    def load(self, item: str, like: Any = None, select: Patterns | None = None) -> Any:
+        """Load an item; a template and patterns are for trees, see :func:`~holdfast.load`."""
+        kind = self.items[item]
+        if kind != TREE:
+            if kind in (JSON, METRICS) and (like is not None or select is not None):
+                raise OptionError(
+                    f"{self.location}: item {item!r} is JSON, not a tree of arrays: like= and select= do not apply"
+                )
+            return self.value(item)
+        with collection_paused():
+            source = self.tree(item)
+            if like is not None:
+                source = source.for_template(flatten(like).names)
+            return load_tree(source, like=like, select=select)
+
+    def load_transformed(self, item: str, transformations: Any, new_tree: Any, *, default_to_original: bool) -> Any:
+        """Load a tree into another structure; see :func:`~holdfast.load_transformed`."""
+        source = self.tree(item)
+        with collection_paused():
+            tree = load_transformed_tree(source, transformations, new_tree, default_to_original=default_to_original)
+        return self.complete(item, source, tree)
+
+    def complete(self, item: str, source: TreeSource, tree: Any) -> Any:
+        """Fill in the leaves of a loaded tree that only their handlers can read; by default, there are none."""
+        return tree
+
+    def items_to_load(self) -> list[str]:
+        """Return the items that are loaded where none is named: by default, trees and JSON."""
+        wanted = [name for name, kind in self.items.items() if kind in (TREE, JSON)]
+        if not wanted:
+            raise OptionError(
+                f"{self.location}: none of the items of this {self.format} checkpoint is a tree or JSON: "
+                + ", ".join(f"{name} ({kind})" for name, kind in sorted(self.items.items()))
+            )
+        skipped = [f"{name} ({kind})" for name, kind in self.items.items() if kind not in (TREE, JSON, METRICS)]
+        if skipped:
+            _logger.warning("%s: skipped items that holdfast does not read: %s", self.location, ", ".join(skipped))
+        return wanted
+
+
+class SingleTree(CheckpointSource):
+    """A checkpoint that is one tree and nothing else."""
+
+    def __init__(
+        self, format_name: str, location: Location, source: TreeSource, nbytes: int, step: int | None = None
+    ) -> None:
+        self.format = format_name
+        self.location = location
+        self.items = {ITEM: TREE}
+        self.step = step
+        self.source = source
+        self._nbytes = nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def tree(self, item: str) -> TreeSource:
+        return self.source
+
+
+class StepDirectories(NamedTuple):
+    """The checkpoints of another library's run."""
+
+    format: str  # what wrote them, as people call it
+    steps: Mapping[int, Location]  # the location of every finished step, in ascending order of steps
+    newest: int | None = None  # the step that counts as the newest, where the writer noted one; None is the highest

@@ -1,0 +1,363 @@
+"""Trees in files of other libraries: containers made from the key paths of leaves, arrays that are stretches of files.
+
+Only the leaves that are asked for are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arrays import PartialTree, Problem, Range, SavedLeaf, TreeSource, damaged_leaves, read_ranges
+from ..errors import DamagedCheckpointError, UnsupportedLeafError, itemized
+from ..pytree import MAX_DEPTH, PLACEHOLDER, Saved, TreeDocument, ValueLeaf, describe, flatten, format_path, join, split
+from ..storage import Location
+
+# The keys from the root to a leaf: int for a place in a list, str for a key of a dictionary.
+Path = tuple[str | int, ...]
+
+_EMPTY: dict[str, Any] = {"dict": {}, "list": [], "tuple": ()}
+
+
+class _Branch(dict[str | int, Any]):
+    """A container that may yet turn out to be a list."""
+
+
+def nested(
+    leaves: Iterable[tuple[Path, Any]], *, root_is_dict: bool = False, number: Callable[[int], str | int] = int
+) -> Any:
+    """Make the dictionaries and lists that values at these paths are in.
+
+    A container is a list where its keys are the integers from 0 on, as ``number`` makes them; the root may be excepted.
+    """
+    root = _Branch()
+    for path, value in leaves:
+        if len(path) >= MAX_DEPTH:
+            raise DamagedCheckpointError(f"the tree is nested deeper than {MAX_DEPTH} levels at {path[0]!r:.200}")
+        branch = root
+        for key in path[:-1]:
+            branch = branch.setdefault(key, _Branch())
+            if not isinstance(branch, _Branch):
+                raise DamagedCheckpointError(f"{list(path)} leads through a leaf")
+        if path[-1] in branch:
+            raise DamagedCheckpointError(f"{list(path)} is there twice")
+        branch[path[-1]] = value
+    if root_is_dict:
+        return {key: _with_lists(child, number) for key, child in root.items()}
+    return _with_lists(root, number)
+
+
+def _with_lists(value: Any, number: Callable[[int], str | int]) -> Any:
+    if not isinstance(value, _Branch):
+        return value
+    found = {key: _with_lists(child, number) for key, child in value.items()}
+    numbers = [number(index) for index in range(len(found))]
+    return [found[key] for key in numbers] if found and found.keys() == set(numbers) else found
+
+
+def nested_tree(paths: Sequence[Path], empties: Sequence[tuple[Path, str]] = ()) -> tuple[TreeDocument, list[int]]:
+    """Make the containers of leaves; return them with the number of the path of every leaf, in their order.
+
+    ``empties`` has the path and the kind (``"dict"``, ``"list"`` or ``"tuple"``) of each container without leaves.
+    """
+    if () in paths:
+        if len(paths) > 1 or empties:
+            raise DamagedCheckpointError("a leaf is the whole tree, and there are other leaves")
+        return TreeDocument(None), [0]
+    leaves = [(path, number) for number, path in enumerate(paths)]
+    tree = nested([*leaves, *((path, _EMPTY[kind]) for path, kind in empties if path)])
+    flat = flatten(tree or _EMPTY[dict(empties).get((), "dict")])
+    return TreeDocument(flat.structure), flat.values
+
+
+def storage_name(path: Path) -> str:
+    return join([str(key) for key in path])
+
+
+# Member of a leaf's details: that it is a None, where the writer may have meant a container without leaves.
+OPTIONAL = "optional"
+
+
+def without_leaves(source: TreeSource, left_out: set[str]) -> TreeSource:
+    """Return a tree without the leaves of these names, and without containers that have no other leaf."""
+    if not left_out:
+        return source
+    kept = {leaf.name: leaf for leaf in source.leaves if leaf.name not in left_out}
+    return PartialTree(source, kept, source.tree.select([leaf.name in kept for leaf in source.leaves]))
+
+
+def without_placeholders(source: TreeSource) -> tuple[TreeSource, list[str]]:
+    """Leave out the leaves that were saved by their names alone; return a line for each."""
+    left_out = {leaf.name for leaf in source.leaves if leaf.saved.kind == PLACEHOLDER}
+    if left_out and source.tree.structure is None:
+        raise UnsupportedLeafError(f"{source.location}: this was saved as a placeholder: it has no data")
+    lines = [f"{format_path(name)} (saved as a placeholder: it has no data)" for name in sorted(left_out)]
+    return without_leaves(source, left_out), lines
+
+
+Bytes = NDArray[np.uint8]
+
+_logger = logging.getLogger("holdfast")
+
+_AMPLIFICATION = 16  # times the bytes of the files: the most that views of shared memory may come to together
+_SMALL = 64 << 20  # bytes of arrays that are accepted for files of any size
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """Elements of an array that are one stretch of a file."""
+
+    start: tuple[int, ...]  # index of its first element in the whole array, one number for each axis
+    shape: tuple[int, ...]  # how many elements it has along each axis
+    file: str  # the file's path inside the tree's location; ``""`` if that is the file
+    offset: int  # first byte
+    length: int  # bytes from the first element to the last
+    dtype: np.dtype[Any]  # of the elements as they are stored, byte order included
+    # Elements from one to the next along each axis; None for C order without gaps.
+    strides: tuple[int, ...] | None = None
+    # Whether bytes have the checksum in the file, where it has one for exactly them.
+    is_intact: Callable[[Bytes], bool] | None = None
+    # Applied to the elements once they are read, such as a conjugation; None for nothing.
+    finish: Callable[[NDArray[Any]], NDArray[Any]] | None = None
+
+    def array(self, data: Bytes) -> NDArray[Any]:
+        """Return the elements in this machine's byte order: a view of ``data`` where that is possible."""
+        if self.is_intact is not None and not self.is_intact(data):
+            raise DamagedCheckpointError(
+                f"{self.length} bytes at offset {self.offset} do not have the checksum in the file"
+            )
+        if 0 in self.shape:
+            return np.zeros(self.shape, self.dtype.newbyteorder("="))
+        last = (
+            math.prod(self.shape) - 1
+            if self.strides is None
+            else sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        )
+        if len(data) != (last + 1) * self.dtype.itemsize or min(self.strides or (0,)) < 0:
+            raise DamagedCheckpointError(f"{len(data)} bytes do not hold {self.dtype} elements of shape {self.shape}")
+        elements = data.view(self.dtype)
+        if self.strides is None:
+            found: NDArray[Any] = elements.reshape(self.shape)
+        else:
+            steps = [stride * self.dtype.itemsize for stride in self.strides]
+            found = np.lib.stride_tricks.as_strided(elements, self.shape, steps, writeable=False)
+        if not found.dtype.isnative:
+            found = found.astype(found.dtype.newbyteorder("="))
+        return found if self.finish is None else self.finish(found)
+
+
+class StoredArray:
+    """An array in the files of another library, not read yet."""
+
+    __slots__ = ("_parts", "details", "dtype", "shape")
+
+    def __init__(
+        self,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        details: Mapping[str, Any],
+        parts: Callable[[], Sequence[StoredPart]],
+    ) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.details = dict(details)
+        self._parts = parts
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def whole(self) -> StoredPart:
+        found = self._parts()
+        if len(found) != 1:
+            raise DamagedCheckpointError(f"expected an array in one part, found {len(found)} parts")
+        return found[0]
+
+    def parts(self) -> Sequence[StoredPart]:
+        """Return the parts that cover the array exactly once."""
+        found = self._parts()
+        if math.prod(self.shape) != sum(math.prod(part.shape) for part in found):
+            raise DamagedCheckpointError(f"the parts do not hold as many elements as an array of shape {self.shape}")
+        boxes = [part for part in found if 0 not in part.shape]
+        for part in boxes:
+            ends = [first + size for first, size in zip(part.start, part.shape, strict=True)]
+            if len(ends) != len(self.shape) or any(end > size for end, size in zip(ends, self.shape, strict=True)):
+                raise DamagedCheckpointError(f"a part at {part.start} of shape {part.shape} lies outside {self.shape}")
+        if len(boxes) > 1:
+            low = np.array([part.start for part in boxes])
+            high = low + np.array([part.shape for part in boxes])
+            for index in range(1, len(boxes)):
+                if np.any(np.all((low[index] < high[:index]) & (low[:index] < high[index]), axis=1)):
+                    raise DamagedCheckpointError(f"two parts overlap at {boxes[index].start}")
+        return boxes
+
+
+class Unreadable:
+    """A leaf that only code of the file could make: it is listed, and reading it is refused."""
+
+    __slots__ = ("what",)
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+
+class StoredTree(TreeSource):
+    """A tree whose leaves are arrays in files, plain values, and leaves that cannot be read."""
+
+    def __init__(
+        self,
+        location: Location,
+        tree: TreeDocument,
+        leaves: Sequence[SavedLeaf],
+        values: Mapping[str, StoredArray | Unreadable | NDArray[Any] | None],
+        nbytes: int,
+        *,
+        check: Callable[[], list[Problem]] | None = None,
+        left_out: Sequence[str] = (),
+    ) -> None:
+        self.location = location
+        self.tree = tree
+        self.leaves = leaves
+        self.left_out = tuple(left_out)
+        self._values = values
+        self._check = check
+        claimed = sum(value.nbytes for value in values.values() if isinstance(value, StoredArray))
+        if claimed > _AMPLIFICATION * nbytes + _SMALL:
+            raise DamagedCheckpointError(f"{location}: its arrays claim {claimed} bytes, its files have {nbytes}")
+
+    @classmethod
+    def of(cls, location: Location, tree: Any, nbytes: int, **more: Any) -> Self:
+        """Take a tree apart whose leaves are :class:`StoredArray`, :class:`Unreadable` and plain values."""
+        try:
+            flat = flatten(tree)
+        except UnsupportedLeafError as error:
+            raise DamagedCheckpointError(f"{location}: {error}") from error
+        leaves, values = [], {}
+        for name, value in zip(flat.names, flat.values, strict=True):
+            saved, values[name] = _described(name, value)
+            leaves.append(SavedLeaf(name, saved))
+        return cls(location, TreeDocument(flat.structure), leaves, values, nbytes, **more)
+
+    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+        self._refuse(leaves)
+        if self.left_out and len(leaves) == len(self.leaves):
+            _logger.warning("%s: left out, as they are not data: %s", self.location, ", ".join(self.left_out))
+        arrays: list[NDArray[Any] | None] = [None] * len(leaves)
+        parts: dict[int, Sequence[StoredPart]] = {}
+        for index, leaf in enumerate(leaves):
+            value = self._values[leaf.name]
+            if isinstance(value, np.ndarray):
+                arrays[index] = value.copy()
+            elif isinstance(value, StoredArray):
+                try:
+                    parts[index] = value.parts()
+                except DamagedCheckpointError as error:
+                    if self.location.url in str(error):
+                        raise
+                    what = f"{self.location}: leaf {format_path(leaf.name)}: {error}"
+                    raise DamagedCheckpointError(what) from error
+                if len(parts[index]) != 1:
+                    arrays[index] = np.zeros(value.shape, value.dtype)
+        ranges = [
+            Range(part.file, part.offset, part.length, index, number, len(found) == 1 and part.strides is None)
+            for index, found in parts.items()
+            for number, part in enumerate(found)
+        ]
+        problems: list[tuple[str, str]] = []
+
+        def use(wanted: Range, data: Bytes) -> None:
+            part = parts[wanted.array][wanted.chunk]
+            try:
+                array = part.array(data)
+            except DamagedCheckpointError as error:
+                failed(wanted, error)
+                return
+            whole = arrays[wanted.array]
+            if whole is None:
+                arrays[wanted.array] = _own(array, data if wanted.keep else None)
+            else:
+                whole[tuple(slice(a, a + n) for a, n in zip(part.start, part.shape, strict=True))] = array
+
+        def failed(wanted: Range, error: Exception) -> None:
+            problems.append((format_path(leaves[wanted.array].name), f"{self.file(wanted.file)}: {error}"))
+
+        with contextlib.ExitStack() as stack:
+            files = {
+                path: stack.enter_context(self.file(path).open_data()) for path in sorted({one.file for one in ranges})
+            }
+            read_ranges(files, _apart(sorted(ranges)), use, failed)
+        if problems:
+            raise damaged_leaves(self.location, sorted(problems))
+        return arrays
+
+    def for_template(self, names: Sequence[str]) -> TreeSource:
+        """Return the tree with the names of a template, where joining keys by dots gives the same.
+
+        So ``layers/0/weight`` stands for ``layers.0.weight``, and the other way round: formats without containers, and
+        the state dicts of modules, do not tell one from the other.
+        """
+        ours = {".".join(split(leaf.name)): leaf for leaf in self.leaves}
+        theirs = {".".join(split(name)): name for name in names}
+        if len(ours) != len(self.leaves) or len(theirs) != len(names):
+            return self
+        kept = set(names)
+        renamed = {
+            leaf.name if leaf.name in kept else theirs.get(joined, leaf.name): leaf for joined, leaf in ours.items()
+        }
+        return self if len(renamed) != len(ours) else PartialTree(self, renamed, self.tree)
+
+    def verify(self) -> list[Problem]:
+        return [*(() if self._check is None else self._check()), *super().verify()]
+
+    def file(self, path: str) -> Location:
+        """Return the location of a file whose path a :class:`StoredPart` gives."""
+        return self.location / path if path else self.location
+
+    def _refuse(self, leaves: Sequence[SavedLeaf]) -> None:
+        lines = [
+            f"{format_path(leaf.name)}: {value.what}"
+            for leaf in leaves
+            if isinstance(value := self._values[leaf.name], Unreadable)
+        ]
+        if lines:
+            headline = (
+                f"{self.location}: these leaves would run code of the file's choice; load the others with select=:"
+            )
+            raise UnsupportedLeafError(itemized(headline, lines))
+
+
+def _apart(ranges: Sequence[Range]) -> list[Range]:
+    """Make arrays whose bytes overlap in the file be copied, so that no two share memory."""
+    found: list[Range] = []
+    file, end = "", 0
+    for wanted in ranges:
+        shared = wanted.file == file and wanted.offset < end
+        found.append(wanted._replace(keep=False) if shared else wanted)
+        end = max(end if wanted.file == file else 0, wanted.offset + wanted.length)
+        file = wanted.file
+    return found
+
+
+def _described(name: str, value: Any) -> tuple[Saved, StoredArray | Unreadable | NDArray[Any] | None]:
+    if isinstance(value, StoredArray):
+        return Saved(value.details, value.dtype, value.shape), value
+    if isinstance(value, Unreadable):
+        return Saved({"kind": "str", "value": f"({value.what}, which is not read)"}), value
+    (leaf,) = describe([name], [value])
+    if isinstance(leaf, ValueLeaf):
+        return Saved(leaf.details), None
+    return Saved(leaf.details, leaf.dtype, leaf.shape), leaf.pieces[0].array
+
+
+def _own(array: NDArray[Any], data: Bytes | None) -> NDArray[Any]:
+    """Return an array in memory that only the caller has, aligned and in C order."""
+    if data is not None and array.flags.writeable and array.flags.aligned and array.flags.c_contiguous:
+        return array
+    return np.array(array, order="C", copy=True)

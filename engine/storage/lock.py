@@ -1,0 +1,151 @@
+"""Locks on files: they tell a process that is alive from one that has died, however it died.
+
+The operating system releases a lock when its process dies. Object stores and some network file systems have no locks;
+there, the file holds a token, the latest writer wins, and an earlier one finds another token before it commits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import weakref
+from typing import Any, ClassVar
+
+from ..errors import (
+    DamagedCheckpointError,
+    ObjectNotFoundError,
+    StorageConflictError,
+    StoragePermissionError,
+)
+from .location import Location
+from .status import os_errors
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+class FileLock:
+    """An advisory lock on one local file. A forked process, such as a data loader's worker, does not inherit it."""
+
+    handover: ClassVar[threading.Lock] = threading.Lock()  # held while one thread passes a lock on to another
+
+    def __init__(self, place: Location) -> None:
+        self._place = place
+        self._close: weakref.finalize[..., FileLock] | None = None
+        self.descriptor: int | None = None  # of the open file
+        self.obstacle: OSError | None = None  # why the file system did not lock the file
+
+    def acquire(self, flags: int) -> None:
+        """Open the file and lock it; it stays open where the file system has no locks.
+
+        Raises:
+            StorageConflictError: Another open file holds the lock, or the file exists and ``flags`` has ``O_EXCL``.
+            StoragePermissionError: The file cannot be opened, so whether it is locked is unknown.
+        """
+        with os_errors(self._place.url, "open"):
+            descriptor = os.open(self._place, flags | os.O_CLOEXEC, 0o666)
+        self.descriptor = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)  # also where the holder was dropped
+        _held.add(self)
+        try:
+            self.obstacle = None if fcntl is not None else OSError("this system has no fcntl")
+            if fcntl is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.release()
+            raise StorageConflictError(f"{self._place}: another process has locked this file") from error
+        except OSError as error:
+            self.obstacle = error
+
+    def is_current(self) -> bool:
+        """Whether the locked file still has its name: another process may have replaced or removed it."""
+        try:
+            return self.descriptor is not None and os.path.samestat(os.fstat(self.descriptor), os.stat(self._place))
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        """Close the file, which releases the lock; the file stays."""
+        _held.discard(self)
+        self.descriptor = None
+        if self._close is not None:
+            self._close()
+            self._close = None
+
+    def content(self, size: int | None = None) -> dict[str, Any]:
+        """Return the JSON document in the file; an empty dictionary where it is missing or damaged."""
+        try:
+            found = json.loads(self._place.read_bytes(limit=1 << 24, size=size))
+        except (ObjectNotFoundError, DamagedCheckpointError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+class SaveLock(FileLock):
+    """The marker file of a save that is under way, locked as long as that save is alive."""
+
+    def make(self) -> None:
+        """Make the file, empty, and lock it."""
+        if not self._acquire(os.O_RDWR | os.O_CREAT | os.O_EXCL):  # another save took it for a dead one's meanwhile
+            raise self.conflict()
+
+    def take_over(self) -> bool:
+        """Lock the file of a dead save, so that what it left can be removed; return whether the file exists.
+
+        Raises:
+            StorageConflictError: That save is alive.
+            StoragePermissionError: The file cannot be opened, so whether that save is alive is unknown.
+        """
+        try:
+            return self._acquire(os.O_RDONLY)
+        except ObjectNotFoundError:
+            return False
+        except StoragePermissionError as error:
+            refusal = StoragePermissionError(
+                f"{self._place.parent}: the marker of another save ({self._place.name}) cannot be opened, so whether "
+                f"that save is alive is unknown ({error}). Remove what it left as its owner, or save to another path"
+            )
+            refusal.errno = error.errno
+            raise refusal from error
+
+    def folders(self) -> list[str]:
+        """Return the folders that the save writes into; the file is not trusted."""
+        found = self.content().get("folders")
+        return [folder for folder in found if isinstance(folder, str)] if isinstance(found, list) else []
+
+    def conflict(self) -> StorageConflictError:
+        """Return the error of a save that another save to the same path prevents."""
+        return StorageConflictError(
+            f"{self._place.parent}: another save to the same path has begun; only one at a time can be committed. "
+            "Wait for it to end; if this is a program of several processes, connect them before they save"
+        )
+
+    def _acquire(self, flags: int) -> bool:
+        """Lock the file; return whether it still has its name."""
+        if not self._place.is_local:
+            return True
+        try:
+            self.acquire(flags)
+        except StorageConflictError:
+            raise self.conflict() from None
+        if self.obstacle is None and not self.is_current():
+            self.release()
+            return False
+        return True
+
+
+_held: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """Run in a forked process: it must not keep the locks of its parent, which may die first."""
+    FileLock.handover = threading.Lock()  # another thread may have held it
+    for lock in list(_held):
+        lock.release()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork)

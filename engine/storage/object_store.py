@@ -1,0 +1,400 @@
+"""Object stores, by way of TensorStore: memory, S3 and Google Cloud Storage.
+
+Services, regions and credentials come from the environment variables that Amazon's and Google's own tools read; a URL
+only names the bucket and the object.
+Every request ends, and its error names the object, the action and what may help.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import logging
+import os
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import (
+    DamagedCheckpointError,
+    HoldfastError,
+    ObjectNotFoundError,
+    StoragePermissionError,
+    StorageUnavailableError,
+)
+from .backend import DataReader, Entry, Segment
+from .buffers import Buffer, aligned_empty
+from .parallel import REQUESTS, parallel_map
+from .status import check_extent, map_status
+
+if TYPE_CHECKING:
+    import tensorstore
+
+_logger = logging.getLogger("holdfast")
+
+RETRIES = 8  # attempts at one request; an unreachable service is given up after about two minutes of them
+# Seconds after which a request has failed even if TensorStore would try again: a service may never answer.
+REQUEST_TIMEOUT = 300.0
+WARN_AFTER = 20.0  # seconds after which the log names a request that is still waiting
+SLOWEST = 64 << 10  # bytes a second; the time limit grows by what sending or receiving takes at this speed
+# Bytes; ranges that end beyond it are refused without a request, as no store has objects of that size.
+_LONGEST_RANGE = 1 << 50
+_LIST_PAGE = 1000  # how many names stores list at a time
+_UNKNOWN_SIZE = 32 << 20  # bytes that the time limit allows for an object of unknown length
+
+_context_lock = threading.Lock()
+
+
+@functools.cache
+def _new_context() -> tensorstore.Context:
+    import tensorstore
+
+    retries = {"max_retries": RETRIES}
+    return tensorstore.Context({"s3_request_retries": retries, "gcs_request_retries": retries})
+
+
+def shared_context() -> tensorstore.Context:
+    """Return the TensorStore context of this process; with it, ``memory://`` is the same store everywhere."""
+    with _context_lock:
+        return _new_context()
+
+
+def store_spec(scheme: str, bucket: str) -> dict[str, Any]:
+    """Return TensorStore's JSON specification of a store.
+
+    For S3 it includes the service (``AWS_ENDPOINT_URL_S3`` or ``AWS_ENDPOINT_URL``), the region (``AWS_REGION`` or
+    ``AWS_DEFAULT_REGION``) and the source of the credentials.
+    """
+    if scheme == "memory":
+        return {"driver": "memory"}
+    if scheme == "gs":
+        return {"driver": "gcs", "bucket": bucket}
+    spec: dict[str, Any] = {"driver": "s3", "bucket": bucket}
+    environment = os.environ
+    region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
+    endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
+    if endpoint:
+        spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"}
+    elif region:
+        spec["aws_region"] = region
+    if "AWS_ACCESS_KEY_ID" in environment:
+        # The default chain searches files and the network first, and logs a warning for each that is missing.
+        spec["aws_credentials"] = {"type": "environment"}
+    return spec
+
+
+def open_backend(scheme: str, bucket: str) -> ObjectStoreBackend:
+    """Return the backend of a bucket: the same object for the same settings."""
+    gcs_url = os.environ.get("TENSORSTORE_GCS_HTTP_URL", "") if scheme == "gs" else ""  # TensorStore reads it itself
+    return _open_backend(scheme, bucket, json.dumps(store_spec(scheme, bucket)), gcs_url)
+
+
+@functools.lru_cache(maxsize=64)
+def _open_backend(scheme: str, bucket: str, spec: str, gcs_url: str) -> ObjectStoreBackend:  # noqa: ARG001 - in the key
+    return ObjectStoreBackend(scheme, bucket, json.loads(spec))
+
+
+class ObjectStoreBackend:
+    """A bucket, or the memory of this process; keys are object names without a leading slash.
+
+    Directories are prefixes: they exist while an object lies below them.
+    """
+
+    is_local = False
+
+    def __init__(self, scheme: str, bucket: str, spec: dict[str, Any]) -> None:
+        self.is_remote = scheme != "memory"
+        self.scheme = scheme
+        self.bucket = bucket
+        self._root = f"{scheme}://{bucket}"
+        self._separator = "/" if bucket else ""
+        self.spec = spec
+        self._lock = threading.Lock()
+        self._opened: tensorstore.KvStore | None = None
+
+    def url(self, key: str) -> str:
+        path = quote(key, safe="/-_.~!$&'()*+,;=:@", errors="surrogateescape")
+        return f"{self._root}{self._separator if key else ''}{path}"
+
+    def is_there(self, key: str) -> bool:
+        if not key:
+            return False
+        answer = self._request(key, "access", lambda: self._store().read(key, byte_range=slice(0, 0)))
+        return bool(answer.state == "value")
+
+    def is_directory(self, key: str) -> bool:
+        return not key or bool(self.names(key))
+
+    def entries(self, key: str) -> list[Entry]:
+        kinds: dict[str, bool] = {}
+        for name in self.names(key):
+            head, slash, _ = name.partition("/")
+            if head and not head.endswith(".__lock"):
+                kinds[head] = kinds.get(head, False) or bool(slash)
+        return sorted(Entry(name, is_directory) for name, is_directory in kinds.items())
+
+    def read_bytes(self, key: str, limit: int | None, size: int | None) -> bytes:
+        # One request suffices for an object that has the expected size. Otherwise the first request is for the byte at
+        # ``limit``, which should not exist.
+        if size is not None and (limit is None or size <= limit):
+            try:
+                return self.read_range(key, slice(0, size))
+            except DamagedCheckpointError:
+                pass  # it is shorter, or the server does not serve ranges
+        data = None
+        if limit is None or not self._has_byte(key, limit):
+            data = self.read_range(key, None)
+        if limit is not None and (data is None or len(data) > limit):
+            raise DamagedCheckpointError(f"{self.url(key)} is longer than the {limit} bytes it may have")
+        return data or b""
+
+    def has_size(self, key: str, size: int) -> bool:
+        # TensorStore reports no sizes: the last byte must exist, and the one after it must not.
+        if self._has_byte(key, size):
+            return False
+        if size == 0:
+            return self.read_range(key, None) == b""
+        if self._has_byte(key, size - 1):
+            return True
+        return len(self.read_range(key, None)) == size  # for servers that do not serve ranges
+
+    def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
+        # Stores replace objects in one step, and answer when they are durable.
+        self._write(key, [bytes(data)])
+
+    def make_directory(self, key: str, *, sync: bool) -> None:
+        pass  # prefixes need no creation
+
+    def sync_directory(self, key: str) -> None:
+        pass  # every written object is listed
+
+    def rename(self, key: str, target: str) -> None:
+        names = self._list_with(key)
+        if not names:
+            raise ObjectNotFoundError(f"cannot rename {self.url(key)}: there is no such object or directory")
+        for name in names:
+            self._write(target + name.removeprefix(key), [self.read_range(name, None)])
+        parallel_map(self.remove, names, REQUESTS)
+
+    def remove(self, key: str) -> None:
+        self._request(key, "remove", lambda: self._store().write(key, None))
+
+    def remove_tree(self, key: str, last: str | None) -> None:
+        names = self._list_with(key)
+        final = [] if last is None else [f"{key}/{last}" if key else last]
+        parallel_map(self.remove, [name for name in names if name not in final], REQUESTS)
+        for name in final:
+            if name in names:
+                self.remove(name)
+
+    def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
+        # A store takes a value as a whole, so its bytes are gathered in memory. The stream returns them without a copy,
+        # because they have their final length from the start.
+        stream = io.BytesIO(bytes(size))
+        for segment in segments:
+            stream.seek(segment.offset)
+            for part in segment.parts():
+                stream.write(part.data)
+            if stream.tell() != segment.offset + segment.size:
+                raise ValueError(
+                    f"the segment at offset {segment.offset} should have {segment.size} bytes, "
+                    f"but its parts have {stream.tell() - segment.offset}"
+                )
+        content = [stream.getvalue()]
+        del stream
+        self._write(key, content)
+
+    def open_data(self, key: str, size: int | None) -> DataReader:
+        if size is None and not self.is_there(key):
+            raise ObjectNotFoundError(f"cannot open {self.url(key)}: there is no such object")
+        return ObjectReader(self, key, size)
+
+    def read_range(self, key: str, byte_range: slice | None) -> bytes:
+        length = _UNKNOWN_SIZE if byte_range is None else byte_range.stop - byte_range.start
+        answer = self._request(key, "read", lambda: self._store().read(key, byte_range=byte_range), length)
+        if answer.state != "value":
+            raise ObjectNotFoundError(f"cannot read {self.url(key)}: there is no such object")
+        value: bytes = answer.value
+        return value
+
+    def _write(self, key: str, content: list[bytes]) -> None:
+        # TensorStore copies the bytes, so the list gives its own up.
+        self._request(key, "write", lambda: self._store().write(key, content.pop()), len(content[0]))
+
+    def _store(self) -> tensorstore.KvStore:
+        with self._lock:
+            if self._opened is None:
+                import tensorstore
+
+                self._opened = tensorstore.KvStore.open(self.spec, context=shared_context()).result()
+            return self._opened
+
+    def names(self, key: str) -> list[str]:
+        """Return the names of all objects below a key, relative to it, sorted."""
+        prefix = f"{key}/" if key else ""
+        return [name.removeprefix(prefix) for name in self._names(key, prefix)]
+
+    def _list_with(self, key: str) -> list[str]:
+        """Return the key, if there is such an object, and the names of all objects below it."""
+        below = f"{key}/" if key else ""
+        return [name for name in self._names(key, key) if name == key or name.startswith(below)]
+
+    def _names(self, key: str, prefix: str) -> list[str]:
+        """Return the names of all objects from ``prefix`` up to ``key`` followed by a "0"."""
+        import tensorstore
+
+        span = tensorstore.KvStore.KeyRange(prefix, f"{key}0" if key else "")  # "0" follows "/"
+        names: list[bytes] = self._request(key, "list", lambda: self._store().list(span))
+        if self.scheme == "gs" and (not names or len(names) >= _LIST_PAGE):
+            # TensorStore 0.1.86 returns an empty list where Google refuses to list, but reports the refusal of a read.
+            self._request(key, "list", lambda: self._store().read(f"{prefix}.", byte_range=slice(0, 0)))
+        return sorted(name.decode("utf-8", "surrogateescape") for name in names)
+
+    def _has_byte(self, key: str, position: int) -> bool:
+        try:
+            return bool(self.read_range(key, slice(position, position + 1)))
+        except DamagedCheckpointError:  # out of range
+            return False
+
+    def _request(self, key: str, action: str, start: Callable[[], tensorstore.Future[Any]], nbytes: int = 0) -> Any:
+        """Start a request and wait for its answer, for as long as ``nbytes`` may take."""
+        began = time.monotonic()
+        timeout = REQUEST_TIMEOUT + nbytes / SLOWEST
+        future = None
+        try:
+            future = start()
+            try:
+                return future.result(timeout=min(WARN_AFTER, timeout))
+            except TimeoutError:
+                if timeout <= WARN_AFTER:
+                    raise
+                advice = self._advice(StorageUnavailableError)
+                _logger.warning("%s: still waiting to %s it after %.0f s%s", self.url(key), action, WARN_AFTER, advice)
+                return future.result(timeout=timeout - WARN_AFTER)
+        except TimeoutError as error:
+            assert future is not None
+            future.cancel()
+            raise StorageUnavailableError(
+                f"cannot {action} {self.url(key)}: no answer after {time.monotonic() - began:.0f} s; check the "
+                f"connection and try again{self._advice(StorageUnavailableError)}"
+            ) from error
+        except HoldfastError:
+            raise
+        except (ValueError, IndexError, RuntimeError, OSError) as error:
+            # Not kept in a local variable: an error that its own frame holds keeps its callers' objects alive.
+            raise self._advised(map_status(error, self.url(key), action)) from error
+
+    def _advised(self, error: HoldfastError) -> HoldfastError:
+        advice = self._advice(type(error))
+        return type(error)(f"{error}{advice}") if advice else error
+
+    def _advice(self, kind: type[HoldfastError]) -> str:
+        """Return what may help against an error, in brackets, or ""."""
+        if self.scheme == "memory":
+            return ""
+        if self.scheme == "s3":
+            endpoint, region = self.spec.get("endpoint"), self.spec.get("aws_region")
+            asked = f"asked {endpoint}, the value of AWS_ENDPOINT_URL" if endpoint else "asked Amazon"
+            asked += f", region {region}" if region else ", no AWS_REGION set"
+            source = (
+                "the credentials of AWS_ACCESS_KEY_ID"
+                if "aws_credentials" in self.spec
+                else "the credentials in ~/.aws or of this machine, if any (AWS_ACCESS_KEY_ID is not set)"
+            )
+        else:
+            url = os.environ.get("TENSORSTORE_GCS_HTTP_URL")
+            asked = f"asked {url}, the value of TENSORSTORE_GCS_HTTP_URL" if url else "asked storage.googleapis.com"
+            source = (
+                "the credentials in the file that GOOGLE_APPLICATION_CREDENTIALS names, or those that "
+                "`gcloud auth application-default login` makes"
+            )
+        if issubclass(kind, StoragePermissionError):
+            return f" ({asked}, with {source}; they must allow listing, reading, writing and deleting objects)"
+        if issubclass(kind, ObjectNotFoundError):
+            return f" ({asked}; is there a bucket {self.bucket!r}? Create it first)"
+        return f" ({asked})" if issubclass(kind, StorageUnavailableError) else ""
+
+
+class ObjectStoreSnapshot(ObjectStoreBackend):
+    """A store whose names below a key are listed once; reads see the current content."""
+
+    def __init__(self, store: ObjectStoreBackend, key: str) -> None:
+        super().__init__(store.scheme, store.bucket, store.spec)
+        self._store = store._store  # type: ignore[method-assign]  # opened once, for both
+        self._prefix = f"{key}/" if key else ""
+        self._known = [self._prefix + name for name in store.names(key)]
+        self._others: dict[str, bool] = {}
+
+    def is_there(self, key: str) -> bool:
+        if not key.startswith(self._prefix):  # mostly the key itself, several times
+            if key not in self._others:
+                self._others[key] = super().is_there(key)
+            return self._others[key]
+        at = bisect_left(self._known, key)
+        return at < len(self._known) and self._known[at] == key
+
+    def _names(self, key: str, prefix: str) -> list[str]:
+        if not prefix.startswith(self._prefix):
+            return super()._names(key, prefix)
+        first = bisect_left(self._known, prefix)
+        return self._known[first : bisect_left(self._known, f"{key}0") if key else None]
+
+
+class ObjectReader(DataReader):
+    """One object, read by ranges, or once as a whole where the store does not serve ranges."""
+
+    def __init__(self, backend: ObjectStoreBackend, key: str, known: int | None = None) -> None:
+        self._backend = backend
+        self._key = key
+        self._known = known
+        self._lock = threading.Lock()
+        self._whole: bytes | None = None
+        self._missing: ObjectNotFoundError | None = None
+
+    @property
+    def size(self) -> int:
+        # TensorStore reports no sizes.
+        return len(self._read_whole())
+
+    def read(self, offset: int, length: int, buffer: Buffer | None = None) -> NDArray[np.uint8]:
+        value = self._fetch(offset, length)
+        memory = aligned_empty(length) if buffer is None else buffer.view(length)
+        memory[:] = np.frombuffer(value, np.uint8)
+        return memory
+
+    def close(self) -> None:
+        self._whole = None
+
+    def _fetch(self, offset: int, length: int) -> bytes | memoryview:
+        if self._missing is not None:  # one request suffices
+            raise self._missing
+        if self._known is not None:
+            check_extent(self._backend.url(self._key), self._known, offset, length)
+        end = offset + length
+        try:
+            if self._whole is None and 0 <= offset < end <= _LONGEST_RANGE:
+                with contextlib.suppress(DamagedCheckpointError):
+                    value = self._backend.read_range(self._key, slice(offset, end))
+                    if len(value) == length:
+                        return value
+                # The object ends before the range does, or the server does not serve ranges.
+            whole = self._read_whole()
+        except ObjectNotFoundError as error:
+            self._missing = error
+            raise
+        check_extent(self._backend.url(self._key), len(whole), offset, length)
+        return memoryview(whole)[offset:end]
+
+    def _read_whole(self) -> bytes:
+        with self._lock:
+            if self._whole is None:
+                self._whole = self._backend.read_range(self._key, None)
+            return self._whole

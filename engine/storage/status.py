@@ -1,0 +1,145 @@
+"""The errors of storage: those of the operating system and of TensorStore become holdfast's own, in one place."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+from collections.abc import Iterator
+
+from ..errors import (
+    DamagedCheckpointError,
+    HoldfastError,
+    InvalidLocationError,
+    ObjectNotFoundError,
+    StorageConflictError,
+    StorageError,
+    StorageFullError,
+    StoragePermissionError,
+    StorageUnavailableError,
+)
+
+OS_ERRORS: dict[int, type[StorageError]] = {
+    errno.ENOENT: ObjectNotFoundError,
+    errno.ENOTDIR: ObjectNotFoundError,
+    errno.EACCES: StoragePermissionError,
+    errno.EPERM: StoragePermissionError,
+    errno.EROFS: StoragePermissionError,
+    errno.ENOSPC: StorageFullError,
+    errno.EDQUOT: StorageFullError,
+    errno.EFBIG: StorageFullError,
+    errno.EEXIST: StorageConflictError,
+    errno.ENOTEMPTY: StorageConflictError,
+    errno.ESTALE: StorageConflictError,
+    errno.ETIMEDOUT: StorageUnavailableError,
+    errno.EAGAIN: StorageUnavailableError,
+    errno.ECONNREFUSED: StorageUnavailableError,
+    errno.ECONNRESET: StorageUnavailableError,
+    errno.ECONNABORTED: StorageUnavailableError,
+    errno.EHOSTDOWN: StorageUnavailableError,
+    errno.EHOSTUNREACH: StorageUnavailableError,
+    errno.ENETDOWN: StorageUnavailableError,
+    errno.ENETUNREACH: StorageUnavailableError,
+    errno.ENOTCONN: StorageUnavailableError,
+    errno.ENAMETOOLONG: InvalidLocationError,
+    errno.ELOOP: InvalidLocationError,
+}
+"""Error numbers with a class of their own; all others become plain StorageErrors."""
+
+STATUSES: dict[str, type[HoldfastError]] = {
+    "CANCELLED": StorageUnavailableError,
+    "UNKNOWN": StorageError,
+    "INVALID_ARGUMENT": InvalidLocationError,
+    "DEADLINE_EXCEEDED": StorageUnavailableError,
+    "NOT_FOUND": ObjectNotFoundError,
+    "ALREADY_EXISTS": StorageConflictError,
+    "PERMISSION_DENIED": StoragePermissionError,
+    "RESOURCE_EXHAUSTED": StorageFullError,
+    "FAILED_PRECONDITION": StorageError,
+    "ABORTED": StorageConflictError,
+    "OUT_OF_RANGE": DamagedCheckpointError,
+    "UNIMPLEMENTED": StorageError,
+    "INTERNAL": StorageError,
+    "UNAVAILABLE": StorageUnavailableError,
+    "DATA_LOSS": DamagedCheckpointError,
+    "UNAUTHENTICATED": StoragePermissionError,
+}
+"""The canonical status names of Abseil, https://abseil.io/docs/cpp/guides/status-codes, which TensorStore reports."""
+
+_SERVICE_CODES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (
+    (re.compile(r"All \d+ retry attempts failed"), StorageUnavailableError),  # reported as ABORTED
+    (
+        re.compile(
+            r"ExpiredToken|InvalidToken|TokenRefreshRequired|AuthorizationHeaderMalformed|RequestTimeTooSkewed"
+            r"|IllegalLocationConstraint|credentials from provider"
+        ),
+        StoragePermissionError,
+    ),
+    (re.compile(r"was ignored by server|Content-Range header"), DamagedCheckpointError),  # it does not serve ranges
+    (re.compile(r"StorageFull|QuotaExceeded|http_response_code='507'"), StorageFullError),
+    (re.compile(r"PermanentRedirect|http_response_code='30[178]'"), InvalidLocationError),
+)
+"""Messages of object stores whose meaning differs from the status that TensorStore derives from them."""
+
+# Additions of TensorStore that repeat the message itself.
+_BODY = re.compile(r" \[(?:http_response_body|x-amzn-requestid)='(?:[^'\\]|\\.)*'\]")
+
+_ADVICE: dict[type[HoldfastError], str] = {
+    StoragePermissionError: "check the permissions or credentials",
+    StorageFullError: "free some space or choose another directory",
+    StorageUnavailableError: "check the connection and try again",
+}
+
+
+@contextlib.contextmanager
+def os_errors(path: str, action: str) -> Iterator[None]:
+    """Raise holdfast's errors in place of the operating system's, as "cannot ``action`` ``path``: ..."."""
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except OSError as error:
+        raise map_os_error(error, path, action) from error
+
+
+def map_os_error(error: OSError, path: str, action: str) -> StorageError:
+    kind = OS_ERRORS.get(error.errno or 0, StorageError)
+    mapped = kind(_message(kind, action, path, error.strerror or str(error)))
+    mapped.errno = error.errno
+    return mapped
+
+
+def map_status(error: Exception, path: str, action: str) -> HoldfastError:
+    if isinstance(error, OSError):
+        return map_os_error(error, path, action)
+    text = str(error)
+    status = re.match(r"[A-Z_]+(?=:)", text)
+    found = next((kind for pattern, kind in _SERVICE_CODES if pattern.search(text)), None)
+    kind: type[HoldfastError]
+    if found is not None:
+        kind = found
+    elif status is not None:
+        kind = STATUSES.get(status.group(), StorageError)
+    elif isinstance(error, ValueError):
+        kind = InvalidLocationError  # TensorStore omits the status name for arguments it cannot use.
+    else:
+        kind = StorageError
+    return kind(_message(kind, action, path, _BODY.sub("", text)))
+
+
+def _message(kind: type[HoldfastError], action: str, path: str, reason: str) -> str:
+    advice = _ADVICE.get(kind)
+    return f"cannot {action} {path}: {reason}" + (f"; {advice}" if advice else "")
+
+
+def check_extent(path: str, size: int, offset: int, length: int) -> None:
+    """Raise DamagedCheckpointError unless ``length`` bytes at ``offset`` lie within a file of ``size`` bytes."""
+    if offset < 0 or length < 0 or offset + length > size:
+        raise truncated(path, size, offset, length)
+
+
+def truncated(path: str, size: int, offset: int, length: int) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"{path} is truncated or its index is wrong: expected {length} bytes at offset {offset}, "
+        f"found a file of {size} bytes; restore an older checkpoint or copy this one again"
+    )

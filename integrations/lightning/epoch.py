@@ -1,0 +1,268 @@
+"""What an epoch consists of beside its counters: data loaders, random generators, and running averages.
+
+Lightning's own checkpoints leave running averages out, so that the mean over an epoch that was resumed is that of its
+remaining batches.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...engine.errors import StateError
+from ...engine.stateful import restore_state, state_of
+
+_OWN_GENERATORS = (torch.Generator, np.random.Generator, random.Random)
+_FACTS = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "metric_attribute",
+)
+
+
+# ---- data loaders
+
+
+def loader_states(loaders: Sequence[object]) -> list[Any]:
+    """Return the states of the loaders that carry one, in order."""
+    return [loader.state_dict() for loader in loaders if _is_stateful(loader)]  # type: ignore[attr-defined]
+
+
+def load_loader_states(loaders: Sequence[object], saved: Sequence[Any]) -> None:
+    """Give the loaders that carry a state the states that :func:`loader_states` returned.
+
+    Raises:
+        StateError: There are more or fewer such loaders than states.
+    """
+    stateful = [loader for loader in loaders if _is_stateful(loader)]
+    if len(stateful) != len(saved):
+        raise StateError(
+            f"the checkpoint holds the state of {len(saved)} training data loaders, but {len(stateful)} of this run's "
+            "loaders have state_dict and load_state_dict: use the loaders that the checkpoint was saved with"
+        )
+    for loader, state in zip(stateful, saved, strict=True):
+        loader.load_state_dict(state)  # type: ignore[attr-defined]
+
+
+def end_loader_epoch(loaders: Sequence[Any], saved: Sequence[Any]) -> None:
+    """Take the loaders that carry a state to the end of an epoch, so that the next iterator begins a new one."""
+    load_loader_states(loaders, saved)
+    for loader in filter(_is_stateful, loaders):
+        # Left to the next epoch, this iterator would be the one that takes the state up, and have no batches.
+        iterator = iter(loader)
+        if iterator is not loader:
+            next(iterator, None)  # one that is written as a generator does nothing before that
+
+
+def all_stateful(loaders: Sequence[object]) -> bool:
+    """Return whether every loader knows its own position, so that no batch has to be drawn again to find it."""
+    return all(map(_is_stateful, loaders))
+
+
+def set_sampler_epoch(loaders: Sequence[object], epoch: int) -> None:
+    """Set the epoch of the samplers, as Lightning does, but before their iterators are made."""
+    for loader in loaders:
+        sampler = getattr(loader, "sampler", None)
+        inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+        for part in [sampler] if inner is sampler else [sampler, inner]:
+            if callable(method := getattr(part, "set_epoch", None)):
+                method(epoch)
+
+
+def prefetched(fetcher: Any) -> list[Any]:
+    """Return the batches that were drawn ahead: one for loaders of unknown length, to know which is the last."""
+    return list(getattr(fetcher, "batches", ()))
+
+
+def begin_with(fetcher: Any, batches: Sequence[Any], done: bool) -> None:
+    """Make a fetcher's iterator with batches drawn ahead; ``done`` is whether the last one was handed out."""
+    fetcher.iterator = iter(fetcher.combined_loader)
+    fetcher.reset()
+    fetcher.batches = list(batches)
+    fetcher.done = done
+
+
+def skip_batches(fetcher: Any, count: int, before: Callable[[int], None]) -> None:
+    """Draw the batches that this epoch has trained on already, calling ``before`` with the number drawn so far.
+
+    Raises:
+        StateError: There are fewer batches than that.
+    """
+    draws_ahead = fetcher.length is None and hasattr(fetcher, "batches")
+    source = fetcher if draws_ahead else fetcher.iterator
+    for drawn in range(count):
+        before(drawn + draws_ahead)
+        try:
+            next(source)
+        except StopIteration:
+            raise StateError(
+                f"the checkpoint was saved after {count} batches of its epoch, but the training data now ends after "
+                f"{drawn}: use the data and the batch size that the checkpoint was saved with"
+            ) from None
+
+
+def _is_stateful(loader: object) -> bool:
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
+# ---- random generators
+
+
+def capture_generators(device: torch.device, loaders: Sequence[object]) -> dict[str, Any]:
+    """Return the state of all generators: of Python, numpy, torch, the device, and of the loaders and their parts."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(legacy=False),
+        "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
+        "loaders": {name: state_of(generator) for name, generator in _generators(loaders)},
+    }
+    if device.type != "cpu":
+        state["device"] = {"type": device.type, "state": getattr(torch, device.type).get_rng_state()}
+    return state
+
+
+def restore_generators(state: dict[str, Any], device: torch.device, loaders: Sequence[object]) -> None:
+    """Give all generators the state that :func:`capture_generators` took, without those that are gone."""
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    for name, generator in _generators(loaders):
+        if name in state["loaders"]:
+            restore_state(generator, state["loaders"][name])
+    saved = state.get("device")
+    if saved is not None and saved["type"] == device.type:
+        getattr(torch, device.type).set_rng_state(saved["state"])
+
+
+def _generators(loaders: Sequence[object]) -> Iterator[tuple[str, Any]]:
+    """Yield every generator held by a loader or one of its parts, once, with a name such as ``0.sampler.rng``."""
+    seen: set[int] = set()
+    for index, loader in enumerate(loaders):
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        parts = {
+            "loader": loader,
+            "sampler": getattr(loader, "sampler", None),
+            "batch_sampler": batch_sampler,
+            "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
+            "dataset": getattr(loader, "dataset", None),
+        }
+        for part, owner in parts.items():
+            for name, value in getattr(owner, "__dict__", {}).items():
+                if isinstance(value, _OWN_GENERATORS) and id(value) not in seen:
+                    seen.add(id(value))
+                    yield f"{index}.{part}.{name}", value
+
+
+# ---- averages over an epoch: what self.log(..., on_epoch=True) and torchmetrics have seen so far
+
+
+def update_counts(trainer: Any) -> dict[str, int]:
+    """Return how often each of the module's torchmetrics has been updated since it was reset, by name."""
+    return {name: int(metric._update_count) for name, metric in _metrics(trainer.lightning_module)}
+
+
+def capture_averages(trainer: Any, before: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Return what has been accumulated since the epoch began, between two training batches.
+
+    ``before`` has the update counts at the beginning of an evaluation that will be repeated: the metrics that it has
+    updated are left out.
+    """
+    logged = trainer.fit_loop.epoch_loop._results
+    return {
+        "logged": {key: _entry(metric) for key, metric in logged.items() if _is_kept(metric)},
+        "metrics": {
+            name: {
+                "updates": int(metric._update_count),
+                "states": {state: getattr(metric, state) for state in metric._defaults},
+            }
+            for name, metric in _metrics(trainer.lightning_module)
+            if metric._update_count and (before is None or metric._update_count == before.get(name))
+        },
+    }
+
+
+def restore_averages(trainer: Any, saved: Mapping[str, Any]) -> None:
+    """Put back what :func:`capture_averages` took, before the first batch after a resume."""
+    _restore_metrics(trainer, saved["metrics"])
+    results = trainer.fit_loop.epoch_loop._results
+    modules = dict(_metrics(trainer.lightning_module))
+    for key, entry in saved["logged"].items():
+        attribute = entry["metric_attribute"]
+        if attribute is not None and attribute not in modules:
+            continue  # the module has changed
+        logged = torch.zeros((), device=trainer.strategy.root_device) if attribute is None else modules[attribute]
+        results.log(
+            **{name: entry[name] for name in _FACTS},
+            value=logged,
+            reduce_fx=getattr(torch, entry["reduce"]),
+            sync_dist=entry["sync_dist"],
+            sync_dist_fn=trainer.strategy.reduce,
+            rank_zero_only=entry["rank_zero_only"],
+            batch_size=1,
+        )
+        metric = results[key]
+        for name, value in entry["state"].items():
+            setattr(metric, name, value.to(trainer.strategy.root_device))
+        metric._forward_cache = None
+        metric._computed = None
+    if saved["logged"]:
+        # In the first batch of an epoch, Lightning begins all averages anew. This is not the first one.
+        trainer._logger_connector._first_loop_iter = True
+
+
+def _restore_metrics(trainer: Any, saved: Mapping[str, Any]) -> None:
+    present = dict(_metrics(trainer.lightning_module))
+    for name, entry in saved.items():
+        if (metric := present.get(name)) is None:
+            continue
+        for state, value in entry["states"].items():
+            moved = [item.to(metric.device) for item in value] if isinstance(value, list) else value.to(metric.device)
+            setattr(metric, state, moved)
+        metric._update_count = entry["updates"]
+        metric._computed = None
+
+
+def _is_kept(metric: Any) -> bool:
+    meta = metric.meta
+    reduction = getattr(meta.reduce_fx, "__name__", "")
+    return bool(
+        meta.on_epoch
+        and not metric.has_reset
+        and meta.dataloader_idx is None
+        and meta.sync.group is None
+        and getattr(torch, reduction, None) is meta.reduce_fx
+    )
+
+
+def _entry(metric: Any) -> dict[str, Any]:
+    meta = metric.meta
+    return {
+        **{name: getattr(meta, name) for name in _FACTS},
+        "reduce": meta.reduce_fx.__name__,
+        "sync_dist": meta.sync.should,
+        "rank_zero_only": meta.sync.rank_zero_only,
+        # A torchmetrics.Metric that was logged is saved as part of the module.
+        "state": {state: getattr(metric, state).detach() for state in metric._defaults} if metric.is_tensor else {},
+    }
+
+
+def _metrics(module: Any) -> Iterator[tuple[str, Any]]:
+    torchmetrics: Any = sys.modules.get("torchmetrics")
+    if torchmetrics is None:
+        return
+    for name, part in module.named_modules():
+        if isinstance(part, torchmetrics.Metric):
+            yield name, part

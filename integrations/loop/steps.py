@@ -1,0 +1,223 @@
+"""The last step that a loop has reported, and the saving of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...engine.errors import CheckpointNotFoundError, OptionError, SaveFailedError
+from ...engine.manager import CheckpointManager
+from ...engine.stateful import state_of
+from .states import Extras, StateAdapter, is_deleted
+
+if TYPE_CHECKING:
+    from ...engine.manager import Decision
+
+logger = logging.getLogger("holdfast")
+
+_CHEAP = 100e-6  # seconds a step
+_SAMPLES = 3
+
+
+class LastStep:
+    """References to what ``on_step`` was given last, so that leaving the loop can still save it.
+
+    Arrays of jax never change, so a reference is enough. Data iterators do change, and a loop may draw one more batch
+    before it ends; so their positions are taken at every step, unless that costs more than 0.1 ms a step, in which
+    case they are taken at the end.
+    """
+
+    def __init__(self, step: int, adapter: StateAdapter) -> None:
+        self.step = step
+        self.metrics: Mapping[str, Any] | None = None
+        self.state: Any = None
+        self._adapter = adapter
+        self._kinds = Extras(adapter)
+        self._extras: Mapping[str, Any] = {}
+        self._positions: dict[str, Any] = {}
+        self._cost: list[float] | None = []
+        self._passed: list[tuple[str, type]] = []
+        self._moving: list[str] = []
+
+    def update(self, step: int, state: Any, metrics: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
+        """Replace the step with the one that the loop has just finished."""
+        self.step = step
+        self.metrics = metrics
+        self.state = state
+        self._extras = extras
+        self._adapter.note(state)
+        if extras or self._positions:
+            self._take_positions()
+
+    def items(self, *, alone: bool) -> dict[str, Any]:
+        """Return what a checkpoint of this step holds, by item.
+
+        Where several processes save, each keeps its own extras but for arrays, which all of them hold together.
+        """
+        found = {self._adapter.item: self._adapter.to_tree(self.state)}
+        if not self._adapter.takes_extras:
+            return found
+        taken, kinds = self._positions, self._kinds
+        extras = {name: taken[name] if name in taken else kinds.tree_of(extra) for name, extra in self._extras.items()}
+        own = {} if alone else {name: extras.pop(name) for name, extra in self._extras.items() if kinds.is_own(extra)}
+        found["extras"] = extras
+        return {**found, "process": own} if own else found
+
+    def why_lost(self) -> str | None:
+        """Return why the step cannot be saved any more, or None when it can."""
+        if (lost := self._adapter.why_lost(self.step, self.state)) is not None:
+            return lost
+        if is_deleted([extra for name, extra in self._extras.items() if name not in self._positions]):
+            return "arrays of its extras were donated since; call on_step after every update"
+        return None
+
+    def _take_positions(self) -> None:
+        if self._cost is not None and len(self._cost) == _SAMPLES:
+            if min(self._cost) > _CHEAP:
+                self._positions = {}
+                return
+            self._cost = None
+        begin = time.perf_counter()
+        self._positions = {name: state_of(self._extras[name]) for name in self._moving_names()}
+        if self._cost is not None:
+            self._cost.append(time.perf_counter() - begin)
+
+    def _moving_names(self) -> list[str]:
+        """Return the names of the extras that change in place, looked for only when others are passed than before."""
+        passed = [(name, type(extra)) for name, extra in self._extras.items()]
+        if passed != self._passed:
+            self._passed = passed
+            self._moving = [name for name, extra in self._extras.items() if self._kinds.changes_in_place(extra)]
+        return self._moving
+
+
+class StepSaver:
+    """Saves the last step that the loop has reported."""
+
+    def __init__(self, manager: CheckpointManager, adapter: StateAdapter) -> None:
+        self._manager = manager
+        self._adapter = adapter
+        self._last: LastStep | None = None
+        self._saved: int | None = None
+
+    @property
+    def step(self) -> int | None:
+        """The last step that was reported, or None."""
+        return None if self._last is None else self._last.step
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the last step is saved, or no step was reported."""
+        return self._last is None or self._holds(self._last.step)
+
+    def update(self, step: int, state: Any, metrics: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
+        """Take note of a step that the loop has finished."""
+        last = self._last
+        if last is None:
+            last = self._last = LastStep(step, self._adapter)
+        last.update(step, state, metrics, extras)
+
+    def record(self, step: int, metrics: Mapping[str, Any]) -> bool:
+        """Store metrics with the checkpoint of a step, and return whether there is one.
+
+        Raises:
+            SaveFailedError: Its save has failed in the background.
+        """
+        if not self._holds(step):
+            return False
+        try:
+            self._manager.record_metrics(step, host_metrics(metrics))
+        except CheckpointNotFoundError:
+            self._manager.wait_until_finished()  # raises if its save has failed
+            raise
+        return True
+
+    def reconsider(self, step: int, metrics: Mapping[str, Any]) -> Decision | None:
+        """Add metrics to the last step, and return whether to save it now; None if it is not the last one."""
+        last = self._last
+        if last is None or last.step != step:
+            return None
+        last.metrics = {**(last.metrics or {}), **metrics}
+        return self._manager.decide(step, metrics=last.metrics)
+
+    def why_lost(self) -> str | None:
+        """Return why the last step cannot be saved any more, or None when it can."""
+        return None if self._last is None else self._last.why_lost()
+
+    def save(self, reason: str) -> None:
+        """Save the last step in the background.
+
+        Raises:
+            SaveFailedError: The save before this one failed; this one is done nevertheless.
+        """
+        last = self._last
+        assert last is not None
+        if self._saved is None:
+            self._adapter.warn_of_step(last.step, last.state)
+        metrics = None if last.metrics is None else host_metrics(last.metrics)
+        try:
+            items = last.items(alone=self._manager.alone)
+            self._manager.save(last.step, items, metrics=metrics, force=True, reason=reason)
+        except SaveFailedError:  # of the save before; this step is saved nevertheless
+            self._saved = last.step
+            raise
+        self._saved = last.step
+
+    def save_at_end(self) -> None:
+        """Save the last step if that is still possible, and log a warning if it is not."""
+        lost = self.why_lost()
+        if lost is None:
+            self.save("at the end")
+        else:
+            logger.warning("step %d is not saved at the end: %s", self.step, lost)
+
+    def _holds(self, step: int) -> bool:
+        return step == self._saved or step in self._manager.all_steps()
+
+
+def check_metrics(metrics: object) -> None:
+    """Raise OptionError if metrics are not a mapping."""
+    if not isinstance(metrics, Mapping):
+        raise OptionError(
+            f"metrics must be a mapping of names to numbers, such as {{'loss': 0.5}}, not {type(metrics).__name__}"
+        )
+
+
+def host_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics as Python numbers, without what is not a number, such as a confusion matrix.
+
+    All copies from a device are started before the first is waited for.
+    """
+    _start_copies(metrics)
+    return _numbers(metrics)
+
+
+def _start_copies(metrics: Mapping[str, Any]) -> None:
+    for value in metrics.values():
+        if isinstance(value, Mapping):
+            _start_copies(value)
+        elif (start := getattr(value, "copy_to_host_async", None)) is not None:
+            start()
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    numbers: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            numbers[str(name)] = _numbers(value)
+        elif (number := _number(value)) is not None:
+            numbers[str(name)] = number
+    return numbers
+
+
+def _number(value: Any) -> bool | int | float | None:
+    if isinstance(value, (str, bytes)):  # float() would read them
+        return None
+    item = getattr(value, "item", None)
+    try:
+        value = item() if callable(item) else value
+        return value if isinstance(value, (bool, int, float)) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None

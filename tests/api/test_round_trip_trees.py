@@ -1,0 +1,190 @@
+"""Containers of every kind, and generated trees, saved and loaded."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import holdfast as hf
+from holdfast.engine.storage import as_location
+
+Same = Callable[[Any, Any], None]
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any = None
+
+
+@dataclass
+class Layer:
+    w: Any
+    name: str = "layer"
+    cache: Any = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    inner: Any
+
+
+class Config(dict[str, Any]):
+    pass
+
+
+class Table(Mapping[str, Any]):
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values_ = dict(values)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.values_[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_)
+
+    def __len__(self) -> int:
+        return len(self.values_)
+
+
+A = np.arange(3.0)
+# The saved tree, and the result of a load without a template; None if they are equal.
+CONTAINERS: dict[str, tuple[Any, Any]] = {
+    "dict": ({"b": 1, "a": 2}, None),
+    "int_keys": ({3: A, -1: 2, 0: 0}, None),
+    "mixed_keys": ({1: "int", "1": "str", "a": {2: A, "2": 3}}, None),
+    "bool_keys": ({True: 1, False: 0, "True": 2}, None),
+    "odd_keys": ({"": 1, ".": 2, "..": 3, "a.b": 4, "a/b": 5, "%": 6, "a%2Eb": 7, "x__lock": 8, "ü \n": 9}, None),
+    "keys_like_others": ({"a": {"b": 1}, "a.b": 2, "a/b": 3, "a%2Eb": 4}, None),
+    "surrogates": ({"\ud800": 1, "\udcff\ud800": 2}, None),
+    "zarr_keys": ({"c": {"0": A, "c": {"0": A}}, "zarr.json": A, "manifest.ocdbt": 1}, None),
+    "long_key": ({"k" * 5000: A}, None),
+    "list": ([1, [2, [3]]], None),
+    "tuple": ((1, (2,), [(3,)]), None),
+    "ordered_dict": (OrderedDict([("b", 1), ("a", 2)]), None),
+    "default_dict": (defaultdict(list, {"a": [1]}), None),
+    "counter": (Counter("abca"), None),
+    "empty": ({"d": {}, "l": [], "t": (), "o": OrderedDict(), "c": Counter(), "n": {"m": [{}]}}, None),
+    "only_empty": ({}, None),
+    "empty_list": ([], None),
+    "namedtuple": (Point(1, Point(2)), {"x": 1, "y": {"x": 2, "y": None}}),
+    "dataclass": (Layer(A, cache=[1]), {"w": A, "name": "layer", "cache": [1]}),
+    "frozen": (Frozen(Frozen({"a": 1})), {"inner": {"inner": {"a": 1}}}),
+    "subclass": (Config(a=1), {"a": 1}),
+    "mapping": (Table({"b": A, "a": 1}), {"b": A, "a": 1}),
+    "proxy": (MappingProxyType({"a": 1}), {"a": 1}),
+    "mixture": ([Point({"a": (Frozen(1), None)}, [])], [{"x": {"a": ({"inner": 1}, None)}, "y": []}]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_containers(name: str, place: str, assert_same: Same) -> None:
+    tree, plain = CONTAINERS[name]
+    hf.save(place, tree)
+    found = hf.load(place)
+    assert_same(found, tree if plain is None else plain)
+    if isinstance(tree, defaultdict):
+        assert found.default_factory is tree.default_factory
+    assert_same(hf.load(place, like=tree), tree)
+    assert hf.verify(place).ok
+
+
+def test_the_same_array_in_many_places(place: str, assert_same: Same) -> None:
+    shared = [A, A]
+    hf.save(place, {"a": shared, "b": shared, "c": A})
+    assert_same(hf.load(place), {"a": [A, A], "b": [A, A], "c": A})
+
+
+def test_containers_within_themselves_and_very_deep_ones(place: str) -> None:
+    circle: dict[str, Any] = {"a": 1}
+    circle["self"] = [circle]
+    deep: Any = 1
+    for _ in range(5000):
+        deep = [deep]
+    for tree, says in ((circle, "contains itself"), ({"deep": deep}, "deeper than")):
+        with pytest.raises(hf.UnsupportedLeafError, match=says):
+            hf.save(place, tree)
+    ample: Any = A
+    for _ in range(130):
+        ample = {"k": [ample]} if isinstance(ample, list) else [ample]
+    hf.save(place, ample)
+    assert repr(hf.load(place)) == repr(ample)
+
+
+KEYS = st.text(max_size=4) | st.sampled_from(["a", "b.c", "", "%2E", "0", "1"]) | st.integers(-3, 3)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.complex_numbers(allow_nan=True)
+    | st.text(max_size=20)
+    | st.binary(max_size=20)
+    | st.frozensets(st.integers() | st.text(max_size=3), max_size=3)
+)
+ARRAYS = hnp.arrays(
+    hnp.scalar_dtypes() | hnp.unicode_string_dtypes(max_len=3) | hnp.byte_string_dtypes(max_len=3),
+    hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4),
+)
+TREES = st.recursive(
+    SCALARS | ARRAYS,
+    lambda inner: (
+        st.dictionaries(KEYS, inner, max_size=4)
+        | st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=3).map(OrderedDict)
+    ),
+    max_leaves=12,
+)
+LAYOUTS = st.builds(
+    hf.Layout,
+    chunk_bytes=st.just(4096),
+    segment_bytes=st.sampled_from([4096, 10_000]),
+    data_file_bytes=st.sampled_from([4096, 20_000]),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(TREES, LAYOUTS)
+def test_any_tree(tree: Any, layout: hf.Layout) -> None:
+    place = f"memory://tests/{uuid.uuid4().hex}"
+    hf.save(place, tree, layout=layout)
+    _assert_same(hf.load(place), tree)
+    _assert_same(hf.load(place, like=tree), tree)
+    as_location(place).remove_tree()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(["u1", "f4", "c16", ">i8", "U3", "M8[s]"]),
+    hnp.array_shapes(max_dims=4, max_side=40),
+    st.integers(0, 1 << 30),
+)
+def test_any_shape_in_chunks(dtype: str, shape: tuple[int, ...], seed: int) -> None:
+    place = f"memory://tests/{uuid.uuid4().hex}"
+    random = np.random.default_rng(seed)
+    array = random.integers(0, 100, shape).astype(dtype).transpose(random.permutation(len(shape)))
+    hf.save(place, [array], layout=hf.Layout(chunk_bytes=4096, segment_bytes=4096, data_file_bytes=65536))
+    _assert_same(hf.load(place), [np.ascontiguousarray(array)])
+    as_location(place).remove_tree()
+
+
+_same: list[Same] = []
+
+
+@pytest.fixture(autouse=True)
+def _compare(assert_same: Same) -> None:
+    _same[:] = [assert_same]
+
+
+def _assert_same(found: Any, expected: Any) -> None:
+    _same[0](found, expected)

@@ -1,0 +1,151 @@
+"""Decoders of chunks: checks before bytes are used, the chunks of a box, runs that are read in one piece."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdfast.engine.arrays.assemble import Assembly, ChunkDecoder
+from holdfast.engine.arrays.extents import ChunkTable, plan_extents, plausible
+from holdfast.engine.format import ArrayMetadata, compress_chunks, crc32c
+from holdfast.engine.pytree import Box
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def decoder(shape: tuple[int, ...], chunk: tuple[int, ...], compression: int | None = None) -> ChunkDecoder:
+    return ChunkDecoder(ArrayMetadata(shape, "uint8", chunk, None, True, compression))
+
+
+def with_checksum(content: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.frombuffer(content + crc32c(content).to_bytes(4, "little"), np.uint8)
+
+
+def frame(content: bytes) -> bytes:
+    [stored] = compress_chunks([np.frombuffer(content, np.uint8)], 3)
+    return stored[:-4]
+
+
+def fresh(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.empty(nbytes, np.uint8)
+
+
+CHUNK = bytes(range(256)) * 4
+
+
+@pytest.mark.parametrize(
+    ("compression", "stored", "problem"),
+    [
+        (None, with_checksum(CHUNK), ""),
+        (None, with_checksum(CHUNK[1:]), "has 1027 bytes, expected 1028"),
+        (None, with_checksum(CHUNK)[:-1], "has 1027 bytes, expected 1028"),
+        (None, np.frombuffer(CHUNK + bytes(4), np.uint8), "has crc32c [0-9a-f]{8}, expected 00000000"),
+        (3, with_checksum(frame(CHUNK)), ""),
+        (3, np.frombuffer(frame(CHUNK) + bytes(4), np.uint8), "has crc32c"),
+        (3, with_checksum(CHUNK), "cannot be decompressed"),
+        (3, with_checksum(frame(CHUNK)[:-1]), "cannot be decompressed"),
+        (3, with_checksum(frame(CHUNK[1:])), "holds 1023 bytes, expected 1024"),
+        (3, with_checksum(frame(CHUNK + b"x")), "cannot be decompressed"),
+        (3, with_checksum(CHUNK * 3), "has 3076 bytes, expected at most"),
+        (3, np.zeros(4, np.uint8), "has 4 bytes, expected at most"),
+    ],
+)
+def test_chunks_are_checked(compression: int | None, stored: Any, problem: str) -> None:
+    found, what = decoder((1024,), (1024,), compression).content(stored, fresh)
+    if problem:
+        with pytest.raises(AssertionError, match=problem):
+            raise AssertionError(what)
+    else:
+        assert what == ""
+        assert found.tobytes() == CHUNK
+
+
+def test_a_small_frame_never_takes_a_terabyte(little_memory: int) -> None:
+    huge = decoder((1 << 40,), (1 << 40,), 3)
+    assert "holds 4194304 bytes, expected 1099511627776" in huge.content(with_checksum(frame(bytes(4 * MIB))), fresh)[1]
+    silent = bytes.fromhex("28b52ffd0040 03 0000 01 000080".replace(" ", ""))  # a frame that does not state its size
+    assert "cannot hold the expected 1099511627776" in huge.content(with_checksum(silent), fresh)[1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunk", "box", "expected"),
+    [
+        ((10,), (4,), ((0,), (10,)), [0, 1, 2]),
+        ((10,), (4,), ((4,), (8,)), [1]),
+        ((10,), (4,), ((3,), (5,)), [0, 1]),
+        ((10,), (4,), ((5,), (5,)), []),
+        ((), (), ((), ()), [0]),
+        ((6, 6), (2, 3), ((0, 0), (2, 3)), [0]),
+        ((6, 6), (2, 3), ((1, 2), (3, 4)), [0, 1, 2, 3]),
+        ((6, 6), (2, 3), ((4, 0), (6, 6)), [4, 5]),
+        ((4, 0), (4, 1), ((0, 0), (4, 0)), []),
+        ((2, 2, 2), (1, 1, 1), ((0, 1, 0), (2, 2, 1)), [2, 6]),
+    ],
+)
+def test_chunks_of_a_box(shape: Any, chunk: Any, box: Any, expected: list[int]) -> None:
+    found = decoder(shape, chunk)
+    assert found.chunks_in(Box(*box)) == expected
+    touching = [number for number in range(found.chunk_count) if found.chunk_box(number).common(Box(*box))]
+    assert touching == expected or shape == ()
+
+
+def test_boxes_are_put_together_from_blocks() -> None:
+    """An array cut along both axes; boxes that share chunks, are single chunks, or contain none."""
+    whole = np.arange(70, dtype=np.uint8).reshape(7, 10)
+    metadata = ArrayMetadata((7, 10), "uint8", (3, 4), None, True)
+    boxes = [Box((0, 0), (7, 10)), Box((3, 4), (6, 8)), Box((3, 4), (6, 8)), Box((2, 3), (7, 5)), Box((1, 1), (1, 5))]
+    assembly = Assembly([metadata], [boxes], keep=True)
+    for number in assembly.wanted_chunks(0):
+        box = assembly.decoders[0].chunk_box(number)
+        chunk = np.zeros(box.shape, np.uint8)
+        part = whole[box.start[0] : box.stop[0], box.start[1] : box.stop[1]]
+        chunk[: part.shape[0], : part.shape[1]] = part
+        assert assembly.accept(0, number, with_checksum(chunk.tobytes())) == ""
+    found = assembly.finish()
+    for (start, stop), array in zip(boxes, found, strict=True):
+        assert array is not None
+        np.testing.assert_array_equal(array, whole[start[0] : stop[0], start[1] : stop[1]], strict=True)
+        assert array.flags.writeable
+    assert not any(np.shares_memory(one, other) for one in found for other in found if one is not other)
+
+
+def table(*rows: tuple[int, int, int, bool]) -> ChunkTable:
+    columns = np.array([row[:3] for row in rows], np.int64).reshape(-1, 3).T
+    numbers = np.arange(len(rows))
+    kept = np.array([row[3] for row in rows], bool)
+    return ChunkTable(["a", "b"], columns[0], columns[1], columns[2], numbers, numbers, kept)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([], []),
+        ([(0, 0, 100, False), (0, 128, 100, False)], [("a", 0, 228, False)]),
+        ([(0, 0, 100, False), (1, 128, 100, False)], [("a", 0, 100, False), ("b", 128, 100, False)]),
+        ([(0, 0, 100, False), (0, 9000, 100, False)], [("a", 0, 100, False), ("a", 9000, 100, False)]),
+        ([(0, 0, 5 * MIB, False), (0, 5 * MIB, 64, False)], [("a", 0, 5 * MIB, False), ("a", 5 * MIB, 64, False)]),
+        ([(0, i * MIB, MIB, False) for i in range(6)], [("a", 0, 4 * MIB, False), ("a", 4 * MIB, 2 * MIB, False)]),
+        ([(0, i * MIB, MIB, True) for i in range(20)], [("a", 0, 16 * MIB, True), ("a", 16 * MIB, 4 * MIB, True)]),
+        ([(0, 0, 64, False), (0, 64, MIB, True), (0, 64 + MIB, 64, False)], [("a", 0, MIB + 128, True)]),
+        ([(0, 0, MIB, False), (0, MIB, MIB, True)], [("a", 0, MIB, False), ("a", MIB, MIB, True)]),
+    ],
+)
+def test_runs_that_are_read_in_one_piece(
+    rows: list[tuple[int, int, int, bool]], expected: list[tuple[str, int, int, bool]]
+) -> None:
+    extents = list(plan_extents(table(*rows), 4 * KIB))
+    assert [(extent.file, extent.offset, extent.length, extent.kept) for extent in extents] == expected
+    assert [row for extent in extents for row in range(extent.first, extent.stop)] == list(range(len(rows)))
+
+
+def test_impossible_chunks_are_reported_and_left_out() -> None:
+    chunks = table((0, 0, 100, False), (0, 50, 10, False), (0, 100, 100, False), (1, 0, 300, False), (1, 250, 9, False))
+    problems: dict[int, str] = {}
+    kept = plausible(chunks, {"a": 150, "b": 400}, problems.__setitem__)
+    assert kept.arrays.tolist() == [0, 3]
+    assert sorted(problems) == [1, 2, 4]
+    assert "overlaps another" in problems[1]
+    assert "ends at byte 200 of 150" in problems[2]
+    assert plausible(chunks, {}, problems.__setitem__).arrays.tolist() == []

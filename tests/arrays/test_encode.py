@@ -1,0 +1,130 @@
+"""From arrays in memory to the bytes of segments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import holdfast as hf
+from holdfast.engine.arrays.encode import Source, segment_parts
+from holdfast.engine.arrays.plan import ArraySpec, chunk_shape, plan_files
+from holdfast.engine.format import crc32c
+from holdfast.engine.pytree import Piece
+
+
+def source_of(array: Any, limit: int, pieces: list[Piece] | None = None) -> Source:
+    dtype = array.dtype.newbyteorder("<")
+    spec = ArraySpec(array.shape, chunk_shape(array.shape, dtype.itemsize, limit), dtype.itemsize)
+    return Source(spec, dtype, pieces or [Piece((0,) * array.ndim, array)])
+
+
+def files_of(sources: list[Source], layout: hf.Layout) -> list[bytes]:
+    contents = []
+    for file in plan_files([source.spec for source in sources], layout):
+        content = bytearray(file.size)
+        for segment in file.segments:
+            parts = []
+            for part in segment_parts(segment, sources):
+                assert part.dtype == np.uint8
+                assert part.ndim == 1
+                parts.append(part.tobytes())  # before the next one is generated
+            data = b"".join(parts)
+            assert len(data) == segment.size
+            content[segment.offset : segment.offset + segment.size] = data
+        contents.append(bytes(content))
+    return contents
+
+
+def arrays_of(sources: list[Source], layout: hf.Layout) -> list[Any]:
+    """Reads the arrays back out of the files, chunk by chunk, and checks every checksum."""
+    contents = files_of(sources, layout)
+    arrays = [np.zeros(source.spec.shape, source.dtype) for source in sources]
+    for file, content in zip(plan_files([s.spec for s in sources], layout), contents, strict=True):
+        for segment in file.segments:
+            for chunk in segment.chunks:
+                spec = sources[chunk.array].spec
+                end = chunk.offset + spec.chunk_nbytes
+                data = content[chunk.offset : end]
+                assert int.from_bytes(content[end : end + 4], "little") == crc32c(data)
+                values = np.frombuffer(data, sources[chunk.array].dtype).reshape(spec.chunk_shape)
+                start = np.array(np.unravel_index(chunk.number, spec.grid) if spec.grid else ()) * spec.chunk_shape
+                part = tuple(slice(int(i), int(i) + n) for i, n in zip(start, spec.chunk_shape, strict=True))
+                inside = tuple(slice(0, n) for n in arrays[chunk.array][part].shape)
+                arrays[chunk.array][part] = values[inside]
+                outside = np.ones(spec.chunk_shape, bool)
+                outside[inside] = False
+                assert not values[outside].any()  # padding is zero
+    return arrays
+
+
+BASE = np.arange(1, 90_001, dtype=np.float32)
+ARRAYS: dict[str, Any] = {
+    "contiguous": BASE.reshape(300, 300),
+    "one_chunk": BASE[:100],
+    "uneven": BASE[:89_999],
+    "fortran": np.asfortranarray(BASE.reshape(300, 300)),
+    "strided": BASE[::7],
+    "reversed": BASE.reshape(300, 300)[::-1, ::-1],
+    "big_endian": BASE.astype(">f4"),
+    "scalar": np.asarray(np.float32(2)),
+    "empty": BASE[:0].reshape(3, 0),
+    "bytes": np.arange(70_000).astype(np.uint8),
+    "booleans": BASE[:5000] > 100,
+    "read_only": np.frombuffer(BASE.tobytes(), np.float32),
+}
+
+
+@pytest.mark.parametrize("chunk_bytes", [4096, 100_000, 1 << 20])
+@pytest.mark.parametrize("name", ARRAYS)
+def test_any_array(name: str, chunk_bytes: int) -> None:
+    array = ARRAYS[name]
+    (found,) = arrays_of([source_of(array, chunk_bytes)], hf.Layout(chunk_bytes=chunk_bytes, segment_bytes=70_000))
+    np.testing.assert_array_equal(found, array)
+    assert found.dtype == array.dtype.newbyteorder("=")
+
+
+def test_large_chunks_come_in_parts_that_stay_in_the_cache() -> None:
+    array = np.arange(5 << 20, dtype=np.uint8)
+    source = source_of(array, 8 << 20)
+    (file,) = plan_files([source.spec], hf.Layout())
+    (segment,) = file.segments
+    assert max(len(part) for part in segment_parts(segment, [source])) <= 1 << 20
+    assert np.shares_memory(next(part for part in segment_parts(segment, [source]) if len(part)), array)  # no copies
+
+
+def test_small_chunks_are_joined() -> None:
+    sources = [source_of(BASE[:256], 4096)] * 5000
+    (file,) = plan_files([source.spec for source in sources], hf.Layout())
+    (segment,) = file.segments
+    assert len(list(segment_parts(segment, sources))) < 10
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    shape=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    cuts=st.lists(st.integers(1, 4), min_size=3, max_size=3),
+    order=st.randoms(use_true_random=False),
+)
+def test_pieces_in_any_arrangement(shape: list[int], cuts: list[int], order: Any) -> None:
+    array = np.arange(1, np.prod(shape) + 1, dtype=np.float64).reshape(shape)
+    bounds = [sorted({0, size, *(size * i // cut for i in range(cut))}) for size, cut in zip(shape, cuts, strict=False)]
+    starts = np.stack(np.meshgrid(*(np.array(b[:-1]) for b in bounds), indexing="ij"), -1).reshape(-1, len(shape))
+    pieces = []
+    for start in starts.tolist():
+        ends = [b[b.index(at) + 1] for at, b in zip(start, bounds, strict=True)]
+        part = array[tuple(slice(i, j) for i, j in zip(start, ends, strict=True))]
+        pieces.append(Piece(tuple(start), np.asfortranarray(part)))
+    order.shuffle(pieces)
+    (found,) = arrays_of([source_of(array, 4096, pieces)], hf.Layout(segment_bytes=4096))
+    np.testing.assert_array_equal(found, array)
+
+
+def test_arrays_of_many_sizes_lie_beside_each_other() -> None:
+    arrays = [BASE[:size] for size in (1, 20_000, 16, 17, 0, 90_000, 3)]
+    layout = hf.Layout(chunk_bytes=70_000, segment_bytes=100_000, data_file_bytes=200_000)
+    for found, array in zip(arrays_of([source_of(array, 70_000) for array in arrays], layout), arrays, strict=True):
+        np.testing.assert_array_equal(found, array)

@@ -1,0 +1,180 @@
+"""Requests: leaves loaded as another type, dtype, shape or sharding than they were saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.engine.arrays import TreeReader, load_tree
+from holdfast.engine.pytree import LeafRequest
+from holdfast.engine.storage import as_location
+
+jax: Any = pytest.importorskip("jax")
+torch: Any = pytest.importorskip("torch")
+
+Same = Callable[[Any, Any], None]
+W = np.arange(12, dtype=np.float32).reshape(3, 4) / 8
+TREE: dict[str, Any] = {
+    "w": W,
+    "count": np.int64(5),
+    "step": 7,
+    "rate": 0.5,
+    "flag": True,
+    "phase": 1 + 2j,
+    "name": "adam",
+    "nothing": None,
+    "key": jax.random.key(1),
+    "half": torch.arange(4, dtype=torch.bfloat16),
+}
+
+
+@pytest.fixture
+def reader(place: str) -> TreeReader:
+    hf.save(place, TREE)
+    return TreeReader(as_location(place) / "state")
+
+
+def ask(reader: TreeReader, name: str, like: Any = None, **request: Any) -> Any:
+    if "dtype" in request:
+        request["dtype"] = np.dtype(request["dtype"])
+    requests = {name: LeafRequest(**request)}
+    return load_tree(reader, like=None if like is None else {name: like}, select=name, requests=requests)[name]
+
+
+PADDED = np.zeros((5, 2), np.float32)
+PADDED[:3] = W[:, :2]
+
+NUMPY: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "nothing": ("w", {}, W),
+    "numpy": ("w", {"kind": "numpy"}, W),
+    "wider": ("w", {"dtype": np.float64}, W.astype(np.float64)),
+    "narrower": ("w", {"dtype": ml_dtypes.bfloat16}, W.astype(ml_dtypes.bfloat16)),
+    "whole numbers": ("half", {"dtype": np.int8}, np.arange(4, dtype=np.int8)),
+    "same shape": ("w", {"shape": (3, 4)}, W),
+    "resized": ("w", {"shape": (5, 2), "resize": True}, PADDED),
+    "resized and cast": ("w", {"shape": (5, 2), "resize": True, "dtype": np.float64}, PADDED.astype(np.float64)),
+    "to nothing": ("w", {"shape": (0, 4), "resize": True}, W[:0]),
+    "scalar": ("count", {"dtype": np.int32}, np.int32(5)),
+    "scalar as array": ("count", {"kind": "numpy"}, np.array(5)),
+    "int": ("count", {"kind": "int"}, 5),
+    "int as float": ("step", {"kind": "float"}, 7.0),
+    "int cast": ("step", {"dtype": np.float32}, 7.0),
+    "number as array": ("step", {"kind": "numpy"}, np.array(7)),
+    "number as array, cast": ("rate", {"kind": "numpy", "dtype": np.float16}, np.array(0.5, np.float16)),
+    "bool as int": ("flag", {"kind": "int"}, 1),
+    "float as complex": ("rate", {"kind": "complex"}, 0.5 + 0j),
+    "text": ("name", {"kind": "str"}, "adam"),
+    "text, cast": ("name", {"dtype": np.float32}, "adam"),
+    "none": ("nothing", {"kind": "jax"}, None),
+    "key": ("key", {"kind": "numpy"}, np.asarray(jax.random.key_data(TREE["key"]))),
+}
+
+
+@pytest.mark.parametrize(("name", "request_", "expected"), NUMPY.values(), ids=NUMPY)
+def test_without_a_template(
+    name: str, request_: dict[str, Any], expected: Any, reader: TreeReader, assert_same: Same
+) -> None:
+    assert_same(ask(reader, name, **request_), expected)
+
+
+def test_all_other_leaves_stay_as_they_are(reader: TreeReader, assert_same: Same) -> None:
+    plain = load_tree(reader)
+    found = load_tree(reader, requests={"w": LeafRequest(dtype=np.dtype(np.float64))})
+    assert_same(found, {**plain, "w": W.astype(np.float64)})
+
+
+@pytest.mark.parametrize("name", ["w", "step", "rate", "flag", "half"])
+def test_jax_arrays(name: str, reader: TreeReader) -> None:
+    found = ask(reader, name, kind="jax")
+    assert isinstance(found, jax.Array)
+    expected = jax.numpy.asarray(load_tree(reader)[name])
+    assert found.dtype == expected.dtype
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+    assert ask(reader, name, kind="jax", dtype=np.float32).dtype == np.float32
+
+
+def test_keys_stay_keys(reader: TreeReader) -> None:
+    found = ask(reader, "key", kind="jax")
+    assert jax.random.bits(found) == jax.random.bits(TREE["key"])
+
+
+@pytest.mark.parametrize("name", ["w", "step", "half"])
+def test_tensors(name: str, reader: TreeReader) -> None:
+    found = ask(reader, name, kind="torch")
+    assert torch.equal(found, torch.as_tensor(TREE[name]))
+    assert ask(reader, name, kind="torch", dtype=np.float64).dtype == torch.float64
+    assert ask(reader, name, kind="torch", dtype=ml_dtypes.bfloat16).dtype == torch.bfloat16
+
+
+def test_a_request_goes_before_the_template(reader: TreeReader) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3, 4))
+    found = ask(reader, "w", parameter, dtype=np.float64)
+    assert isinstance(found, torch.nn.Parameter)
+    assert found.dtype == torch.float64
+    assert torch.equal(found, torch.tensor(W, dtype=torch.float64))
+    whole = ask(reader, "half", torch.nn.Parameter(torch.zeros(4)), dtype=np.int32)
+    assert torch.equal(whole, torch.arange(4, dtype=torch.int32))
+    assert not whole.requires_grad
+    with pytest.raises(hf.TreeMismatchError, match="torch has no such dtype"):
+        ask(reader, "w", parameter, dtype=ml_dtypes.float8_e3m4)
+    resized = ask(reader, "w", parameter, shape=(5, 2), resize=True)
+    assert torch.equal(resized, torch.tensor(PADDED))
+    assert isinstance(ask(reader, "w", parameter, kind="numpy"), np.ndarray)
+    [device] = jax.devices()[2:3]
+    array = ask(reader, "w", jax.device_put(jax.numpy.zeros((3, 4)), device), dtype=np.float16)
+    assert array.devices() == {device}
+    assert array.dtype == np.float16
+    assert ask(reader, "step", np.zeros(()), kind="int") == 7
+    assert ask(reader, "w", ..., dtype=np.float64).dtype == np.float64
+
+
+def test_resized_on_devices(reader: TreeReader) -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    for spec, shape in {("x",): (8, 3), (None, "x"): (2, 8), (): (3, 4)}.items():
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        found = ask(reader, "w", shape=shape, resize=True, sharding=sharding, dtype=np.float16)
+        expected = np.zeros(shape, np.float16)
+        expected[: min(3, shape[0]), : min(4, shape[1])] = W[: shape[0], : shape[1]]
+        assert found.sharding == sharding
+        np.testing.assert_array_equal(np.asarray(found), expected)
+
+
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "another shape": ("w", {"shape": (5, 2)}, r"w: expected float32\[5, 2\] \(request\), found float32\[3, 4\]"),
+    "other axes": ("w", {"shape": (12,), "resize": True}, r"w: expected float32\[12\]"),
+    "imaginary part": ("phase", {"kind": "float"}, "phase: expected float .*found complex"),
+    "not whole, in an array": ("w", {"dtype": np.int8}, r"w: expected values that int8 can hold, found 0\.125"),
+    "not whole": ("rate", {"kind": "int"}, "rate: expected a Python int .request., found 0.5"),
+    "no number": ("name", {"kind": "int"}, "name: expected int .request., found str"),
+    "no array": ("name", {"kind": "jax"}, "name: expected jax .request., found str"),
+    "no text": ("w", {"kind": "str"}, r"w: expected str .request., found float32"),
+    "array as a number": ("w", {"kind": "float"}, r"w: expected float .request., found float32\[3, 4\]"),
+    "a key is no number": ("key", {"kind": "jax", "dtype": np.float32}, "key: expected key"),
+    "too wide": ("w", {"kind": "jax", "dtype": np.float64}, "jax would make it float32"),
+    "unknown to torch": ("w", {"kind": "torch", "dtype": ml_dtypes.float8_e3m4}, "torch has no such dtype"),
+}
+
+
+@pytest.mark.parametrize(("name", "request_", "message"), WRONG.values(), ids=WRONG)
+def test_requests_that_do_not_fit(name: str, request_: dict[str, Any], message: str, reader: TreeReader) -> None:
+    with pytest.raises(hf.TreeMismatchError, match=message):
+        ask(reader, name, **request_)
+
+
+@pytest.mark.parametrize(
+    ("name", "request_", "message"),
+    [
+        ("w", LeafRequest(kind="tuple"), "w: kind='tuple' is not known"),
+        ("w", LeafRequest(sharding="x"), "w: sharding='x' must be"),
+        ("w", LeafRequest(kind="numpy", sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])), "w: sharding="),
+        ("v", LeafRequest(), "there are requests for v,"),
+    ],
+)
+def test_requests_that_make_no_sense(name: str, request_: LeafRequest, message: str, reader: TreeReader) -> None:
+    with pytest.raises(hf.OptionError, match=message):
+        load_tree(reader, requests={name: request_})

@@ -1,0 +1,181 @@
+"""Templates: what they decide, and the errors if they do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+
+Same = Callable[[Any, Any], None]
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclass
+class Record:
+    x: Any
+    y: Any
+
+
+def test_a_mismatch_lists_every_leaf_that_differs(place: str) -> None:
+    saved = {
+        "same": np.ones(3),
+        "shape": np.ones((3, 4), np.float32),
+        "dtype": np.ones(3, np.float32),
+        "gone": 1,
+        "layers": [{"w": np.ones(2)}, {"w": "text"}],
+        "number": 1,
+        "key.with/both": b"x",
+    }
+    template = {
+        "same": np.ones(3),
+        "shape": np.ones((3, 5), np.float32),
+        "dtype": np.ones(3, np.float16),
+        "layers": [{"w": np.ones(2)}, {"w": np.ones(2)}],
+        "number": 1.0,
+        "key.with/both": "x",
+        "new": {"a": None},
+    }
+    hf.save(place, saved)
+    with pytest.raises(hf.TreeMismatchError, match="differ in 7 of 9 leaves") as caught:
+        hf.load(place, like=template)
+    assert caught.value.differences == (
+        "shape: expected float32[3, 5] (template), found float32[3, 4] (checkpoint)",
+        "dtype: expected float16[3] (template), found float32[3] (checkpoint)",
+        "layers/1/w: expected float64[2] (template), found str (checkpoint)",
+        "number: expected float (template), found int (checkpoint)",
+        "key.with%2Fboth: expected str (template), found bytes (checkpoint)",
+        "new/a: expected None (template), not in the checkpoint",
+        "gone: not in the template, found int (checkpoint)",
+    )
+    assert place in str(caught.value)
+    for line in caught.value.differences:
+        assert line in str(caught.value)
+
+
+def test_a_bare_leaf_has_a_name_in_messages(place: str) -> None:
+    hf.save(place, np.ones(3))
+    with pytest.raises(hf.TreeMismatchError, match=r"\(root\): expected float64\[4\] \(template\), found float64\[3\]"):
+        hf.load(place, like=np.ones(4))
+    with pytest.raises(hf.TreeMismatchError, match=r"\(root\): not in the template"):
+        hf.load(place, like={})
+
+
+DIFFER = object()
+# Saved value, template, result or DIFFER.
+PAIRS: dict[str, tuple[Any, Any, Any]] = {
+    "tuple_for_list": ([1, 2], (0, 0), (1, 2)),
+    "namedtuple_for_dict": ({"x": 1, "y": 2}, Pair(0, 0), Pair(1, 2)),
+    "dataclass_for_namedtuple": (Pair(1, [2]), Record(0, [0]), Record(1, [2])),
+    "dict_for_dataclass": (Record(1, 2), {"y": 0, "x": 0}, {"y": 2, "x": 1}),
+    "list_for_int_keys": ({0: "a", 1: "b"}, ["", ""], ["a", "b"]),
+    "order_of_the_template": ({"a": 1, "b": 2}, {"b": 0, "a": 0}, {"b": 2, "a": 1}),
+    "as_it_was": ({"a": np.ones(2), "b": "x"}, {"a": ..., "b": ...}, {"a": np.ones(2), "b": "x"}),
+    "int_for_array": (np.asarray(7, np.int32), 0, 7),
+    "array_for_int": (7, np.asarray(0, np.int16), np.asarray(7, np.int16)),
+    "array_too_narrow_for_int": (70_000, np.asarray(0, np.int16), DIFFER),
+    "unsigned_for_negative": (-1, np.asarray(0, np.uint8), DIFFER),
+    "narrow_float": (0.5, np.float16(0), np.float16(0.5)),
+    "too_narrow_float": (0.1, np.float16(0), DIFFER),
+    "nan": (float("nan"), np.asarray(0, np.float32), np.asarray(np.nan, np.float32)),
+    "int_for_bool": (True, 0, DIFFER),
+    "bool_for_array": (np.asarray(True), False, True),
+    "float_for_int": (1, 0.0, DIFFER),
+    "int_for_float": (1.0, 0, DIFFER),
+    "scalar_for_array": (np.asarray(2.5), np.float64(0), np.float64(2.5)),
+    "array_for_scalar": (np.float32(2.5), np.asarray(0, np.float32), np.asarray(2.5, np.float32)),
+    "other_byte_order": (np.arange(3, dtype=">f4"), np.zeros(3, np.float32), np.arange(3, dtype=np.float32)),
+    "wider": (np.arange(3, dtype=np.float32), np.zeros(3), DIFFER),
+    "signed_for_unsigned": (np.arange(3, dtype=np.uint8), np.zeros(3, np.int8), DIFFER),
+    "one_axis_more": (np.ones(3), np.ones((1, 3)), DIFFER),
+    "one_for_none": (np.ones(()), np.ones(1), DIFFER),
+    "text_dtype": (np.array(["a"]), np.array(["ab"]), DIFFER),
+    "time_units": (np.zeros(1, "M8[s]"), np.zeros(1, "M8[ms]"), DIFFER),
+    "none_for_zero": (0, None, DIFFER),
+    "none": (None, None, None),
+    "text_for_bytes": (b"a", "a", DIFFER),
+    "set_for_list": ({1, 2}, [1, 2], DIFFER),
+    "big_int_for_int": (1 << 80, 0, 1 << 80),
+    "big_int_for_array": (1 << 80, np.asarray(0), DIFFER),
+    "fewer": ([1, 2], [1], DIFFER),
+    "empty_containers_do_not_matter": ({"a": {}, "b": 1}, {"b": 0, "c": []}, {"b": 1, "c": []}),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_templates_that_fit(name: str, place: str, assert_same: Same) -> None:
+    saved, template, expected = PAIRS[name]
+    hf.save(place, [saved])
+    if expected is DIFFER:
+        with pytest.raises(hf.TreeMismatchError) as caught:
+            hf.load(place, like=[template])
+        assert caught.value.differences
+        assert all(line.startswith("0") for line in caught.value.differences)
+    else:
+        assert_same(hf.load(place, like=[template]), [expected])
+
+
+def test_leaves_that_cannot_be_templates_are_named(place: str) -> None:
+    hf.save(place, {"a": 1, "b": 2})
+    with pytest.raises(hf.UnsupportedLeafError, match=r"(?s)template.*a: is of type slice.*b: .*function"):
+        hf.load(place, like={"a": slice(3), "b": lambda: 1})
+
+
+def test_the_template_is_left_as_it_is(place: str) -> None:
+    template: dict[str, Any] = {"a": np.zeros(3), "l": [np.zeros(2)]}
+    hf.save(place, {"a": np.ones(3), "l": [np.ones(2)]})
+    found = hf.load(place, like=template)
+    assert found["a"].sum() == 3
+    assert template["a"].sum() == 0
+    assert template["l"][0].sum() == 0
+    assert found["l"] is not template["l"]
+
+
+def test_items_of_a_checkpoint(place: str, assert_same: Same) -> None:
+    items = {
+        "state": hf.PyTreeCheckpointer(),
+        "config": hf.Checkpointer(hf.JsonCheckpointHandler()),
+    }
+    with hf.CheckpointManager(place, items) as manager:
+        manager.save(3, {"state": {"w": np.ones(2)}, "config": {"lr": 0.1}})
+        manager.save(4, {"state": {"w": np.zeros(2)}, "config": {"lr": 0.2}})
+    assert_same(hf.load(place), {"state": {"w": np.zeros(2)}, "config": {"lr": 0.2}})
+    assert_same(hf.load(f"{place}/3", item="state", like={"w": np.ones(2)}), {"w": np.ones(2)})
+    assert_same(hf.load(place, item="config"), {"lr": 0.2})
+    with pytest.raises(hf.CheckpointNotFoundError, match="no item 'weights'; it has config, state"):
+        hf.load(place, item="weights")
+    for arguments in ({"like": {"w": np.ones(2)}}, {"select": "w"}):
+        with pytest.raises(hf.OptionError, match="name one with item="):
+            hf.load(place, **arguments)
+
+
+@pytest.mark.parametrize("prefix", [None, "ckpt", "a_b"])
+def test_a_directory_of_steps_gives_its_newest(place: str, prefix: str | None) -> None:
+    options = hf.CheckpointManagerOptions(step_prefix=prefix)
+    with hf.CheckpointManager(place, options=options) as manager:
+        for step in (9, 10):
+            manager.save(step, {"step": step})
+    assert hf.load(place) == {"step": 10}
+    assert hf.load(f"{place}/{'' if prefix is None else prefix + '_'}9") == {"step": 9}
+
+
+@pytest.mark.parametrize("name", ["missing", "", "10/state"])
+def test_where_there_is_nothing(place: str, name: str) -> None:
+    with pytest.raises(hf.CheckpointNotFoundError, match=place):
+        hf.load(f"{place}/{name}")
+
+
+def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "model.ckpt").write_bytes(b"something else")
+    for action in (hf.load, hf.describe, hf.verify):
+        with pytest.raises(hf.CheckpointNotFoundError, match="this is a file; checkpoints are directories"):
+            action(tmp_path / "model.ckpt")

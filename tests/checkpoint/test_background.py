@@ -1,0 +1,272 @@
+"""Saves in the background: told once, waited for at the end of a program, never waited for without end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import holdfast as hf
+from holdfast.engine.checkpoint.background import BackgroundSave
+
+
+def fail() -> None:
+    raise OSError("broken")
+
+
+def test_error_is_told_once() -> None:
+    save = BackgroundSave()
+    save.start(fail, what="step 3 of runs/x", step=3)
+    with pytest.raises(hf.SaveFailedError, match="step 3 of runs/x was not saved: broken") as caught:
+        save.wait()
+    assert caught.value.step == 3
+    assert isinstance(caught.value.__cause__, OSError)
+    save.wait()
+    save.check()
+
+
+@pytest.mark.usefixtures("default_sigint")
+def test_an_interrupted_wait_does_not_hide_the_save() -> None:
+    save, go = BackgroundSave(), threading.Event()
+
+    def work() -> None:
+        time.sleep(0.2)  # the main thread waits meanwhile
+        os.kill(os.getpid(), signal.SIGINT)
+        go.wait(10)
+
+    save.start(work, what="step 3")
+    with pytest.raises(KeyboardInterrupt):
+        save.wait()
+    assert save.running
+    with pytest.raises(hf.StateError, match="step 3 is still being saved"):
+        save.start(lambda: None, what="step 4")
+    go.set()
+    save.wait()
+    assert not save.running
+
+
+def test_joining_keeps_the_error() -> None:
+    save = BackgroundSave()
+    save.start(fail, what="step 3")
+    save.join()
+    assert not save.running
+    save.start(lambda: None, what="step 4")
+    save.join()
+    with pytest.raises(hf.SaveFailedError, match="step 3"):
+        save.check()
+
+
+def test_one_at_a_time() -> None:
+    save, go = BackgroundSave(), threading.Event()
+    save.start(lambda: _wait(go), what="step 3")
+    assert save.running
+    with pytest.raises(hf.StateError, match=r"step 4: step 3 is still being saved"):
+        save.start(lambda: None, what="step 4")
+    go.set()
+    save.wait()
+    assert not save.running
+
+
+def test_timeout_names_the_step() -> None:
+    save, go = BackgroundSave(timeout=0.01), threading.Event()
+    save.start(lambda: _wait(go), what="step 3 of runs/x", step=3)
+    with pytest.raises(
+        hf.SaveFailedError, match=r"step 3 of runs/x is still not saved after .*save_timeout_secs"
+    ) as caught:
+        save.wait()
+    assert caught.value.step == 3
+    go.set()
+    while save.running:
+        pass
+    save.wait()
+
+
+def _wait(event: threading.Event) -> None:
+    assert event.wait(30)
+
+
+# ---- the end of a program
+
+PROLOGUE = """
+import errno, os, sys, threading, time
+import numpy as np
+import holdfast as hf
+
+def tree(step):
+    return {"weights": np.full(100_000, step), "step": step}
+
+real = os.pwrite
+
+def slow(descriptor, data, offset):
+    time.sleep(0.2)
+    return real(descriptor, data, offset)
+
+def full(descriptor, data, offset):
+    time.sleep(0.1)
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+directory = sys.argv[1]
+"""
+
+
+def run(directory: Path, program: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PROLOGUE + textwrap.dedent(program), str(directory)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(
+            """
+            os.pwrite = slow
+            manager = hf.CheckpointManager(directory)
+            manager.save(5, tree(5))
+            """,
+            id="manager",
+        ),
+        pytest.param(
+            """
+            def train():
+                os.pwrite = slow
+                manager = hf.CheckpointManager(directory)
+                manager.save(5, tree(5))
+            train()
+            """,
+            id="manager that is dropped",
+        ),
+        pytest.param(
+            """
+            os.pwrite = slow
+            checkpointer = hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler())
+            checkpointer.save(os.path.join(directory, "5"), tree(5))
+            """,
+            id="checkpointer",
+        ),
+    ],
+)
+def test_program_that_ends_without_close(tmp_path: Path, program: str) -> None:
+    finished = run(tmp_path, program)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert hf.load(tmp_path / "5")["step"] == 5
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        pytest.param("raise RuntimeError('a bug in the loop')", 1, id="error"),
+        pytest.param("sys.exit(75)", 75, id="exit"),
+        pytest.param("raise KeyboardInterrupt", -2, id="interrupt"),
+    ],
+)
+def test_program_that_stops_right_after_a_save(tmp_path: Path, end: str, status: int) -> None:
+    program = f"""
+        os.pwrite = slow
+        manager = hf.CheckpointManager(directory)
+        manager.save(5, tree(5))
+        {end}
+        """
+    finished = run(tmp_path, program)
+    assert finished.returncode == status, finished.stderr
+    assert hf.load(tmp_path / "5")["step"] == 5
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(
+            """
+            manager = hf.CheckpointManager(directory)
+            manager.save(4, tree(4))
+            manager.wait_until_finished()
+            os.pwrite = full
+            manager.save(5, tree(5))
+            """,
+            id="ends",
+        ),
+        pytest.param(
+            """
+            def train():
+                manager = hf.CheckpointManager(directory)
+                manager.save(4, tree(4))
+                manager.wait_until_finished()
+                os.pwrite = full
+                manager.save(5, tree(5))
+            train()
+            import gc, time
+            time.sleep(0.3)
+            gc.collect()
+            """,
+            id="has dropped its manager",
+        ),
+        pytest.param(
+            """
+            manager = hf.CheckpointManager(directory)
+            manager.save(4, tree(4))
+            manager.wait_until_finished()
+            os.pwrite = full
+            manager.save(5, tree(5))
+            sys.exit(0)
+            """,
+            id="exits",
+        ),
+        pytest.param(
+            """
+            with hf.CheckpointManager(directory) as manager:
+                manager.save(4, tree(4))
+                manager.wait_until_finished()
+                os.pwrite = full
+                manager.save(5, tree(5))
+            """,
+            id="closes",
+        ),
+    ],
+)
+def test_program_whose_disk_fails_at_the_end(tmp_path: Path, program: str) -> None:
+    finished = run(tmp_path, program)
+    assert finished.returncode == 1
+    assert f"step 5 of {tmp_path} was not saved" in finished.stderr
+    assert "No space left on device" in finished.stderr
+    with hf.CheckpointManager(tmp_path) as manager:
+        assert manager.all_steps() == [4]
+        manager.acquire()
+    assert not (tmp_path / "5").exists()
+
+
+def test_program_that_was_told_ends_well(tmp_path: Path) -> None:
+    program = """
+        manager = hf.CheckpointManager(directory)
+        manager.acquire()
+        os.pwrite = full
+        manager.save(5, tree(5))
+        try:
+            manager.wait_until_finished()
+        except hf.SaveFailedError as error:
+            print(error.step)
+        """
+    finished = run(tmp_path, program)
+    assert (finished.returncode, finished.stdout, finished.stderr) == (0, "5\n", "")
+
+
+def test_program_whose_disk_hangs_at_the_end(tmp_path: Path) -> None:
+    program = """
+        manager = hf.CheckpointManager(directory, options=hf.CheckpointManagerOptions(save_timeout_secs=0.2))
+        manager.save(4, tree(4))
+        manager.wait_until_finished()
+        os.pwrite = lambda *arguments: time.sleep(600)
+        manager.save(5, tree(5))
+        """
+    finished = run(tmp_path, program)
+    assert finished.returncode == 1
+    assert f"step 5 of {tmp_path} is still not saved after 0.2 s" in finished.stderr
+    with hf.CheckpointManager(tmp_path) as manager:
+        assert manager.all_steps() == [4]
+        manager.acquire()
+    assert not (tmp_path / "5").exists()

@@ -1,0 +1,309 @@
+"""One object at one path: the checkpointers, and handlers that users write."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+
+
+class TextFiles(hf.CheckpointHandler):
+    """Ordinary files, written and read with what Python brings."""
+
+    def save(self, directory: hf.Location, item: Any, *, suffix: str = ".txt", **kwargs: Any) -> None:
+        for name, text in item.items():
+            path = Path(os.fspath(directory), name + suffix)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    def restore(
+        self, directory: hf.Location, item: Any = None, *, files: Any = None, suffix: str = ".txt", **kwargs: Any
+    ) -> Any:
+        root = Path(os.fspath(directory))
+        found = {str(path.relative_to(root))[: -len(suffix)]: path for path in root.rglob(f"*{suffix}")}
+        return {name: path.read_text() for name, path in sorted(found.items()) if item is None or name in item}
+
+
+class Later:
+    def __init__(self, path: str, text: str) -> None:
+        self.path, self.text, self.thread = path, text, ""
+
+    def result(self, timeout: float | None = None) -> None:
+        self.thread = threading.current_thread().name
+        with open(self.path, "w") as file:
+            file.write(self.text)
+
+
+class AsyncTextFiles(hf.AsyncCheckpointHandler):
+    """Takes a snapshot in a coroutine, and writes one file for each future."""
+
+    def __init__(self) -> None:
+        self.futures: list[Later] = []
+
+    async def async_save(self, directory: hf.Location, item: Any, **kwargs: Any) -> list[hf.SaveFuture]:
+        await asyncio.sleep(0)
+        self.futures = [Later(os.path.join(directory, name), json.dumps(value)) for name, value in item.items()]
+        return list(self.futures)
+
+    def restore(self, directory: hf.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> Any:
+        return {path.name: json.loads(path.read_text()) for path in sorted(Path(os.fspath(directory)).iterdir())}
+
+
+TEXTS = {"poem": "one\ntwo\n", "deep/er/letter": "dear", "empty": ""}
+
+
+def test_a_handler_of_ones_own(tmp_path: Path) -> None:
+    checkpointer = hf.Checkpointer(TextFiles())
+    report = checkpointer.save(tmp_path / "texts", TEXTS)
+    assert report is not None
+    assert report.bytes == 12
+    assert checkpointer.restore(tmp_path / "texts") == dict(sorted(TEXTS.items()))
+    assert checkpointer.restore(tmp_path / "texts", {"poem": None}) == {"poem": TEXTS["poem"]}
+    assert checkpointer.structure(tmp_path / "texts") is None
+    checkpointer.save(tmp_path / "other", TEXTS, suffix=".md")
+    assert checkpointer.restore(tmp_path / "other") == {}
+    assert checkpointer.restore(tmp_path / "other", suffix=".md") == dict(sorted(TEXTS.items()))
+    record = json.loads((tmp_path / "texts" / "checkpoint.json").read_text())
+    assert sorted(record["items"]["state"]["files"]) == ["deep/er/letter.txt", "empty.txt", "poem.txt"]
+    with pytest.raises(hf.OptionError, match="handler of your own"):
+        hf.load(tmp_path / "texts")
+
+
+def test_files_of_ones_own_are_verified(tmp_path: Path) -> None:
+    hf.Checkpointer(TextFiles()).save(tmp_path / "texts", TEXTS)
+    assert hf.verify(tmp_path / "texts").ok
+    (tmp_path / "texts" / "state" / "poem.txt").write_text("one\ntwO\n")
+    report = hf.verify(tmp_path / "texts")
+    assert not report.ok
+    assert "poem.txt" in report.checkpoints[0].problems[0].file
+
+
+def test_an_async_handler_of_ones_own(tmp_path: Path) -> None:
+    handler = AsyncTextFiles()
+    item = {"a": [1, 2], "b": {"c": None}}
+    with hf.AsyncCheckpointer(handler) as checkpointer:
+        checkpointer.save(tmp_path / "one", item)
+        item["a"] = []
+        assert checkpointer.restore(tmp_path / "one") == {"a": [1, 2], "b": {"c": None}}
+    assert {future.thread for future in handler.futures} == {"holdfast-save"}
+    hf.Checkpointer(handler).save(tmp_path / "two", item)
+    assert {future.thread for future in handler.futures} == {threading.current_thread().name}
+    assert hf.verify(tmp_path / "one").ok
+
+
+def test_handlers_of_ones_own_in_a_manager(tmp_path: Path) -> None:
+    items = {
+        "texts": hf.Checkpointer(TextFiles()),
+        "facts": hf.AsyncCheckpointer(AsyncTextFiles()),
+        "tree": hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()),
+    }
+    with hf.CheckpointManager(tmp_path, items, hf.CheckpointManagerOptions(max_to_keep=2)) as manager:
+        for step in range(4):
+            saved = {"texts": {"poem": str(step)}, "facts": {"step": step}, "tree": {"a": np.full(3, step)}}
+            manager.save(step, saved, save_kwargs={"texts": {"suffix": ".md"}})
+        manager.wait_until_finished()
+        assert manager.all_steps() == [2, 3]
+        found = manager.restore(3, restore_kwargs={"texts": {"suffix": ".md"}})
+    assert (found["texts"], found["facts"], found["tree"]["a"].tolist()) == ({"poem": "3"}, {"step": 3}, [3, 3, 3])
+
+
+def test_a_coroutine_inside_a_running_loop(tmp_path: Path) -> None:
+    async def notebook() -> None:
+        hf.Checkpointer(AsyncTextFiles()).save(tmp_path / "one", {"a": 1})
+
+    asyncio.run(notebook())
+    assert hf.Checkpointer(AsyncTextFiles()).restore(tmp_path / "one") == {"a": 1}
+
+
+@pytest.mark.usefixtures("default_sigint")
+def test_an_interrupt_ends_a_coroutine_inside_a_running_loop(tmp_path: Path) -> None:
+    ended = []
+
+    class Slow(AsyncTextFiles):
+        async def async_save(self, directory: hf.Location, item: Any, **kwargs: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGINT)
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                ended.append("cancelled")
+                raise
+
+    async def notebook() -> None:
+        hf.Checkpointer(Slow()).save(tmp_path / "one", {"a": 1})
+
+    loop = asyncio.new_event_loop()
+    with contextlib.closing(loop), pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(notebook())
+    assert ended == ["cancelled"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "holdfast-snapshot"]
+    assert not (tmp_path / "one").exists()
+
+
+@pytest.mark.parametrize("when", ["async_save", "result"])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_handler_that_fails(tmp_path: Path, when: str, background: bool) -> None:
+    class Failing(AsyncTextFiles):
+        async def async_save(self, directory: hf.Location, item: Any, **kwargs: Any) -> list[hf.SaveFuture]:
+            Path(os.fspath(directory), "half").write_text("written")
+            if when == "async_save":
+                raise ZeroDivisionError("so soon")
+            return [Later(os.fspath(directory / "no" / "such" / "folder"), "")]
+
+    checkpointer = hf.AsyncCheckpointer(Failing()) if background else hf.Checkpointer(Failing())
+    if background and when == "result":
+        checkpointer.save(tmp_path / "one", None)
+        with pytest.raises(hf.SaveFailedError, match=f"{tmp_path}/one was not saved: .*No such file") as caught:
+            checkpointer.close()  # type: ignore[attr-defined]  # only those in the background have it
+        assert isinstance(caught.value.__cause__, FileNotFoundError)
+    else:
+        with pytest.raises((ZeroDivisionError, FileNotFoundError)):
+            checkpointer.save(tmp_path / "one", None)
+    assert not (tmp_path / "one").exists()
+    with pytest.raises(hf.CheckpointNotFoundError, match=r"no checkpoint here \(there is no checkpoint.json\)"):
+        checkpointer.restore(tmp_path / "one")
+
+
+def test_only_async_handlers_save_in_the_background() -> None:
+    with pytest.raises(TypeError, match="TextFiles cannot save in the background: use Checkpointer"):
+        hf.AsyncCheckpointer(TextFiles())  # type: ignore[arg-type]
+
+
+def test_unknown_arguments(tmp_path: Path) -> None:
+    for checkpointer in (hf.PyTreeCheckpointer(), hf.Checkpointer(hf.JsonCheckpointHandler())):
+        with pytest.raises(TypeError, match="does not take these arguments: colour") as caught:
+            checkpointer.save(tmp_path / "one", {}, colour="blue")
+        assert isinstance(caught.value, hf.OptionError)
+        assert not (tmp_path / "one").exists()
+    hf.save(tmp_path / "one", {"a": 1})
+    with pytest.raises(hf.OptionError, match=r"one/state was not restored: .*: restor_args; did you mean restore_args"):
+        hf.PyTreeCheckpointer().restore(tmp_path / "one", restor_args={})
+
+
+def test_unknown_arguments_are_reported_with_item_and_step(tmp_path: Path) -> None:
+    with hf.CheckpointManager(
+        tmp_path, {"net": hf.PyTreeCheckpointer(), "meta": hf.Checkpointer(hf.JsonCheckpointHandler())}
+    ) as manager:
+        items: dict[str, Any] = {"net": {"a": 1}, "meta": {}}
+        with pytest.raises(
+            hf.UnknownArgumentError, match=r"7.*: item 'net' was not saved: .*sav_args; did you mean save_"
+        ):
+            manager.save(7, items, save_kwargs={"net": {"sav_args": hf.SaveArgs()}})
+        with pytest.raises(hf.UnknownArgumentError, match=r"item 'meta' .*arguments: indent; It takes none"):
+            manager.save(7, items, save_kwargs={"meta": {"indent": 2}})
+        assert manager.all_steps() == []
+
+
+def test_nothing_is_replaced_unless_asked(tmp_path: Path) -> None:
+    checkpointer = hf.PyTreeCheckpointer()
+    checkpointer.save(tmp_path / "one", {"a": 1})
+    with pytest.raises(hf.CheckpointExistsError, match="a checkpoint is there already"):
+        checkpointer.save(tmp_path / "one", {"a": 2})
+    assert checkpointer.restore(tmp_path / "one") == {"a": 1}
+    checkpointer.save(tmp_path / "one", {"a": 2}, force=True)
+    assert checkpointer.restore(tmp_path / "one") == {"a": 2}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("mine")
+    with pytest.raises(hf.CheckpointExistsError, match=r"not empty and is not a checkpoint \(it holds 'file'"):
+        checkpointer.save(tmp_path / "mine", {"a": 2}, force=True)
+    assert os.listdir(tmp_path / "mine") == ["file"]
+
+
+def test_async_checkpointer(tmp_path: Path) -> None:
+    checkpointer = hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler())
+    weights = np.zeros(1000)
+    for number in range(4):
+        weights[:] = number
+        checkpointer.save(tmp_path / str(number), {"w": weights})
+    weights[:] = -1
+    checkpointer.wait_until_finished()
+    checkpointer.check_for_errors()
+    for number in range(4):
+        np.testing.assert_array_equal(checkpointer.restore(tmp_path / str(number))["w"], np.full(1000, number))
+    checkpointer.close()
+
+
+def test_async_errors_are_told_once_and_the_next_save_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    checkpointer = hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler())
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        checkpointer.save(tmp_path / "one", {"a": 1})
+        checkpointer._save.join()
+    with pytest.raises(hf.SaveFailedError, match=r"/one was not saved: .*No space left"):
+        checkpointer.save(tmp_path / "two", {"a": 2})
+    checkpointer.close()
+    assert checkpointer.restore(tmp_path / "two") == {"a": 2}
+    assert not (tmp_path / "one").exists()
+
+
+def test_async_timeout_names_the_path(tmp_path: Path) -> None:
+    go = threading.Event()
+
+    class Hanging(AsyncTextFiles):
+        async def async_save(self, directory: hf.Location, item: Any, **kwargs: Any) -> list[hf.SaveFuture]:
+            class Future:
+                def result(self, timeout: float | None = None) -> None:
+                    assert go.wait(30)
+
+            return [Future()]
+
+    checkpointer = hf.AsyncCheckpointer(Hanging(), timeout_secs=0.01)
+    checkpointer.save(tmp_path / "one", None)
+    with pytest.raises(hf.SaveFailedError, match=f"{tmp_path}/one is still not saved after 0.01 s"):
+        checkpointer.wait_until_finished()
+    go.set()
+    checkpointer._save._timeout = 30
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("item", [None, True, 3, 1.5, "text", [1, [2, {}]], {"a": {"b": [None]}}], ids=str)
+def test_json(tmp_path: Path, item: Any) -> None:
+    checkpointer = hf.Checkpointer(hf.JsonCheckpointHandler())
+    checkpointer.save(tmp_path / "one", item)
+    assert checkpointer.restore(tmp_path / "one") == item
+    assert checkpointer.structure(tmp_path / "one") == item
+    assert hf.load(tmp_path / "one") == item
+
+
+@pytest.mark.parametrize(
+    "item", [np.ones(3), {"a": object()}, float("nan"), {1, 2}], ids=["array", "object", "NaN", "set"]
+)
+def test_what_json_cannot_hold(tmp_path: Path, item: Any) -> None:
+    with pytest.raises(hf.UnsupportedLeafError, match="cannot be saved as JSON"):
+        hf.Checkpointer(hf.JsonCheckpointHandler()).save(tmp_path / "one", item)
+    assert not (tmp_path / "one").exists()
+
+
+def test_a_damaged_json_item(tmp_path: Path) -> None:
+    checkpointer = hf.Checkpointer(hf.JsonCheckpointHandler())
+    checkpointer.save(tmp_path / "one", {"rate": 0.001})
+    path = tmp_path / "one" / "state" / "data.json"
+    path.write_text(path.read_text().replace("0.001", "0.002"))
+    with pytest.raises(hf.DamagedCheckpointError, match=r"data\.json"):
+        checkpointer.restore(tmp_path / "one")
+    path.unlink()
+    with pytest.raises(hf.DamagedCheckpointError, match=r"data\.json is missing"):
+        checkpointer.restore(tmp_path / "one")
+
+
+def test_a_step_of_a_manager_is_a_checkpoint(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"a": 1})
+    assert hf.PyTreeCheckpointer().restore(tmp_path / "1") == {"a": 1}
+    with hf.CheckpointManager(tmp_path / "more", {"x": hf.PyTreeCheckpointer()}) as manager:
+        manager.save(1, {"x": 1})
+    with pytest.raises(hf.StateError, match="has the items x; restore it with a CheckpointManager"):
+        hf.PyTreeCheckpointer().restore(tmp_path / "more" / "1")

@@ -1,0 +1,367 @@
+"""How one checkpoint comes to exist, is replaced, and is deleted, step by step."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast as hf
+from holdfast.engine.checkpoint.commit import PendingCheckpoint, delete_checkpoint, read_record, sweep, write_record
+from holdfast.engine.format.record import CheckpointRecord, FileRecord, ItemRecord
+
+
+@pytest.fixture(params=["local", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[hf.Location]:
+    local = request.param == "local"
+    location = hf.as_location(tmp_path / "ckpt" if local else f"memory://commit/{uuid.uuid4().hex}/ckpt")
+    yield location
+    location.remove_tree()
+
+
+@pytest.fixture
+def unlocked(place: hf.Location, monkeypatch: pytest.MonkeyPatch) -> hf.Location:
+    """A place without locks: an object store, or a file system that has none."""
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    return place
+
+
+def write(pending: PendingCheckpoint, text: str) -> CheckpointRecord:
+    """Writes the one item of a checkpoint; returns the record that would commit it."""
+    pending.begin()
+    folder = pending.folders["item"]
+    (folder / "file").write_bytes(text.encode(), atomic=False)
+    return CheckpointRecord(items={"item": ItemRecord(folder.name, "files", {"file": FileRecord(len(text))})}, time=1.0)
+
+
+def commit(place: hf.Location, text: str, *, overwrite: bool = False) -> PendingCheckpoint:
+    pending = PendingCheckpoint(place, ["item"], overwrite=overwrite)
+    pending.commit(write(pending, text))
+    return pending
+
+
+def content(place: hf.Location) -> str:
+    return (place / read_record(place).items["item"].folder / "file").read_bytes().decode()
+
+
+def names(place: hf.Location) -> list[str]:
+    return [entry.name for entry in place.entries()]
+
+
+def test_commit(place: hf.Location) -> None:
+    pending = PendingCheckpoint(place, ["item"], overwrite=False)
+    assert names(place) == [], "nothing is written before something is known to be writable"
+    record = write(pending, "one")
+    assert names(place) == ["checkpoint.partial", "item"]
+    with pytest.raises(hf.CheckpointNotFoundError):
+        read_record(place)
+    pending.commit(record)
+    assert names(place) == ["checkpoint.json", "item"]
+    assert content(place) == "one"
+
+
+def test_abort(place: hf.Location) -> None:
+    pending = PendingCheckpoint(place, ["item"], overwrite=False)
+    pending.abort()
+    write(pending, "one")
+    pending.abort()
+    assert names(place) == []
+
+
+def test_replace(place: hf.Location) -> None:
+    commit(place, "one")
+    with pytest.raises(hf.CheckpointExistsError, match="a checkpoint is there already"):
+        PendingCheckpoint(place, ["item"], overwrite=False)
+    pending = PendingCheckpoint(place, ["item"], overwrite=True)
+    record = write(pending, "two")
+    assert content(place) == "one"
+    pending.commit(record)
+    assert content(place) == "two"
+    assert len(names(place)) == 2
+    commit(place, "three", overwrite=True)
+    assert content(place) == "three"
+    assert len(names(place)) == 2
+
+
+def test_a_replacement_that_is_given_up(place: hf.Location) -> None:
+    commit(place, "one")
+    pending = PendingCheckpoint(place, ["item"], overwrite=True)
+    write(pending, "two")
+    pending.abort()
+    assert content(place) == "one"
+    assert names(place) == ["checkpoint.json", "item"]
+
+
+@pytest.mark.parametrize(("call", "found"), [("write_bytes", "one"), ("remove_tree", "two"), ("remove", "two")])
+def test_an_interrupted_replacement_loses_nothing(
+    place: hf.Location, monkeypatch: pytest.MonkeyPatch, call: str, found: str
+) -> None:
+    """As Ctrl-C does while the record is written, or while the old data is removed."""
+    commit(place, "one")
+    pending = PendingCheckpoint(place, ["item"], overwrite=True)
+    record = write(pending, "two")
+
+    real = getattr(hf.Location, call)
+
+    def interrupted(*arguments: object, **options: object) -> None:
+        monkeypatch.setattr(hf.Location, call, real)  # once
+        real(*arguments, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hf.Location, call, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pending.commit(record)
+    pending.abort()
+    assert content(place) == found
+    commit(place, "three", overwrite=True)
+    assert content(place) == "three"
+    assert len(names(place)) == 2
+
+
+def test_leftovers_of_a_replacement_go_with_the_next(place: hf.Location) -> None:
+    commit(place, "one")
+    for _ in range(3):
+        write(PendingCheckpoint(place, ["item"], overwrite=True), "two")  # and then the process is killed
+    commit(place, "three", overwrite=True)
+    assert content(place) == "three"
+    assert len(names(place)) == 2
+
+
+def test_replacing_again_and_again_names_only_the_last(place: hf.Location) -> None:
+    for number in range(6):
+        commit(place, str(number), overwrite=number > 0)
+    assert len(read_record(place).replaced) == 1
+
+
+def test_a_marker_cannot_take_away_a_part_of_what_is_committed(place: hf.Location) -> None:
+    commit(place, "one")
+    (place / "checkpoint.partial").write_bytes(b'{"folders": ["item/file", "item/state"]}')
+    assert not sweep(place)
+    assert content(place) == "one"
+
+
+def test_two_saves_to_one_path(tmp_path: Path) -> None:
+    place = hf.as_location(tmp_path / "ckpt")
+    first = PendingCheckpoint(place, ["item"], overwrite=False)
+    record = write(first, "one")
+    with pytest.raises(hf.StorageConflictError, match="another save to the same path has begun"):
+        PendingCheckpoint(place, ["item"], overwrite=False)
+    first.commit(record)
+    replacing = PendingCheckpoint(place, ["item"], overwrite=True)
+    record = write(replacing, "two")
+    with pytest.raises(hf.StorageConflictError, match="another save to the same path has begun"):
+        PendingCheckpoint(place, ["item"], overwrite=True)
+    replacing.leave()
+    commit(place, "three", overwrite=True)
+    assert content(place) == "three"
+    assert len(names(place)) == 2
+
+
+def test_the_workers_of_a_killed_save_do_not_keep_its_lock(tmp_path: Path) -> None:
+    program = """
+import os, sys
+from holdfast.engine.checkpoint.commit import PendingCheckpoint
+from holdfast.engine.storage import as_location
+pending = PendingCheckpoint(as_location(sys.argv[1]), ["item"], overwrite=False)
+pending.begin()
+if os.fork() == 0:
+    print("a worker", flush=True)
+    sys.stdin.read()
+os._exit(0)
+"""
+    place = hf.as_location(tmp_path / "ckpt")
+    command = [sys.executable, "-c", program, str(place)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"a worker\n"
+        other.wait()
+        commit(place, "two")
+    assert content(place) == "two"
+
+
+def test_a_marker_that_cannot_be_opened_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It belongs to another user: whether that save is alive is unknown. A manager leaves it alone."""
+    place = hf.as_location(tmp_path / "ckpt")
+    first = PendingCheckpoint(place, ["item"], overwrite=False)
+    record = write(first, "one")
+    real = os.open
+
+    def refused(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+        if str(path).endswith(("ckpt/checkpoint.partial", "5/checkpoint.partial")) and not flags & os.O_CREAT:
+            raise PermissionError(errno.EACCES, "not yours")
+        return real(path, flags, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refused)
+        with pytest.raises(hf.StoragePermissionError, match=r"cannot read .*checkpoint\.partial"):
+            first.commit(record)  # and not: that another save has begun
+        first.leave()
+        with pytest.raises(hf.StoragePermissionError, match=r"whether that save is alive is unknown .*another path"):
+            PendingCheckpoint(place, ["item"], overwrite=False)
+        (tmp_path / "run").mkdir()
+        place.path.rename(tmp_path / "run" / "5")
+        with caplog.at_level("WARNING", "holdfast"), hf.CheckpointManager(tmp_path / "run") as manager:
+            manager.save(6, {"a": 1})
+            manager.wait_until_finished()
+    assert "whether that save is alive is unknown" in caplog.text
+    assert names(hf.as_location(tmp_path / "run" / "5")) == ["checkpoint.partial", "item"]
+
+
+def test_without_locks_the_later_save_wins(unlocked: hf.Location) -> None:
+    first = PendingCheckpoint(unlocked, ["item"], overwrite=False)
+    record = write(first, "one")
+    second = PendingCheckpoint(unlocked, ["item"], overwrite=False)
+    newer = write(second, "two")
+    with pytest.raises(hf.StorageConflictError, match="another save to the same path has begun"):
+        first.commit(record)
+    first.abort()
+    second.commit(newer)
+    assert content(unlocked) == "two"
+
+
+def test_a_save_that_was_overtaken_does_no_harm(unlocked: hf.Location) -> None:
+    """It finds out when it is about to commit; until then it does not write where the other save does."""
+    first = PendingCheckpoint(unlocked, ["item"], overwrite=False)
+    record = write(first, "one")
+    commit(unlocked, "two")
+    (first.folders["item"] / "file").parent.make_directory()
+    (first.folders["item"] / "file").write_bytes(b"late")
+    with pytest.raises(hf.StorageConflictError, match="another save to the same path has begun"):
+        first.commit(record)
+    first.abort()
+    assert content(unlocked) == "two"
+    commit(unlocked, "three", overwrite=True)
+    assert content(unlocked) == "three"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_saves_that_begin_at_the_same_moment(tmp_path: Path, overwrite: bool) -> None:
+    """As processes that are not connected do."""
+    place = hf.as_location(tmp_path / "ckpt")
+    if overwrite:
+        commit(place, "none")
+    first, second, third = (PendingCheckpoint(place, ["item"], overwrite=overwrite) for _ in range(3))
+    record = write(first, "one")
+    with pytest.raises(hf.StorageConflictError, match="connect them"):
+        second.begin()
+    second.abort()
+    first.commit(record)
+    with pytest.raises(hf.StorageConflictError):
+        third.begin()
+    third.abort()
+    assert content(place) == "one"
+    assert len(names(place)) == 2
+
+
+def test_delete(place: hf.Location) -> None:
+    commit(place, "one")
+    delete_checkpoint(place)
+    assert names(place) == []
+    delete_checkpoint(place)
+
+
+@pytest.mark.parametrize(
+    ("left", "swept"),
+    [
+        pytest.param({"checkpoint.partial": "{}", "item/file": "x"}, [], id="a save that did not end"),
+        pytest.param({"checkpoint.partial": ""}, [], id="a marker that was cut short"),
+        pytest.param({"checkpoint.deleted": "{}", "item/file": "x"}, [], id="a deletion that did not end"),
+        pytest.param({"item/file": "x"}, ["item"], id="a folder that is not ours"),
+        pytest.param({"file": "x"}, ["file"], id="a file that is not ours"),
+        pytest.param({".holdfast-0123": "x"}, [".holdfast-0123"], id="not ours without a record"),
+    ],
+)
+def test_sweep_without_a_record(place: hf.Location, left: dict[str, str], swept: list[str]) -> None:
+    for name, text in left.items():
+        folder = (place / name).parent
+        folder.make_directory()
+        (place / name).write_bytes(text.encode())
+    assert sweep(place) is (swept == [])
+    assert names(place) == swept
+
+
+@pytest.mark.parametrize(
+    ("left", "swept"),
+    [
+        pytest.param({}, [], id="nothing"),
+        pytest.param({"checkpoint.partial": '{"folders": ["item.1"]}', "item.1/file": "x"}, [], id="a replacement"),
+        pytest.param({"checkpoint.partial": '{"folders": ["item"]}'}, [], id="what is committed stays"),
+        pytest.param({"checkpoint.partial": '{"folders": ["../other", 3]}'}, [], id="a marker that leads elsewhere"),
+        pytest.param({"checkpoint.partial": "[1"}, [], id="a marker that was cut short"),
+        pytest.param({".holdfast-0123": "x"}, [], id="a record that was not renamed"),
+        pytest.param({"notes.txt": "x", "checkpoint.partial": "{}"}, ["notes.txt"], id="a file of the user"),
+    ],
+)
+def test_sweep_beside_a_record(place: hf.Location, left: dict[str, str], swept: list[str]) -> None:
+    commit(place, "one")
+    for name, text in left.items():
+        (place / name).parent.make_directory()
+        (place / name).write_bytes(text.encode())
+    assert not sweep(place)
+    assert sorted(names(place)) == sorted(["checkpoint.json", "item", *swept])
+    assert content(place) == "one"
+
+
+def test_sweep_touches_nothing_beside_a_damaged_record(place: hf.Location) -> None:
+    commit(place, "one")
+    (place / "checkpoint.json").write_bytes(b"{")
+    (place / "checkpoint.partial").write_bytes(b'{"folders": ["item"]}')
+    assert not sweep(place)
+    assert names(place) == ["checkpoint.json", "checkpoint.partial", "item"]
+
+
+def test_a_damaged_checkpoint_can_be_replaced(place: hf.Location) -> None:
+    commit(place, "one")
+    (place / "checkpoint.json").write_bytes(b"{")
+    commit(place, "two", overwrite=True)
+    assert content(place) == "two"
+
+
+def test_a_newer_version_is_not_replaced(place: hf.Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("holdfast.engine.format.documents.VERSION", 2)
+        commit(place, "one")
+    (place / "checkpoint.partial").write_bytes(b'{"folders": ["item"]}')
+    with pytest.raises(hf.FormatVersionError):
+        PendingCheckpoint(place, ["item"], overwrite=True)
+    assert not sweep(place)
+    assert names(place) == ["checkpoint.json", "checkpoint.partial", "item"]
+
+
+@pytest.mark.parametrize("folder", ["..", ".", "a/../b", "a//b", "", "/etc", "a\\b", "a\0b"])
+def test_a_record_cannot_lead_elsewhere(place: hf.Location, folder: str) -> None:
+    place.make_directory()
+    item = ItemRecord(folder, "files", {})
+    write_record(place, CheckpointRecord(items={"item": item}, time=1.0))
+    with pytest.raises(hf.DamagedCheckpointError, match="file path"):
+        read_record(place)
+
+
+def test_a_record_keeps_everything(place: hf.Location) -> None:
+    place.make_directory()
+    record = CheckpointRecord(
+        items={"a": ItemRecord("a.1", "pytree", {"d/0": FileRecord(3), "tree.json": FileRecord(4, 0xDEADBEEF)})},
+        time=1234.5,
+        step=7,
+        reason="because",
+        metrics={"loss": 0.1, "inf": float("-inf"), "nested": {"n": 3}},
+        pinned=True,
+        replaced=("a", "b"),
+    )
+    write_record(place, record)
+    assert read_record(place) == record
+    assert record.nbytes == 7

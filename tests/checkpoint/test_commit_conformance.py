@@ -1,0 +1,371 @@
+"""What every kind of checkpoint promises when a save of it is killed, fails, loses power, or meets another save.
+
+A tree, a tree of components and a step of a manager are committed by one protocol, and pass the same tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import os
+import random
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.checkpoint.disk import CHANGES, NEEDS_SPACE, Crash, Disk, Fault
+from tests.checkpoint.kinds import KINDS, Kind
+
+import holdfast as hf
+from holdfast.engine.checkpoint import commit
+from holdfast.engine.checkpoint.commit import PendingCheckpoint
+from holdfast.engine.components import layout
+from holdfast.engine.storage import Location
+from holdfast.engine.storage.local import LocalBackend
+from holdfast.engine.storage.object_store import ObjectStoreBackend
+
+ROOT = Path(__file__).resolve().parents[2]
+OPERATIONS = ("write_bytes", "write_data", "make_directory", "sync_directory", "rename", "remove", "remove_tree")
+
+
+@pytest.fixture(params=list(KINDS))
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
+
+
+def _instants(every: bool, stride: int, kind: Kind, first: int) -> Iterator[int]:
+    """Numbers the instants to try: all of them, or one of ``stride``, among them the first ones."""
+    yield from range(first, first + 2)
+    yield from itertools.count(first + 2 + (0 if every else list(KINDS).index(kind.name)), 1 if every else stride)
+
+
+@pytest.fixture(params=["local", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A disk, and a store without locks."""
+    url = str(tmp_path / "store") if request.param == "local" else f"memory://commit/{uuid.uuid4().hex}"
+    yield url
+    hf.as_location(url).remove_tree()
+
+
+@pytest.fixture(params=[True, False], ids=["replaced", "new"])
+def old(request: pytest.FixtureRequest) -> int | None:
+    """The edition that is there before the save; None if there is no checkpoint."""
+    return 1 if request.param else None
+
+
+class Killed(BaseException):
+    """The program is gone."""
+
+
+def _stops(patch: pytest.MonkeyPatch, make: Callable[[], BaseException], first: int, times: int = 1 << 30) -> list[int]:
+    """Makes the storage operations with these numbers fail; returns the number of those that began."""
+    begun = [0]
+
+    def stopping(real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begun[0] += 1
+            if first <= begun[0] < first + times:
+                raise make()
+            return real(*args, **kwargs)
+
+        return call
+
+    for backend in (LocalBackend, ObjectStoreBackend):
+        for name in OPERATIONS:
+            patch.setattr(backend, name, stopping(getattr(backend, name)))
+    return begun
+
+
+def _after_all(kind: Kind, place: str, clean: list[str]) -> None:
+    """The next save goes well, and leaves no trace of the one before."""
+    kind.save(place, 3)
+    assert kind.find(place) == 3
+    assert kind.files(place) == clean
+
+
+@pytest.fixture
+def clean(kind: Kind, tmp_path: Path) -> list[str]:
+    """The files of edition 3, saved where nothing was."""
+    kind.save(str(tmp_path / "clean"), 3)
+    return kind.files(str(tmp_path / "clean"))
+
+
+def test_killed_at_any_operation(
+    kind: Kind, store: str, old: int | None, every: bool, clean: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is the old checkpoint or the new one."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # this is about programs, not about power
+    for number in _instants(every, 5, kind, 1):
+        place = f"{store}/{number}"
+        if old:
+            kind.save(place, old)
+        with monkeypatch.context() as patch:
+            begun = _stops(patch, Killed, number)
+            # A program that is gone tidies nothing up; the system releases its locks.
+            patch.setattr(PendingCheckpoint, "abort", lambda self, error=None: self.leave())
+            with contextlib.suppress(Killed, hf.SaveFailedError):
+                kind.save(place, 2)
+        finished = begun[0] < number
+        found = kind.find(place)
+        assert found == 2 if finished else found in (old, 2), number
+        _after_all(kind, place, clean)
+        if finished:
+            break
+    assert number > 10
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_killed_between_the_record_and_those_of_parts(
+    kind: Kind, tmp_path: Path, old: int | None, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill after the record of the root leaves the new checkpoint, whole."""
+    place = str(tmp_path / "place")
+    root = hf.as_location(kind.path(place))
+    if old:
+        kind.save(place, old)
+    written: list[Location] = []
+    real = commit.write_record
+
+    def dies(location: Location, record: Any) -> None:
+        written.extend([location] if written or location == root else [])
+        if len(written) == limit:
+            raise Killed
+        real(location, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PendingCheckpoint, "abort", lambda self, error=None: self.leave())
+        patch.setattr(commit, "write_record", dies)
+        patch.setattr(layout, "write_record", dies)
+        with contextlib.suppress(Killed, hf.SaveFailedError):
+            kind.save(place, 2)
+    assert written
+    assert kind.find(place) == (old if limit == 1 else 2)
+
+
+@pytest.mark.parametrize(
+    ("power", "first"),
+    [
+        pytest.param("stays", 0, id="the process dies"),
+        pytest.param("all", 1, id="all that is not synced is lost"),
+        pytest.param("some", 2, id="some that is not synced is lost"),
+    ],
+)
+def test_cut_off_at_any_call(disk: Disk, kind: Kind, old: int | None, every: bool, power: str, first: int) -> None:
+    generator = random.Random(0)
+    clean = None
+    for number in _instants(every, 7, kind, first):
+        place = str(disk.root / str(number))
+        if old:
+            kind.save(place, old)
+        disk.sync()
+        disk.crash_at = number
+        with contextlib.suppress(Crash, hf.HoldfastError):
+            kind.save(place, 2)
+        crashed = disk.crashed
+        disk.recover()
+        if power != "stays":
+            disk.cut_power(None if power == "all" else generator)
+        found = kind.find(place)
+        assert found in (old, 2) if crashed else found == 2, (number, disk.calls[number - 1 : number])
+        kind.save(place, 3)
+        assert kind.find(place) == 3
+        assert clean in (None, kind.files(place))
+        clean = kind.files(place)
+        if not crashed:
+            break
+    assert number > 20
+
+
+@pytest.mark.parametrize(
+    ("error", "calls", "times"),
+    [
+        pytest.param(errno.ENOSPC, NEEDS_SPACE, 1 << 30, id="the disk is full"),
+        pytest.param(errno.ENOSPC, NEEDS_SPACE, 1, id="the disk is full for a moment"),
+        pytest.param(errno.EIO, CHANGES, 1, id="one call fails"),
+        pytest.param(errno.EACCES, CHANGES, 1 << 30, id="nothing is allowed any more"),
+    ],
+)
+def test_failure_at_any_call(
+    root: Path, fault: Fault, kind: Kind, old: int | None, every: bool, error: int, calls: tuple[str, ...], times: int
+) -> None:
+    """A save that fails leaves what was there; one that reports success has left the new checkpoint."""
+    clean = None
+    for number in _instants(every, 5, kind, 0):
+        place = str(root / str(number))
+        if old:
+            kind.save(place, old)
+        before = kind.files(place)
+        fault.start(error, calls, after=number, times=times)
+        raised = _error_of(kind, place, 2)
+        failed = fault.failed
+        fault.stop()
+        # Renamed, but neither synced nor taken back, as nothing worked any more: whole, and not reported as done.
+        in_doubt = raised is not None and any("could not be taken back" in one for one in _notes(raised))
+        assert not in_doubt or times > 1
+        assert kind.find(place) == (2 if raised is None or in_doubt else old), number
+        if raised is not None:
+            assert failed
+            assert raised.errno == error
+            if "unlink" not in calls and not in_doubt and old:
+                # Records of parts take space to write again: where there is none, the marker tells the next save to.
+                unwritten = {"checkpoint.partial"} if kind.name == "components" else set[str]()
+                assert {*kind.files(place)} - {*before} <= unwritten
+        kind.save(place, 3)
+        assert kind.find(place) == 3
+        assert clean in (None, kind.files(place))
+        clean = kind.files(place)
+        if not failed:
+            break
+    assert number > 15
+
+
+@pytest.mark.parametrize("times", [1, 1 << 30], ids=["one fails", "all fail from there"])
+def test_failure_at_any_operation(
+    kind: Kind,
+    store: str,
+    old: int | None,
+    every: bool,
+    times: int,
+    clean: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    for number in _instants(every, 5, kind, 1):
+        place = f"{store}/{number}"
+        if old:
+            kind.save(place, old)
+        with monkeypatch.context() as patch:
+            begun = _stops(patch, lambda: hf.StorageFullError("no space"), number, times)
+            raised = _error_of(kind, place, 2)
+        in_doubt = raised is not None and any("could not be taken back" in one for one in _notes(raised))
+        assert kind.find(place) == (2 if raised is None or in_doubt else old), number
+        _after_all(kind, place, clean)
+        if begun[0] < number:
+            break
+    assert number > 10
+
+
+def _error_of(kind: Kind, place: str, edition: int) -> hf.StorageError | None:
+    """Saves; returns the error of the storage, which is the cause of that of a save in the background."""
+    error: BaseException | None = None
+    try:
+        kind.save(place, edition)
+    except hf.SaveFailedError as failure:
+        error = failure.__cause__
+    except hf.StorageError as failure:
+        error = failure
+    assert error is None or isinstance(error, hf.StorageError)
+    return error
+
+
+def _notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
+# ---- several saves to one path
+
+
+def test_a_save_that_begins_meanwhile(
+    kind: Kind, store: str, old: int | None, clean: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the two is committed, and neither harms what the other writes."""
+    place = f"{store}/place"
+    if old:
+        kind.save(place, old)
+    intruder = KINDS["tree"] if kind.name == "step" else kind
+    outcome: list[Any] = []
+    for backend in (LocalBackend, ObjectStoreBackend):
+        real = backend.write_data
+
+        def interrupted(self: Any, *args: Any, real: Any = real) -> None:
+            if not outcome:
+                outcome.append("begun")
+                outcome.append(_conflict_of(intruder, kind.path(place), 4))
+            real(self, *args)
+
+        monkeypatch.setattr(backend, "write_data", interrupted)
+    conflict = _conflict_of(kind, place, 2)
+    if hf.as_location(store).is_local:
+        assert conflict is None
+        assert "another save to the same path has begun" in outcome[1]
+    else:  # the later one cannot know that the first is alive
+        assert conflict is not None
+        assert "another save to the same path has begun" in conflict
+        assert outcome[1] is None
+    assert kind.find(place) == (2 if conflict is None else 4)
+    _after_all(kind, place, clean)
+
+
+def _conflict_of(kind: Kind, place: str, edition: int) -> str | None:
+    """Saves; returns the text of the error where another save prevented that."""
+    error = _error_of(kind, place, edition)
+    assert error is None or isinstance(error, hf.StorageConflictError)
+    return None if error is None else str(error)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_overtaken_around_the_record(
+    kind: Kind, store: str, moment: str, old: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without locks, another save may begin around the record: it sweeps the data before, and the old data after."""
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    place = f"{store}/place"
+    root = hf.as_location(kind.path(place))
+    if old:
+        kind.save(place, old)
+    later: list[PendingCheckpoint] = []
+    for module in (commit, layout):
+        real = module.write_record
+
+        def overtaken(location: Location, record: Any, real: Any = real) -> None:
+            if moment == "after":
+                real(location, record)
+            if location == root and not later:
+                later.append(PendingCheckpoint(root, ["item"], overwrite=True))
+                later[0].begin()
+            if moment == "before":
+                real(location, record)
+
+        monkeypatch.setattr(module, "write_record", overtaken)
+    conflict = _conflict_of(kind, place, 2)
+    assert later
+    if moment == "before" or not old:
+        assert conflict is not None
+        assert "another save to the same path has begun" in conflict
+        assert kind.find(place) == old
+    else:
+        assert conflict is None
+        assert kind.find(place) == 2
+
+
+def test_alive_until_its_process_dies(kind: Kind, tmp_path: Path) -> None:
+    place = str(tmp_path / "place")
+    program = f"""
+import sys
+from holdfast.engine.checkpoint.commit import PendingCheckpoint
+from tests.checkpoint.kinds import KINDS
+PendingCheckpoint.commit = lambda self, record: (print("written", flush=True), sys.stdin.read())
+KINDS[{kind.name!r}].save({place!r}, 1)
+"""
+    intruder = KINDS["tree"] if kind.name == "step" else kind
+    command = [sys.executable, "-c", program]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=ROOT) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"written\n"
+        conflict = _conflict_of(intruder, kind.path(place), 2)
+        assert conflict is not None
+        assert "another save to the same path has begun" in conflict
+        other.kill()
+    kind.save(place, 3)
+    assert kind.find(place) == 3

@@ -1,0 +1,302 @@
+"""Damage of any kind to any file gives an error or the right values, never wrong ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+
+Same = Callable[[Any, Any], None]
+
+RECORD = "checkpoint.json"
+TREE: dict[str, Any] = {
+    "params": {"w": np.arange(24, dtype=np.float32).reshape(4, 6), "b": np.float16(0.5)},
+    "opt": [np.asarray(3), (None, "text", b"bytes", 1 << 70)],
+    "time": np.array(["2020-01-01"], "M8[s]"),
+}
+CHUNKED = {"w": np.random.default_rng(0).integers(0, 255, (5, 3000), np.uint8), "v": np.arange(3000.0)}
+SMALL = hf.Layout(chunk_bytes=4096, segment_bytes=8192, data_file_bytes=20_000)
+
+
+def flipped(content: bytes, position: int, bit: int) -> bytes:
+    return content[:position] + bytes([content[position] ^ 1 << bit]) + content[position + 1 :]
+
+
+def load_or_error(place: str) -> Any:
+    """Load a checkpoint, or return the error if holdfast raises it on purpose."""
+    try:
+        return hf.load(place)
+    except hf.HoldfastError as error:
+        return error
+
+
+def check(place: str, expected: Any, assert_same: Same) -> bool:
+    """Check that damage is noticed or has no effect; return which."""
+    found = load_or_error(place)
+    if isinstance(found, hf.HoldfastError):
+        assert place in str(found)
+        return True
+    assert_same(found, expected)
+    return False
+
+
+def test_a_flipped_bit_in_every_byte(place: str, stored: Any, short: Any, assert_same: Same) -> None:
+    hf.save(place, TREE)
+    files = stored(place)
+    noticed = {}
+    for name, content in files.read().items():
+        path = short(name)
+        noticed[path] = 0
+        for position in range(len(content)):
+            files.write(path, flipped(content, position, position * 5 % 8))
+            noticed[path] += check(place, TREE, assert_same)
+        files.write(path, content)
+        if path != "state/d/0":  # which has gaps between arrays
+            assert noticed[path] > 0.9 * len(content)
+    assert set(noticed) == {RECORD, "state/d/0", "state/d/index", "state/manifest.ocdbt", "state/tree.json"}
+    assert noticed["state/d/0"] == 24 * 4 + 2 + 8 + 8 + 4 * 4  # every byte of every array and of its checksum
+    assert_same(hf.load(place), TREE)
+
+
+def test_every_bit_of_the_index_and_documents(place: str, stored: Any, assert_same: Same, every: bool) -> None:
+    tree = {"w": np.arange(3)}
+    hf.save(place, tree)
+    files = stored(place)
+    for path in ("state/manifest.ocdbt", "state/d/index"):
+        content = files.read()[path]
+        for position in range(len(content)):
+            for bit in range(8) if every else [position % 8]:
+                files.write(path, flipped(content, position, bit))
+                assert check(place, tree, assert_same), (path, position, bit)
+        files.write(path, content)
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["memory", "local"])
+def test_flipped_bits_in_arrays_of_many_chunks(
+    local: bool, place: str, tmp_path: Any, stored: Any, assert_same: Same
+) -> None:
+    place = str(tmp_path / "ckpt") if local else place
+    hf.save(place, CHUNKED, layout=SMALL)
+    files = stored(place)
+    random = np.random.default_rng(1)
+    for path, content in files.read().items():
+        for position in random.integers(0, len(content), 12 if local else 60).tolist():
+            files.write(path, flipped(content, position, position % 8))
+            check(place, CHUNKED, assert_same)
+        files.write(path, content)
+
+
+def lengths(size: int) -> Iterator[int]:
+    yield from {0, 1, 2, size // 3, size // 2, size - 1, *range(0, size, 61)}
+
+
+def test_truncation_of_every_file_at_many_lengths(place: str, stored: Any, assert_same: Same) -> None:
+    hf.save(place, TREE)
+    files = stored(place)
+    for path, content in files.read().items():
+        for length in lengths(len(content)):
+            files.write(path, content[:length])
+            # Without its last newline, a document is still the same document.
+            assert check(place, TREE, assert_same) or (path == RECORD and length == len(content) - 1)
+            assert not hf.verify(place).ok or path == RECORD
+        files.write(path, content)
+
+
+def test_files_that_have_grown(place: str, stored: Any, assert_same: Same) -> None:
+    hf.save(place, TREE)
+    files = stored(place)
+    for path, content in files.read().items():
+        for more in (b"\0", b"\n", b"{}", content):
+            files.write(path, content + more)
+            check(place, TREE, assert_same)
+        files.write(path, content)
+
+
+def test_a_file_that_is_missing(place: str, stored: Any) -> None:
+    hf.save(place, TREE)
+    files = stored(place)
+    for path, content in files.read().items():
+        files.remove(path)
+        expected = hf.CheckpointNotFoundError if path == RECORD else hf.DamagedCheckpointError
+        with pytest.raises(expected, match=place if path == RECORD else path):
+            hf.load(place)
+        files.write(path, content)
+
+
+def test_a_folder_or_a_pipe_in_the_place_of_a_file(tmp_path: Any, stored: Any) -> None:
+    hf.save(tmp_path / "ckpt", TREE)
+    for path in stored(str(tmp_path / "ckpt")).read():
+        file = tmp_path / "ckpt" / path
+        content = file.read_bytes()
+        for make in (file.mkdir, lambda file=file: os.mkfifo(file)):
+            file.unlink()
+            make()
+            with pytest.raises(hf.DamagedCheckpointError, match="not a regular file"):
+                hf.load(tmp_path / "ckpt")
+            os.rmdir(file) if file.is_dir() else file.unlink()
+            file.write_bytes(content)
+
+
+@pytest.fixture
+def run(place: str) -> str:
+    """A directory with the steps 1 and 2."""
+    with hf.CheckpointManager(place) as manager:
+        for step in (1, 2):
+            manager.save(step, {**TREE, "step": step})
+    return place
+
+
+def restore(run: str, assert_same: Same) -> int:
+    """Resume, check the values, and return the step."""
+    manager = hf.CheckpointManager(run, options=hf.CheckpointManagerOptions(read_only=True))
+    restored = manager.restore_latest()
+    assert restored is not None
+    assert_same(restored.items, {**TREE, "step": restored.step})
+    if restored.step == 1 and 2 in [step for step, _ in restored.skipped]:
+        assert manager.latest_step() == 1
+    return restored.step
+
+
+def test_resuming_goes_back_to_the_step_before(
+    run: str, stored: Any, short: Any, assert_same: Same, caplog: Any, every: bool
+) -> None:
+    stride = 7 if every else 23
+    files = stored(f"{run}/2")
+    assert restore(run, assert_same) == 2
+    for path, content in files.read().items():
+        back = 0
+        for position in range(0, len(content), stride):
+            files.write(path, flipped(content, position, position % 8))
+            back += restore(run, assert_same) == 1
+        assert back > len(content) // stride * (0.2 if short(path) == "state/d/0" else 0.9)
+        caplog.clear()
+        for length in (0, len(content) // 2, len(content) - 2):
+            files.write(path, content[:length])
+            assert restore(run, assert_same) == 1
+            assert "step 2 is damaged and passed over" in caplog.text
+            assert "going back to step 1" in caplog.text
+        files.remove(path)
+        assert restore(run, assert_same) == 1
+        files.write(path, content)
+    assert restore(run, assert_same) == 2
+
+
+def test_a_damaged_step_is_never_loaded_in_silence(run: str, stored: Any) -> None:
+    files = stored(f"{run}/2")
+    content = files.read()["state/d/0"]
+    files.write("state/d/0", flipped(content, 0, 0))
+    with pytest.raises(hf.DamagedCheckpointError, match=f"{run}/2/state is damaged in 1 of its leaves"):
+        hf.load(run)  # the newest was asked for
+    with hf.CheckpointManager(run) as manager:
+        with pytest.raises(hf.DamagedCheckpointError, match=r"params/w: .*d/\w+\.0\.0: chunk 0 has crc32c"):
+            manager.restore(2)
+        assert manager.restore()["step"] == 1
+        assert manager.all_steps() == [1]
+        manager.save(2, {"again": 1})  # what is damaged may be replaced
+    assert hf.load(run) == {"again": 1}
+
+
+def test_when_every_step_is_damaged(run: str, stored: Any) -> None:
+    for step in (1, 2):
+        stored(f"{run}/{step}").write("state/tree.json", b"")
+    with (
+        hf.CheckpointManager(run) as manager,
+        pytest.raises(hf.NoWholeCheckpointError, match=r"(?s)step 2: .*step 1: "),
+    ):
+        manager.restore_latest()
+
+
+def test_a_template_that_does_not_fit_is_no_damage(run: str) -> None:
+    with hf.CheckpointManager(run) as manager, pytest.raises(hf.TreeMismatchError):
+        manager.restore_latest({"other": 1})
+
+
+def test_the_error_names_the_damaged_leaf(place: str, stored: Any) -> None:
+    hf.save(place, CHUNKED, layout=SMALL)
+    files = stored(place)
+    contents = files.read()
+    files.write("state/d/0", flipped(contents["state/d/0"], 4200, 0))
+    with pytest.raises(
+        hf.DamagedCheckpointError,
+        match=f"(?s)in 1 of its leaves.*w: {place}/{files.name('state/d/0')}: chunk 1 has crc32c",
+    ):
+        hf.load(place)
+    files.write("state/d/1", contents["state/d/1"][:-1])
+    with pytest.raises(hf.DamagedCheckpointError, match=r"(?s)in 2 of its leaves.*v: .*/d/\w+\.0\.1: "):
+        hf.load(place)
+
+
+def test_json_items(place: str, stored: Any, assert_same: Same) -> None:
+    value = {"lr": 0.1, "names": ["a", None, True], "n": 12}
+    hf.Checkpointer(hf.JsonCheckpointHandler()).save(place, value)
+    files = stored(place)
+    content = files.read()["state/data.json"]
+    for position in range(len(content)):
+        files.write("state/data.json", flipped(content, position, position % 8))
+        assert check(place, value, assert_same) or position == len(content) - 1
+    files.remove("state/data.json")
+    with pytest.raises(hf.DamagedCheckpointError, match=r"data\.json is missing"):
+        hf.load(place)
+    with pytest.raises(hf.OptionError, match="is JSON, not a tree of arrays"):
+        hf.load(place, select="lr")
+
+
+class Pair(hf.CheckpointHandler):
+    """A handler of the user's own that checks nothing."""
+
+    def save(self, directory: hf.Location, item: Any, **kwargs: Any) -> None:
+        for name in ("one", "two"):
+            (directory / name).write_bytes(item.encode())
+
+    def restore(self, directory: hf.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> str:
+        return (directory / "one").read_bytes().decode() + (directory / "two").read_bytes().decode()
+
+
+def test_items_of_handlers_that_check_nothing(place: str, stored: Any) -> None:
+    with hf.CheckpointManager(place, hf.Checkpointer(Pair())) as manager:
+        for step in (1, 2):
+            manager.save(step, f"step {step} ")
+        assert manager.restore(2) == "step 2 step 2 "
+        files = stored(f"{place}/2")
+        contents = files.read()
+        for path in ("state/one", "state/two"):
+            for content in (flipped(contents[path], 3, 0), b"", contents[path] + b"x"):
+                files.write(path, content)
+                with pytest.raises(hf.DamagedCheckpointError, match=path):
+                    manager.restore(2)
+                with pytest.raises(hf.DamagedCheckpointError, match=path):
+                    hf.CheckpointManager(place, hf.Checkpointer(Pair())).restore(2)
+            files.remove(path)
+            with pytest.raises(hf.DamagedCheckpointError, match=f"{path} is missing"):
+                manager.restore(2)
+            files.write(path, contents[path])
+        files.remove("state/two")
+        restored = manager.restore_latest()
+    assert restored is not None
+    assert (restored.step, restored.items) == (1, "step 1 step 1 ")
+
+
+def test_another_handler_than_the_one_that_wrote_it_is_no_damage(run: str) -> None:
+    with hf.CheckpointManager(run, hf.Checkpointer(Pair())) as manager:
+        with pytest.raises(hf.OptionError, match="written by a handler of kind 'pytree'; Pair is of kind 'files'"):
+            manager.restore_latest()
+        assert manager.all_steps() == [1, 2]
+    with pytest.raises(hf.OptionError, match="kind 'pytree'; JsonCheckpointHandler is of kind 'json'"):
+        hf.CheckpointManager(run, hf.Checkpointer(hf.JsonCheckpointHandler())).restore(2)
+
+
+def test_only_documents_have_a_limit(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index of a large tree does not: it grows with the number of chunks."""
+    hf.save(place, {f"leaf {number}": np.zeros(1) for number in range(300)})
+    location = hf.as_location(place) / "state"
+    sizes = {path: len((location / path).read_bytes()) for path in ("tree.json", "manifest.ocdbt", "d/index")}
+    limit = max(sizes["tree.json"], sizes["manifest.ocdbt"])
+    assert sizes["d/index"] > 2 * limit
+    monkeypatch.setattr("holdfast.engine.arrays.database._SMALL_FILE_LIMIT", limit)
+    assert hf.verify(place).ok
+    assert len(hf.load(place)) == 300

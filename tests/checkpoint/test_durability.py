@@ -1,0 +1,236 @@
+"""What survives a process that dies, or a power cut, before any system call of a save.
+
+The system calls that change the file system are recorded. Their order is checked as it is, and they are cut off at each
+one in turn: everything that had not been synced until then may be lost, and what is left must make sense.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.checkpoint.disk import Crash, Disk
+
+import holdfast as hf
+
+
+def tree(step: int, edition: int = 0) -> dict[str, Any]:
+    return {
+        "step": step,
+        "edition": edition,
+        "weights": np.full(1500, step + edition / 10),
+        "note": f"{step} {edition}",
+    }
+
+
+# ---- the order
+
+
+def test_order_of_one_save(disk: Disk) -> None:
+    run = disk.root / "new" / "run"
+    with hf.CheckpointManager(run) as manager:
+        manager.save(7, tree(7))
+        manager.wait_until_finished()
+        calls = list(disk.calls)
+    committed = calls.index(("rename", "new/run/7/checkpoint.json"))
+    before, after = calls[:committed], calls[committed + 1 :]
+    written = [path for name, path in before if name in ("create", "truncate") and path.startswith("new/run/7/")]
+    names = {re.sub("^[0-9a-f]{8}", "*", Path(path).name) for path in written}
+    assert names > {"*.0.0", "index", "tree.json", "manifest.ocdbt"}
+    for path in written:
+        last_change = max(i for i, call in enumerate(before) if call[1] == path and call[0] != "fsync")
+        assert ("fsync", path) in before[last_change:], f"{path} is not synced before the record"
+    named = {path for name, path in before if name in ("create", "mkdir")} - set(written[-1:])
+    for path in named - {"new/run/owner.json"}:
+        first = min(i for i, call in enumerate(before) if call[1] == path)
+        assert ("fsync", str(Path(path).parent)) in before[first:], f"the name of {path} is not synced"
+    record = written[-1]
+    assert ".holdfast-" in record
+    assert before[-1] == ("fsync", record)
+    synced_before_record = before[: next(i for i, call in enumerate(before) if call[1] == record)]
+    assert ("fsync", "new/run/7") in synced_before_record
+    assert ("fsync", "new/run") in synced_before_record
+    assert after[0] == ("fsync", "new/run/7"), "the record's own name is synced before anything else happens"
+    assert ("unlink", "new/run/7/checkpoint.partial") in after
+
+
+def test_done_means_synced(disk: Disk) -> None:
+    reported: list[bool] = []
+
+    def listen(report: hf.SaveReport) -> None:
+        last = len(disk.calls) - 1 - disk.calls[::-1].index(("rename", f"{report.step}/checkpoint.json"))
+        reported.append(("fsync", str(report.step)) in disk.calls[last:])
+
+    with hf.CheckpointManager(disk.root) as manager:
+        manager.add_listener(listen)
+        for step in range(3):
+            manager.save(step, tree(step))
+    assert reported == [True, True, True]
+
+
+def test_deleting_makes_the_loss_of_the_record_durable_first(disk: Disk) -> None:
+    with hf.CheckpointManager(disk.root) as manager:
+        manager.save(1, tree(1))
+        manager.wait_until_finished()
+        disk.calls.clear()
+        manager.delete(1)
+    assert disk.calls[:2] == [("rename", "1/checkpoint.deleted"), ("fsync", "1")]
+    assert disk.calls[-2:] == [("unlink", "1/checkpoint.deleted"), ("rmdir", "1")]
+
+
+@pytest.mark.parametrize("save", [pytest.param(hf.save, id="save"), pytest.param(None, id="AsyncCheckpointer")])
+def test_one_checkpoint_survives_a_power_cut(disk: Disk, save: Callable[..., object] | None) -> None:
+    place = disk.root / "a" / "b" / "checkpoint"
+    if save is not None:
+        save(place, tree(1))
+    else:
+        with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()) as checkpointer:
+            checkpointer.save(place, tree(1))
+    disk.cut_power(None)
+    assert hf.load(place)["note"] == "1 0"
+
+
+class Files(hf.CheckpointHandler):
+    """A handler of a user: ordinary files in ordinary folders, which the handler does not sync."""
+
+    def save(self, directory: hf.Location, item: Any, **kwargs: Any) -> None:
+        inner = os.path.join(os.fspath(directory), "inner", "most")
+        os.makedirs(inner)
+        for name, text in item.items():
+            descriptor = os.open(os.path.join(inner, name), os.O_WRONLY | os.O_CREAT, 0o666)
+            os.write(descriptor, text.encode())
+            os.close(descriptor)
+
+    def restore(self, directory: hf.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> Any:
+        inner = Path(os.fspath(directory), "inner", "most")
+        return {path.name: path.read_text() for path in sorted(inner.iterdir())}
+
+
+def test_files_of_a_users_handler_survive_a_power_cut(disk: Disk) -> None:
+    place = disk.root / "checkpoint"
+    hf.Checkpointer(Files()).save(place, {"one": "first", "two": "second"})
+    disk.cut_power(None)
+    assert hf.Checkpointer(Files()).restore(place) == {"one": "first", "two": "second"}
+
+
+# ---- cut off at every call
+
+OPTIONS = hf.CheckpointManagerOptions(max_to_keep=2)
+State = dict[int, int]  # the edition of every step that is there
+
+
+def history() -> Iterator[tuple[list[State], Callable[[hf.CheckpointManager], object]]]:
+    """Generates what a run does, each with the states that may be found after it was cut off in it, the last if not."""
+
+    def save(step: int, edition: int = 0) -> Callable[[hf.CheckpointManager], object]:
+        def run(manager: hf.CheckpointManager) -> None:
+            manager.save(step, tree(step, edition), metrics={"loss": step}, force=edition > 0)
+            manager.wait_until_finished()
+
+        return run
+
+    yield [{}, {1: 0}], save(1)
+    yield [{1: 0}, {1: 0, 2: 0}], save(2)
+    yield [{1: 0, 2: 0}, {1: 0, 2: 0, 3: 0}, {2: 0, 3: 0}], save(3)
+    yield [{2: 0, 3: 0}, {2: 0, 3: 1}], save(3, 1)
+    yield [{2: 0, 3: 1}], lambda manager: manager.pin(2)
+    yield [{2: 0, 3: 1}], lambda manager: manager.record_metrics(3, {"accuracy": 0.5})
+    yield [{2: 0, 3: 1}, {2: 0, 3: 2}], save(3, 2)
+    yield [{2: 0, 3: 2}, {2: 0}], lambda manager: manager.delete(3)
+    yield [{2: 0}, {2: 0, 3: 3}], save(3, 3)
+
+
+def begin(root: Path) -> hf.CheckpointManager:
+    return hf.CheckpointManager(root, options=OPTIONS, metadata={"name": "run"})
+
+
+def live(root: Path, allowed: list[State]) -> bool:
+    """Runs the history until it is cut off; leaves in ``allowed`` what may be found then. Returns whether it ended."""
+    manager = begin(root)
+    try:
+        manager.acquire()
+        for states, act in history():
+            allowed[:] = states
+            act(manager)
+            allowed[:] = states[-1:]
+        manager.close()
+        return True
+    except (Crash, hf.HoldfastError):
+        with contextlib.suppress(hf.HoldfastError):  # what a process that is gone would not tell either
+            manager.check_for_errors()
+        with contextlib.suppress(hf.HoldfastError, Crash):
+            manager.close()
+        return False
+
+
+def check(root: Path, allowed: list[State]) -> None:
+    """What must be so after an interruption: to a reader, to the next run, and after that."""
+    found = {summary.step: summary for summary in hf.list_checkpoints(root)}
+    trees = {step: hf.load(root / str(step)) for step in found}
+    state = {step: int(found["edition"]) for step, found in trees.items()}
+    assert state in allowed
+    assert [summary.damage for summary in found.values()] == [None] * len(found)
+    with begin(root) as manager:
+        assert manager.all_steps() == sorted(state)
+        manager.acquire()
+        assert manager.all_steps() == sorted(state)
+        assert manager.metadata() == {"name": "run"}
+        for step, edition in state.items():
+            np.testing.assert_array_equal(trees[step]["weights"], tree(step, edition)["weights"])
+        check_clean(root, state)
+        manager.save(9, tree(9))
+        assert manager.restore(9)["note"] == "9 0"
+
+
+def check_clean(root: Path, state: State) -> None:
+    """Nothing is there that belongs to no checkpoint, but for empty folders, which may be anybody's."""
+    left = {path.name for path in root.iterdir() if not (path.is_dir() and not any(path.iterdir()))}
+    assert left <= {str(step) for step in state} | {"owner.json", "options.json", "metadata"}
+    for step in state:
+        record = json.loads((root / str(step) / "checkpoint.json").read_bytes())
+        files = {f"{item['folder']}/{path}" for item in record["items"].values() for path in item["files"]}
+        present = {str(path.relative_to(root / str(step))) for path in (root / str(step)).rglob("*") if path.is_file()}
+        assert present == files | {"checkpoint.json"}
+
+
+@pytest.mark.parametrize(
+    ("power", "first"),
+    [
+        pytest.param("stays", 0, id="the process dies"),
+        pytest.param("all", 2, id="all that is not synced is lost"),
+        pytest.param("some", 4, id="some that is not synced is lost"),
+    ],
+)
+@pytest.mark.parametrize(
+    "stride", [pytest.param(7, id="some calls"), pytest.param(1, id="every call", marks=pytest.mark.sweep)]
+)
+def test_cut_off_at_any_call(disk: Disk, power: str, first: int, stride: int) -> None:
+    generator = random.Random(0)
+    for number in itertools.count(first if stride > 1 else 0, stride):
+        root = disk.root / str(number)
+        root.mkdir()
+        disk.sync()
+        disk.crash_at = number
+        allowed: list[State] = [{}]
+        ended = live(root, allowed)
+        assert ended is not disk.crashed
+        disk.recover()
+        if power != "stays":
+            disk.cut_power(None if power == "all" else generator)
+        try:
+            check(root, allowed)
+        except BaseException as error:
+            error.add_note(f"after call {number}, {disk.calls[number - 1 : number]}; allowed: {allowed}")
+            raise
+        if ended:
+            break
+    assert number > 200

@@ -1,0 +1,98 @@
+"""A run killed at random instants, and the check that would notice if something were wrong afterwards."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import holdfast as hf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("kills", [30, pytest.param(100, marks=pytest.mark.sweep)])
+def test_killed_at_random_instants(tmp_path: Path, kills: int) -> None:
+    command = [sys.executable, "-m", "benchmarks.kills", "--kills", str(kills), "--directory", str(tmp_path)]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    said = f"{finished.stdout}\n{finished.stderr}"
+    assert finished.returncode == 0, said
+    commits, checks, saves = (
+        int(re.search(pattern, finished.stdout)[1])  # type: ignore[index]  # no match fails the test as well
+        for pattern in (r"(\d+) commits reported", r"(\d+) times checked", r"(\d+) interrupted saves")
+    )
+    assert commits > kills / 4, said
+    assert checks > kills / 4, said
+    assert saves > 0, said
+
+
+@pytest.fixture
+def life(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT)
+    return importlib.import_module("benchmarks.kills_life")
+
+
+def _uncommit(directory: Path) -> None:
+    (directory / "4" / "checkpoint.json").unlink()
+
+
+def _flip_a_bit(directory: Path) -> None:
+    file = max((directory / "5" / "state").rglob("*"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def _save_something_else(directory: Path) -> None:
+    hf.save(directory / "5", {"edition": 0}, overwrite=True)
+
+
+def _leave_a_file(directory: Path) -> None:
+    (directory / "5" / "state" / "left").write_bytes(b"")
+
+
+def _leave_a_folder(directory: Path) -> None:
+    (directory / "6").mkdir()
+    (directory / "6" / "state").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "kept", "problem"),
+    [
+        pytest.param(lambda _: None, {3: 0, 4: 0, 5: 0}, None, id="nothing"),
+        pytest.param(lambda _: None, {5: 1}, "step 5 went back to edition 0", id="old edition"),
+        pytest.param(_uncommit, {4: 0}, "step 4 was reported committed", id="lost step"),
+        pytest.param(_flip_a_bit, {}, "step 5 is listed, but cannot be read", id="flipped bit"),
+        pytest.param(_save_something_else, {}, "step 5 ", id="other content"),
+        pytest.param(_leave_a_file, {}, "left behind in step 5", id="stray file"),
+        pytest.param(_leave_a_folder, {}, "left behind in the directory", id="stray folder"),
+    ],
+)
+def test_check_notices(
+    life: Any, tmp_path: Path, sabotage: Callable[[Path], None], kept: dict[int, int], problem: str | None
+) -> None:
+    with hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(max_to_keep=3)) as manager:
+        for step in range(3, 6):
+            manager.save(step, life.content(step, 0))
+    sabotage(tmp_path)
+    reading, writing = os.pipe()
+    checker = life.Life(tmp_path, kept, writing)
+    checker.look()
+    with hf.CheckpointManager(tmp_path) as manager:
+        checker.check(manager)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        problems = [line for line in pipe if line.startswith("problem")]
+    if problem is None:
+        assert problems == []
+    else:
+        assert any(problem in line for line in problems), problems

@@ -1,0 +1,240 @@
+"""Saves that fail: a full disk, missing permissions, at every system call in turn; who is told, and what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.checkpoint.disk import Fault
+
+import holdfast as hf
+
+
+def tree(step: int) -> dict[str, Any]:
+    return {"weights": np.full(2000, step), "note": f"step {step}"}
+
+
+def check_whole(manager: hf.CheckpointManager, steps: list[int]) -> None:
+    assert manager.all_steps() == steps
+    for step in steps:
+        np.testing.assert_array_equal(manager.restore(step)["weights"], tree(step)["weights"])
+
+
+# ---- who is told
+
+
+@pytest.fixture
+def failing(root: Path, fault: Fault) -> Iterator[hf.CheckpointManager]:
+    """A manager that has lost step 2 in the background, and does not know yet."""
+    manager = hf.CheckpointManager(root / "run")
+    manager.save(1, tree(1))
+    manager.wait_until_finished()
+    fault.start(errno.ENOSPC, ("posix_fallocate", "pwrite"))
+    manager.save(2, tree(2))
+    manager._background.join()
+    fault.stop()
+    yield manager
+    with contextlib.suppress(hf.SaveFailedError):
+        manager.close()
+
+
+@pytest.mark.parametrize(
+    "tell",
+    [
+        pytest.param(lambda manager: manager.wait_until_finished(), id="wait_until_finished"),
+        pytest.param(lambda manager: manager.check_for_errors(), id="check_for_errors"),
+        pytest.param(lambda manager: manager.close(), id="close"),
+        pytest.param(lambda manager: manager.save(3, tree(3)), id="save"),
+        pytest.param(lambda manager: manager.__exit__(None, None, None), id="end of with"),
+    ],
+)
+def test_told_once(failing: hf.CheckpointManager, tell: Callable[[hf.CheckpointManager], object]) -> None:
+    with pytest.raises(hf.SaveFailedError, match=r"step 2 of .*run was not saved: .*No space left") as caught:
+        tell(failing)
+    assert caught.value.step == 2
+    assert isinstance(caught.value.__cause__, hf.StorageFullError)
+    failing.check_for_errors()
+    failing.wait_until_finished()
+    failing.close()
+    assert hf.load(failing.directory / "1")["note"] == "step 1"
+
+
+def test_looking_does_not_tell(failing: hf.CheckpointManager) -> None:
+    assert failing.all_steps() == [1]
+    assert failing.latest_step() == 1
+    assert failing.restore()["note"] == "step 1"
+    assert not failing.save(1, tree(1))
+    failing.reload()
+    with pytest.raises(hf.CheckpointNotFoundError, match="no checkpoint of step 2; there are 1"):
+        failing.restore(2)
+    with pytest.raises(hf.SaveFailedError):
+        failing.wait_until_finished()
+
+
+def test_a_save_that_is_refused_keeps_the_earlier_error(failing: hf.CheckpointManager) -> None:
+    with pytest.raises(hf.UnsupportedLeafError):
+        failing.save(3, {"weights": object()})
+    with pytest.raises(hf.SaveFailedError, match="step 2 of"):
+        failing.save(3, tree(3))
+    failing.wait_until_finished()
+    assert failing.all_steps() == [1, 3]
+
+
+def test_a_lost_step_takes_no_metrics(failing: hf.CheckpointManager) -> None:
+    with pytest.raises(hf.CheckpointNotFoundError, match="step 2"):
+        failing.record_metrics(2, {"loss": 1.0})
+
+
+def test_a_lost_step_can_be_saved_again(failing: hf.CheckpointManager) -> None:
+    with pytest.raises(hf.SaveFailedError):
+        failing.save(2, tree(2), force=True)
+    failing.wait_until_finished()
+    check_whole(failing, [1, 2])
+
+
+def test_a_save_in_the_foreground_fails_at_once(root: Path, fault: Fault) -> None:
+    with hf.CheckpointManager(root / "run", hf.PyTreeCheckpointer()) as manager:
+        manager.save(1, tree(1))
+        fault.start(errno.EDQUOT, ("posix_fallocate", "pwrite"))
+        with pytest.raises(hf.StorageFullError, match="free some space"):
+            manager.save(2, tree(2))
+        fault.stop()
+        manager.check_for_errors()
+        assert not (root / "run" / "2").exists()
+        manager.save(3, tree(3))
+        check_whole(manager, [1, 3])
+
+
+def test_a_deletion_that_fails_is_tried_again(root: Path, fault: Fault, caplog: pytest.LogCaptureFixture) -> None:
+    with hf.CheckpointManager(root / "run", options=hf.CheckpointManagerOptions(max_to_keep=1)) as manager:
+        manager.save(1, tree(1))
+        manager.wait_until_finished()
+        fault.start(errno.EACCES, ("rename",))
+        with caplog.at_level(logging.WARNING, "holdfast"):
+            manager.save(2, tree(2))
+            manager.wait_until_finished()
+        fault.stop()
+        assert "step 1 could not be deleted" in caplog.text
+        check_whole(manager, [1, 2])
+        manager.save(3, tree(3))
+        manager.wait_until_finished()
+        check_whole(manager, [3])
+
+
+def test_a_step_whose_deletion_stops_half_way_is_not_listed(root: Path, fault: Fault) -> None:
+    run = root / "run"
+    with hf.CheckpointManager(run) as manager:
+        for step in (1, 2):
+            manager.save(step, tree(step))
+        manager.wait_until_finished()
+        fault.start(errno.EACCES, ("unlink", "rmdir"))
+        with pytest.raises(hf.StoragePermissionError):
+            manager.delete(1)
+        fault.stop()
+        assert (run / "1" / "state").exists()
+        check_whole(manager, [2])
+    with hf.CheckpointManager(run) as manager:
+        manager.acquire()
+        assert not (run / "1").exists()
+
+
+@pytest.mark.parametrize("call", ["open", "pwrite", "mkdir", "replace", "fsync"])
+def test_a_directory_that_cannot_be_taken_yet(root: Path, fault: Fault, call: str) -> None:
+    with hf.CheckpointManager(root / "run") as manager:
+        fault.start(errno.ENOSPC, (call,))
+        with pytest.raises(hf.StorageFullError):
+            manager.acquire()
+        fault.stop()
+        manager.save(1, tree(1))
+        manager.wait_until_finished()
+        check_whole(manager, [1])
+
+
+def test_a_failing_sweep_is_done_again(root: Path, fault: Fault) -> None:
+    run = root / "run"
+    (run / "5").mkdir(parents=True)
+    (run / "5" / "checkpoint.partial").write_text("{}")
+    (run / "5" / "half").write_text("written")
+    with hf.CheckpointManager(run) as manager:
+        fault.start(errno.EACCES, ("unlink",))
+        with pytest.raises(hf.StoragePermissionError):
+            manager.save(1, tree(1))
+        fault.stop()
+        manager.save(2, tree(2))
+        manager.wait_until_finished()
+        assert not (run / "5").exists()
+        check_whole(manager, [2])
+
+
+def test_a_listener_that_fails_is_told_and_the_step_stays(root: Path) -> None:
+    def listener(report: hf.SaveReport) -> None:
+        raise ZeroDivisionError("no such luck")
+
+    with hf.CheckpointManager(root / "run") as manager:
+        manager.add_listener(listener)
+        manager.save(1, tree(1))
+        with pytest.raises(hf.SaveFailedError, match="is saved, but a listener"):
+            manager.wait_until_finished()
+        check_whole(manager, [1])
+
+
+# ---- a real file system that is full
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", place], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a file system is not allowed here")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_full_file_system(small_disk: Path) -> None:
+    with hf.CheckpointManager(small_disk / "run") as manager:
+        manager.save(1, tree(1))
+        manager.save(2, {"weights": np.ones(1 << 20)})
+        with pytest.raises(hf.SaveFailedError, match="No space left") as caught:
+            manager.save(3, tree(3))
+        assert caught.value.step == 2
+        manager.wait_until_finished()
+        check_whole(manager, [1, 3])
+        assert not (small_disk / "run" / "2").exists()
+
+
+def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
+    program = textwrap.dedent(
+        """
+        import resource, signal, sys
+        import numpy as np
+        import holdfast as hf
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        with hf.CheckpointManager(sys.argv[1]) as manager:
+            manager.save(1, {"weights": np.ones(100)})
+            manager.save(2, {"weights": np.ones(1 << 20)})
+            try:
+                manager.save(3, {"weights": np.ones(100)})
+            except hf.SaveFailedError as error:
+                print(error.step, type(error.__cause__).__name__)
+            manager.wait_until_finished()
+            print(manager.all_steps())
+        """
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert finished.stdout.splitlines() == ["2 StorageFullError", "[1, 3]"], finished.stderr
+    assert not (tmp_path / "2").exists()

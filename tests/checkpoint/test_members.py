@@ -1,0 +1,371 @@
+"""Several processes, simulated by threads, save and restore together."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.processes.threads import together
+
+import holdfast as hf
+from holdfast.engine.distributed.coordinators import Coordinator
+
+
+def unwrap(results: list[Any]) -> list[Any]:
+    """Raise the first error among results, or return them."""
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def tree(seed: int = 0) -> dict[str, Any]:
+    numbers = np.random.default_rng(seed)
+    return {"w": numbers.normal(size=(300, 40)), "b": numbers.normal(size=40), "step": seed, "names": ["a", "b"]}
+
+
+def equal(one: Any, other: Any) -> bool:
+    return (
+        np.array_equal(one["w"], other["w"])
+        and np.array_equal(one["b"], other["b"])
+        and (one["step"], one["names"]) == (other["step"], other["names"])
+    )
+
+
+def manager(path: Path, coordinator: Coordinator, **options: Any) -> hf.CheckpointManager:
+    options = {"barrier_timeout_secs": 10, **options}
+    return hf.CheckpointManager(path, options=hf.CheckpointManagerOptions(**options), coordinator=coordinator)
+
+
+def save_and_wait(several: hf.CheckpointManager, step: int, item: Any) -> None:
+    several.save(step, item)
+    several.wait_until_finished()
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_saved_by_many_restored_by_many_and_by_one(tmp_path: Path, count: int) -> None:
+    def run(coordinator: Coordinator) -> list[int]:
+        with manager(tmp_path, coordinator, max_to_keep=2) as several:
+            for step in range(4):
+                several.save(step, tree(step))
+            several.wait_until_finished()
+            assert equal(several.restore(), tree(3))
+            return several.all_steps()
+
+    assert unwrap(together(count, run)) == [[2, 3]] * count
+    assert equal(hf.load(tmp_path), tree(3))
+    assert hf.verify(tmp_path).ok
+    assert not [path for path in tmp_path.rglob("*") if "fragment" in path.name or "partial" in path.name]
+
+
+def test_each_process_copies_only_what_it_writes(tmp_path: Path) -> None:
+    def run(coordinator: Coordinator) -> int:
+        handler = hf.PyTreeCheckpointHandler(chunk_bytes=64 << 10)
+        saves = {"state": hf.AsyncCheckpointer(handler), "more": hf.AsyncCheckpointer(hf.ArrayCheckpointHandler())}
+        values, more = np.arange(1 << 20, dtype=np.uint8), np.arange(3)
+        with hf.CheckpointManager(tmp_path, saves, coordinator=coordinator) as several:
+            several.save(1, {"state": {"values": values}, "more": more})
+            values[:] = 0
+            more[:] = 0
+        return handler._staging.nbytes
+
+    copied = unwrap(together(4, run))
+    assert sum(copied) == 1 << 20
+    assert max(copied) - min(copied) <= 64 << 10
+    np.testing.assert_array_equal(hf.load(tmp_path / "1", item="state")["values"], np.arange(1 << 20, dtype=np.uint8))
+    np.testing.assert_array_equal(hf.load(tmp_path / "1", item="more"), np.arange(3))
+
+
+def test_a_single_path_is_saved_together(tmp_path: Path) -> None:
+    def run(coordinator: Coordinator) -> Any:
+        checkpointer = hf.Checkpointer(hf.PyTreeCheckpointHandler(), coordinator=coordinator, barrier_timeout_secs=10)
+        return checkpointer.save(tmp_path / "one", tree(5))
+
+    reports = unwrap(together(2, run))
+    assert reports[0].bytes == reports[1].bytes
+    assert equal(hf.load(tmp_path / "one"), tree(5))
+
+
+def test_paths_that_differ_are_told(tmp_path: Path) -> None:
+    def run(coordinator: Coordinator) -> Any:
+        checkpointer = hf.Checkpointer(hf.PyTreeCheckpointHandler(), coordinator=coordinator, barrier_timeout_secs=10)
+        with pytest.raises((hf.StateError, hf.PeerFailedError)) as caught:
+            checkpointer.save(tmp_path / str(coordinator.process_index), tree(5))
+        return str(caught.value)
+
+    assert all("process 1 saves to" in text for text in unwrap(together(2, run)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_steps_that_differ_are_told(tmp_path: Path) -> None:
+    def run(coordinator: Coordinator) -> Any:
+        several = manager(tmp_path, coordinator)
+        several.save(3 + coordinator.process_index, tree(5))
+        with pytest.raises(hf.SaveFailedError) as caught:
+            several.close()
+        return str(caught.value)
+
+    results = unwrap(together(2, run))
+    assert all(f"process 1 saves to {hf.as_location(tmp_path / '4').url}" in text for text in results)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+def test_numbers_that_differ_are_those_of_process_0(tmp_path: Path) -> None:
+    def run(coordinator: Coordinator) -> Any:
+        own = {"time": 1.5 + coordinator.process_index, "text": f"process {coordinator.process_index}"}
+        hf.Checkpointer(hf.PyTreeCheckpointHandler(), coordinator=coordinator).save(
+            tmp_path / "one", {f"{name}{i}": value for name, value in own.items() for i in range(8)}
+        )
+
+    unwrap(together(3, run))
+    assert set(hf.load(tmp_path / "one").values()) == {1.5, "process 0"}
+
+
+def test_small_items_are_written_by_process_0(tmp_path: Path) -> None:
+    items = {
+        "state": hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()),
+        "facts": hf.Checkpointer(hf.JsonCheckpointHandler()),
+    }
+
+    def run(coordinator: Coordinator) -> Any:
+        with hf.CheckpointManager(tmp_path, items, coordinator=coordinator) as several:
+            several.save(1, {"state": tree(1), "facts": {"process": coordinator.process_index}})
+            several.wait_until_finished()
+            return several.restore(1)["facts"]
+
+    assert unwrap(together(3, run)) == [{"process": 0}] * 3
+
+
+def test_a_leaf_that_one_process_cannot_save(tmp_path: Path) -> None:
+    def run(coordinator: Coordinator) -> Any:
+        several = manager(tmp_path, coordinator)
+        several.save(1, tree(1))
+        bad = object() if coordinator.process_index == 1 else 1
+        with pytest.raises(hf.HoldfastError) as caught:
+            save_and_wait(several, 2, {**tree(2), "bad": bad})
+        several.save(3, tree(3))
+        several.close()
+        return caught.value, several.all_steps()
+
+    results = unwrap(together(3, run))
+    assert isinstance(results[1][0], hf.UnsupportedLeafError)
+    for process in (0, 2):
+        assert isinstance(results[process][0], hf.SaveFailedError)
+        assert "process 1" in str(results[process][0])
+        assert "bad" in str(results[process][0])
+    assert [steps for _, steps in results] == [[1, 3]] * 3
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["1", "3"]
+
+
+def test_a_process_that_does_not_come(tmp_path: Path) -> None:
+    def run(coordinator: Coordinator) -> Any:
+        several = manager(tmp_path, coordinator, barrier_timeout_secs=0.6)
+        several.save(1, tree(1))
+        several.wait_until_finished()
+        if coordinator.process_index == 2:
+            return None
+        several.save(2, tree(2))
+        with pytest.raises(hf.SaveFailedError) as caught:
+            several.wait_until_finished()
+        several.close()
+        return str(caught.value), several.all_steps()
+
+    results = unwrap(together(3, run))
+    assert "process 2" in results[0][0]
+    assert [steps for _, steps in results[:2]] == [[1], [1]]
+    assert hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(read_only=True)).all_steps() == [1]
+    with hf.CheckpointManager(tmp_path) as alone:  # the next run removes what was left
+        alone.save(2, tree(7))
+    assert equal(hf.load(tmp_path), tree(7))
+
+
+def test_trees_that_differ_are_refused(tmp_path: Path) -> None:
+    def run(coordinator: Coordinator) -> Any:
+        several = manager(tmp_path, coordinator)
+        shape = (3,) if coordinator.process_index == 1 else (4,)
+        several.save(1, {"same": np.zeros(2), "other": np.zeros(shape)})
+        with pytest.raises(hf.SaveFailedError) as caught:
+            several.close()
+        return str(caught.value)
+
+    results = unwrap(together(2, run))
+    assert all("other" in text and "process 1" in text for text in results)
+    assert hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(read_only=True)).all_steps() == []
+
+
+def test_time_is_that_of_process_0(tmp_path: Path) -> None:
+    class Ticking:
+        def __init__(self, tick: float) -> None:
+            self.time = 0.0
+            self.tick = tick
+
+        def now(self) -> float:
+            return 1e9 + self.time
+
+        def monotonic(self) -> float:
+            return self.time
+
+    def run(coordinator: Coordinator) -> Any:
+        clock = Ticking(1.0 if coordinator.process_index == 0 else 3.7)
+        options = hf.CheckpointManagerOptions(save_interval_steps=None, save_interval_secs=100, barrier_timeout_secs=10)
+        several = hf.CheckpointManager(tmp_path, options=options, coordinator=coordinator, clock=clock)
+        saved, agreements = [], []
+        agree = several._decisions._agree
+
+        def counted(step: int, ask: Any) -> Any:
+            agreements.append(step)
+            return agree(step, ask)
+
+        several._decisions._agree = counted  # type: ignore[method-assign]
+        for step in range(1, 1001):
+            clock.time += clock.tick
+            if several.save(step, {"x": np.zeros(3)}):
+                saved.append(step)
+        several.close()
+        return saved, len(agreements)
+
+    results = unwrap(together(2, run))
+    saved = results[0][0]
+    assert results[1][0] == saved
+    assert [later - earlier for earlier, later in zip([0, *saved], saved, strict=False)] == [100] * 10
+    assert results[0][1] < 10 * len(saved)  # of 1,000 steps
+
+
+def test_the_best_is_that_of_process_0(tmp_path: Path) -> None:
+    def run(coordinator: Coordinator) -> Any:
+        several = manager(
+            tmp_path, coordinator, save_interval_steps=None, save_on_best=True, best_fn="accuracy", max_to_keep=1
+        )
+        scores = [0.1, 0.5, 0.3, 0.9] if coordinator.process_index == 0 else [0.9, 0.1, 0.8, 0.2]
+        saved = [
+            step
+            for step, score in enumerate(scores)
+            if several.should_save(step, metrics={"accuracy": score})
+            and several.save(step, tree(step), metrics={"accuracy": score})
+        ]
+        several.close()
+        return saved, several.best_step(), several.metrics(3)
+
+    assert unwrap(together(2, run)) == [([0, 1, 3], 3, {"accuracy": 0.9})] * 2
+
+
+def test_metrics_pins_and_deletions_reach_all(tmp_path: Path) -> None:
+    def run(coordinator: Coordinator) -> Any:
+        several = manager(tmp_path, coordinator, max_to_keep=1, best_fn="accuracy", keep_latest=4)
+        for step in range(4):
+            several.save(step, tree(step))
+        several.record_metrics(3, {"accuracy": 0.5 if coordinator.process_index == 0 else 0.1})
+        several.wait_until_finished()
+        several.record_metrics(1, {"accuracy": 0.7 if coordinator.process_index == 0 else 0.2})
+        several.pin(0)
+        several.delete(2)
+        several.save(4, tree(4))
+        assert several.delete_after(3) == [4]
+        several.wait_until_finished()
+        found = several.all_steps(), several.best_step(), several.metrics(3), several.why_kept(0)[-1]
+        several.close()
+        return found
+
+    results = unwrap(together(2, run))
+    assert results[0] == results[1]
+    assert results[0][:3] == ([0, 1, 3], 1, {"accuracy": 0.5})
+    assert hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(read_only=True)).all_steps() == [0, 1, 3]
+
+
+def test_all_fall_back_when_one_finds_damage(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path) as alone:
+        for step in range(3):
+            alone.save(step, tree(step))
+
+    class SeesDamage(hf.CheckpointManager):
+        def _restore(self, step: int, items: Any, kwargs: Any) -> Any:
+            if step == 2:
+                raise hf.DamagedCheckpointError("a flipped bit")
+            return super()._restore(step, items, kwargs)
+
+    def run(coordinator: Coordinator) -> Any:
+        kind = SeesDamage if coordinator.process_index == 1 else hf.CheckpointManager
+        with kind(tmp_path, coordinator=coordinator) as several:
+            restored = several.restore_latest()
+            assert restored is not None
+            return restored.step, restored.items["step"], restored.skipped, several.all_steps()
+
+    assert unwrap(together(3, run)) == [(1, 1, ((2, "a flipped bit"),), [0, 1])] * 3
+
+
+def test_a_step_that_one_process_has_not_seen_yet(tmp_path: Path) -> None:
+    """Network file systems may show a directory as it was a minute ago."""
+    turns = threading.Barrier(2)
+
+    def run(coordinator: Coordinator) -> int:
+        several = manager(tmp_path, coordinator) if coordinator.process_index else None
+        turns.wait(30)
+        if several is None:
+            with manager(tmp_path, hf.Alone()) as alone:
+                alone.save(7, tree(7))
+            several = manager(tmp_path, coordinator)
+        turns.wait(30)
+        restored = several.restore_latest()
+        assert restored is not None
+        return restored.step
+
+    assert unwrap(together(2, run)) == [7, 7]
+
+
+def test_a_template_that_does_not_fit_on_one_process(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path) as alone:
+        alone.save(1, tree(1))
+
+    def run(coordinator: Coordinator) -> Any:
+        several = manager(tmp_path, coordinator)
+        template = {"only": 1} if coordinator.process_index == 1 else tree()
+        with pytest.raises((hf.TreeMismatchError, hf.PeerFailedError)) as caught:
+            several.restore_latest(template)
+        several.close()
+        return type(caught.value), str(caught.value)
+
+    results = unwrap(together(2, run))
+    assert [kind for kind, _ in results] == [hf.PeerFailedError, hf.TreeMismatchError]
+    assert "process 1" in results[0][1]
+
+
+def test_a_directory_of_another_run_is_refused_everywhere(tmp_path: Path) -> None:
+    def run(coordinator: Coordinator) -> Any:
+        several = manager(tmp_path, coordinator)
+        with pytest.raises((hf.OwnershipError, hf.PeerFailedError)) as caught:
+            several.acquire()
+        return str(caught.value)
+
+    script = [
+        "import sys, time, holdfast as hf",
+        "manager = hf.CheckpointManager(sys.argv[1])",
+        "manager.acquire()",
+        "print('held', flush=True)",
+        "time.sleep(60)",
+    ]
+    command = [sys.executable, "-c", "\n".join(script), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        results = unwrap(together(2, run))
+        holder.kill()
+    assert all(f"process {holder.pid} on" in text for text in results)
+
+
+def test_the_store_does_not_fill_up(tmp_path: Path) -> None:
+    def run(coordinator: Any) -> Any:
+        with manager(tmp_path, coordinator, max_to_keep=1) as several:
+            sizes = []
+            for step in range(12):
+                several.save(step, {"x": np.zeros(3)})
+                several.wait_until_finished()
+                sizes.append(len(coordinator.keys()))
+            return sizes
+
+    sizes = unwrap(together(2, run))[0]
+    assert max(sizes[6:]) <= max(sizes[:6])

@@ -1,0 +1,23 @@
+"""Clocks for tests."""
+
+from __future__ import annotations
+
+
+class TickingClock:
+    """Goes on by some seconds whenever it is asked for the time of day.
+
+    Args:
+        time: The time at the beginning, in seconds.
+        by: How many seconds it goes on.
+    """
+
+    def __init__(self, time: float = 1000.0, by: float = 1.0) -> None:
+        self.time = time
+        self._by = by
+
+    def now(self) -> float:
+        self.time += self._by
+        return self.time
+
+    def monotonic(self) -> float:
+        return self.time

@@ -1,0 +1,90 @@
+"""Process 0 decides: its result and its errors reach every process, and a timeout names it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from tests.processes.threads import together
+
+import holdfast as hf
+from holdfast.engine.distributed import Coordinator, ProcessGroup, run_on_primary
+from holdfast.engine.distributed import process_group as module
+
+COUNT = 3
+
+
+def group(coordinator: Coordinator, timeout: float = 10.0) -> ProcessGroup:
+    return ProcessGroup("run", coordinator, timeout)
+
+
+def test_alone_nothing_is_sent() -> None:
+    found = object()  # that JSON could not hold
+    assert group(hf.Alone()).decide("it", lambda: found) is found
+    assert run_on_primary("it", [found], lambda: found, hf.Alone()) is found
+
+
+@pytest.mark.parametrize("arguments", [None, [1, ["a"]]], ids=["decide", "with arguments"])
+def test_the_result_of_process_0_reaches_all(arguments: Any) -> None:
+    def work(one: Coordinator) -> Any:
+        return group(one).decide("it", lambda: {"by": one.process_index}, arguments=arguments)
+
+    assert together(COUNT, work) == [{"by": 0}] * COUNT
+
+
+@pytest.mark.parametrize("arguments", [None, [1]], ids=["decide", "with arguments"])
+def test_an_error_of_process_0_reaches_all(arguments: Any) -> None:
+    def fail() -> Any:
+        raise ZeroDivisionError("no such luck")
+
+    first, *others = together(COUNT, lambda one: group(one).decide("it", fail, arguments=arguments))
+    assert isinstance(first, ZeroDivisionError)
+    for other in others:
+        assert isinstance(other, hf.PeerFailedError)
+        assert "process 0 failed: ZeroDivisionError: no such luck" in str(other)
+
+
+def test_a_result_that_json_cannot_hold_reaches_all_as_an_error() -> None:
+    first, *others = together(COUNT, lambda one: group(one).decide("it", object))
+    assert isinstance(first, TypeError)
+    assert all(isinstance(other, hf.PeerFailedError) for other in others)
+
+
+@pytest.mark.parametrize("arguments", [None, [1]], ids=["decide", "with arguments"])
+def test_a_process_0_that_does_not_come_is_named(arguments: Any) -> None:
+    def work(one: Coordinator) -> Any:
+        if one.process_index == 0:
+            return None
+        return group(one, 0.2).decide("it", dict, arguments=arguments)
+
+    for other in together(COUNT, work)[1:]:
+        assert isinstance(other, hf.BarrierTimeoutError)
+        assert other.missing == (0,)
+
+
+def test_process_0_waits_for_none() -> None:
+    def work(one: Coordinator) -> Any:
+        return "done" if one.process_index else group(one, 0.2).decide("it", lambda: "done", arguments=[1])
+
+    assert together(COUNT, work) == ["done"] * COUNT
+
+
+def test_processes_that_ask_for_something_else() -> None:
+    def work(one: Coordinator) -> Any:
+        return group(one).decide("it", lambda: "done", arguments=[one.process_index == 2])
+
+    *others, last = together(COUNT, work)
+    assert others == ["done", "done"]
+    assert isinstance(last, hf.StateError)
+    assert "process 2 was asked for [True], and process 0 for [False]" in str(last)
+
+
+def test_long_work_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_START", 0.3)
+
+    def slow() -> str:
+        time.sleep(0.8)  # longer than process 0 may take to begin
+        return "done"
+
+    assert together(COUNT, lambda one: run_on_primary("it", [], slow, one)) == ["done"] * COUNT

@@ -1,0 +1,158 @@
+"""The keys that a rendezvous leaves in the store, and stores that break."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from tests.processes.threads import MemoryCoordinator, memory_coordinators
+
+from holdfast.engine.distributed import Alone, Rendezvous, next_rendezvous
+from holdfast.engine.distributed.rendezvous import PART_SIZE, join_parts, part_keys, split_value, value_length
+from holdfast.engine.errors import PeerFailedError, describe_error
+
+PATIENCE = 30.0
+
+
+def exchange(coordinator: MemoryCoordinator) -> Rendezvous:
+    rendezvous = next_rendezvous(coordinator, "save")
+    rendezvous.gather("fragment", bytes(PART_SIZE + rendezvous.index), PATIENCE)
+    rendezvous.broadcast("token", b"x", PATIENCE)
+    rendezvous.send("extra", bytes(2 * PART_SIZE))
+    rendezvous.barrier("end", PATIENCE)
+    return rendezvous
+
+
+def test_no_key_is_left_once_all_have_closed_it() -> None:
+    coordinators = memory_coordinators(3)
+    with ThreadPoolExecutor(3) as threads:
+        for _ in range(3):
+            meetings = list(threads.map(exchange, coordinators))
+            assert coordinators[0].keys()
+            for rendezvous in meetings[1:]:
+                rendezvous.close()
+                rendezvous.close()
+            meetings[0].close()
+            assert coordinators[0].keys() == []
+
+
+def test_values_stay_until_the_last_process_has_closed_it() -> None:
+    coordinators = memory_coordinators(3)
+    with ThreadPoolExecutor(3) as threads:
+        first = list(threads.map(exchange, coordinators))
+        first[0].close()
+        first[1].close()
+        assert first[2].receive("extra", 0, PATIENCE) == bytes(2 * PART_SIZE)
+        second = list(threads.map(exchange, coordinators))
+        for rendezvous in second:
+            rendezvous.close()
+        first[2].close()
+        assert any(key.startswith("save%231/") for key in coordinators[0].keys())  # noqa: SIM118 - it is no dictionary
+        for rendezvous in [*threads.map(exchange, coordinators)][::-1]:
+            rendezvous.close()
+    assert coordinators[0].keys() == []
+
+
+def test_one_process_waits_for_nothing_and_leaves_nothing() -> None:
+    coordinator = Alone()
+    rendezvous = next_rendezvous(coordinator, "save")
+    assert rendezvous.gather("a", b"1", 0) == [b"1"]
+    assert rendezvous.all_gather("a", b"1", 0) == [b"1"]
+    assert rendezvous.broadcast("a", b"2", 0) == b"2"
+    rendezvous.barrier("b", 0)
+    rendezvous.close()
+    assert coordinator.try_get("save%231/broadcast/a/0") is None
+
+
+def test_names_are_never_given_twice() -> None:
+    one, other = memory_coordinators(2)
+    names = [next_rendezvous(coordinator, name).name for name in ("a", "a", "b") for coordinator in (one, other)]
+    assert names == ["a#1", "a#1", "a#2", "a#2", "b#1", "b#1"]
+
+
+class Broken(MemoryCoordinator):
+    """A coordinator whose store disappears when ``gone`` is set."""
+
+    gone = False
+
+    def _check(self) -> None:
+        if self.gone:
+            raise ConnectionError("socket closed")
+
+    def put(self, key: str, value: bytes) -> None:
+        self._check()
+        super().put(key, value)
+
+    def get(self, key: str, timeout: float) -> bytes:
+        self._check()
+        return super().get(key, timeout)
+
+    def try_get(self, key: str) -> bytes | None:
+        self._check()
+        return super().try_get(key)
+
+
+def broken() -> Broken:
+    made = memory_coordinators(2)[1]
+    made.__class__ = Broken
+    assert isinstance(made, Broken)
+    return made
+
+
+OPERATIONS: dict[str, Any] = {
+    "barrier": lambda rendezvous: rendezvous.barrier("x", 1),
+    "broadcast": lambda rendezvous: rendezvous.broadcast("x", None, 1),
+    "receive": lambda rendezvous: rendezvous.receive("x", 0, 1),
+    "send": lambda rendezvous: rendezvous.send("x", b""),
+    "check": lambda rendezvous: rendezvous.check(),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_store_that_is_gone_is_a_failure_of_process_0(operation: str) -> None:
+    coordinator = broken()
+    rendezvous = Rendezvous(coordinator, "save")
+    coordinator.gone = True
+    with pytest.raises(PeerFailedError, match=r"the store that connects.* is gone.*socket closed") as caught:
+        OPERATIONS[operation](rendezvous)
+    assert caught.value.process == 0
+    rendezvous.fail(ValueError("x"))
+    rendezvous.close()
+
+
+def test_damaged_values_are_noticed() -> None:
+    one, other = memory_coordinators(2)
+    Rendezvous(one, "save").send("x", b"abc")
+    [key] = one.keys()
+    for damaged in (b"", b"123", one.get(key, 0)[:-1], one.get(key, 0) + b"d", one.get(key, 0)[:-1] + b"d"):
+        one.put(key, damaged)
+        with pytest.raises(PeerFailedError, match="the value that process 0 sent is damaged"):
+            Rendezvous(other, "save").receive("x", 0, PATIENCE)
+
+
+@pytest.mark.parametrize("length", [0, 1, PART_SIZE - 13, PART_SIZE - 12, PART_SIZE - 11, 3 * PART_SIZE])
+def test_values_are_cut_into_parts(length: int) -> None:
+    value = bytes(range(256)) * (length // 256 + 1)
+    value = value[:length]
+    parts = split_value(value)
+    assert max(len(part) for part in parts) <= PART_SIZE
+    assert value_length(parts[0]) == length
+    assert len(part_keys("key", length)) == len(parts)
+    assert join_parts(parts) == value
+
+
+def test_process_0_must_give_the_value_of_a_broadcast() -> None:
+    with pytest.raises(ValueError, match="process 0 must give the value of 'x'"):
+        Rendezvous(Alone(), "save").broadcast("x", None, 1)
+
+
+def test_the_notes_of_an_error_reach_the_other_processes() -> None:
+    one, other = memory_coordinators(2)
+    error = KeyError("word")
+    assert describe_error(error) == "'word'"
+    error.add_note("raised by serialize of the TypeHandler 'words' for a/b")
+    assert describe_error(error) == "'word'\nraised by serialize of the TypeHandler 'words' for a/b"
+    Rendezvous(one, "save").fail(error)
+    with pytest.raises(PeerFailedError, match="process 0 failed: KeyError: 'word'\nraised by serialize of the"):
+        Rendezvous(other, "save").check()

@@ -1,0 +1,144 @@
+"""docs/design.md and CONTRIBUTING.md name folders, files, classes and functions that exist, in the order of imports."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import re
+from pathlib import Path
+
+import pytest
+from tests.test_imports import LAYERS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("docs/design.md", "CONTRIBUTING.md")
+WIDTH = 120  # columns of a terminal that shows a drawing
+OBJECTS = {"manager": "CheckpointManager", "handler": "PyTreeCheckpointHandler"}  # objects in the drawing, and classes
+ELSEWHERE = {  # names of other libraries
+    *("DTensor", "_StridedShard", "PostLocalSGDState", "StandardCheckpointer", "CompositeCheckpointHandler"),
+    *("jax_enable_recoverability", "heartbeat_timeout_seconds", "array_metadatas", "optimizer_states", "state_dict"),
+}
+
+
+def section(title: str) -> str:
+    text = (ROOT / "docs" / "design.md").read_text()
+    found = re.search(rf"^## {title}\n(.*?)(?=^## )", text, re.MULTILINE | re.DOTALL)
+    assert found is not None, title
+    return found[1]
+
+
+def drawing(title: str) -> list[str]:
+    found = re.search(r"^```\n(.*?)^```", section(title), re.MULTILINE | re.DOTALL)
+    assert found is not None, title
+    return found[1].splitlines()
+
+
+def rooms(line: str) -> list[str]:
+    """The folders and modules that a line of the tree begins with: names divided by commas or two spaces."""
+    found = re.match(r" *((?:\w+/?(?:, |  )?)+?)(?:  +|$)(?=[^ ])", line)
+    assert found is not None, line
+    return re.findall(r"\w+/?", found[1])
+
+
+@functools.cache
+def defined_names() -> frozenset[str]:
+    """The names of all modules, classes, functions, arguments and variables of the package."""
+    names = set(dir(builtins))
+    for folder in ("engine", "integrations", "recipes", "cli"):
+        for path in (ROOT / folder).rglob("*.py"):
+            names.update((path.stem, path.parent.name))
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                    names.add(node.name)
+                elif isinstance(node, ast.arg):
+                    names.add(node.arg)
+                elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    names.add(node.id)
+    return frozenset(names)
+
+
+def methods_of(room: str, name: str) -> set[str] | None:
+    """The methods of a class of a room; none for a function; None if the room defines neither."""
+    for path in (ROOT / "engine" / room).rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+                return {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+    return None
+
+
+def test_tree_lists_the_rooms_in_the_order_of_imports() -> None:
+    lines = drawing("The house")
+    engine = next(index for index, line in enumerate(lines) if line.startswith("engine/"))
+    listed = [name for line in lines[engine + 1 :] for name in rooms(line)]
+    for name in listed:
+        assert (ROOT / "engine" / name).is_dir() if name.endswith("/") else (ROOT / "engine" / f"{name}.py").is_file()
+    order = [name.strip("/") for name in listed]
+    layers = [[name for name in layer if not name.startswith("_")] for layer in LAYERS]
+    assert sorted(order) == sorted(name for layer in layers for name in layer)
+    height = {name: number for number, layer in enumerate(layers) for name in layer}
+    assert [height[name] for name in order] == sorted((height[name] for name in order), reverse=True)
+
+
+def test_tree_lists_the_folders_around_the_engine() -> None:
+    parent = ""
+    for line in drawing("The house"):
+        if line.startswith("engine/"):
+            break
+        inside = line.startswith(" ")
+        for name in rooms(line):
+            assert name.endswith("/"), line
+            assert (ROOT / (parent if inside else "") / name).is_dir(), line
+            parent = parent if inside else name
+
+
+@pytest.mark.parametrize("title", ["The house", "How a save and a load flow"])
+def test_drawings_fit_a_terminal(title: str) -> None:
+    assert [line for line in drawing(title) if len(line) > WIDTH] == []
+
+
+def test_steps_of_the_flow_are_defined_in_the_rooms_beside_them() -> None:
+    """A step begins with a class or function; the column beside it has the room that defines it."""
+    lines = drawing("How a save and a load flow")
+    left, room, right, other = (match.start() for match in re.finditer(r"\S+(?: \S+)*", lines[0]))
+    cells = [
+        cell for line in lines for cell in ((line[left:room], line[room:right]), (line[right:other], line[other:]))
+    ]
+    steps = [
+        (step[0], folder.strip()) for text, folder in cells if (step := re.match(r"[A-Za-z_.]+", text)) is not None
+    ]
+    assert len(steps) >= 15
+    for name, folder in steps:
+        outer, _, inner = name.partition(".")
+        methods = methods_of(folder, OBJECTS.get(outer, outer))
+        assert methods is not None, (name, folder)
+        assert not inner or inner in methods, (name, folder)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    paths = re.findall(r"\b(?:engine|integrations|recipes|cli|configs|tests)/[\w/]+(?:\.py)?", text)
+    assert len(paths) > 5
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    assert [link for link in links if link and not ((ROOT / page).parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_named_alone_exist(page: str) -> None:
+    """A file named without its folder lies in a folder that the section, or the row, names."""
+    for part in re.split(r"\n(?=#|\|)", (ROOT / page).read_text()):
+        named = [ROOT / name for name in re.findall(r"\b((?:engine|integrations)/[\w/.]*\w)", part)]
+        folders = [ROOT, *(path if path.is_dir() else path.parent for path in named)]
+        for name in re.findall(r"`(?!__)(\w+\.py)`", part):
+            assert any((folder / name).exists() for folder in folders), (name, part[:80])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_exist(page: str) -> None:
+    words = re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`", (ROOT / page).read_text())
+    names = {word for word in words if re.fullmatch(r"[A-Z]\w+[a-z]\w*|[a-z]+_\w+|_[a-z]\w*", word)}
+    names |= {part for word in words if re.fullmatch(r"[A-Z]\w*[a-z]\w*\.\w+", word) for part in word.split(".")}
+    assert names
+    assert sorted(names - defined_names() - ELSEWHERE) == []

@@ -1,0 +1,142 @@
+"""What earlier versions wrote loads, verifies and resumes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from tests.earlier_versions import programs
+
+import holdfast as hf
+from holdfast import graph
+
+VERSIONS = sorted(path for path in Path(__file__).parent.glob("v*") if path.is_dir())
+RUNS = {"flax": programs.flax_run, "lightning": programs.lightning_run}
+
+pytestmark = [
+    pytest.mark.parametrize("version", VERSIONS, ids=lambda path: path.name),
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:Starting from v1.9"),
+]
+
+
+def copied(version: Path, name: str, tmp_path: Path) -> Path:
+    """Returns a copy of what was kept, as opening a run may change its directory."""
+    shutil.copytree(version / name, tmp_path / name)
+    return tmp_path / name
+
+
+def assert_same(found: Any, expected: Any, path: str = "") -> None:
+    """Compares types, dtypes, shapes and bits."""
+    assert type(found) is type(expected), path
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), path
+        for key in expected:
+            assert_same(found[key], expected[key], f"{path}/{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), path
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_same(one, other, f"{path}/{index}")
+    elif isinstance(expected, jax.Array) and jnp.issubdtype(expected.dtype, jax.dtypes.prng_key):
+        assert found.dtype == expected.dtype
+        assert_same(jax.random.key_data(found), jax.random.key_data(expected), path)
+    elif isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype, path
+        assert torch.equal(found, expected), path
+    elif isinstance(expected, np.ndarray | np.generic | jax.Array):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), path
+        assert np.asarray(found).tobytes() == np.asarray(expected).tobytes(), path
+    else:
+        assert found == expected, path
+
+
+def test_everything_verifies(version: Path) -> None:
+    places = [path.parent for path in version.rglob("checkpoint.json")]
+    assert len(places) > 15
+    assert [place for place in places if not hf.verify(place).ok] == []
+
+
+@pytest.mark.parametrize("name", programs.TREES)
+def test_trees(version: Path, name: str) -> None:
+    expected = programs.TREES[name]()
+    assert_same(hf.load(version / "trees" / name, like=expected), expected)
+
+
+def test_a_tree_without_a_template(version: Path) -> None:
+    assert_same(hf.load(version / "trees" / "numpy"), programs.numpy_tree())
+
+
+def test_compressed_and_aggregated_leaves(version: Path) -> None:
+    assert_same(hf.load(version / "trees" / "options"), programs.options_tree())
+
+
+def test_a_manager(version: Path, tmp_path: Path) -> None:
+    with programs.open_manager(copied(version, "manager", tmp_path)) as manager:
+        assert manager.all_steps() == [1, 3, 4, 6]
+        assert (manager.best_step(), manager.latest_step(), manager.metadata()) == (3, 6, {"name": "kept"})
+        for step in manager.all_steps():
+            assert_same(manager.restore(step), programs.manager_item(step))
+        assert manager.save(7, programs.manager_item(7), metrics={"score": 1})
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 3, 7]
+
+
+def test_a_graph(version: Path) -> None:
+    expected, objects = programs.graph_objects(), programs.graph_objects()
+    with torch.no_grad():
+        objects["net"].weight.zero_()
+    objects["step"].assign(0)
+    objects["notes"]["a"][:] = [0, 0]
+    objects["optimizer"].state.clear()
+
+    graph.Checkpoint(**objects).restore(version / "graphs" / "one-1").assert_consumed()
+
+    assert_same(dict(objects["net"].state_dict()), dict(expected["net"].state_dict()))
+    assert_same(objects["optimizer"].state_dict(), expected["optimizer"].state_dict())
+    assert (int(objects["step"]), objects["notes"]["a"]) == (4, [1, 2])
+
+
+def test_a_run_of_graphs(version: Path, tmp_path: Path) -> None:
+    objects = programs.graph_objects()
+    place = copied(version, "graphs", tmp_path) / "run"
+    manager = graph.CheckpointManager(graph.Checkpoint(**objects), place, max_to_keep=2)
+
+    assert manager.restore_or_initialize() == manager.latest_checkpoint
+    assert int(objects["step"]) == 3
+    assert len(manager.checkpoints) == 2
+
+
+def test_components(version: Path) -> None:
+    expected, trainer = programs.make_trainer(), programs.make_trainer()
+    for _ in range(programs.END):
+        expected.train()
+
+    trainer.restore_from_path(version / "components", strict=True)
+    for _ in range(programs.END - programs.MIDDLE):
+        trainer.train()
+
+    assert_same(programs.component_values(trainer), programs.component_values(expected))
+
+
+@pytest.mark.parametrize("name", ["rows", "whole"])
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_what_two_processes_saved(version: Path, backend: str, name: str) -> None:
+    found = hf.load(version / "together" / backend, like={name: programs.together_values()}, select=name)
+    assert_same(found[name], programs.together_values())
+
+
+@pytest.mark.filterwarnings("ignore:The loaded checkpoint was produced with Lightning")  # by a newer one
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_resumes(version: Path, name: str, tmp_path: Path) -> None:
+    ended = RUNS[name](copied(version, name, tmp_path))
+    with np.load(version / f"{name}_end.npz") as kept:
+        for key, expected in kept.items():
+            assert_same(np.asarray(ended[key]), expected, key)
+    assert ended.get("start", programs.MIDDLE) == programs.MIDDLE

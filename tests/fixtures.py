@@ -1,0 +1,211 @@
+"""Fixtures for all tests: a place in memory, exact comparison, files of a checkpoint to tamper with, little memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import re
+import resource
+import signal
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.engine.format import decode_document, encode_document
+from holdfast.engine.format.record import RECORD
+from holdfast.engine.storage import as_location
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """Keeps what a command does to the logging of its process from reaching other tests."""
+    logger = logging.getLogger("holdfast")
+    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)
+
+
+@pytest.fixture
+def default_sigterm() -> Iterator[None]:
+    """SIGTERM has its usual effect, and must have it again at the end of the test."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    left = signal.signal(signal.SIGTERM, before)
+    assert left is signal.SIG_DFL, "the test left a handler of SIGTERM behind"
+
+
+@pytest.fixture
+def default_sigint() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where the tests run as a background job of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def place() -> Iterator[str]:
+    """A URL below which nothing is yet; in memory, so that syncing costs nothing."""
+    url = f"memory://tests/{uuid.uuid4().hex}"
+    yield url
+    as_location(url).remove_tree()
+
+
+@pytest.fixture(params=[pytest.param(False, id="some"), pytest.param(True, id="every", marks=pytest.mark.sweep)])
+def every(request: pytest.FixtureRequest) -> bool:
+    """Whether a test tries every instant, step or byte; the default run tries some, which differ from case to case."""
+    return bool(request.param)
+
+
+@pytest.fixture(scope="session")
+def assert_same() -> Callable[[Any, Any], None]:
+    """Compares two trees: the types of all containers and leaves, the order of keys, every bit of every value."""
+    return _assert_same
+
+
+def _assert_same(found: Any, expected: Any, where: str = "root") -> None:
+    assert type(found) is type(expected), where
+    if isinstance(expected, np.ndarray | np.generic):
+        assert found.dtype == expected.dtype, where
+        assert found.shape == expected.shape, where
+        if expected.dtype.char in "gG":  # their elements have bytes that mean nothing
+            np.testing.assert_array_equal(found, expected)
+        else:
+            assert found.tobytes() == expected.tobytes(), where
+    elif isinstance(expected, float):
+        assert math.copysign(1.0, found) == math.copysign(1.0, expected), where
+        assert found == expected or (math.isnan(found) and math.isnan(expected)), where
+    elif isinstance(expected, complex):
+        _assert_same(found.real, expected.real, where)
+        _assert_same(found.imag, expected.imag, where)
+    elif isinstance(expected, Mapping):
+        assert [(type(key), key) for key in found] == [(type(key), key) for key in expected], where
+        for key, value in expected.items():
+            _assert_same(found[key], value, f"{where}/{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), where
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            _assert_same(one, other, f"{where}/{index}")
+    elif dataclasses.is_dataclass(expected):
+        for field in dataclasses.fields(expected):
+            _assert_same(getattr(found, field.name), getattr(expected, field.name), f"{where}/{field.name}")
+    else:
+        assert found == expected, where
+
+
+_DATA_FILE = re.compile(r"\bd/[0-9a-f]{8}\.0\.([0-9]+)\b")
+
+
+@pytest.fixture(scope="session")
+def short() -> Callable[[str], str]:
+    """Shortens the paths of data files in a text to the same ones for every save: ``d/0``, ``d/1`` and so on."""
+    return _short
+
+
+def _short(text: str) -> str:
+    return _DATA_FILE.sub(r"d/\1", text)
+
+
+class Contents(dict[str, bytes]):
+    """The content of files by path; data files are found by their short paths, too."""
+
+    def __missing__(self, path: str) -> bytes:
+        return {_short(real): content for real, content in self.items()}[path]
+
+
+class StoredFiles:
+    """The files of a checkpoint or of a directory of them, to be looked at and tampered with.
+
+    Data files can be called ``d/0``, ``d/1`` and so on here.
+
+    Args:
+        url: Where they are.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._location = as_location(url)
+
+    def read(self) -> Contents:
+        """Returns the content of every file by its path."""
+        return Contents({path: (self._location / path).read_bytes() for path in self._paths("")})
+
+    def name(self, path: str) -> str:
+        """Returns the real path of a file; of a data file that there is not, the one that was given."""
+        return {_short(real): real for real in self._paths("")}.get(path, path)
+
+    def write(self, path: str, content: bytes) -> None:
+        """Replaces a file; on a disk without waiting for it."""
+        self._put(self.name(path), content)
+
+    def remove(self, path: str) -> None:
+        """Deletes a file."""
+        (self._location / self.name(path)).remove()
+
+    def reseal(self, path: str, content: bytes) -> None:
+        """Writes a file of the item ``state`` and puts its digest into the record, as a forger would."""
+        self._put(f"state/{path}", content)
+        self.edit(lambda body: body["items"]["state"]["files"].update({path: {"size": len(content)}}))
+
+    def edit(self, change: Callable[[dict[str, Any]], Any]) -> None:
+        """Changes the commit record, which verifies afterwards."""
+        body = decode_document((self._location / RECORD).read_bytes(), "checkpoint", source="test")
+        change(body)
+        self.write(RECORD, encode_document("checkpoint", body))
+
+    def _put(self, path: str, content: bytes) -> None:
+        place = self._location / path
+        if place.is_local:
+            place.path.write_bytes(content)
+        else:
+            place.write_bytes(content)
+
+    def _paths(self, folder: str) -> list[str]:
+        entries = (self._location / folder if folder else self._location).entries()
+        below = [(f"{folder}/{entry.name}".lstrip("/"), entry.is_directory) for entry in entries]
+        return [path for name, is_folder in below for path in (self._paths(name) if is_folder else [name])]
+
+
+@pytest.fixture
+def stored() -> Callable[[str], StoredFiles]:
+    """Opens the files of a checkpoint."""
+    return StoredFiles
+
+
+MARGIN = 1 << 30
+
+
+@pytest.fixture
+def little_memory() -> Iterator[int]:
+    """Lets the process take one more GiB of addresses, and not what a forged number asks for; gives the bytes."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MARGIN, before[1]))
+    yield MARGIN
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.fixture(scope="session")
+def look() -> Callable[..., list[str]]:
+    """Does all that one can do with a checkpoint; gives the errors, all of which are holdfast's own."""
+    return _look
+
+
+def _look(place: str, *, loads: bool = False) -> list[str]:
+    errors = []
+    actions: list[Callable[[str], Any]] = [hf.load, hf.describe, hf.PyTreeCheckpointer().structure]
+    for action in actions:
+        try:
+            action(place)
+        except hf.HoldfastError as error:
+            errors.append(str(error))
+        else:
+            assert loads or action is not hf.load, "it loads, although it should not"
+    hf.verify(place)
+    assert all(place in error for error in errors)
+    return errors

@@ -1,0 +1,237 @@
+"""Foreign checkpoints made into our own, and our own into files of others."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax  # type: ignore[import-untyped]  # it comes without type information
+import orbax.checkpoint as ocp  # type: ignore[import-untyped]  # it comes without type information
+import pytest
+import safetensors.numpy
+import torch
+from flax.training.train_state import TrainState
+
+import holdfast as hf
+from holdfast.engine.formats import convert as rewriting
+from holdfast.engine.formats.convert import export_checkpoint, import_checkpoint
+
+
+def pt(path: Path, value: Any) -> Path:
+    torch.save(value, path / "x.pt")
+    return path / "x.pt"
+
+
+def test_import_keeps_kinds_and_values(tmp_path: Path) -> None:
+    weight = torch.ones(2, 3, dtype=torch.bfloat16)
+    value = {"w": weight, "n": [1, "text", None], "p": torch.nn.Parameter(torch.ones(1))}
+
+    (done,) = import_checkpoint(pt(tmp_path, value), tmp_path / "ckpt")
+
+    assert (done.format, done.leaves, done.bytes, done.left_out) == ("torch", 5, 24, ())
+    found = hf.load(tmp_path / "ckpt", like=value)
+    assert torch.equal(found["w"], weight)
+    assert found["n"] == [1, "text", None]
+    assert [leaf.kind for leaf in hf.describe(tmp_path / "ckpt")] == ["torch", "int", "str", "none", "torch"]
+    assert hf.verify(tmp_path / "ckpt").ok
+
+
+def test_import_holds_only_some_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewriting, "_BATCH", 5000)
+    monkeypatch.setattr(rewriting, "_KEPT", 2)
+    arrays = {f"layer.{index}": np.full(1000, index, np.float32) for index in range(40)}
+    safetensors.numpy.save_file(arrays, tmp_path / "x.safetensors")
+    batches: list[int] = []
+    load = rewriting._Loader.array
+
+    def counted(self: Any, name: str) -> Any:
+        array = load(self, name)
+        batches.append(len(self._loaded))
+        return array
+
+    monkeypatch.setattr(rewriting._Loader, "array", counted)
+
+    import_checkpoint(tmp_path / "x.safetensors", tmp_path / "ckpt")
+
+    assert max(batches) <= 2
+    found = hf.load(tmp_path / "ckpt")["layer"]
+    assert all(np.array_equal(found[name.partition(".")[2]], array) for name, array in arrays.items())
+
+
+def test_import_of_a_damaged_file_leaves_nothing(tmp_path: Path) -> None:
+    path = pt(tmp_path, {"a": torch.ones(3), "x": torch.full((100,), 7, dtype=torch.uint8)})
+    path.write_bytes(path.read_bytes().replace(b"\7" * 100, b"\7" * 99 + b"\6"))
+
+    with pytest.raises(hf.DamagedCheckpointError, match="checksum"):
+        import_checkpoint(path, tmp_path / "ckpt")
+
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.pt"]
+
+
+def test_import_refuses_objects_and_reports_what_it_leaves_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(hf.UnsupportedLeafError, match=r"f: the class or function builtins\.print"):
+        import_checkpoint(pt(tmp_path, {"w": torch.ones(1), "f": print}), tmp_path / "ckpt")
+    lightning = {"state_dict": {"w": torch.ones(1)}, "pytorch-lightning_version": "2", "hyper_parameters": {"f": print}}
+
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        (done,) = import_checkpoint(pt(tmp_path, lightning), tmp_path / "ckpt")
+
+    assert done.left_out == ("hyper_parameters/f (the class or function builtins.print)",)
+    assert "hyper_parameters/f" in caplog.text
+
+
+def test_import_does_not_replace_anything(tmp_path: Path) -> None:
+    path = pt(tmp_path, {"w": torch.ones(1)})
+    import_checkpoint(path, tmp_path / "ckpt")
+
+    with pytest.raises(hf.CheckpointExistsError):
+        import_checkpoint(path, tmp_path / "ckpt")
+    pt(tmp_path, {"w": torch.zeros(1)})
+    import_checkpoint(path, tmp_path / "ckpt", overwrite=True)
+
+    assert hf.load(tmp_path / "ckpt")["w"].tolist() == [0]
+
+
+def test_import_of_our_own(tmp_path: Path) -> None:
+    hf.save(tmp_path / "a", {"x": 1})
+
+    with pytest.raises(hf.OptionError, match="already"):
+        import_checkpoint(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(hf.CheckpointNotFoundError):
+        import_checkpoint(tmp_path / "missing", tmp_path / "b")
+
+
+def train_state() -> Any:
+    params = {"Dense_0": {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.zeros(3, jnp.bfloat16)}}
+    create: Any = TrainState.create
+    return create(apply_fn=print, params=params, tx=optax.adamw(1e-3))
+
+
+def test_import_of_a_whole_run_of_orbax(tmp_path: Path) -> None:
+    state = train_state()
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    with ocp.CheckpointManager(tmp_path / "orbax", options=options) as manager:
+        for step in (10, 20):
+            args = ocp.args.Composite(
+                state=ocp.args.StandardSave(state.replace(step=step)), config=ocp.args.JsonSave({"a": [1]})
+            )
+            manager.save(step, args=args, metrics={"loss": step / 4})
+
+    done = import_checkpoint(tmp_path / "orbax", tmp_path / "run")
+
+    assert [one.step for one in done] == [10, 20]
+    assert [(one.step, one.metrics, one.damage) for one in hf.list_checkpoints(tmp_path / "run")] == [
+        (10, {"loss": 2.5}, None),
+        (20, {"loss": 5.0}, None),
+    ]
+    found = hf.load(tmp_path / "run", item="state", like=state)
+    assert isinstance(found, TrainState)
+    assert int(found.step) == 20
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), found.params, state.params))
+    assert hf.load(tmp_path / "run", item="config") == {"a": [1]}
+    with hf.CheckpointManager(tmp_path / "run") as ours:
+        assert ours.all_steps() == [10, 20]
+
+
+# ---- export
+
+
+def test_export_for_torch(tmp_path: Path) -> None:
+    tree: dict[str, Any] = {
+        "state_dict": {"w": torch.ones(2, 3, dtype=torch.float8_e4m3fn), "b": torch.arange(3)},
+        "jax": jnp.ones(2, jnp.bfloat16),
+        "key": jax.random.key(0),
+        "scalar": np.float32(2),
+        "plain": [1, 2.5, True, "text", b"bytes", None, (1 + 2j,)],
+    }
+    hf.save(tmp_path / "ckpt", tree)
+
+    (done,) = export_checkpoint(tmp_path / "ckpt", tmp_path / "x.pt", "torch")
+
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert torch.equal(found["state_dict"]["w"].view(torch.uint8), tree["state_dict"]["w"].view(torch.uint8))
+    assert found["state_dict"]["b"].tolist() == [0, 1, 2]
+    assert found["jax"].dtype == torch.bfloat16
+    assert found["key"].tolist() == [0, 0]
+    assert found["scalar"].shape == ()
+    assert found["plain"] == tree["plain"]
+    assert (done.format, done.path) == ("torch", str(tmp_path / "x.pt"))
+
+
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def test_an_export_that_the_disk_refuses_leaves_nothing_behind(tmp_path: Path, kind: Any) -> None:
+    hf.save(tmp_path / "ckpt", {"w": np.ones(1 << 17)})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(hf.StorageError, match=r"cannot write .*File too large"):
+            export_checkpoint(tmp_path / "ckpt", tmp_path / "out" / "x", kind)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def test_a_file_does_not_take_the_place_of_a_directory(tmp_path: Path, kind: Any) -> None:
+    hf.save(tmp_path / "ckpt", {"w": np.ones(1)})
+
+    with pytest.raises(hf.CheckpointExistsError, match="is a directory; give the name of a file"):
+        export_checkpoint(tmp_path / "ckpt", tmp_path, kind, overwrite=True)
+    with pytest.raises(hf.StorageError):
+        export_checkpoint(tmp_path / "ckpt", "/proc/x", kind)
+
+
+def test_export_for_torch_names_what_does_not_fit(tmp_path: Path) -> None:
+    hf.save(tmp_path / "ckpt", {"a": np.array(["x"]), "b": jnp.ones(2, jnp.int4), "c": np.ones(1)})
+
+    with pytest.raises(hf.UnsupportedLeafError, match=r"a: torch cannot store elements of type str\d+\n  b: .* int4$"):
+        export_checkpoint(tmp_path / "ckpt", tmp_path / "x.pt", "torch")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["ckpt"]
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
+def test_export_of_one_item_of_one_step(tmp_path: Path, to: Any) -> None:
+    checkpointers = {name: hf.Checkpointer(hf.PyTreeCheckpointHandler()) for name in ("a", "b")}
+    with hf.CheckpointManager(tmp_path / "run", checkpointers) as manager:
+        for step in (1, 2):
+            manager.save(step, {"a": {"x": np.full(2, step)}, "b": {"y": np.ones(1)}}, force=True)
+
+    with pytest.raises(hf.OptionError, match="trees a, b"):
+        export_checkpoint(tmp_path / "run", tmp_path / "x", to)
+    with pytest.raises(hf.CheckpointNotFoundError, match="no tree 'c'"):
+        export_checkpoint(tmp_path / "run", tmp_path / "x", to, item="c")
+    (done,) = export_checkpoint(tmp_path / "run", tmp_path / "x", to, step=1, item="a")
+
+    assert done.step == 1
+    assert hf.load(tmp_path / "x")["x"].tolist() == [1, 1]
+    with pytest.raises(hf.CheckpointExistsError):
+        export_checkpoint(tmp_path / "run", tmp_path / "x", to, item="a")
+    export_checkpoint(tmp_path / "run", tmp_path / "x", to, item="a", overwrite=True)
+    assert hf.load(tmp_path / "x")["x"].tolist() == [2, 2]
+
+
+def test_export_for_orbax_and_back(tmp_path: Path) -> None:
+    state = train_state()
+    hf.save(tmp_path / "ckpt", {"params": state.params})
+
+    (done,) = export_checkpoint(tmp_path / "ckpt", tmp_path / "orbax", "orbax")
+
+    assert (done.format, done.leaves) == ("orbax", 2)
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(tmp_path / "orbax", {"params": state.params})
+    assert found["params"]["Dense_0"]["kernel"].tolist() == state.params["Dense_0"]["kernel"].tolist()
+    import_checkpoint(tmp_path / "orbax", tmp_path / "back")
+    assert hf.load(tmp_path / "back")["params"]["Dense_0"]["bias"].dtype == jnp.bfloat16
+
+
+def test_export_to_something_unknown(tmp_path: Path) -> None:
+    with pytest.raises(hf.OptionError, match="one of 'safetensors', 'orbax', 'torch'"):
+        export_checkpoint(tmp_path, tmp_path / "x", "onnx")  # type: ignore[arg-type]  # what is tested

@@ -1,0 +1,107 @@
+"""Conversions that every process of a program asks for: process 0 does them, once, for all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.processes.harness import Backend, Process, run_processes
+from tests.processes.threads import together
+
+import holdfast as hf
+from holdfast.engine.distributed.coordinators import Coordinator
+
+ocp: Any = pytest.importorskip("orbax.checkpoint")
+
+COUNT = 3
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    with hf.CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": np.full(4, step)}, force=True)
+    return tmp_path / "run"
+
+
+def test_an_import(run: Path, tmp_path: Path) -> None:
+    hf.export_checkpoint(run, tmp_path / "orbax", "orbax")
+
+    results = together(
+        COUNT, lambda one: hf.import_checkpoint(tmp_path / "orbax", tmp_path / "imported", coordinator=one)
+    )
+
+    assert results[0] == results[1] == results[2]
+    assert [done.step for done in results[0]] == [1, 2]
+    assert hf.verify(tmp_path / "imported").ok
+    assert hf.load(tmp_path / "imported")["w"].tolist() == [2] * 4
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "orbax"])
+def test_an_export(run: Path, tmp_path: Path, to: Any) -> None:
+    results = together(COUNT, lambda one: hf.export_checkpoint(run, tmp_path / "out", to, step=2, coordinator=one))
+
+    assert results[0] == results[1] == results[2]
+    assert [done.format for done in results[0]] == [to]
+    assert hf.load(tmp_path / "out")["w"].tolist() == [2] * 4
+
+
+def test_an_export_in_place(run: Path) -> None:
+    results = together(COUNT, lambda one: hf.add_orbax_metadata(run, coordinator=one))
+
+    assert results == [[hf.as_location(run / str(step)) for step in (1, 2)]] * COUNT
+    with ocp.CheckpointManager(run) as manager:
+        args = ocp.args.Composite(state=ocp.args.StandardRestore())
+        assert manager.restore(2, args=args).state["w"].tolist() == [2] * 4
+
+
+def test_a_failure_is_told_to_all(run: Path, tmp_path: Path) -> None:
+    def work(one: Coordinator) -> Any:
+        return hf.import_checkpoint(tmp_path / "nothing", tmp_path / "imported", coordinator=one)
+
+    results = together(COUNT, work)
+
+    assert isinstance(results[0], hf.CheckpointNotFoundError)
+    for result in results[1:]:
+        assert isinstance(result, hf.PeerFailedError)
+        assert "process 0 failed: CheckpointNotFoundError" in str(result)
+
+
+def test_processes_that_ask_for_different_things(run: Path, tmp_path: Path) -> None:
+    def work(one: Coordinator) -> Any:
+        target = tmp_path / f"{one.process_index == 2}.safetensors"
+        return hf.export_checkpoint(run, target, "safetensors", coordinator=one)
+
+    results = together(COUNT, work)
+
+    assert results[0] == results[1]
+    assert isinstance(results[2], hf.StateError)
+    assert "hf.Alone()" in str(results[2])
+
+
+def test_one_process_alone(run: Path, tmp_path: Path) -> None:
+    def work(one: Coordinator) -> Any:
+        target = tmp_path / f"{one.process_index}.safetensors"
+        return hf.export_checkpoint(run, target, "safetensors", coordinator=hf.Alone() if one.process_index else one)
+
+    assert [done.path for (done,) in together(COUNT, work)] == [
+        str(tmp_path / f"{i}.safetensors") for i in range(COUNT)
+    ]
+
+
+def convert(process: Process, directory: str) -> list[Any]:
+    place = Path(directory)
+    exported = hf.export_checkpoint(place / "run", place / "out.safetensors", "safetensors")
+    imported = hf.import_checkpoint(place / "out.safetensors", place / "imported")
+    again = hf.export_checkpoint(place / "run", place / "orbax", "orbax")
+    return [*exported, *imported, *again, hf.load(place / "imported")["w"].tolist()]
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_real_processes(run: Path, backend: Backend) -> None:
+    first, second = run_processes(convert, 2, str(run.parent), backend=backend)
+
+    assert first == second
+    assert first[-1] == [2] * 4

@@ -1,0 +1,226 @@
+"""Folders of torch.distributed.checkpoint, written by it and read without it."""
+
+from __future__ import annotations
+
+import collections
+import pickle
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from tests.processes.harness import Process, run_processes
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+
+import holdfast as hf
+from holdfast.engine.arrays import load_tree
+from holdfast.engine.formats.torch import dcp as format_module
+from holdfast.engine.sources.stored import StoredTree
+from holdfast.engine.storage import as_location
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),  # torch 2.6 says the latter
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # torch 2.6 warns of its own use of it
+]
+
+
+def opened(path: Path) -> StoredTree:
+    location = as_location(path)
+    found = format_module.recognise(location, frozenset(entry.name for entry in location.entries()))
+    assert found is not None
+    return cast("StoredTree", found.source)
+
+
+def loaded(path: Path, **options: Any) -> Any:
+    return load_tree(opened(path), **options)
+
+
+def saved(path: Path, state: dict[str, Any]) -> Path:
+    cast("Any", dcp).save(state, checkpoint_id=path / "dcp")
+    return path / "dcp"
+
+
+def trained() -> dict[str, Any]:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(5, 3)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def test_a_model_and_its_optimizer(tmp_path: Path) -> None:
+    state = trained()
+
+    found = loaded(saved(tmp_path, {**state, "step": 3, "list": [1, torch.ones(2)], "text": "hi"}))
+
+    assert found["model"].keys() == state["model"].keys()
+    assert all(np.array_equal(found["model"][name], value) for name, value in state["model"].items())
+    moments = found["optimizer"]["state"]["0"]["exp_avg"]
+    assert np.array_equal(moments, state["optimizer"]["state"][0]["exp_avg"])
+    assert type(found["optimizer"]["param_groups"]) is list
+    assert found["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.999)
+    assert found["optimizer"]["param_groups"][0]["params"] == [0, 1, 2, 3]
+    assert (found["step"], found["text"], found["list"][0], found["list"][1].tolist()) == (3, "hi", 1, [1, 1])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64, torch.complex64, torch.uint16], ids=str
+)
+def test_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = torch.arange(1, 13).reshape(3, 4).to(dtype)
+
+    path = saved(tmp_path, {"x": tensor, "empty": tensor[:0], "scalar": tensor[0, 0]})
+
+    found = loaded(path, like={"x": tensor, "empty": tensor[:0], "scalar": tensor[0, 0]})
+    assert torch.equal(found["x"].view(torch.uint8), tensor.view(torch.uint8))
+    assert found["empty"].shape == (0, 4)
+
+
+@pytest.mark.needs("torch", "2.8")
+def test_files_of_safetensors_inside(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+    writer = FileSystemWriter(tmp_path / "dcp", serialization_format=SerializationFormat.SAFETENSORS)
+    state = {"a": {"w": torch.ones(2, 3, dtype=torch.bfloat16)}, "b": torch.arange(3), "s": 3}
+    cast("Any", dcp).save(state, storage_writer=writer)
+
+    found = loaded(tmp_path / "dcp", like=state)
+
+    assert torch.equal(found["a"]["w"], torch.ones(2, 3, dtype=torch.bfloat16))
+    assert (found["b"].tolist(), found["s"]) == ([0, 1, 2], 3)
+
+
+def test_a_selection_reads_nothing_else(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"a": torch.ones(1000), "b": {"c.d": torch.zeros(3)}})
+    data = path / "__0_0.distcp"
+    whole = data.read_bytes()
+    data.write_bytes(whole.replace(np.ones(1000, np.float32).tobytes(), bytes(4000)))
+
+    assert loaded(path, select="b/**")["b"]["c.d"].tolist() == [0, 0, 0]
+    with pytest.raises(hf.DamagedCheckpointError, match=r"a: .*checksum"):
+        loaded(path)
+    assert [problem.leaf for problem in opened(path).verify()] == ["a"]
+
+
+def save_tensors(process: Process, folder: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (process.count,))
+    whole = torch.arange(35.0).reshape(7, 5)
+    state = {
+        "rows": distribute_tensor(whole, mesh, [Shard(0)]),
+        "columns": distribute_tensor(whole, mesh, [Shard(1)]),
+        "replicated": distribute_tensor(whole, mesh, [Replicate()]),
+        "plain": torch.ones(2),
+    }
+    cast("Any", dcp).save(state, checkpoint_id=f"{folder}/dcp")
+
+
+def test_tensors_that_two_processes_saved(tmp_path: Path) -> None:
+    run_processes(save_tensors, 2, str(tmp_path), backend="torch")
+
+    found = loaded(tmp_path / "dcp")
+
+    whole = np.arange(35, dtype=np.float32).reshape(7, 5)
+    assert all(np.array_equal(found[name], whole) for name in ("rows", "columns", "replicated"))
+    assert len(list((tmp_path / "dcp").glob("*.distcp"))) > 1
+
+
+# ---- damage
+
+
+def rewritten(path: Path, change: Any) -> Path:
+    content = (path / ".metadata").read_bytes()
+    metadata: Metadata = pickle.loads(content)  # of our own making
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return path
+
+
+def storage(metadata: Metadata) -> Any:
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == "x")
+
+
+def tensor(metadata: Metadata) -> Any:
+    return metadata.state_dict_metadata["x"]
+
+
+CHANGES = {
+    "outside": lambda m: setattr(storage(m), "relative_path", "../x"),
+    "missing file": lambda m: setattr(storage(m), "relative_path", "x"),
+    "past the end": lambda m: setattr(storage(m), "offset", 1 << 40),
+    "negative": lambda m: setattr(storage(m), "offset", -1),
+    "elsewhere": lambda m: setattr(storage(m), "offset", storage(m).offset + 1),
+    "extension": lambda m: setattr(storage(m), "transform_descriptors", ["zstd"]),
+    "no place": lambda m: m.storage_data.clear(),
+    "larger": lambda m: setattr(tensor(m), "size", torch.Size([5, 4])),
+    "huge": lambda m: setattr(tensor(m), "size", torch.Size([1 << 50, 4])),
+    "no parts": lambda m: tensor(m).chunks.clear(),
+    "twice": lambda m: tensor(m).chunks.append(tensor(m).chunks[0]),
+    "rank": lambda m: setattr(tensor(m), "size", torch.Size([12])),
+    "dtype": lambda m: setattr(tensor(m).properties, "dtype", torch.int32),
+    "through": lambda m: m.planner_data.update(y=("x", "y")),
+    "same place": lambda m: m.planner_data.update(y=("x",)),
+    "no path": lambda m: m.planner_data.update(y=[1]),
+    "no entries": lambda m: setattr(m, "state_dict_metadata", None),
+    "no name": lambda m: m.state_dict_metadata.update({3: None}),
+    "odd entry": lambda m: m.state_dict_metadata.update(y="y"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_damaged_metadata(tmp_path: Path, change: Any) -> None:
+    path = saved(tmp_path, {"x": torch.arange(12.0).reshape(3, 4), "y": 1})
+
+    with pytest.raises(hf.DamagedCheckpointError):
+        loaded(rewritten(path, change))
+
+
+def test_without_the_planner_names_are_whole(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"a": {"b": torch.ones(1)}})
+
+    found = loaded(rewritten(path, lambda metadata: setattr(metadata, "planner_data", None)))
+
+    assert list(found) == ["a.b"]
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (open, ("/tmp/holdfast-was-run", "w"))
+
+
+def test_nothing_is_run(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"x": torch.ones(1), "y": Evil()})
+
+    with pytest.raises(hf.UnsupportedLeafError, match=r"y: an object of .*open"):
+        loaded(path)
+    assert loaded(path, select="x")["x"].tolist() == [1]
+    rewritten(path, lambda metadata: setattr(metadata, "storage_meta", Evil()))
+    Path("/tmp/holdfast-was-run").unlink(missing_ok=True)
+    assert loaded(path, select="x")["x"].tolist() == [1]
+    assert not Path("/tmp/holdfast-was-run").exists()
+
+
+def test_other_folders_are_not_recognised(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(collections.Counter()))
+
+    assert format_module.recognise(as_location(tmp_path), frozenset({".metadata"})) is None
+    assert format_module.recognise(as_location(tmp_path), frozenset({"x"})) is None
+
+
+def test_every_flipped_byte_is_harmless(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"x": torch.arange(30)})
+    file = path / ".metadata"
+    whole = file.read_bytes()
+
+    for position in range(100, len(whole), 13):  # behind the name that it is recognised by
+        file.write_bytes(whole[:position] + bytes([whole[position] ^ 5]) + whole[position + 1 :])
+        try:
+            found = loaded(path)
+        except hf.HoldfastError:
+            continue
+        assert [array.tolist() for array in found.values()] == [list(range(30))]

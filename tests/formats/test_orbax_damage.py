@@ -1,0 +1,230 @@
+"""Orbax checkpoints that are damaged, or made to do harm."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+
+jnp: Any = pytest.importorskip("jax.numpy")
+ocp: Any = pytest.importorskip("orbax.checkpoint")
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ocdbt zarr2": {},
+    "ocdbt zarr3": {"use_zarr3": True},
+    "directories zarr2": {"use_ocdbt": False},
+    "directories zarr3": {"use_ocdbt": False, "use_zarr3": True},
+}
+Saved = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root: Path = tmp_path_factory.mktemp("originals")
+    tree = {"w": np.random.default_rng(0).random((64, 8)), "v": jnp.arange(300.0), "text": "hello", "step": 3}
+    for name, arguments in LAYOUTS.items():
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**arguments)) as checkpointer:
+            checkpointer.save(root / name.replace(" ", "_"), args=ocp.args.PyTreeSave(tree))
+    return root
+
+
+@pytest.fixture
+def saved(originals: Path, tmp_path: Path) -> Saved:
+    def copy(layout: str) -> Path:
+        target = tmp_path / "checkpoint"
+        shutil.copytree(originals / layout.replace(" ", "_"), target)
+        return target
+
+    return copy
+
+
+def edit(path: Path, change: Callable[[Any], Any]) -> None:
+    document = json.loads((path / "_METADATA").read_text())
+    change(document)
+    (path / "_METADATA").write_text(json.dumps(document))
+
+
+def data_files(path: Path, layout: str) -> list[Path]:
+    """The files that hold the array w."""
+    if layout.startswith("ocdbt"):
+        return [max((path / "ocdbt.process_0" / "d").iterdir(), key=lambda file: file.stat().st_size)]
+    return [file for file in (path / "w").rglob("*") if file.is_file() and "zarr" not in file.name]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("damage", ["missing", "truncated", "empty"])
+def test_damaged_data_is_named(saved: Saved, layout: str, damage: str) -> None:
+    path = saved(layout)
+    (file,) = data_files(path, layout)
+    if damage == "missing":
+        file.unlink()
+    else:
+        content = file.read_bytes()
+        file.write_bytes(content[: len(content) // 3] if damage == "truncated" else b"")
+    with pytest.raises(hf.DamagedCheckpointError) as raised:
+        hf.load(path)
+    assert "\n  w: " in str(raised.value)
+    assert file.name in str(raised.value)
+    (checkpoint,) = hf.verify(path).checkpoints
+    assert "w" in {problem.leaf for problem in checkpoint.problems}
+    assert hf.load(path, select="text") == {"text": "hello"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_missing_descriptions_of_arrays_are_named(saved: Saved, layout: str) -> None:
+    path = saved(layout)
+    if layout.startswith("ocdbt"):
+        edit(path, lambda document: document["tree_metadata"].update(_entry("lost")))
+        lost = "lost"
+    else:
+        for file in (path / "w").glob("*zarr*"):
+            file.unlink()
+        lost = "w"
+    with pytest.raises(hf.DamagedCheckpointError, match=rf"\n  {lost}: .*{lost}/"):
+        hf.load(path)
+    assert not hf.verify(path).ok
+
+
+def _entry(*keys: str, kind: str = "np.ndarray") -> dict[str, Any]:
+    return {
+        str(keys): {
+            "key_metadata": [{"key": key, "key_type": 2} for key in keys],
+            "value_metadata": {"value_type": kind, "skip_deserialize": False},
+        }
+    }
+
+
+@pytest.mark.parametrize("layout", ["ocdbt zarr2", "ocdbt zarr3"])
+@pytest.mark.parametrize("size", [0, 10, 60])
+def test_a_damaged_manifest(saved: Saved, layout: str, size: int) -> None:
+    path = saved(layout)
+    content = (path / "manifest.ocdbt").read_bytes()
+    (path / "manifest.ocdbt").write_bytes(content[:size])
+    with pytest.raises(hf.DamagedCheckpointError, match=r"manifest\.ocdbt"):
+        hf.load(path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "what"),
+    [
+        ("_METADATA", b"", "_METADATA is damaged: it is not JSON"),
+        ("_METADATA", b"[]", "expected a JSON object, found list"),
+        ("_METADATA", b"{}", "expected the member tree_metadata"),
+        ("_METADATA", b"[" * 100_000, "_METADATA is damaged: it is nested too deeply"),
+        ("_METADATA", b'{"tree_metadata": {"x": {"key_metadata": 3}}}', "the keys of entry x are not a path"),
+        ("_METADATA", b'{"tree_metadata": {"__import__(1)": {}}}', "are not a path"),
+        ("_strings.json", b"{}", "no text for leaf text"),
+        ("_strings.json", b"\xff", r"_strings\.json is damaged: it is not JSON"),
+        ("array_metadatas/process_0", b"{", "process_0 is damaged"),
+    ],
+    ids=str,
+)
+def test_damaged_documents(saved: Saved, file: str, content: bytes, what: str) -> None:
+    path = saved("ocdbt zarr2")
+    (path / file).write_bytes(content)
+    with pytest.raises(hf.DamagedCheckpointError, match=what):
+        hf.load(path)
+    assert not hf.verify(path).ok
+
+
+@pytest.mark.parametrize(
+    ("entries", "what"),
+    [
+        ([_entry("w"), {"again": _entry("w")["('w',)"]}], "is there twice"),
+        ([_entry("w", "inner")], "leads through a leaf"),
+        ([_entry(*map(str, range(300)))], "nested deeper"),
+        ([_entry("..", "..", "outside")], r"\.\.\.outside"),
+        ([_entry("../outside")], "not the name of a folder"),
+        ([_entry("a//b")], "not the name of a folder"),
+        ([_entry("nul\0")], "not the name of a folder"),
+    ],
+    ids=["twice", "through a leaf", "deep", "dots", "outside", "nothing between slashes", "NUL"],
+)
+def test_hostile_trees(saved: Saved, entries: list[dict[str, Any]], what: str) -> None:
+    path = saved("directories zarr2")
+    edit(path, lambda document: [document["tree_metadata"].update(entry) for entry in entries])
+    with pytest.raises(hf.DamagedCheckpointError, match=what):
+        hf.load(path)
+
+
+def test_arrays_that_are_too_large_to_be_true(saved: Saved) -> None:
+    path = saved("directories zarr2")
+    document = json.loads((path / "w" / ".zarray").read_text())
+    (path / "w" / ".zarray").write_text(json.dumps(document | {"shape": [1 << 40, 8]}))
+    edit(path, lambda document: document.pop("store_array_data_equal_to_fill_value"))
+    with pytest.raises(hf.DamagedCheckpointError, match=r"its arrays claim 7036874417\d* bytes, all of its files"):
+        hf.load(path)
+    assert not hf.verify(path).ok
+
+
+def test_values_of_unknown_types_are_read_if_they_are_arrays(saved: Saved) -> None:
+    path = saved("ocdbt zarr3")
+
+    def change(document: Any) -> None:
+        document["tree_metadata"]["('w',)"]["value_metadata"]["value_type"] = "somebody.Else"
+
+    edit(path, change)
+    assert hf.load(path)["w"].shape == (64, 8)
+
+
+def test_chunks_that_are_far_larger_than_their_array(saved: Saved) -> None:
+    path = saved("directories zarr2")
+    document = json.loads((path / "w" / ".zarray").read_text())
+    (path / "w" / ".zarray").write_text(json.dumps(document | {"chunks": [1 << 34, 8]}))
+    with pytest.raises(hf.DamagedCheckpointError, match=r"chunks of array 'w' claim 109951162\d* bytes"):
+        hf.load(path)
+    assert not hf.verify(path).ok
+
+
+@pytest.mark.parametrize("layout", ["ocdbt zarr3", "directories zarr2"])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_damage_is_harmless_or_an_error_of_ours(saved: Saved, layout: str, seed: int) -> None:
+    path = saved(layout)
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    whole = {file: file.read_bytes() for file in files}
+    numbers = np.random.default_rng(seed)
+    for _ in range(12):
+        file = files[numbers.integers(len(files))]
+        content = bytearray(whole[file])
+        for place in numbers.integers(0, len(content), 3) if content else ():
+            content[place] = numbers.integers(256)
+        file.write_bytes(content[: numbers.integers(len(content) + 1)] if numbers.random() < 0.3 else content)
+        for look in (hf.load, hf.describe, hf.verify, hf.list_checkpoints):
+            with contextlib.suppress(hf.HoldfastError):
+                look(path)
+        file.write_bytes(whole[file])
+    assert hf.verify(path).ok
+
+
+def test_links_that_lead_in_circles(saved: Saved) -> None:
+    path = saved("ocdbt zarr2")
+    for name in ("one", "two", "three"):
+        (path / name).symlink_to(path, target_is_directory=True)
+    assert hf.load(path, select="v")["v"].tolist() == list(range(300))
+
+
+@pytest.mark.parametrize("without", [[], ["_CHECKPOINT_METADATA"]], ids=["alone", "as is that of the checkpoint"])
+@pytest.mark.parametrize(
+    ("layout", "file"),
+    [
+        ("ocdbt zarr2", "_METADATA"),
+        ("ocdbt zarr3", "_METADATA"),
+        # Before, no document says that there was a database.
+        pytest.param("ocdbt zarr2", "manifest.ocdbt", marks=pytest.mark.needs("orbax-checkpoint", "0.11.32")),
+    ],
+)
+def test_files_that_nothing_works_without(saved: Saved, layout: str, file: str, without: list[str]) -> None:
+    path = saved(layout)
+    for name in (file, *without):
+        (path / name).unlink()
+    with pytest.raises(hf.DamagedCheckpointError, match=f"{file} is missing"):
+        hf.load(path)
+    assert not hf.verify(path).ok

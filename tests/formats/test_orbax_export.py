@@ -1,0 +1,333 @@
+"""Checkpoints that holdfast exports, restored by orbax-checkpoint; and our own, restored by it where they are."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.engine.formats.orbax.export import add_orbax_metadata, export_orbax
+
+jax: Any = pytest.importorskip("jax")
+jnp: Any = pytest.importorskip("jax.numpy")
+optax: Any = pytest.importorskip("optax")
+ocp: Any = pytest.importorskip("orbax.checkpoint")
+v1: Any = pytest.importorskip("orbax.checkpoint.experimental.v1")
+TrainState: Any = pytest.importorskip("flax.training.train_state").TrainState
+
+Export = Callable[[Path, Path], Path]
+
+
+def copied(source: Path, destination: Path) -> Path:
+    """Exports a copy; the directory that Orbax restores."""
+    (place,) = export_orbax(source, destination)
+    return place.path
+
+
+def in_place(source: Path, _: Path) -> Path:
+    """Exports in place; the directory that Orbax restores."""
+    (place,) = add_orbax_metadata(source)
+    return place.path / "state"
+
+
+both = pytest.mark.parametrize("export", [copied, in_place])
+
+
+def tree() -> dict[str, Any]:
+    return {
+        "params": {
+            "w": jnp.arange(24.0).reshape(4, 6),
+            "half": jnp.arange(3, dtype=jnp.bfloat16),
+            "empty": jnp.zeros((0, 3)),
+        },
+        "numpy": np.arange(5, dtype=np.uint16),
+        "big_endian": np.arange(3, dtype=">i4"),
+        "flags": np.array([True, False]),
+        "complex": np.array([1 + 2j], np.complex64),
+        "fp8": jnp.ones(3, jnp.float8_e5m2),
+        "int4": jnp.arange(3, dtype=jnp.int4),
+        "step": 7,
+        "rate": 1.5,
+        "flag": True,
+        "text": "hello",
+        "long_text": "x" * 70_000,
+        "none": None,
+        "nothing": {},
+        "list": [np.ones(1), (np.zeros(2), [])],
+    }
+
+
+@both
+def test_orbax_restores_what_we_saved(tmp_path: Path, export: Export) -> None:
+    hf.save(tmp_path / "ours", tree())
+    place = export(tmp_path / "ours", tmp_path / "theirs")
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(place)
+    expected = tree()
+    for name in ("numpy", "big_endian", "flags", "complex", "fp8", "int4"):
+        assert np.asarray(found[name]).tolist() == np.asarray(expected[name]).tolist(), name
+        assert found[name].dtype == np.dtype(expected[name].dtype).newbyteorder("="), name
+    for name in ("step", "rate", "flag", "text", "long_text", "none", "nothing"):
+        assert (type(found[name]), found[name]) == (type(expected[name]), expected[name]), name
+    np.testing.assert_array_equal(found["params"]["w"], expected["params"]["w"])
+    assert found["params"]["half"].dtype == ml_dtypes.bfloat16
+    assert found["params"]["empty"].shape == (0, 3)
+    assert found["list"][0].tolist() == [1]
+    assert found["list"][1][0].tolist() == [0, 0]
+    assert hf.verify(tmp_path / "ours").ok
+    assert hf.load(tmp_path / "ours", select="numpy")["numpy"].dtype == np.uint16
+
+
+@both
+@pytest.mark.needs("orbax-checkpoint", "0.12")
+def test_the_other_ways_to_restore(tmp_path: Path, export: Export) -> None:
+    small = {"w": jnp.arange(8.0), "step": 3}
+    hf.save(tmp_path / "ours", small)
+    place = export(tmp_path / "ours", tmp_path / "theirs")
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        assert checkpointer.restore(place)["w"].tolist() == list(range(8))
+        described = checkpointer.metadata(place).item_metadata
+        assert (described["w"].shape, described["w"].dtype) == ((8,), np.float32)
+    whole = place.parent if export is in_place else place
+    assert v1.load(whole)["step"] == 3
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    found = v1.load(whole, {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding), "step": 0})
+    assert found["w"].sharding == sharding
+    assert found["w"].tolist() == list(range(8))
+
+
+@both
+def test_a_train_state_with_its_keys(tmp_path: Path, export: Export) -> None:
+    params = {"kernel": jax.random.normal(jax.random.key(0), (8, 4)), "bias": jnp.zeros(4)}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.adamw(0.1))
+    state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, params)).replace(step=jnp.int32(1))
+    saved = {"state": state, "key": jax.random.key(3), "keys": jax.random.split(jax.random.key(1, impl="rbg"), 2)}
+    hf.save(tmp_path / "ours", saved)
+    place = export(tmp_path / "ours", tmp_path / "theirs")
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(place, jax.tree.map(jnp.zeros_like, saved))
+    assert jax.tree.structure(found) == jax.tree.structure(saved)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(saved), strict=True):
+        assert one.dtype == other.dtype
+        if jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
+            one, other = jax.random.key_data(one), jax.random.key_data(other)
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def test_a_run_becomes_that_of_a_manager(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path / "ours") as manager:
+        for step in (3, 10):
+            manager.save(step, {"w": jnp.full(4, float(step)), "n": step}, metrics={"loss": step / 2})
+    places = export_orbax(tmp_path / "ours", tmp_path / "theirs")
+    assert [place.name for place in places] == ["3", "10"]
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"], best_mode="min")
+    with ocp.CheckpointManager(tmp_path / "theirs", options=options) as manager:
+        assert manager.all_steps() == [3, 10]
+        assert manager.best_step() == 3
+        assert manager.metrics(10) == {"loss": 5.0}
+        like = {"w": jnp.zeros(4), "n": 0}
+        assert manager.restore(10, args=ocp.args.StandardRestore(like))["w"].tolist() == [10] * 4
+        assert manager.restore(3)["n"] == 3
+        manager.save(11, args=ocp.args.StandardSave(like), metrics={"loss": 1.0})  # and it goes on from there
+        manager.wait_until_finished()
+        assert manager.all_steps() == [3, 10, 11]
+    assert hf.load(tmp_path / "theirs")["w"].tolist() == [0] * 4
+    assert hf.list_checkpoints(tmp_path / "theirs")[0].time == pytest.approx(
+        hf.list_checkpoints(tmp_path / "ours")[0].time
+    )
+
+
+def test_one_step_of_a_run(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path / "ours") as manager:
+        for step in (3, 10):
+            manager.save(step, {"n": step})
+    export_orbax(tmp_path / "ours", tmp_path / "theirs", step=3)
+    assert [one.step for one in hf.list_checkpoints(tmp_path / "theirs")] == [3]
+    with pytest.raises(hf.CheckpointExistsError, match="3 exists already"):
+        export_orbax(tmp_path / "ours", tmp_path / "theirs")
+    assert not (tmp_path / "theirs" / "10").exists()
+    with pytest.raises(hf.CheckpointNotFoundError, match="no checkpoint of step 4"):
+        export_orbax(tmp_path / "ours", tmp_path / "theirs", step=4)
+
+
+def test_several_items(tmp_path: Path) -> None:
+    kinds = {"model": hf.PyTreeCheckpointHandler(), "facts": hf.JsonCheckpointHandler()}
+    checkpointers = {name: hf.Checkpointer(handler) for name, handler in kinds.items()}
+    with hf.CheckpointManager(tmp_path / "ours", checkpointers) as manager:
+        manager.save(1, {"model": {"w": np.ones(3)}, "facts": {"a": [1, "b"]}})
+    export_orbax(tmp_path / "ours", tmp_path / "theirs")
+    export_orbax(tmp_path / "ours", tmp_path / "model", item="model")
+    add_orbax_metadata(tmp_path / "ours")
+    for root in ("ours", "theirs"):
+        with ocp.CheckpointManager(tmp_path / root) as manager:
+            found = manager.restore(
+                1, args=ocp.args.Composite(model=ocp.args.StandardRestore(), facts=ocp.args.JsonRestore())
+            )
+        assert found["model"]["w"].tolist() == [1, 1, 1]
+        assert found["facts"] == {"a": [1, "b"]}
+    with ocp.CheckpointManager(tmp_path / "model") as manager:
+        assert manager.restore(1)["w"].tolist() == [1, 1, 1]
+    assert hf.verify(tmp_path / "ours").ok
+    assert hf.load(tmp_path / "ours", item="facts") == {"a": [1, "b"]}
+
+
+def test_a_run_stays_ours_when_its_steps_are_made_readable(tmp_path: Path) -> None:
+    options = hf.CheckpointManagerOptions(max_to_keep=2)
+    with hf.CheckpointManager(tmp_path / "run", options=options) as manager:
+        for step in (1, 2):
+            manager.save(step, {"n": step, "w": np.ones(2)}, metrics={"loss": 0.5})
+    before = hf.list_checkpoints(tmp_path / "run")
+    assert len(add_orbax_metadata(tmp_path / "run")) == 2
+    assert len(add_orbax_metadata(tmp_path / "run")) == 2  # once more changes nothing
+    assert hf.list_checkpoints(tmp_path / "run") == before
+    assert hf.verify(tmp_path / "run").ok
+    with hf.CheckpointManager(tmp_path / "run", options=options) as manager:
+        assert manager.restore()["n"] == 2
+        manager.save(3, {"n": 3, "w": np.ones(2)})
+    assert [one.step for one in hf.list_checkpoints(tmp_path / "run")] == [2, 3]
+    assert not (tmp_path / "run" / "1").exists()
+
+
+@pytest.mark.parametrize(
+    ("leaf", "what"),
+    [
+        (np.array(["a"]), "elements of type <U1"),
+        (np.zeros(2, "datetime64[s]"), r"elements of type datetime64\[s\]"),
+        (np.zeros(2, ml_dtypes.uint4), "elements of type uint4"),
+        (b"bytes", "cannot store leaves of kind bytes"),
+        ({1, 2}, "cannot store leaves of kind set"),
+        (1 << 80, "does not fit 64 bits"),
+    ],
+    ids=["text arrays", "dates", "uint4", "bytes", "set", "long integer"],
+)
+@both
+def test_leaves_that_orbax_cannot_store(tmp_path: Path, export: Export, leaf: Any, what: str) -> None:
+    hf.save(tmp_path / "ours", {"fine": np.ones(2), "odd": leaf})
+    with pytest.raises(hf.UnsupportedLeafError, match=rf"odd: .*{what}"):
+        export(tmp_path / "ours", tmp_path / "theirs")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours"]
+    assert not (tmp_path / "ours" / "state" / "_METADATA").exists()
+
+
+def test_names_that_orbax_would_confuse(tmp_path: Path) -> None:
+    hf.save(tmp_path / "ours", {"a.b": np.ones(1), "a": {"b": np.zeros(1)}})
+    for export in (copied, in_place):
+        with pytest.raises(hf.UnsupportedLeafError, match=r"Orbax would give it the name 'a\.b'"):
+            export(tmp_path / "ours", tmp_path / "theirs")
+
+
+def test_names_that_only_a_copy_can_have(tmp_path: Path) -> None:
+    saved = {"a.b": np.ones(1), "c/d": {"50%": np.zeros(2)}, 7: np.ones(3), "t/u": "text"}
+    hf.save(tmp_path / "ours", saved)
+    with pytest.raises(hf.UnsupportedLeafError, match=r"stored as 'a%2Eb' and Orbax would look for 'a\.b'"):
+        in_place(tmp_path / "ours", tmp_path / "theirs")
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(copied(tmp_path / "ours", tmp_path / "theirs"))
+    assert sorted(found) == ["7", "a.b", "c/d", "t/u"]
+    assert (found["7"].shape, found["a.b"].shape) == ((3,), (1,))
+    assert found["c/d"]["50%"].tolist() == [0, 0]
+    assert found["t/u"] == "text"
+
+
+def test_checkpoints_of_others_become_orbax_s(tmp_path: Path) -> None:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        checkpointer.save(tmp_path / "old", args=ocp.args.PyTreeSave({"w": np.arange(3), "key": jax.random.key(1)}))
+    export_orbax(tmp_path / "old", tmp_path / "new")
+    found = hf.load(tmp_path / "new", like={"w": np.zeros(3, np.int64), "key": jax.random.key(0)})
+    assert found["w"].tolist() == [0, 1, 2]
+    assert found["key"] == jax.random.key(1)
+    with pytest.raises(hf.OptionError, match="a checkpoint of Orbax: only checkpoints of holdfast"):
+        add_orbax_metadata(tmp_path / "old")
+
+
+def test_large_arrays_are_cut_into_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.engine.formats.orbax.export._CHUNK", 1 << 10)
+    monkeypatch.setattr("holdfast.engine.formats.orbax.export._AT_ONCE", 1 << 12)
+    saved = {"w": np.arange(3000.0).reshape(3, 1000), "v": np.arange(5000, dtype=np.int8), "u": np.ones((2, 3, 4))}
+    hf.save(tmp_path / "ours", saved)
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(copied(tmp_path / "ours", tmp_path / "theirs"))
+    for name, array in saved.items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
+    hf.save(tmp_path / "ours", {"w": np.arange(100.0), "v": np.ones(3)})
+    shutil.copytree(tmp_path / "ours", tmp_path / "damaged")
+    for data in (tmp_path / "damaged" / "state" / "d").iterdir():
+        if not data.name.startswith("index"):
+            data.write_bytes(b"\0" * data.stat().st_size)
+    with pytest.raises(hf.DamagedCheckpointError):
+        export_orbax(tmp_path / "damaged", tmp_path / "theirs")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "ours"]
+    with pytest.raises(hf.CheckpointExistsError):
+        export_orbax(tmp_path / "ours", tmp_path / "damaged")
+
+
+@both
+def test_one_bare_array(tmp_path: Path, export: Export) -> None:
+    hf.save(tmp_path / "ours", np.arange(4))
+    place = export(tmp_path / "ours", tmp_path / "theirs")
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        assert checkpointer.restore(place).tolist() == [0, 1, 2, 3]
+
+
+def test_in_an_object_store(tmp_path: Path) -> None:
+    hf.save(tmp_path / "ours", {"w": np.arange(4), "text": "x"})
+    export_orbax(tmp_path / "ours", "memory://orbax/theirs")
+    found = hf.load("memory://orbax/theirs")
+    assert found["w"].tolist() == [0, 1, 2, 3]
+    assert hf.verify("memory://orbax/theirs").ok
+    hf.as_location("memory://orbax").remove_tree()
+
+
+@both
+def test_every_dtype_that_both_have(tmp_path: Path, export: Export) -> None:
+    names = ["int2", "int8", "uint64", "float16", "complex128", "float8_e3m4", "float8_e8m0fnu", "float4_e2m1fn"]
+    saved = {name: np.array([0, 1, 1]).astype(getattr(ml_dtypes, name, name)) for name in names}
+    hf.save(tmp_path / "ours", saved)
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(export(tmp_path / "ours", tmp_path / "theirs"))
+    for name, array in saved.items():
+        assert found[name].dtype == array.dtype, name
+        assert found[name].tobytes() == array.tobytes(), name
+
+
+def test_compressed_and_aggregated_leaves(tmp_path: Path) -> None:
+    handler = hf.PyTreeCheckpointHandler(layout=hf.Layout(compression=3))
+    hf.Checkpointer(handler).save(tmp_path / "ours", {"w": np.zeros(1000)})
+    with ocp.StandardCheckpointer() as checkpointer:
+        assert checkpointer.restore(in_place(tmp_path / "ours", tmp_path))["w"].tolist() == [0] * 1000
+    aggregated = {"w": np.ones(3), "v": np.ones(2)}
+    hf.Checkpointer(hf.PyTreeCheckpointHandler()).save(
+        tmp_path / "aggregated", aggregated, save_args={"w": hf.SaveArgs(aggregate=True), "v": hf.SaveArgs()}
+    )
+    with pytest.raises(hf.UnsupportedLeafError, match="w: it is aggregated with other leaves"):
+        add_orbax_metadata(tmp_path / "aggregated")
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(copied(tmp_path / "aggregated", tmp_path / "theirs"))
+    assert found["w"].tolist() == [1, 1, 1]
+
+
+def test_what_each_process_has_of_its_own(tmp_path: Path) -> None:
+    checkpointers = {
+        "model": hf.Checkpointer(hf.PyTreeCheckpointHandler()),
+        "loader": hf.Checkpointer(hf.PerProcessCheckpointHandler()),
+    }
+    with hf.CheckpointManager(tmp_path / "ours", checkpointers) as manager:
+        manager.save(1, {"model": {"w": np.ones(3)}, "loader": {"place": 5}})
+    export_orbax(tmp_path / "ours", tmp_path / "theirs")
+    assert hf.load(tmp_path / "theirs", item="loader_0") == {"place": 5}
+    with ocp.CheckpointManager(tmp_path / "theirs") as manager:
+        found = manager.restore(1, args=ocp.args.Composite(loader_0=ocp.args.StandardRestore()))
+    assert found["loader_0"] == {"place": 5}
+    add_orbax_metadata(tmp_path / "ours")  # for items that all processes share
+    with ocp.StandardCheckpointer() as checkpointer:
+        assert checkpointer.restore(tmp_path / "ours" / "1" / "model")["w"].tolist() == [1, 1, 1]

@@ -1,0 +1,330 @@
+"""Checkpoints of several items, and directories of steps, that orbax-checkpoint writes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.versions import flax_flag
+
+import holdfast as hf
+from holdfast.engine.formats.orbax.checkpoint import is_finished
+
+jax: Any = pytest.importorskip("jax")
+jnp: Any = pytest.importorskip("jax.numpy")
+ocp: Any = pytest.importorskip("orbax.checkpoint")
+v1: Any = pytest.importorskip("orbax.checkpoint.experimental.v1")
+
+
+def options(**kwargs: Any) -> ocp.CheckpointManagerOptions:
+    return ocp.CheckpointManagerOptions(enable_async_checkpointing=False, **kwargs)
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": jnp.full(3, float(step)), "step": step}
+
+
+@pytest.fixture(scope="module")
+def several_items(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root: Path = tmp_path_factory.mktemp("items") / "run"
+    items = ("params", "extra", "key", "numpy_state", "array", "never_saved")
+    with ocp.CheckpointManager(root, item_names=items, options=options()) as manager:
+        manager.save(
+            4,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardSave({"w": jnp.ones(3)}),
+                extra=ocp.args.JsonSave({"q": [1, 2], "text": "x"}),
+                key=ocp.args.JaxRandomKeySave(jax.random.key(9)),
+                numpy_state=ocp.args.NumpyRandomKeySave(np.random.RandomState(1).get_state()),
+                array=ocp.args.ArraySave(jnp.arange(7)),
+            ),
+        )
+    return root
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with metrics, in steps with a prefix and zeros in front."""
+    root: Path = tmp_path_factory.mktemp("run") / "run"
+    settings = options(step_prefix="ckpt", step_format_fixed_length=8, best_fn=lambda metrics: metrics["loss"])
+    with ocp.CheckpointManager(root, options=settings, metadata={"name": "run"}) as manager:
+        for step in (2, 12):
+            manager.save(step, args=ocp.args.StandardSave(state(step)), metrics={"loss": step / 2})
+    return root
+
+
+def test_the_newest_step_is_loaded(run: Path) -> None:
+    found = hf.load(run)
+    assert found["step"] == 12
+    assert found["w"].tolist() == [12, 12, 12]
+    assert hf.load(run / "ckpt_00000002")["step"] == 2
+    assert hf.load(run / "ckpt_00000002" / "default")["step"] == 2
+
+
+def test_steps_are_listed_with_their_metrics(run: Path) -> None:
+    found = hf.list_checkpoints(run)
+    assert [(one.step, one.metrics, one.damage) for one in found] == [
+        (2, {"loss": 1.0}, None),
+        (12, {"loss": 6.0}, None),
+    ]
+    committed = json.loads((run / "ckpt_00000002" / "_CHECKPOINT_METADATA").read_text())["commit_timestamp_nsecs"]
+    assert found[0].time == committed / 1e9
+    files = [path for path in (run / "ckpt_00000002").rglob("*") if path.is_file()]
+    assert found[0].bytes == sum(path.stat().st_size for path in files)
+    assert found[0].reason == "written by Orbax"
+
+
+def test_a_step_is_described_and_verified(run: Path) -> None:
+    leaves = {(leaf.item, leaf.path): leaf for leaf in hf.describe(run, 2)}
+    assert leaves["default", "w"].shape == (3,)
+    assert leaves["metrics", ""].value == "{'loss': 1.0}"
+    assert [one.step for one in hf.verify(run).checkpoints] == [2, 12]
+    assert hf.verify(run, 12).ok
+    with pytest.raises(hf.CheckpointNotFoundError, match="no checkpoint of step 3 here; it holds the steps 2, 12"):
+        hf.verify(run, 3)
+
+
+def test_metrics_are_read_when_they_are_asked_for(run: Path) -> None:
+    assert hf.load(run, item="metrics") == {"loss": 6.0}
+    assert hf.load(run, item="default")["step"] == 12
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"step_prefix": "model"}, {"step_format_fixed_length": 5}, {"step_prefix": "a_b", "single_host": None}],
+    ids=["plain", "prefix", "padded", "prefix with an underscore"],
+)
+def test_names_of_steps(tmp_path: Path, settings: dict[str, Any]) -> None:
+    settings.pop("single_host", None)
+    with ocp.CheckpointManager(tmp_path / "run", options=options(**settings)) as manager:
+        for step in (0, 5, 10):
+            manager.save(step, args=ocp.args.StandardSave(state(step)))
+    assert [one.step for one in hf.list_checkpoints(tmp_path / "run")] == [0, 5, 10]
+    assert hf.load(tmp_path / "run")["step"] == 10
+
+
+def test_every_kind_of_item(several_items: Path) -> None:
+    found = hf.load(several_items)
+    assert sorted(found) == ["array", "extra", "key", "numpy_state", "params"]
+    assert found["params"]["w"].tolist() == [1, 1, 1]
+    assert found["extra"] == {"q": [1, 2], "text": "x"}
+    assert found["array"].tolist() == list(range(7))
+    np.testing.assert_array_equal(found["key"], jax.random.key_data(jax.random.key(9)))
+    expected: Any = np.random.RandomState(1).get_state(legacy=True)
+    assert found["numpy_state"][0] == expected[0]
+    np.testing.assert_array_equal(found["numpy_state"][1], expected[1])
+
+
+def test_items_by_their_names(several_items: Path) -> None:
+    assert hf.load(several_items, item="key", like=jax.random.key(0)) == jax.random.key(9)
+    assert hf.load(several_items, item="array", like=jnp.zeros(7, jnp.int32)).tolist() == list(range(7))
+    with pytest.raises(hf.OptionError, match="name one with item="):
+        hf.load(several_items, like={"w": jnp.zeros(3)})
+    with pytest.raises(hf.CheckpointNotFoundError, match="no item 'never_saved'"):
+        hf.load(several_items, item="never_saved")
+    with pytest.raises(hf.OptionError, match="'extra' is JSON"):
+        hf.load(several_items, item="extra", select="*")
+
+
+def test_items_of_unknown_kinds_are_listed_and_skipped(
+    several_items: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(several_items, copy)
+    document = json.loads((copy / "4" / "_CHECKPOINT_METADATA").read_text())
+    document["item_handlers"]["dataset"] = "grain.python.PyGrainCheckpointHandler"
+    (copy / "4" / "_CHECKPOINT_METADATA").write_text(json.dumps(document))
+    (copy / "4" / "dataset").mkdir()
+    (copy / "4" / "dataset" / "process_0-of-1.json").write_text("{}")
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        assert "dataset" not in hf.load(copy)
+    assert "skipped items that holdfast does not read: dataset (PyGrainCheckpointHandler)" in caplog.text
+    assert ("dataset", "PyGrainCheckpointHandler") in {(leaf.item, leaf.kind) for leaf in hf.describe(copy)}
+    with pytest.raises(hf.OptionError, match=r"only Orbax reads item 'dataset' \(PyGrainCheckpointHandler\)"):
+        hf.load(copy, item="dataset")
+
+
+def test_a_missing_item_is_damage(several_items: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(several_items, copy)
+    shutil.rmtree(copy / "4" / "params")
+    (copy / "4" / "extra" / "metadata").unlink()
+    for item, file in (("params", "params/_METADATA"), ("extra", "extra/metadata")):
+        with pytest.raises(hf.DamagedCheckpointError, match=f"{file} is missing"):
+            hf.load(copy, item=item)
+    assert {problem.leaf for problem in hf.verify(copy).checkpoints[0].problems} == {"params", "extra"}
+
+
+def test_without_the_checkpoint_s_own_metadata(several_items: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(several_items, copy)
+    (copy / "4" / "_CHECKPOINT_METADATA").unlink()
+    found = hf.load(copy)
+    assert found["params"]["w"].tolist() == [1, 1, 1]
+    assert found["extra"] == {"q": [1, 2], "text": "x"}
+    assert found["array"] == {"checkpoint": pytest.approx(np.arange(7))}  # nothing says that it was a bare array
+
+
+def test_unfinished_steps_are_not_listed(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "ckpt_00000012").rename(copy / "ckpt_00000012.orbax-checkpoint-tmp")
+    (copy / "ckpt_00000099").mkdir()  # what a deletion that was interrupted may leave
+    assert [one.step for one in hf.list_checkpoints(copy)] == [2]
+    assert hf.load(copy)["step"] == 2
+    with pytest.raises(hf.CheckpointNotFoundError, match="never finished"):
+        hf.load(copy / "ckpt_00000012.orbax-checkpoint-tmp")
+    with pytest.raises(hf.CheckpointNotFoundError):
+        hf.load(copy / "ckpt_00000099")
+
+
+def test_a_gutted_step_is_damaged(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "ckpt_00000012" / "default")
+    shutil.rmtree(copy / "ckpt_00000012" / "metrics")
+    damage = [one.damage for one in hf.list_checkpoints(copy)]
+    assert damage[0] is None
+    with pytest.raises(hf.DamagedCheckpointError, match="default/_METADATA is missing"):
+        hf.load(copy)
+    (copy / "ckpt_00000012" / "_CHECKPOINT_METADATA").write_text("")
+    assert "only its directory is left" in str(hf.list_checkpoints(copy)[1].damage)
+    with pytest.raises(hf.DamagedCheckpointError, match="only its directory is left"):
+        hf.load(copy)
+
+
+def test_metadata_that_is_no_json(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "ckpt_00000012" / "_CHECKPOINT_METADATA").write_text("{")
+    assert "is not JSON" in str(hf.list_checkpoints(copy)[1].damage)
+    assert not hf.verify(copy, 12).ok
+    with pytest.raises(hf.DamagedCheckpointError, match=r"_CHECKPOINT_METADATA is damaged"):
+        hf.load(copy)
+
+
+@pytest.mark.needs("orbax-checkpoint", "0.12")
+def test_the_checkpointers_of_version_one(tmp_path: Path) -> None:
+    with v1.training.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(3, state(3), metrics={"loss": 1.0})
+    found = hf.load(tmp_path / "run", like={"w": np.zeros(3, np.float32), "step": 0})
+    assert found["step"] == 3
+    assert hf.list_checkpoints(tmp_path / "run")[0].metrics == {"loss": 1.0}
+    v1.save_checkpointables(tmp_path / "items", {"model": {"w": jnp.ones(2)}, "other": {"a": 1.5}})
+    assert hf.load(tmp_path / "items", item="other") == {"a": 1.5}
+    assert sorted(hf.load(tmp_path / "items")) == ["model", "other"]
+
+
+@pytest.mark.parametrize("kind", [ocp.StandardCheckpointer, ocp.PyTreeCheckpointer])
+def test_one_checkpoint_without_a_manager(tmp_path: Path, kind: Any) -> None:
+    with kind() as checkpointer:
+        checkpointer.save(tmp_path / "one", state(6))
+    assert hf.load(tmp_path / "one")["step"] == 6
+    assert hf.verify(tmp_path / "one").ok
+
+
+def test_directories_that_are_no_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "metadata").mkdir()
+    (tmp_path / "metadata" / "metadata").write_text("{}")
+    (tmp_path / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-1"\n')  # TensorFlow's
+    (tmp_path / "7").mkdir()
+    with pytest.raises(hf.CheckpointNotFoundError, match="no checkpoint here"):
+        hf.load(tmp_path)
+    assert hf.list_checkpoints(tmp_path) == []
+
+
+def test_our_own_steps_count_before_what_lies_beside_them(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, {"n": 1})
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "run" / "exported", {"n": 2})
+        checkpointer.save(tmp_path / "run" / "9", {"n": 9})
+    assert hf.load(tmp_path / "run") == {"n": 1}
+    assert [one.step for one in hf.list_checkpoints(tmp_path / "run")] == [1]
+    assert [one.step for one in hf.verify(tmp_path / "run").checkpoints] == [1]
+    assert hf.load(tmp_path / "run" / "exported") == {"n": 2}
+
+
+@pytest.mark.needs("orbax-checkpoint", "0.12")
+def test_json_of_version_one(tmp_path: Path) -> None:
+    registry = v1.handlers.local_registry()
+    registry.add(v1.handlers.JsonHandler, checkpointable_name="facts")
+    with v1.Context(checkpointables_options=v1.options.CheckpointablesOptions(registry=registry)):
+        v1.save_checkpointables(tmp_path / "one", {"facts": {"a": [1, "x"]}, "model": {"w": jnp.ones(2)}})
+    assert (tmp_path / "one" / "facts" / "data.json").exists()
+    assert hf.load(tmp_path / "one", item="facts") == {"a": [1, "x"]}
+    assert hf.load(tmp_path / "one", item="model")["w"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("handler", "arguments", "expected"),
+    [
+        ("ArrayCheckpointHandler", lambda: ocp.args.ArraySave(jnp.arange(3)), [0, 1, 2]),
+        ("JsonCheckpointHandler", lambda: ocp.args.JsonSave({"a": 1}), {"a": 1}),
+        ("JaxRandomKeyCheckpointHandler", lambda: ocp.args.JaxRandomKeySave(jax.random.key(5)), [0, 5]),
+    ],
+)
+def test_one_object_that_is_no_tree(tmp_path: Path, handler: str, arguments: Any, expected: Any) -> None:
+    with ocp.Checkpointer(getattr(ocp, handler)()) as checkpointer:
+        checkpointer.save(tmp_path / "one", args=arguments())
+    found = hf.load(tmp_path / "one")
+    assert (found.tolist() if isinstance(found, np.ndarray) else found) == expected
+    assert hf.verify(tmp_path / "one").ok
+
+
+def test_items_without_a_manager(tmp_path: Path) -> None:
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        items = ocp.args.Composite(model=ocp.args.StandardSave({"w": jnp.ones(1)}), facts=ocp.args.JsonSave({"x": 1}))
+        checkpointer.save(tmp_path / "one", args=items)
+    assert hf.load(tmp_path / "one", item="facts") == {"x": 1}
+    assert hf.load(tmp_path / "one", item="model", like={"w": np.zeros(1, np.float32)})["w"].tolist() == [1]
+
+
+@pytest.mark.filterwarnings("ignore:Flax Checkpointing will soon be deprecated:DeprecationWarning")
+@pytest.mark.parametrize("through_orbax", [True, False], ids=["with Orbax", "without"])
+def test_what_flax_s_own_functions_save(tmp_path: Path, through_orbax: bool) -> None:
+    checkpoints = pytest.importorskip("flax.training.checkpoints")
+    with flax_flag("use_orbax_checkpointing", through_orbax):
+        for step in (4, 10):
+            checkpoints.save_checkpoint(tmp_path, state(step), step=step, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_10", "checkpoint_4"]
+    assert hf.load(tmp_path / "checkpoint_4")["step"] == 4
+    assert [one.step for one in hf.list_checkpoints(tmp_path)] == [4, 10]
+    assert hf.list_checkpoints(tmp_path)[0].reason == f"written by {'Orbax' if through_orbax else 'Flax'}"
+    assert [one.step for one in hf.verify(tmp_path).checkpoints] == [4, 10]
+    assert hf.load(tmp_path)["step"] == 10
+
+
+def test_metrics_that_are_no_json(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "ckpt_00000012" / "metrics" / "metrics").write_bytes(b"\xff")
+    assert "metrics is damaged" in str(hf.list_checkpoints(copy)[1].damage)
+    assert hf.load(copy)["step"] == 12
+    assert not hf.verify(copy, 12).ok
+
+
+def test_on_google_cloud_storage_only_what_is_marked_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = hf.as_location("gs://bucket/run/12")
+    marked: set[str] = set()
+    monkeypatch.setattr(hf.Location, "exists", lambda self: self.url in marked)
+    assert not is_finished(place, frozenset({"_CHECKPOINT_METADATA"}))
+    assert is_finished(place, frozenset({"_CHECKPOINT_METADATA", "commit_success.txt"}))
+    marked.add("gs://bucket/run/12/commit_success.txt")
+    assert is_finished(place / "state", frozenset({"_METADATA"}))
+
+
+def test_an_item_that_is_called_metadata(tmp_path: Path) -> None:
+    with ocp.CheckpointManager(tmp_path / "run", item_names=("state", "metadata"), options=options()) as manager:
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave({"w": jnp.ones(2)}), metadata=ocp.args.JsonSave({"a": 1})
+        )
+        manager.save(1, args=items)
+    assert hf.load(tmp_path / "run")["metadata"] == {"a": 1}
+    (tmp_path / "run" / "1" / "_CHECKPOINT_METADATA").unlink()
+    assert hf.load(tmp_path / "run", item="metadata") == {"a": 1}

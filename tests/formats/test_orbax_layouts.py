@@ -1,0 +1,325 @@
+"""Trees that orbax-checkpoint writes, in every layout that it knows, read with holdfast."""
+
+from __future__ import annotations
+
+import collections
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import holdfast as hf
+
+jax: Any = pytest.importorskip("jax")
+jnp: Any = pytest.importorskip("jax.numpy")
+ocp: Any = pytest.importorskip("orbax.checkpoint")
+metadata_options: Any = pytest.importorskip("orbax.checkpoint._src.metadata.pytree_metadata_options")
+v1: Any = pytest.importorskip("orbax.checkpoint.experimental.v1")
+
+Moments = collections.namedtuple("Moments", "mu nu")  # noqa: PYI024 - what optax uses
+
+
+Nothing = collections.namedtuple("Nothing", "")  # noqa: PYI024
+
+
+def mesh(*shape: int) -> Any:
+    return jax.sharding.Mesh(np.array(jax.devices()).reshape(shape), ("x", "y"))
+
+
+def sharded(array: Any, *spec: Any) -> Any:
+    return jax.device_put(array, jax.sharding.NamedSharding(mesh(2, 2), jax.sharding.PartitionSpec(*spec)))
+
+
+def full_tree() -> dict[str, Any]:
+    return {
+        "params": {
+            "w": sharded(np.random.default_rng(0).standard_normal((64, 32), np.float32), "x", "y"),
+            "half": sharded(jnp.arange(8, dtype=jnp.bfloat16), "x"),
+            "scalar": jnp.float32(2.5),
+        },
+        "fp8": jnp.arange(4, dtype=jnp.float8_e4m3fn),
+        "int4": jnp.arange(4, dtype=jnp.int4),
+        "zeros": jnp.zeros((3, 2)),
+        "numpy": np.arange(5, dtype=np.int16),
+        "bool": np.array([True, False]),
+        "key": jax.random.key(3),
+        "keys": jax.random.split(jax.random.key(1, impl="rbg"), 3),
+        "optimizer": (Moments(jnp.zeros(2), jnp.ones(2)), Nothing(), [1, 2]),
+        "text": "hello",
+        "a/b": "slash",
+        "list": [jnp.ones(1), "text", {"none": None}],
+        "step": 7,
+        "rate": 1.5,
+        "flag": True,
+        "empty": {},
+        "empty_list": [],
+    }
+
+
+EXPECTED_VALUES = {
+    "text": "hello",
+    "a/b": "slash",
+    "step": 7,
+    "rate": 1.5,
+    "flag": True,
+    "empty": {},
+    "empty_list": [],
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ocdbt zarr2": {},
+    "ocdbt zarr3": {"use_zarr3": True},
+    "directories zarr2": {"use_ocdbt": False},
+    "directories zarr3": {"use_ocdbt": False, "use_zarr3": True},
+    "uncompressed": {"use_compression": False},
+    "uncompressed zarr3": {"use_compression": False, "use_zarr3": True},
+    "rich types": {"pytree_metadata_options": metadata_options.PyTreeMetadataOptions(support_rich_types=True)},
+}
+
+LAYOUT_NAMES = [
+    pytest.param(name, marks=pytest.mark.needs("orbax-checkpoint", "0.11.28")) if "use_compression" in given else name
+    for name, given in LAYOUTS.items()
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("layouts")
+
+    def path(layout: str) -> Path:
+        place: Path = root / layout.replace(" ", "_")
+        if not place.exists():
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**LAYOUTS[layout])) as checkpointer:
+                checkpointer.save(place, args=ocp.args.PyTreeSave(full_tree()))
+        return place
+
+    return path
+
+
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+def test_without_a_template(saved: Callable[[str], Path], layout: str) -> None:
+    found = hf.load(saved(layout))
+    tree = full_tree()
+    np.testing.assert_array_equal(found["params"]["w"], tree["params"]["w"])
+    assert found["params"]["half"].dtype == ml_dtypes.bfloat16
+    assert found["params"]["half"].tolist() == list(range(8))
+    assert found["fp8"].dtype == ml_dtypes.float8_e4m3fn
+    assert found["int4"].dtype == ml_dtypes.int4
+    assert found["int4"].tolist() == [0, 1, 2, 3]
+    assert found["zeros"].tolist() == [[0, 0]] * 3
+    assert (found["numpy"].dtype, found["numpy"].tolist()) == (np.int16, [0, 1, 2, 3, 4])
+    assert found["bool"].tolist() == [True, False]
+    np.testing.assert_array_equal(found["key"], jax.random.key_data(tree["key"]))
+    assert {name: found[name] for name in EXPECTED_VALUES} == EXPECTED_VALUES
+    assert type(found["flag"]) is bool
+    assert found["list"][1:] == ["text", {"none": None}]
+    assert found["optimizer"][0]["nu"].tolist() == [1, 1]
+    assert found["optimizer"][2] == [1, 2]
+    assert found["params"]["w"].flags.writeable
+
+
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+def test_into_the_tree_on_another_mesh(saved: Callable[[str], Path], layout: str) -> None:
+    tree = full_tree()
+    spec = jax.sharding.PartitionSpec("y", "x")
+    like = {**tree, "params": dict(tree["params"])}
+    like["params"]["w"] = jax.ShapeDtypeStruct(
+        (64, 32), jnp.float32, sharding=jax.sharding.NamedSharding(mesh(1, 4), spec)
+    )
+    found = hf.load(saved(layout), like=like)
+    assert jax.tree.structure(found) == jax.tree.structure(tree)
+    assert found["params"]["w"].sharding.mesh.shape == {"x": 1, "y": 4}
+    assert isinstance(found["optimizer"][1], Nothing)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
+        if isinstance(other, jax.Array) and jax.dtypes.issubdtype(other.dtype, jax.dtypes.prng_key):
+            assert one.dtype == other.dtype
+            one, other = jax.random.key_data(one), jax.random.key_data(other)
+        assert type(one) is type(other)
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")  # Orbax's, on restoring without a template
+def test_what_orbax_itself_restores_is_the_same(saved: Callable[[str], Path]) -> None:
+    path = saved("ocdbt zarr3")
+    ours = hf.load(path, select=["params/*", "numpy", "step"])
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        theirs = checkpointer.restore(path)
+    np.testing.assert_array_equal(ours["params"]["w"], np.asarray(theirs["params"]["w"]))
+    np.testing.assert_array_equal(ours["numpy"], theirs["numpy"])
+    assert ours["step"] == theirs["step"]
+
+
+def test_leaves_are_described_without_their_data(saved: Callable[[str], Path]) -> None:
+    leaves = {leaf.path: leaf for leaf in hf.describe(saved("ocdbt zarr2"))}
+    weights = leaves["params/w"]
+    assert (weights.kind, weights.dtype, weights.shape, weights.bytes) == ("jax", "float32", (64, 32), 8192)
+    assert weights.sharding == '["x", "y"] over (x=2, y=2)'
+    assert leaves["text"].value == "'hello'"
+    assert (leaves["keys"].kind, leaves["keys"].shape) == ("key", (3, 4))
+    assert leaves["optimizer/0/mu"].shape == (2,)
+
+
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+def test_whole_checkpoints_verify(saved: Callable[[str], Path], layout: str) -> None:
+    report = hf.verify(saved(layout))
+    assert report.ok
+    assert report.checkpoints[0].bytes > 8192
+
+
+def test_a_part_reads_only_its_arrays(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(saved("directories zarr2"), copy)
+    for chunk in (copy / "params.w").glob("[0-9]*"):
+        chunk.unlink()
+    assert hf.load(copy, select="params/half")["params"]["half"].tolist() == list(range(8))
+    with pytest.raises(hf.DamagedCheckpointError, match=r"params/w: .*chunk"):
+        hf.load(copy, select="params/w")
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        pytest.param(["tree_metadata", "use_zarr3"], id="nothing but the tree and the version"),
+        pytest.param(
+            ["tree_metadata", "use_ocdbt", "use_zarr3", "custom_metadata"],
+            id="no word on fill values",
+            marks=pytest.mark.needs("orbax-checkpoint", "0.11.32"),
+        ),
+    ],
+)
+def test_metadata_may_lack_keys(saved: Callable[[str], Path], tmp_path: Path, kept: list[str]) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(saved("ocdbt zarr3"), copy)
+    document = json.loads((copy / "_METADATA").read_text())
+    for entry in document["tree_metadata"].values():
+        entry["value_metadata"].pop("write_shape", None)
+        entry["value_metadata"].pop("skip_deserialize")
+        del entry["key_metadata"]
+    (copy / "_METADATA").write_text(json.dumps({key: document[key] for key in kept}))
+    (copy / "_CHECKPOINT_METADATA").write_text("{}")
+    (copy / "_sharding").unlink()
+    found = hf.load(copy)
+    np.testing.assert_array_equal(found["params"]["w"], full_tree()["params"]["w"])
+    assert found["list"]["1"] == "text"  # what was a list is not known any more
+
+
+def test_chunks_of_zeros_that_were_not_stored(tmp_path: Path) -> None:
+    """Early versions of Orbax did not store chunks that hold nothing but zeros, and said so nowhere."""
+    path = tmp_path / "checkpoint"
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave({"w": jnp.zeros((4, 2))}))
+    (path / "w" / "0.0").unlink()
+    with pytest.raises(hf.DamagedCheckpointError, match=r"w: .*missing"):
+        hf.load(path)
+    document = json.loads((path / "_METADATA").read_text())
+    del document["store_array_data_equal_to_fill_value"]
+    (path / "_METADATA").write_text(json.dumps(document))
+    assert hf.load(path)["w"].tolist() == [[0, 0]] * 4
+
+
+@pytest.mark.parametrize(
+    ("tree", "names"),
+    [
+        ({"a.b": [jnp.ones(1)], "a": {"b": [jnp.full(1, 2.0)]}}, ("a.b/0", "a/b/0")),
+        ({"a.b": jnp.ones(1), "a": {"b": jnp.zeros(1)}}, ("a.b", "a/b")),
+    ],
+    ids=["in lists", "plain"],
+)
+def test_two_leaves_with_one_name(tmp_path: Path, tree: Any, names: tuple[str, str]) -> None:
+    path = tmp_path / "checkpoint"
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(path, {**tree, "other": jnp.zeros(2)})
+    with pytest.raises(hf.DamagedCheckpointError, match="have the same name") as raised:
+        hf.load(path)
+    assert all(name in str(raised.value) for name in names)
+    assert {problem.leaf for problem in hf.verify(path).checkpoints[0].problems} == set(names)
+    assert hf.load(path, select="other")["other"].tolist() == [0, 0]
+
+
+@pytest.mark.needs("orbax-checkpoint", "0.12.8")
+def test_one_bare_array(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(path, jnp.arange(3))
+    np.testing.assert_array_equal(hf.load(path), np.arange(3))
+
+
+@pytest.mark.needs("orbax-checkpoint", "0.12")
+def test_the_functions_of_version_one(tmp_path: Path) -> None:
+    tree = {"w": sharded(jnp.arange(8.0), "x"), "key": jax.random.key(5), "text": "x", "step": 3}
+    v1.save(tmp_path / "one", tree)
+    found = hf.load(tmp_path / "one", like={**tree, "w": jax.ShapeDtypeStruct((8,), jnp.float32)})
+    assert found["w"].tolist() == list(range(8))
+    assert found["key"] == tree["key"]
+    assert (found["text"], found["step"]) == ("x", 3)
+
+
+def test_custom_nodes_match_by_their_names(tmp_path: Path) -> None:
+    @jax.tree_util.register_pytree_with_keys_class
+    class Pair:
+        def __init__(self, first: Any, second: Any) -> None:
+            self.first, self.second = first, second
+
+        def tree_flatten_with_keys(self) -> Any:
+            attribute = jax.tree_util.GetAttrKey
+            return ((attribute("first"), self.first), (attribute("second"), self.second)), None
+
+        @classmethod
+        def tree_unflatten(cls, _: Any, children: Any) -> Pair:
+            return cls(*children)
+
+    path = tmp_path / "checkpoint"
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(path, {"pair": Pair(jnp.ones(2), jnp.zeros(2))})
+    assert sorted(hf.load(path)["pair"]) == ["first", "second"]
+    found = hf.load(path, like={"pair": Pair(jnp.zeros(2), jnp.zeros(2))})["pair"]
+    assert isinstance(found, Pair)
+    assert found.first.tolist() == [1, 1]
+
+
+def test_integer_keys_come_back_as_the_template_has_them(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(path, {0: jnp.ones(2), 1: {2: jnp.zeros(1)}})
+    assert sorted(hf.load(path)) == ["0", "1"]
+    found = hf.load(path, like={0: np.zeros(2, np.float32), 1: {2: np.ones(1, np.float32)}})
+    assert found[0].tolist() == [1, 1]
+    assert found[1][2].tolist() == [0]
+
+
+DTYPES = (
+    ["bool", "int2", "int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+    + ["float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e3m4", "float8_e4m3fn"]
+    + ["float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn"]
+)  # all that Orbax saves
+
+
+@pytest.mark.parametrize("use_zarr3", [False, True], ids=["zarr2", "zarr3"])
+def test_every_dtype(tmp_path: Path, use_zarr3: bool) -> None:
+    tree = {name: np.array([0, 1, 1, 0, 1]).astype(getattr(ml_dtypes, name, name)) for name in DTYPES}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=use_zarr3)) as checkpointer:
+        checkpointer.save(tmp_path / "one", args=ocp.args.PyTreeSave(tree))
+    found = hf.load(tmp_path / "one", like=tree)
+    for name, array in tree.items():
+        assert found[name].dtype == array.dtype, name
+        assert found[name].tobytes() == array.tobytes(), name
+
+
+@pytest.mark.parametrize("use_zarr3", [False, True], ids=["zarr2", "zarr3"])
+@pytest.mark.parametrize("use_ocdbt", [False, True], ids=["directories", "ocdbt"])
+def test_arrays_in_many_chunks_and_files(tmp_path: Path, use_zarr3: bool, use_ocdbt: bool) -> None:
+    array = np.random.default_rng(0).random((64, 64)).astype(np.float32)
+    arguments: dict[str, Any] = {"ocdbt_target_data_file_size": 4096} if use_ocdbt else {}
+    handler = ocp.PyTreeCheckpointHandler(use_zarr3=use_zarr3, use_ocdbt=use_ocdbt)
+    with ocp.Checkpointer(handler) as checkpointer:
+        save_args = {"w": ocp.SaveArgs(chunk_byte_size=2048)}
+        checkpointer.save(tmp_path / "one", args=ocp.args.PyTreeSave({"w": array}, save_args=save_args, **arguments))
+    np.testing.assert_array_equal(hf.load(tmp_path / "one")["w"], array)
+    assert hf.verify(tmp_path / "one").ok

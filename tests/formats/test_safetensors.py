@@ -1,0 +1,243 @@
+"""safetensors files and folders, against the real library in both directions."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+
+import holdfast as hf
+from holdfast.engine.arrays import TreeSource, load_tree
+from holdfast.engine.formats import safetensors as format_module
+from holdfast.engine.formats.safetensors import export_safetensors
+from holdfast.engine.sources.native import NativeCheckpoint
+from holdfast.engine.storage import as_location
+
+
+def opened(path: Path) -> TreeSource:
+    location = as_location(path)
+    names = frozenset(entry.name for entry in location.entries()) if path.is_dir() else frozenset()
+    found = format_module.recognise(location, names)
+    assert found is not None
+    return found.tree("state")
+
+
+def loaded(source: TreeSource, **options: Any) -> Any:
+    return load_tree(source, **options)
+
+
+def exported(path: Path, tree: Any) -> Path:
+    hf.save(path / "ckpt", tree)
+    export_safetensors(NativeCheckpoint(as_location(path / "ckpt")).tree("state"), as_location(path / "x.safetensors"))
+    return path / "x.safetensors"
+
+
+def equal(one: Any, other: Any) -> bool:
+    return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
+
+
+TORCH_DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64),
+    *(torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+    *([torch.float8_e8m0fnu] if hasattr(torch, "float8_e8m0fnu") else []),  # since torch 2.7
+]
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
+def test_every_dtype_of_the_library_is_read_and_written(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = torch.arange(1, 13).reshape(3, 4).to(dtype)
+    safetensors.torch.save_file({"x": tensor, "empty": tensor[:0]}, tmp_path / "in.safetensors")
+
+    found = loaded(opened(tmp_path / "in.safetensors"))
+
+    hf.save(tmp_path / "expected", {"x": tensor, "empty": tensor[:0]})
+    expected = hf.load(tmp_path / "expected")
+    assert equal(found["x"], expected["x"])
+    assert found["empty"].shape == (0, 4)
+    target = tmp_path / "out.safetensors"
+    export_safetensors(NativeCheckpoint(as_location(tmp_path / "expected")).tree("state"), as_location(target))
+    back = safetensors.torch.load_file(target)
+    assert back["x"].dtype == dtype
+    assert torch.equal(back["x"].view(torch.uint8), tensor.contiguous().view(torch.uint8))
+
+
+def test_names_are_cut_at_dots(tmp_path: Path) -> None:
+    safetensors.numpy.save_file({"layers.0.w": np.ones(2), "layers.10.w": np.zeros(3)}, tmp_path / "m.safetensors")
+
+    source = opened(tmp_path / "m.safetensors")
+
+    assert [leaf.name for leaf in source.leaves] == ["layers.0.w", "layers.10.w"]
+    assert loaded(source)["layers"]["10"]["w"].shape == (3,)
+    assert list(loaded(source, select="layers/0/**")["layers"]) == ["0"]
+
+
+@pytest.mark.parametrize("names", [("a", "a.b"), ("a..b", "c"), ("", "x")], ids=str)
+def test_names_that_make_no_tree_are_keys_of_one_dictionary(tmp_path: Path, names: tuple[str, str]) -> None:
+    arrays = {name: np.full(2, index) for index, name in enumerate(names)}
+    safetensors.numpy.save_file(arrays, tmp_path / "m.safetensors")
+
+    found = loaded(opened(tmp_path / "m.safetensors"))
+
+    assert {name: int(array[0]) for name, array in found.items()} == {name: index for index, name in enumerate(names)}
+
+
+def test_an_exported_tree_comes_back_whole(tmp_path: Path) -> None:
+    tree: dict[str, Any] = {
+        "params": {"Dense_0": {"kernel": np.arange(6, dtype=np.float32).reshape(2, 3)}},
+        "opt": [np.ones(2, ml_dtypes.bfloat16), (np.int32(4), 2.5)],
+        "step": 7,
+        "name": "run",
+        "nothing": None,
+        "big": 1 << 90,
+        "bytes": b"\0\xff",
+        "empty": {},
+    }
+
+    path = exported(tmp_path, tree)
+
+    assert set(safetensors.numpy.load_file(path)) == {"params.Dense_0.kernel", "opt.0", "opt.1.0", "opt.1.1", "step"}
+    found = loaded(opened(path))
+    assert equal(found["params"]["Dense_0"]["kernel"], tree["params"]["Dense_0"]["kernel"])
+    assert equal(found["opt"][0], tree["opt"][0])
+    assert type(found["opt"]) is list
+    assert type(found["opt"][1]) is tuple
+    assert {key: found[key] for key in ("step", "name", "nothing", "big", "bytes", "empty")} == {
+        key: tree[key] for key in ("step", "name", "nothing", "big", "bytes", "empty")
+    }
+
+
+def test_a_note_that_fits_no_more_is_ignored(tmp_path: Path) -> None:
+    path = exported(tmp_path, {"a": [np.ones(1), np.ones(2)]})
+    with safetensors.safe_open(path, "np") as file:
+        note = file.metadata()
+    safetensors.numpy.save_file({"a.0": np.ones(1), "b": np.ones(3)}, path, note)
+
+    assert set(loaded(opened(path))) == {"a", "b"}
+
+
+def test_every_leaf_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    hf.save(tmp_path / "ckpt", {"a.b": np.ones(1), "a": {"b": np.ones(2)}, "c": np.ones(3, np.complex128)})
+    source = NativeCheckpoint(as_location(tmp_path / "ckpt")).tree("state")
+
+    with pytest.raises(
+        hf.UnsupportedLeafError, match=r"a/b: its tensor would have the name 'a\.b' of a\.b\n.*c: .*complex128"
+    ):
+        export_safetensors(source, as_location(tmp_path / "x.safetensors"))
+
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_exporting_does_not_replace_a_file(tmp_path: Path) -> None:
+    path = exported(tmp_path, {"a": np.ones(1)})
+    source = NativeCheckpoint(as_location(tmp_path / "ckpt")).tree("state")
+
+    with pytest.raises(hf.CheckpointExistsError):
+        export_safetensors(source, as_location(path))
+    export_safetensors(source, as_location(path), overwrite=True)
+
+
+def folder(path: Path) -> Path:
+    path.mkdir()
+    safetensors.numpy.save_file({"a.x": np.full(2, 1)}, path / "model-00001-of-00002.safetensors")
+    safetensors.numpy.save_file({"b": np.full(3, 2)}, path / "model-00002-of-00002.safetensors")
+    weight_map = {"b": "model-00002-of-00002.safetensors", "a.x": "model-00001-of-00002.safetensors"}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return path
+
+
+def test_a_folder_with_an_index(tmp_path: Path) -> None:
+    found = loaded(opened(folder(tmp_path / "model")))
+
+    assert found["a"]["x"].tolist() == [1, 1]
+    assert found["b"].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"a.x": "../x.safetensors"}, "not a file of its folder"),
+        ({"a.x": "missing.safetensors"}, "is missing"),
+        ({"a.x": "model-00002-of-00002.safetensors"}, "does not hold it"),
+        ({"a.x": 3}, "file of every tensor"),
+    ],
+    ids=["outside", "missing file", "missing tensor", "no name"],
+)
+def test_damaged_indexes(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = folder(tmp_path / "model") / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"] |= change
+    path.write_text(json.dumps(index))
+
+    with pytest.raises(hf.DamagedCheckpointError, match=message):
+        opened(tmp_path / "model")
+
+
+def forged(path: Path, header: object, data: bytes = b"", length: int | None = None) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+    return path
+
+
+def described(shape: object = (2,), offsets: object = (0, 2), dtype: object = "U8") -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "message"),
+    [
+        (b"{", b"", "not JSON"),
+        (b"[" * 100_000, b"", "not JSON"),
+        ([], b"", "not a JSON object"),
+        (b'{"a": {}, "a": {}}', b"", "twice"),
+        ({"__metadata__": {"a": 1}}, b"", "to text"),
+        ({"a": 1}, b"", "does not describe"),
+        ({"a": described()}, b"1", "the file has"),
+        ({"a": described()}, b"123", "the file has"),
+        ({"a": described(), "b": described(offsets=(1, 3))}, b"123", "overlaps"),
+        ({"a": described(offsets=(1, 3))}, b"123", "gap"),
+        ({"a": described(shape=(-2, -1))}, b"12", "no shape"),
+        ({"a": described(shape=(True, 2))}, b"12", "no shape"),
+        ({"a": described(shape=(2.0,))}, b"12", "no shape"),
+        ({"a": described(shape=(1 << 61, 8))}, b"12", "takes"),
+        ({"a": described(shape=(1 << 63,))}, b"12", "no shape"),
+        ({"a": described(shape=[0] * 65, offsets=(0, 0))}, b"", "no shape"),
+        ({"a": described(dtype="X")}, b"12", "dtype 'X'"),
+        ({"a": described(dtype=["U8"])}, b"12", "dtype"),
+        ({"a": described(offsets=(2, 0))}, b"12", "takes"),
+    ],
+)
+def test_damaged_headers(tmp_path: Path, header: object, data: bytes, message: str) -> None:
+    with pytest.raises(hf.DamagedCheckpointError, match=message):
+        opened(forged(tmp_path / "x.safetensors", header, data))
+
+
+@pytest.mark.parametrize("length", [1 << 63, 200_000_000, 5_000], ids=str)
+def test_headers_longer_than_their_files(tmp_path: Path, length: int) -> None:
+    with pytest.raises(hf.DamagedCheckpointError, match=str(length)):
+        opened(forged(tmp_path / "x.safetensors", {}, b"", length))
+
+
+@pytest.mark.parametrize("content", [b"", b"1234567"], ids=["empty", "short"])
+def test_files_that_are_too_short(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.safetensors").write_bytes(content)
+
+    with pytest.raises(hf.DamagedCheckpointError, match="at least 8 bytes"):
+        opened(tmp_path / "x.safetensors")
+
+
+def test_packed_numbers_are_bytes(tmp_path: Path) -> None:
+    forged(tmp_path / "x.safetensors", {"a": described(dtype="F4", shape=(3, 4), offsets=(0, 6))}, b"123456")
+
+    source = opened(tmp_path / "x.safetensors")
+
+    assert source.leaves[0].saved.details["torch_dtype"] == "float4_e2m1fn_x2"
+    assert loaded(source)["a"].tobytes() == b"123456"

@@ -1,0 +1,449 @@
+"""What every format has to do, run for each of them; and the defaults of the protocols, with a fake source."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, cast
+
+import flax.serialization
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+import torch.distributed.checkpoint as dcp
+from numpy.typing import NDArray
+from tests.formats.fake_source import FakeCheckpoint, FakeTree
+from tests.formats.tensorflow_writer import BOOL, FLOAT, INT32, entry
+from tests.formats.tensorflow_writer import write as write_tensorflow
+
+import holdfast as hf
+from holdfast import graph
+from holdfast.engine.arrays import PartialTree, TreeSource, load_tree
+from holdfast.engine.pytree import Box, flatten, split, whole
+from holdfast.engine.sources import JSON, METRICS, TREE, CheckpointSource, open_checkpoint
+from holdfast.engine.storage import as_location
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+ARRAYS: dict[str, NDArray[Any]] = {
+    "net.w": np.arange(48, dtype=np.float32).reshape(8, 6),  # more bytes than OCDBT keeps in its index
+    "net.b": np.array([True, False, True]),
+    "steps": np.array([1, -2, 3], np.int32),
+    "scale": np.array(2.5, np.float32),
+    "empty": np.zeros((0, 4), np.float32),
+}
+"""The arrays that every format stores, by their names joined by dots."""
+
+
+def tree(make: Callable[[NDArray[Any]], Any] = np.array) -> dict[str, Any]:
+    nested: dict[str, Any] = {name: make(array) for name, array in ARRAYS.items() if "." not in name}
+    return {"net": {"w": make(ARRAYS["net.w"]), "b": make(ARRAYS["net.b"])}, **nested}
+
+
+def write_native(folder: Path) -> Path:
+    hf.save(folder / "native", tree())
+    return folder / "native"
+
+
+def write_graph(folder: Path) -> Path:
+    checkpoint = graph.Checkpoint(**{**tree(), "net": graph.Node(w=ARRAYS["net.w"], b=ARRAYS["net.b"])})
+    return Path(checkpoint.write(folder / "graph"))
+
+
+def write_orbax(folder: Path) -> Path:
+    write_native(folder)
+    hf.export_checkpoint(folder / "native", folder / "orbax", "orbax")
+    return folder / "orbax"
+
+
+def write_torch(folder: Path) -> Path:
+    torch.save(tree(torch.from_numpy), folder / "model.pt")
+    return folder / "model.pt"
+
+
+def write_dcp(folder: Path) -> Path:
+    cast("Any", dcp).save(tree(torch.from_numpy), checkpoint_id=folder / "dcp")
+    return folder / "dcp"
+
+
+def write_safetensors(folder: Path) -> Path:
+    safetensors.numpy.save_file(ARRAYS, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def write_flax(folder: Path) -> Path:
+    (folder / "state.msgpack").write_bytes(flax.serialization.to_bytes(tree()))
+    return folder / "state.msgpack"
+
+
+def write_bundle(folder: Path) -> Path:
+    kinds = {"float32": FLOAT, "int32": INT32, "bool": BOOL}
+    pairs, data = [], b""
+    for name, array in ARRAYS.items():
+        key = name.replace(".", "/").encode()
+        pairs.append((key, entry(kinds[array.dtype.name], array.shape, array.tobytes(), len(data))))
+        data += array.tobytes()
+    folder.joinpath("tf").mkdir()
+    return write_tensorflow(folder / "tf", pairs, data)
+
+
+class Case(NamedTuple):
+    """A format: how to write it, and the checks that its files allow."""
+
+    format: str
+    write: Callable[[Path], Path]
+    has_checksums: bool = True
+    reads_leaves: bool = True  # rather than the whole file when it is opened
+
+
+CASES = {
+    "native": Case("holdfast", write_native),
+    "graph": Case("holdfast", write_graph),
+    "Orbax": Case("Orbax", write_orbax),  # our exports have checksums, Orbax's own files have not
+    "torch": Case("torch", write_torch),
+    "DCP": Case("torch.distributed.checkpoint", write_dcp, has_checksums=False),
+    "safetensors": Case("safetensors", write_safetensors, has_checksums=False),
+    "Flax": Case("Flax", write_flax, has_checksums=False, reads_leaves=False),
+    "TensorFlow": Case("TensorFlow", write_bundle),
+}
+
+
+@pytest.fixture(params=CASES, scope="module")
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+@pytest.fixture(scope="module")
+def path(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return case.write(tmp_path_factory.mktemp("written"))
+
+
+@pytest.fixture
+def checkpoint(path: Path) -> CheckpointSource:
+    return open_checkpoint(as_location(path))
+
+
+@pytest.fixture
+def source(checkpoint: CheckpointSource) -> TreeSource:
+    return checkpoint.tree(checkpoint.only_tree())
+
+
+def joined(name: str) -> str:
+    return ".".join(split(name))
+
+
+def same(one: NDArray[Any] | None, other: NDArray[Any]) -> bool:
+    assert one is not None
+    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+
+
+# ---- every format
+
+
+def test_the_checkpoint(case: Case, checkpoint: CheckpointSource) -> None:
+    assert checkpoint.format == case.format
+    assert list(checkpoint.items.values()) == [TREE]
+    assert checkpoint.nbytes > 0
+    assert checkpoint.step is None
+    assert checkpoint.metrics is None
+    assert checkpoint.items_to_load() == list(checkpoint.items)
+    with pytest.raises(hf.CheckpointNotFoundError, match="no tree 'x'"):
+        checkpoint.only_tree("x")
+
+
+def test_names_shapes_and_dtypes(source: TreeSource) -> None:
+    assert {joined(leaf.name): (leaf.saved.dtype, leaf.saved.shape) for leaf in source.leaves} == {
+        name: (array.dtype, array.shape) for name, array in ARRAYS.items()
+    }
+    assert {joined(leaf.name): leaf.nbytes for leaf in source.leaves} == {
+        name: array.nbytes for name, array in ARRAYS.items()
+    }
+    assert source.left_out == ()
+
+
+def test_leaves_are_in_the_order_of_the_containers(source: TreeSource) -> None:
+    built = source.tree.build([leaf.name for leaf in source.leaves])
+
+    assert flatten(built).values == [leaf.name for leaf in source.leaves]
+    assert flatten(built).names == [leaf.name for leaf in source.leaves]
+
+
+def test_whole_leaves_in_any_order(source: TreeSource) -> None:
+    for leaves in (source.leaves, source.leaves[::-1], source.leaves[2:3], []):
+        arrays = source.read(leaves)
+
+        assert all(same(array, ARRAYS[joined(leaf.name)]) for leaf, array in zip(leaves, arrays, strict=True))
+
+
+def test_arrays_belong_to_the_caller(source: TreeSource) -> None:
+    for array in source.read(source.leaves):
+        assert array is not None
+        assert array.flags.writeable
+        assert array.flags.aligned
+        assert array.flags.c_contiguous
+        array[...] = 0
+
+    arrays = source.read(source.leaves)
+    assert all(same(array, ARRAYS[joined(leaf.name)]) for leaf, array in zip(source.leaves, arrays, strict=True))
+
+
+BOXES = {
+    (8, 6): [Box((1, 2), (3, 5)), Box((0, 0), (8, 6)), Box((2, 2), (2, 4)), Box((7, 0), (8, 1)), Box((1, 2), (3, 5))],
+    (3,): [Box((0,), (1,)), Box((1,), (3,)), Box((3,), (3,))],
+    (): [Box((), ())],
+    (0, 4): [Box((0, 1), (0, 3)), Box((0, 0), (0, 4))],
+}
+
+
+def check_boxes(source: TreeSource) -> None:
+    for _ in range(2):  # the second time after changing what the first has returned
+        boxes = [BOXES[leaf.saved.shape or ()] for leaf in source.leaves]
+        found = source.read_boxes(source.leaves, boxes)
+        for leaf, wanted, arrays in zip(source.leaves, boxes, found, strict=True):
+            array = ARRAYS[joined(leaf.name)]
+            assert [part.tolist() for part in arrays] == [
+                array[box.within(whole(array.shape))].tolist() for box in wanted
+            ]
+            assert all(part.dtype == array.dtype for part in arrays)
+
+
+def test_boxes(source: TreeSource) -> None:
+    check_boxes(source)
+
+
+def test_loading_without_a_template(path: Path) -> None:
+    found = flatten(hf.load(path))
+
+    values = {joined(name): value for name, value in zip(found.names, found.values, strict=True)}
+    assert values.keys() == ARRAYS.keys()
+    assert all(same(np.asarray(values[name]), array) for name, array in ARRAYS.items())
+
+
+def test_a_template_decides_libraries_and_shardings(path: Path) -> None:
+    partition: Any = jax.sharding.PartitionSpec
+    shape_of: Any = jax.ShapeDtypeStruct
+    mesh = jax.make_mesh((2,), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, partition("x"))
+    like = tree(lambda array: np.zeros_like(array))
+    like["net"]["w"] = shape_of((8, 6), np.float32, sharding=sharding)
+    like["steps"] = torch.zeros(3, dtype=torch.int32)
+
+    found = hf.load(path, like=like)
+
+    assert found["net"]["w"].sharding == sharding
+    assert same(np.asarray(found["net"]["w"]), ARRAYS["net.w"])
+    assert found["steps"].tolist() == [1, -2, 3]
+    assert same(found["net"]["b"], ARRAYS["net.b"])
+
+
+def test_a_template_that_differs_names_every_leaf(path: Path) -> None:
+    like = tree()
+    like["net"]["w"] = np.zeros((9, 6), np.float32)
+    like["other"] = like.pop("scale")
+
+    with pytest.raises(hf.TreeMismatchError) as caught:
+        hf.load(path, like=like)
+
+    assert sorted(line.partition(":")[0] for line in caught.value.differences) == ["net/w", "other", "scale"]
+
+
+def test_selecting(source: TreeSource) -> None:
+    found = load_tree(source, select="net/**")
+
+    assert found.keys() == {"net"}
+    assert same(found["net"]["w"], ARRAYS["net.w"])
+    with pytest.raises(hf.TreeMismatchError, match="matches no leaf"):
+        load_tree(source, select="nothing/**")
+
+
+def test_describing_and_verifying(path: Path, source: TreeSource) -> None:
+    assert {leaf.path.replace("/", "."): (leaf.shape, leaf.dtype) for leaf in hf.describe(path)} == {
+        name: (array.shape, array.dtype.name) for name, array in ARRAYS.items()
+    }
+    assert source.verify() == []
+    assert hf.verify(path).ok
+
+
+def test_nothing_is_executed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("a file was executed")
+
+    for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+        monkeypatch.setattr(module, name, refuse)
+
+    assert flatten(hf.load(path)).names != []
+    assert hf.verify(path).ok
+
+
+def test_importing(case: Case, path: Path, tmp_path: Path) -> None:
+    if case.format == "holdfast":
+        with pytest.raises(hf.OptionError, match="is a checkpoint of holdfast already"):
+            hf.import_checkpoint(path, tmp_path / "ours")
+        return
+
+    (done,) = hf.import_checkpoint(path, tmp_path / "ours")
+
+    assert (done.format, done.leaves, done.left_out) == (case.format, len(ARRAYS), ())
+    assert done.bytes == sum(array.nbytes for array in ARRAYS.values())
+    found = hf.load(tmp_path / "ours", like=tree())
+    assert same(found["net"]["w"], ARRAYS["net.w"])
+
+
+# ---- damaged files
+
+
+def files_below(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    folder = path if path.is_dir() else path.parent  # a prefix of TensorFlow
+    return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+def data_file(path: Path) -> Path:
+    """Returns the file that holds the elements of the arrays."""
+    content = ARRAYS["net.w"].tobytes()
+    (found,) = [file for file in files_below(path) if content in file.read_bytes()]
+    return found
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(hf.DamagedCheckpointError) as caught:
+        hf.load(path)
+    report = hf.verify(path)
+    assert not report.ok
+    return str(caught.value)
+
+
+def test_missing_data_is_refused_with_its_file(case: Case, tmp_path: Path) -> None:
+    path = case.write(tmp_path)
+    file = data_file(path)
+    file.unlink()
+
+    with pytest.raises((hf.DamagedCheckpointError, hf.CheckpointNotFoundError)) as caught:
+        hf.load(path)
+
+    assert file.name in str(caught.value)
+
+
+def test_cut_data_is_refused_with_its_leaf_and_file(case: Case, tmp_path: Path) -> None:
+    path = case.write(tmp_path)
+    file = data_file(path)
+    content = file.read_bytes()
+    file.write_bytes(content[: content.index(ARRAYS["net.w"].tobytes()) + 50])
+
+    message = refusal(path)
+
+    assert file.name in message
+
+
+def test_data_that_is_cut_after_opening(case: Case, tmp_path: Path) -> None:
+    path = case.write(tmp_path)
+    found = open_checkpoint(as_location(path))
+    source = found.tree(found.only_tree())
+    file = data_file(path)
+    content = file.read_bytes()
+    file.write_bytes(content[: content.index(ARRAYS["net.w"].tobytes()) + 50])
+
+    if not case.reads_leaves:
+        assert source.verify() == []
+        return
+    with pytest.raises(hf.DamagedCheckpointError, match=rf"(?s)net/w.*{file.name}|{file.name}.*net/w"):
+        source.read(source.leaves)
+    assert "net/w" in [problem.leaf for problem in source.verify()]
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.has_checksums])
+def test_a_flipped_bit_is_refused_with_its_leaf(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    path = case.write(tmp_path)
+    file = data_file(path)
+    content = bytearray(file.read_bytes())
+    content[content.index(ARRAYS["net.w"].tobytes()) + 10] ^= 4
+    file.write_bytes(content)
+
+    assert "net/w" in refusal(path)
+    assert hf.load(path, select="steps")["steps"].tolist() == [1, -2, 3]
+
+
+# ---- the defaults of the protocols
+
+
+@pytest.fixture
+def fake() -> FakeTree:
+    return FakeTree(as_location("memory://fake"), tree())
+
+
+def test_a_tree_that_only_reads_leaves_loads_in_every_way(fake: FakeTree) -> None:
+    assert same(load_tree(fake)["net"]["w"], ARRAYS["net.w"])
+    assert fake.calls == [["net.w", "net.b", "steps", "scale", "empty"]]
+    assert load_tree(fake, select="steps")["steps"].tolist() == [1, -2, 3]
+    assert fake.calls[1:] == [["steps"]]
+    check_boxes(fake)
+
+
+def test_a_part_of_a_tree_under_other_names(fake: FakeTree) -> None:
+    part = PartialTree(fake, {"kernel": fake.leaves[0], "bias": fake.leaves[1]}, fake.tree)
+
+    assert [leaf.name for leaf in part.leaves] == ["kernel", "bias"]
+    like = {"kernel": np.zeros((8, 6), np.float32), "bias": np.zeros(3, bool)}
+    assert same(load_tree(part, like=like)["kernel"], ARRAYS["net.w"])
+    assert part.verify() == []
+    [[rows]] = part.read_boxes(part.leaves[:1], [[Box((2, 0), (4, 6))]])
+    assert same(rows, ARRAYS["net.w"][2:4])
+
+
+def test_a_tree_without_abilities(fake: FakeTree) -> None:
+    assert fake.verify() == []
+    assert fake.graph_document() is None
+    assert fake.variables is None
+    assert fake.left_out == ()
+    assert fake.for_template(["other"]) is fake
+
+
+def test_verifying_names_damaged_leaves_and_passes_over_unreadable_ones() -> None:
+    fake = FakeTree(as_location("memory://fake"), tree(), damaged=["net.w"], unreadable=["steps"])
+
+    (problem,) = fake.verify()
+
+    assert problem.leaf == "net/w"
+    assert "damaged on purpose" in problem.what
+
+
+def test_a_checkpoint_without_abilities(fake: FakeTree) -> None:
+    checkpoint = FakeCheckpoint(fake.location, {"state": fake}, {"notes": JSON, "metrics": METRICS, "x": "odd"})
+
+    assert (checkpoint.step, checkpoint.time, checkpoint.metrics, checkpoint.reason) == (None, None, None, "")
+    assert checkpoint.only_tree() == "state"
+    assert checkpoint.items_to_load() == ["state", "notes"]
+    assert checkpoint.files("state") is None
+    assert same(checkpoint.load("state", select="net/w")["net"]["w"], ARRAYS["net.w"])
+    with pytest.raises(hf.OptionError, match="not one that can be read"):
+        checkpoint.value("x")
+    with pytest.raises(hf.OptionError, match="is JSON, not a tree"):
+        checkpoint.load("notes", like={})
+
+
+def test_the_only_tree(fake: FakeTree) -> None:
+    two = FakeCheckpoint(fake.location, {"a": fake, "b": fake})
+    none = FakeCheckpoint(fake.location, {}, {"x": "odd"})
+
+    assert two.only_tree("b") == "b"
+    with pytest.raises(hf.OptionError, match="a, b"):
+        two.only_tree()
+    with pytest.raises(hf.OptionError):
+        none.only_tree()
+    with pytest.raises(hf.OptionError, match="none of the items"):
+        none.items_to_load()
+
+
+def test_a_loaded_tree_in_another_structure(fake: FakeTree) -> None:
+    checkpoint = FakeCheckpoint(fake.location, {"state": fake})
+
+    found = checkpoint.load_transformed(
+        "state", {"v": hf.Transform(original_key="net")}, {"v": {"w": ..., "b": ...}}, default_to_original=True
+    )
+
+    assert same(found["v"]["w"], ARRAYS["net.w"])

@@ -1,0 +1,282 @@
+"""Checkpoints of TensorFlow, compared with what TensorFlow itself reads in them (tensorflow/make_fixtures.py)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast import graph
+from holdfast.engine.formats.tensorflow.tree import BundleTree
+
+FIXTURES = Path(__file__).parent / "tensorflow"
+SEEN: dict[str, Any] = json.loads((FIXTURES / "seen.json").read_text(encoding="utf-8"))
+QUANTISED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
+OBJECTS = {"string", "variant"}
+
+
+def same(found: Any, expected: Any) -> None:
+    """Checks that two trees are equal, dtypes included."""
+    assert type(found) is type(expected)
+    if isinstance(found, dict):
+        assert list(found) == list(expected)
+        for key in found:
+            same(found[key], expected[key])
+    elif isinstance(found, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            same(one, other)
+    elif isinstance(found, np.ndarray):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        assert found.tobytes() == expected.tobytes()
+    else:
+        assert found == expected
+
+
+@pytest.fixture
+def guide(tmp_path: Path) -> Path:
+    """A copy of a directory with the checkpoints 3, 4 and 5."""
+    return Path(shutil.copytree(FIXTURES / "guide", tmp_path / "guide"))
+
+
+@pytest.mark.parametrize("prefix", sorted(SEEN))
+def test_every_tensor_is_what_tensorflow_reads(prefix: str) -> None:
+    expected = SEEN[prefix]["variables"]
+    variables = BundleTree.open(hf.as_location(FIXTURES / prefix)).variables
+
+    assert variables.shapes() == {name: facts["shape"] for name, facts in expected.items()}
+    assert {name: str(dtype) for name, dtype in variables.dtypes().items()} == {
+        name: "object" if facts["dtype"] in OBJECTS else QUANTISED.get(facts["dtype"], facts["dtype"])
+        for name, facts in expected.items()
+    }
+    for name, facts in expected.items():
+        found = variables.read(name)
+        if facts["dtype"] == "variant":
+            assert all(text.startswith(b"\n\x14tensorflow::Iterator") for text in found.tolist())
+        elif facts["dtype"] == "string":
+            assert [text.hex() for text in ([found] if found.__class__ is bytes else found.ravel().tolist())] == facts[
+                "bytes"
+            ]
+        else:
+            assert (list(found.shape), found.tobytes().hex()) == (facts["shape"], facts["elements"])
+
+
+def test_an_index_of_several_blocks() -> None:
+    found = hf.load(FIXTURES / "many")
+
+    names = {hashlib.sha1(str(number).encode()).hexdigest() for number in range(5600)}
+    assert found.keys() == names
+    assert all(value.dtype == np.uint16 and int(value) == int(name[:4], 16) for name, value in found.items())
+
+
+def test_the_tree_of_a_training_loop() -> None:
+    found = hf.load(FIXTURES / "guide" / "ckpt-5")
+
+    assert found.keys() == {"iterator", "net", "optimizer", "save_counter", "step"}
+    assert found["net"]["l1"]["_kernel"].shape == (1, 5)
+    assert (int(found["step"]), int(found["save_counter"]), int(found["optimizer"]["_iterations"])) == (51, 5, 50)
+    states = found["iterator"][".ATTRIBUTES"]["ITERATOR_STATE"]
+    assert len(states) == SEEN["guide/ckpt-5"]["variables"]["iterator/.ATTRIBUTES/ITERATOR_STATE"]["shape"][0]
+    assert all(isinstance(state, bytes) for state in states)
+
+
+def test_what_optimizers_keep_lies_below_them() -> None:
+    found = hf.load(FIXTURES / "slots" / "model")
+
+    assert found["optimizer"]["slots"]["net"]["l1"]["kernel"]["m"].shape == (4, 3)
+    assert found["momentum"]["slots"]["net"]["l2"]["kernel"].keys() == {"momentum"}
+    assert found["net"]["l2"]["bias"].shape == (3,)
+
+
+def test_lists_dictionaries_and_names_that_are_escaped() -> None:
+    found = hf.load(FIXTURES / "objects" / "objects-1")
+
+    assert [float(value) for value in found["listed"]] == [1, 2]
+    assert "mapped" not in found  # each value is stored once
+    assert {key: value.tolist() for key, value in found["odd"].items()} == {
+        "a/b": [1, 2],
+        "c.d": [3],
+        ".ATTRIBUTES": [4],
+        "ü": 5,
+    }
+    assert found["counter"][".ATTRIBUTES"]["py_state"] == b"seven\0"
+    assert found["table"][".ATTRIBUTES"]["table-keys"] == [b"b\0", b"a"]  # an array of numpy's would lose the zero
+
+
+def test_kinds_of_elements() -> None:
+    found = hf.load(FIXTURES / "dtypes")
+
+    same(found["bfloat16"], np.array([[1.5, -2.25], [np.inf, 1e-3]], ml_dtypes.bfloat16))
+    same(found["int4"], np.array([1, 7, 0, 5, -8], ml_dtypes.int4))
+    same(found["half"], np.array([[1.5, -2.25], [np.inf, 1e-3]], np.float16))
+    same(found["text"], "größe".encode())
+    same(found["texts"], np.array([[b"a", b"bb", b""], [b"x" * 200, b"\0\1", b"\xff"]]))
+    same(found["texts_ending_in_zeros"], [b"a\0", b"\0", b"b"])
+    same(found["blank_texts"], np.array([b"", b""], "S1"))
+    same(found["empty"], np.zeros((0, 3), np.float32))
+    same(found["empty_text"], np.zeros(0, "S1"))
+
+
+def test_names_of_tensorflow_1() -> None:
+    found = hf.load(FIXTURES / "names" / "model.ckpt-2")
+
+    assert found.keys() >= {"global_step", "embedding", "embedding/Adam", "beta1_power"}
+    assert found["dense"].keys() == {
+        f"{name}{slot}" for name in ("kernel", "bias") for slot in ("", "/Adam", "/Adam_1")
+    }
+
+
+@pytest.mark.parametrize("prefix", sorted(SEEN))
+def test_imported_checkpoints_hold_the_same(prefix: str, tmp_path: Path) -> None:
+    assert hf.verify(FIXTURES / prefix).ok
+
+    (done,) = hf.import_checkpoint(FIXTURES / prefix, tmp_path / "ours")
+
+    assert (done.format, done.left_out) == ("TensorFlow", ())
+    same(hf.load(tmp_path / "ours"), hf.load(FIXTURES / prefix))
+
+
+def test_a_template_and_a_selection() -> None:
+    path = FIXTURES / "guide" / "ckpt-5"
+
+    found = hf.load(path, like={"net": {"l1": {"bias": np.zeros(5, np.float32)}}}, select="net/l1/bias")
+
+    same(found, {"net": {"l1": {"bias": hf.load(path)["net"]["l1"]["bias"]}}})
+
+
+@pytest.mark.parametrize("name", ["ckpt-4", "ckpt-4.index", "ckpt-4.data-00000-of-00001"])
+def test_paths_of_one_checkpoint(guide: Path, name: str) -> None:
+    assert int(hf.load(guide / name)["step"]) == 41
+    assert hf.verify(guide / name).ok
+
+
+def test_a_directory_of_numbered_checkpoints(guide: Path, tmp_path: Path) -> None:
+    steps = hf.list_checkpoints(guide)
+
+    assert [(one.step, one.reason, one.damage) for one in steps] == [
+        (step, "written by TensorFlow", None) for step in (3, 4, 5)
+    ]
+    assert all(one.time is not None and one.time > 1.7e9 and one.bytes > 3000 for one in steps)
+    assert len(hf.verify(guide).checkpoints) == 3
+    assert {leaf.path: leaf.shape for leaf in hf.describe(guide, step=3)}["net/l1/bias"] == (5,)
+    done = hf.import_checkpoint(guide, tmp_path / "ours")
+    assert [one.step for one in done] == [3, 4, 5]
+    assert int(hf.load(tmp_path / "ours")["step"]) == 51
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ('model_checkpoint_path: "ckpt-4"\n', 41),
+        ('model_checkpoint_path: "/elsewhere/run/ckpt-3"\n', 31),
+        ('model_checkpoint_path: "../../../etc/ckpt-3"\n', 31),
+        ("model_checkpoint_path: 'ckpt\\0554'\n", 41),
+        ('model_checkpoint_path: "gone-9"\n', 51),
+        ("", 51),
+        (b"\xff\0 no text", 51),
+        (None, 51),
+    ],
+)
+def test_the_newest_is_the_one_that_tensorflow_noted(guide: Path, state: str | bytes | None, expected: int) -> None:
+    if state is None:
+        (guide / "checkpoint").unlink()
+    else:
+        (guide / "checkpoint").write_bytes(state if isinstance(state, bytes) else state.encode())
+
+    assert int(hf.load(guide)["step"]) == expected
+
+
+def test_a_state_that_cannot_be_read_is_told(guide: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (guide / "checkpoint").write_bytes(b"")
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        hf.load(guide)
+
+    assert "names no checkpoint; the highest number counts" in caplog.text
+
+
+def test_checkpoints_without_numbers(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "slots", tmp_path, dirs_exist_ok=True)
+    assert hf.load(tmp_path).keys() == {"net", "optimizer", "momentum"}
+    for file in list(tmp_path.iterdir()):
+        shutil.copy(file, tmp_path / file.name.replace("model", "other"))
+
+    with pytest.raises(hf.CheckpointNotFoundError, match="holds the TensorFlow checkpoints model, other:"):
+        hf.load(tmp_path)
+
+    (tmp_path / "checkpoint").write_text('model_checkpoint_path: "other"')
+    assert hf.load(tmp_path).keys() == {"net", "optimizer", "momentum"}
+
+
+def test_a_saved_model() -> None:
+    assert hf.load(FIXTURES / "saved_model").keys() == {"scale"}
+    assert hf.load(FIXTURES / "saved_model" / "variables").keys() == {"scale"}
+
+
+@pytest.mark.parametrize("name", ["ckpt-6", "ckpt", "ckpt-5.index.index", "checkpoint"])
+def test_what_is_no_checkpoint(guide: Path, name: str) -> None:
+    with pytest.raises(hf.CheckpointNotFoundError):
+        hf.load(guide / name)
+
+
+def test_other_files_called_index(tmp_path: Path) -> None:
+    (tmp_path / "search.index").write_bytes(b"something else entirely" * 10)
+
+    with pytest.raises(hf.CheckpointNotFoundError):
+        hf.load(tmp_path)
+
+
+@pytest.mark.parametrize("fixture", ["guide", "shards"])
+def test_places_that_are_no_disk(fixture: str) -> None:
+    place = hf.as_location(f"memory://tensorflow/{fixture}")
+    for file in (FIXTURES / fixture).iterdir():
+        (place / file.name).write_bytes(file.read_bytes())
+
+    same(hf.load(place), hf.load(FIXTURES / fixture))
+    assert hf.verify(place).ok
+
+
+@pytest.mark.parametrize("number", [0, 4])
+def test_a_missing_data_file(tmp_path: Path, number: int) -> None:
+    shutil.copytree(FIXTURES / "shards", tmp_path, dirs_exist_ok=True)
+    (tmp_path / f"sharded-1.data-{number:05d}-of-00005").unlink()
+
+    with pytest.raises(hf.DamagedCheckpointError, match=rf"data-{number:05d}-of-00005 is missing"):
+        hf.load(tmp_path / "sharded-1")
+    assert not hf.verify(tmp_path).ok
+
+
+def test_what_is_whole_can_be_loaded_from_a_damaged_checkpoint(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "dtypes", tmp_path, dirs_exist_ok=True)
+    data = next(tmp_path.glob("*.data*"))
+    content = bytearray(data.read_bytes())
+    for text in (b"gr\xc3\xb6\xc3\x9fe", bytes.fromhex("003e80c0007c1914")):
+        content[content.index(text)] ^= 1
+    data.write_bytes(content)
+
+    problems = [problem.leaf for problem in hf.verify(tmp_path).checkpoints[0].problems]
+
+    assert sorted(problems) == ["half", "text"]
+    assert hf.load(tmp_path, select="int*").keys() == {"int4", "int8", "int16", "int32", "int64"}
+    with pytest.raises(hf.DamagedCheckpointError, match="its text does not have the checksum"):
+        hf.load(tmp_path, select="text")
+
+
+def test_imported_checkpoints_keep_their_objects(tmp_path: Path) -> None:
+    for prefix in ("objects/objects-1", "slots/model"):
+        path = tmp_path / prefix
+        hf.import_checkpoint(FIXTURES / prefix, path)
+        assert hf.verify(path).ok
+        ours, theirs = graph.load_checkpoint(path).graph, graph.load_checkpoint(FIXTURES / prefix).graph
+        assert ours.children() == theirs.children()
+    assert ours.slots("momentum") == {"net/l2/kernel": {"momentum": "momentum/slots/net/l2/kernel/momentum"}}
+    second = np.zeros((), np.float32)
+    graph.Checkpoint(mapped={"two": second}).read(tmp_path / "objects" / "objects-1").expect_partial()
+    assert second == 2

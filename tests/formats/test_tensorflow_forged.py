@@ -1,0 +1,273 @@
+"""Index and data files that TensorFlow never writes: damaged, forged, or too large."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.formats.tensorflow_writer import (
+    BOOL,
+    FLOAT,
+    HEADER,
+    ONE,
+    STRING,
+    VARIANT,
+    block,
+    entry,
+    literal,
+    message,
+    shape,
+    table,
+    text_bytes,
+    text_entry,
+    varint,
+    write,
+)
+
+import holdfast as hf
+from holdfast import graph
+from holdfast.engine.format import crc32c
+from holdfast.engine.formats.tensorflow.index import MAGIC, masked, read_table
+from holdfast.engine.formats.tensorflow.tree import BundleTree
+
+# ---- what is refused, or left out
+
+
+def test_elements_of_an_unknown_type_are_left_out(tmp_path: Path) -> None:
+    one = np.ones(1, np.float32).tobytes()
+    path = write(tmp_path, [(b"odd", entry(99, [1], b"??", 4)), (b"w", entry(FLOAT, [1], one))], one + b"??")
+
+    assert hf.load(path).keys() == {"w"}
+    (done,) = hf.import_checkpoint(path, tmp_path / "ours")
+    assert done.left_out == ("'odd' (elements of TensorFlow's type 99, which holdfast does not read)",)
+    variables = BundleTree.open(hf.as_location(path)).variables
+    assert variables.dtypes() == {"odd": None, "w": np.float32}
+    with pytest.raises(hf.UnsupportedLeafError, match="type 99"):
+        variables.read("odd")
+
+
+@pytest.mark.parametrize("kind", [FLOAT, STRING, VARIANT])
+@pytest.mark.parametrize("sizes", [(1 << 57, 0), (0, 1 << 50), (0,) * 32])
+def test_huge_shapes_of_nothing(tmp_path: Path, kind: int, sizes: tuple[int, ...]) -> None:
+    path = write(tmp_path, [(b"w", entry(kind, sizes, b""))])
+
+    assert hf.load(path)["w"].shape == sizes
+    assert graph.load_checkpoint(path).get_tensor("w").shape == sizes
+
+
+def test_text_that_would_be_very_many_leaves_is_left_out(tmp_path: Path) -> None:
+    stored, checksum = text_bytes([b"\0"] * 70_000)
+    path = write(tmp_path, [(b"t", text_entry([70_000], stored, checksum)), (b"u", text_entry([0], b"", 0))], stored)
+
+    assert hf.load(path).keys() == {"u"}
+    assert BundleTree.open(hf.as_location(path)).left_out == (
+        "'t' (70000 pieces of text that no array of numpy can hold)",
+    )
+    assert graph.load_checkpoint(path).get_variable_to_shape_map().keys() >= {"u"}
+
+
+@pytest.mark.parametrize("header", [message((3, message((2, 2)))), message((3, message((1, 3), (3, 1))))])
+def test_newer_versions_are_refused(tmp_path: Path, header: bytes) -> None:
+    with pytest.raises(hf.FormatVersionError, match=r"forged\.index: it needs version"):
+        hf.load(write(tmp_path, [], header=header))
+
+
+HOSTILE: dict[str, tuple[bytes, bytes]] = {
+    "far more elements than bytes": (b"w", entry(FLOAT, [1 << 40], ONE)),
+    "a size that overflows": (b"w", entry(FLOAT, [1 << 62, 1 << 62, 4], ONE)),
+    "nothing of something huge": (b"w", entry(FLOAT, [1 << 60, 0, 1 << 60], b"")),
+    "a negative size": (b"w", entry(FLOAT, [-1], b"")),
+    "an unknown shape": (b"w", message((1, FLOAT), (2, message((3, 1))), (5, 4))),
+    "too many axes": (b"w", entry(FLOAT, [1] * 33, ONE)),
+    "another data file": (b"w", entry(FLOAT, [1], ONE, 0, (3, 1))),
+    "a negative data file": (b"w", entry(FLOAT, [1], ONE, 0, (3, -1))),
+    "a negative offset": (b"w", entry(FLOAT, [1], ONE, -4)),
+    "behind the end": (b"w", entry(FLOAT, [1], ONE, 1 << 61)),
+    "another checksum": (b"w", entry(FLOAT, [1], b"\0\0\0\0")),
+    "neither true nor false": (b"w", entry(BOOL, [4], ONE)),
+    "a name that is not text": (b"\xff\xfe", entry(FLOAT, [1], ONE)),
+    "a number for a shape": (b"w", message((1, FLOAT), (2, 7), (5, 4))),
+    "a group": (b"w", b"\x0b\x0c"),
+    "text without bytes": (b"w", message((1, STRING), (2, shape(3)))),
+    "very long text": (b"w", message((1, STRING), (2, shape(1 << 50)), (5, 4))),
+    "text in slices": (b"w", message((1, STRING), (2, shape(1)), (7, message((1, b""))))),
+    "a variant without bytes": (b"w", message((1, VARIANT), (2, shape(1 << 50)))),
+}
+
+
+@pytest.mark.parametrize("pair", HOSTILE.values(), ids=list(HOSTILE))
+def test_entries_that_cannot_be(tmp_path: Path, pair: tuple[bytes, bytes]) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(hf.DamagedCheckpointError, match="forged"):
+            hf.load(write(tmp_path, [pair], np.full(1, 2.0, np.float32).tobytes()))
+        assert not hf.verify(tmp_path / "forged").ok
+        assert tracemalloc.get_traced_memory()[1] < 5 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def growing() -> bytes:
+    """Returns a block of keys, each of which is one byte longer than the one before it."""
+    header = b"\0\0" + varint(len(HEADER)) + HEADER
+    return header + b"".join(varint(n) + b"\1\0k" for n in range(20000)) + struct.pack("<II", 0, 1)
+
+
+TABLES: dict[str, Callable[[], bytes]] = {
+    "no entry": lambda: table([]),
+    "no header": lambda: table([(b"w", b"")]),
+    "a key twice": lambda: table([(b"", HEADER), (b"w", b""), (b"w", b"")]),
+    "keys in disorder": lambda: table([(b"", HEADER), (b"w", b""), (b"v", b"")], per_block=2),
+    "keys that grow without end": lambda: table([(b"", HEADER)], pack=lambda content: literal(growing())),
+    "a block that claims to be huge": lambda: table([(b"", HEADER)], pack=lambda content: varint(1 << 40) + b"\0a"),
+    "only restarts": lambda: table([(b"", HEADER)], pack=lambda content: literal(b"\xff" * 8)),
+    "a handle beyond the end": lambda: (varint(1 << 40) * 4).ljust(40, b"\0") + MAGIC,
+    "something in the footer": lambda: table([(b"", HEADER)])[:-9] + b"\1" + MAGIC,
+}
+
+
+@pytest.mark.parametrize("make", TABLES.values(), ids=list(TABLES))
+def test_tables_that_cannot_be(tmp_path: Path, make: Callable[[], bytes]) -> None:
+    content = make()
+    (tmp_path / "x.index").write_bytes(content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(hf.DamagedCheckpointError, match=r"x\.index"):
+            hf.load(tmp_path / "x")
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_same_text_over_and_over(tmp_path: Path) -> None:
+    stored, checksum = text_bytes([b"x" * 100_000])
+    pairs = [(b"%05d" % number, text_entry([1], stored, checksum)) for number in range(2000)]
+    path = write(tmp_path, pairs, stored)
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(hf.DamagedCheckpointError, match="its text claims"):
+            hf.load(path)
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_same_block_over_and_over() -> None:
+    content = block([(b"", HEADER)])
+    stored = content + b"\0" + struct.pack("<I", masked(crc32c(content + b"\0")))
+    handle = varint(0) + varint(len(content))
+    index = block([(b"%05d" % number, handle) for number in range(1000)], 1)
+    stored_index = index + b"\0" + struct.pack("<I", masked(crc32c(index + b"\0")))
+    footer = (handle + varint(len(stored)) + varint(len(index))).ljust(40, b"\0") + MAGIC
+
+    with pytest.raises(hf.DamagedCheckpointError, match="overlaps another"):
+        read_table(stored + stored_index + footer)
+
+
+@pytest.mark.parametrize("name", ["../../escaped", "/etc/escaped", "a//b", "..", ".", "a/../b", "a\0b", "C:\\x", "%2F"])
+def test_names_are_keys_and_never_paths(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "in" / "here"
+    folder.mkdir(parents=True)
+    path = write(folder, [(name.encode(), entry(FLOAT, [1], ONE))], ONE)
+    before = set(tmp_path.rglob("*"))
+
+    hf.import_checkpoint(path, folder / "ours")
+
+    found = hf.load(folder / "ours")
+    for key in name.split("/"):
+        found = found[key]
+    assert found.tolist() == [1]
+    assert all(folder in place.parents for place in set(tmp_path.rglob("*")) - before)
+
+
+# ---- graphs of objects
+
+
+def node(*parts: tuple[int, bytes]) -> tuple[int, bytes]:
+    return 1, message(*parts)
+
+
+def child(number: int, name: str) -> tuple[int, bytes]:
+    return 1, message((1, number), (2, name.encode()))
+
+
+def attribute(key: str, name: str = "VARIABLE_VALUE") -> tuple[int, bytes]:
+    return 2, message((1, name.encode()), (3, key.encode()))
+
+
+def with_graph(folder: Path, nodes: Sequence[tuple[int, bytes]], names: Sequence[str] = ("w",)) -> Path:
+    stored, checksum = text_bytes([message(*nodes)])
+    pairs = [(f"{name}/.ATTRIBUTES/VARIABLE_VALUE".encode(), entry(FLOAT, [1], ONE, len(stored))) for name in names]
+    pairs.append((b"_CHECKPOINTABLE_OBJECT_GRAPH", text_entry([], stored, checksum)))
+    return write(folder, pairs, stored + ONE)
+
+
+def test_two_objects_of_one_value(tmp_path: Path) -> None:
+    value = attribute("w/.ATTRIBUTES/VARIABLE_VALUE")
+    path = with_graph(tmp_path, [node(child(1, "w"), child(2, "v")), node(value), node(value)])
+
+    assert graph.load_checkpoint(path).graph.same("w", "v")
+
+
+def test_values_of_the_root_and_of_objects_with_children(tmp_path: Path) -> None:
+    nodes = [
+        node(child(1, "a"), attribute("/.ATTRIBUTES/VARIABLE_VALUE")),
+        node(child(2, "b"), attribute("a/.ATTRIBUTES/VARIABLE_VALUE")),
+        node(attribute("a/b/.ATTRIBUTES/VARIABLE_VALUE")),
+    ]
+
+    reader = graph.load_checkpoint(with_graph(tmp_path, nodes, ["", "a", "a/b"]))
+
+    assert reader.get_tensor("a/b").tolist() == [1]
+    assert reader.get_tensor("a/.ATTRIBUTES/VARIABLE_VALUE").tolist() == [1]
+    assert reader.graph.children() == {"a": "a", ".ATTRIBUTES": ".ATTRIBUTES"}
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [node(child(7, "w"))],
+        [node(child(-1, "w"))],
+        [node((3, message((1, 5), (3, 0))))],
+        [(1, b"\x0a\xff")],
+        [node((1, message((2, b"\xff"))))],
+    ],
+    ids=["no such object", "negative", "no such variable", "cut off", "no text"],
+)
+def test_graphs_that_cannot_be(tmp_path: Path, nodes: Any) -> None:
+    with pytest.raises(hf.DamagedCheckpointError, match="graph of objects"):
+        hf.load(with_graph(tmp_path, nodes))
+
+
+def test_every_value_given_to_every_object(tmp_path: Path) -> None:
+    nodes = [node(attribute("w/.ATTRIBUTES/")) for _ in range(300)]
+
+    path = with_graph(tmp_path, nodes, [f"w/.ATTRIBUTES/{number}" for number in range(50)])
+
+    with pytest.raises(hf.DamagedCheckpointError, match="too many objects"):
+        graph.load_checkpoint(path)
+
+
+def test_objects_without_their_values(tmp_path: Path) -> None:
+    path = with_graph(tmp_path, [node(child(1, "w")), node(attribute("gone/.ATTRIBUTES/VARIABLE_VALUE"))])
+
+    assert graph.load_checkpoint(path).graph.children() == {"w": "w"}
+    assert hf.load(path)["w"].tolist() == [1]
+
+
+def test_a_very_deep_graph(tmp_path: Path) -> None:
+    depth = 5000
+    nodes = [node(child(number + 1, "x")) for number in range(depth)]
+    nodes.append(node(attribute("w/.ATTRIBUTES/VARIABLE_VALUE")))
+
+    path = with_graph(tmp_path, nodes, ["w", "/".join("x" * 1000)])
+
+    assert len(hf.load(path)) == 2
+    assert hf.verify(path).ok
+    assert graph.load_checkpoint(path).has_tensor("/".join("x" * depth))

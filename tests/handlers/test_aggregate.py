@@ -1,0 +1,274 @@
+"""Small leaves in one file, and leaves that are cast on their way to disk."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorstore as ts
+import torch
+from flax import serialization
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
+
+import holdfast as hf
+from holdfast.engine.arrays import MsgpackHandler
+
+Same = Callable[[Any, Any], None]
+Spec: Any = PartitionSpec
+msgpack: Any = importlib.import_module("msgpack")  # it has no types
+ALL = hf.SaveArgs(aggregate=True)
+LEAVES: dict[str, Any] = {
+    "w": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "half": np.ones(3, ml_dtypes.bfloat16),
+    "big": np.arange(3, dtype=">i4"),
+    "day": np.array(["2026-01-01", "NaT"], "datetime64[D]"),
+    "text": np.array(["a", "bcd"]),
+    "none": np.zeros((0, 3), np.int8),
+    "flag": np.array([True, False]),
+    "scalar": np.float16(1.5),
+    "columns": np.arange(6.0).reshape(2, 3).T,
+    "int": 7,
+    "float": -0.0,
+    "complex": 1 + 2j,
+    "str": "text",
+    "nothing": None,
+    "long": 1 << 80,
+    "a.b/c": [np.int64(1)],
+}
+
+
+@pytest.fixture
+def pytrees() -> hf.PyTreeCheckpointer:
+    return hf.PyTreeCheckpointer()
+
+
+def test_everything_in_one_file(place: str, pytrees: hf.PyTreeCheckpointer, stored: Any, assert_same: Same) -> None:
+    pytrees.save(place, LEAVES, save_args=ALL)
+    hf.save(f"{place}/plain", LEAVES)
+    assert_same(hf.load(place), hf.load(f"{place}/plain"))
+    assert_same(pytrees.restore(place, LEAVES), pytrees.restore(f"{place}/plain", LEAVES))
+    assert hf.verify(place).ok
+    assert hf.describe(place) == hf.describe(f"{place}/plain")
+    assert sorted(stored(f"{place}/state").read()) == ["aggregate.msgpack", "d/index", "manifest.ocdbt", "tree.json"]
+
+
+def test_some_in_one_file(place: str, pytrees: hf.PyTreeCheckpointer, stored: Any, assert_same: Same) -> None:
+    tree = {"params": {"kernel": np.ones((4, 4)), "bias": np.zeros(4)}, "opt": [np.arange(2), np.arange(3)]}
+    save_args = {"params": {"bias": ALL}, "opt": [ALL, None]}
+    pytrees.save(place, tree, save_args=save_args)
+    assert_same(hf.load(place), tree)
+    assert_same(hf.load(place, select="params/*"), {"params": tree["params"]})
+    assert_same(hf.load(place, select="opt/0"), {"opt": {0: np.arange(2)}})
+    content = stored(f"{place}/state").read()["aggregate.msgpack"]
+    found = serialization.msgpack_restore(content)  # other tools read it
+    assert sorted(found) == ["opt.0", "params.bias"]
+    assert_same(found["params.bias"], np.zeros(4))
+
+
+def test_arrays_beside_the_file_are_open_to_tensorstore(tmp_path: Any, pytrees: hf.PyTreeCheckpointer) -> None:
+    pytrees.save(tmp_path / "one", {"a": np.ones(3), "b": np.zeros(2)}, save_args={"b": ALL})
+    base = {"driver": "ocdbt", "base": f"file://{tmp_path}/one/state/"}
+    assert ts.open({"driver": "zarr3", "kvstore": {**base, "path": "a/"}}).result().read().result().tolist() == [1] * 3
+    assert ts.KvStore.open(base).result().list().result() == [b"a/c/0", b"a/zarr.json"]
+
+
+def test_arrays_of_three_libraries(place: str, pytrees: hf.PyTreeCheckpointer) -> None:
+    mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
+    tree = {
+        "jax": jnp.arange(4.0),
+        "copies": jax.device_put(jnp.arange(4.0), NamedSharding(mesh, Spec())),
+        "torch": torch.nn.Parameter(torch.arange(3, dtype=torch.bfloat16)),
+        "key": jax.random.key(3),
+    }
+    pytrees.save(place, tree, save_args=ALL)
+    found = pytrees.restore(place, tree)
+    assert found["jax"].tolist() == found["copies"].tolist() == [0, 1, 2, 3]
+    assert found["copies"].sharding == tree["copies"].sharding
+    assert isinstance(found["torch"], torch.nn.Parameter)
+    assert torch.equal(found["torch"], tree["torch"])
+    assert jax.random.uniform(found["key"]) == jax.random.uniform(tree["key"])
+    with pytest.raises(hf.TreeMismatchError, match=r"jax: expected float32\[5\] \(template\), found float32\[4\]"):
+        pytrees.restore(place, {**tree, "jax": jnp.zeros(5)})
+
+
+def test_sharded_leaves_are_refused(place: str, pytrees: hf.PyTreeCheckpointer) -> None:
+    mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
+    tree = {"a": {"w": jax.device_put(jnp.arange(4.0), NamedSharding(mesh, Spec("x")))}, "b": 1}
+    with pytest.raises(hf.UnsupportedLeafError, match=r"(?s)nothing was written.*a/w: is sharded over devices"):
+        pytrees.save(place, tree, save_args=ALL)
+    with pytest.raises(hf.CheckpointNotFoundError):
+        hf.load(place)
+
+
+def test_a_snapshot_in_the_background(place: str) -> None:
+    array = np.arange(3)
+    with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(place, {"a": array, "b": array}, save_args={"a": ALL})
+        array[...] = 9
+        found = checkpointer.restore(place)
+    assert found["a"].tolist() == found["b"].tolist() == [0, 1, 2]
+
+
+def test_damage_is_found(place: str, pytrees: hf.PyTreeCheckpointer, stored: Any, look: Callable[..., Any]) -> None:
+    pytrees.save(place, {"a": np.arange(100), "b": 1}, save_args={"a": ALL})
+    files = stored(place)
+    content = files.read()["state/aggregate.msgpack"]
+    files.write("state/aggregate.msgpack", content[:50] + bytes([content[50] ^ 1]) + content[51:])
+    assert all("aggregate.msgpack" in error for error in look(place))
+    assert not hf.verify(place).ok
+    files.remove("state/aggregate.msgpack")
+    assert len(look(place)) == 3
+
+
+def extension(*content: Any) -> Any:
+    return msgpack.ExtType(1, msgpack.packb(content))
+
+
+DEEP = b"\x91" * 2000 + b"\xc0"
+FORGED: dict[str, bytes] = {
+    "nothing": b"",
+    "no dictionary": msgpack.packb(3),
+    "no arrays": msgpack.packb({"a": 3}),
+    "a list": msgpack.packb({"a": [1]}),
+    "nested lists": DEEP,
+    "nested dictionaries": b"\x81\xa1a" * 2000 + b"\xc0",
+    "many claimed": b"\xdf\xff\xff\xff\xff\xa1a",
+    "a long list claimed": b"\xdd\xff\xff\xff\xff",
+    "another extension": msgpack.packb({"a": msgpack.ExtType(7, b"")}),
+    "empty extension": msgpack.packb({"a": msgpack.ExtType(1, b"")}),
+    "lists inside": msgpack.packb({"a": msgpack.ExtType(1, DEEP)}),
+    "too short": msgpack.packb({"a": extension((100,), "int64", b"12345678")}),
+    "huge": msgpack.packb({"a": extension((1 << 40, 1 << 40), "int64", b"")}),
+    "negative": msgpack.packb({"a": extension((-1, -1), "int64", b"12345678")}),
+    "no sizes": msgpack.packb({"a": extension("ab", "int64", b"12345678")}),
+    "objects": msgpack.packb({"a": extension((1,), "object", b"12345678")}),
+    "no dtype": msgpack.packb({"a": extension((1,), 7, b"12345678")}),
+    "another name": msgpack.packb({"b": extension((1,), "int64", b"12345678")}),
+    "another dtype": msgpack.packb({"a": extension((1,), "<U2", b"12345678")}),
+}
+
+
+@pytest.mark.parametrize("content", FORGED.values(), ids=FORGED)
+def test_forged_files(
+    place: str,
+    content: bytes,
+    pytrees: hf.PyTreeCheckpointer,
+    stored: Any,
+    look: Callable[..., Any],
+    little_memory: int,
+) -> None:
+    pytrees.save(place, {"a": 1}, save_args=ALL)
+    stored(place).reseal("aggregate.msgpack", content)
+    errors = look(place, loads=content == FORGED["another dtype"])
+    assert len(errors) == 3 or content == FORGED["another dtype"]
+    assert not hf.verify(place).ok or content == FORGED["another dtype"]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.dictionaries(st.text(max_size=4), hnp.arrays(hnp.scalar_dtypes(), hnp.array_shapes(min_side=0)), max_size=4))
+def test_any_arrays_in_msgpack(leaves: dict[str, NDArray[Any]]) -> None:
+    handler = MsgpackHandler()
+    found = handler.deserialize(handler.serialize(leaves))
+    assert found.keys() == leaves.keys()
+    for name, array in leaves.items():
+        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
+        assert found[name].tobytes() == array.tobytes()
+
+
+class Lines(hf.AggregateHandler):
+    """Another format: one line of numbers for each leaf."""
+
+    name = "lines"
+    filename = "leaves.txt"
+
+    def serialize(self, leaves: Mapping[str, NDArray[Any]]) -> bytes:
+        return "\n".join(f"{name} {' '.join(map(str, array.tolist()))}" for name, array in leaves.items()).encode()
+
+    def deserialize(self, content: bytes) -> dict[str, NDArray[Any]]:
+        rows = [line.split() for line in content.decode().splitlines()]
+        return {name: np.array(list(map(int, numbers))) for name, *numbers in rows}
+
+
+def test_another_aggregate_handler(place: str, stored: Any) -> None:
+    tree = {"a": {"n": np.arange(3)}, "b": np.ones(2)}
+    lines = hf.Checkpointer(hf.PyTreeCheckpointHandler(aggregate_handler=Lines()))
+    lines.save(place, tree, save_args={"a": ALL})
+    assert stored(place).read()["state/leaves.txt"] == b"a.n 0 1 2"
+    assert lines.restore(place)["a"]["n"].tolist() == [0, 1, 2]
+    with pytest.raises(hf.OptionError, match="a/n is in a file of the AggregateHandler 'lines'"):
+        hf.load(place)
+    assert hf.load(place, select="b")["b"].tolist() == [1, 1]
+    assert hf.verify(place).ok
+
+
+@pytest.mark.parametrize("aggregate", [False, True])
+def test_casting(place: str, pytrees: hf.PyTreeCheckpointer, aggregate: bool) -> None:
+    numbers = np.linspace(-3, 3, 40_000).reshape(200, 200)
+    tree = {
+        "numpy": numbers,
+        "columns": numbers.T,
+        "jax": jnp.asarray(numbers, jnp.float32),
+        "torch": torch.from_numpy(numbers.copy()).requires_grad_(),
+        "float": 0.1,
+        "int": 3,
+        "bool": True,
+        "str": "text",
+        "nothing": None,
+        "day": np.array(["2026-01-01"], "datetime64[D]"),
+        "scalar": np.float64(0.1),
+    }
+    args = hf.SaveArgs(dtype=jnp.bfloat16, aggregate=aggregate)
+    pytrees.save(place, {**tree, "key": jax.random.key(1)}, save_args=args)
+    found = hf.load(place)
+    half = np.dtype(ml_dtypes.bfloat16)
+    for name, expected in [("numpy", numbers), ("columns", numbers.T), ("torch", numbers)]:
+        assert found[name].dtype == half
+        np.testing.assert_array_equal(found[name], expected.astype(half))
+    np.testing.assert_array_equal(found["jax"], np.asarray(tree["jax"]).astype(half))
+    assert found["float"] == float(half.type(0.1))
+    assert isinstance(found["int"], float)
+    assert isinstance(found["bool"], float)
+    assert found["str"] == "text"
+    assert found["nothing"] is None
+    assert found["day"].dtype == np.dtype("datetime64[D]")
+    assert found["scalar"] == half.type(0.1)
+    assert found["key"].dtype == np.uint32
+    assert hf.verify(place).ok
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.longdouble, ml_dtypes.float8_e4m3, np.int8, np.bool_, np.complex64, ">f4"], ids=str
+)
+def test_casting_to_any_number(place: str, pytrees: hf.PyTreeCheckpointer, dtype: Any) -> None:
+    numbers = np.arange(100).reshape(4, 25) % (2 if dtype is np.bool_ else 7)
+    pytrees.save(place, {"a": numbers}, save_args=hf.SaveArgs(dtype=dtype))
+    found = hf.load(place)["a"]
+    assert found.dtype == np.dtype(dtype)
+    np.testing.assert_array_equal(found, numbers.astype(dtype))
+
+
+def test_casting_leaves_the_item_alone(place: str) -> None:
+    array = np.linspace(0, 1, 1000)
+    before = array.copy()
+    with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(place, {"a": array}, save_args=hf.SaveArgs(dtype=np.float16))
+        array += 1
+        found = checkpointer.restore(place)["a"]
+    np.testing.assert_array_equal(found, before.astype(np.float16))
+
+
+def test_complex_numbers_are_not_cut(place: str, pytrees: hf.PyTreeCheckpointer) -> None:
+    with pytest.raises(
+        hf.UnsupportedLeafError, match="a: complex128 cannot be cast to float32, which has no imaginary"
+    ):
+        pytrees.save(place, {"a": np.ones(2, complex)}, save_args=hf.SaveArgs(dtype=np.float32))

@@ -1,0 +1,167 @@
+"""Restore arguments applied to saved leaves by a handler, with and without a template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax  # type: ignore[import-untyped]  # it comes without type information
+import pytest
+import torch
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import holdfast as hf
+
+Spec: Any = PartitionSpec
+MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+TREE = {"w": np.arange(24, dtype=np.float32).reshape(4, 6), "n": np.arange(3), "step": 7, "name": "run", "none": None}
+
+
+@pytest.fixture
+def checkpointer(place: str) -> hf.PyTreeCheckpointer:
+    checkpointer = hf.PyTreeCheckpointer()
+    checkpointer.save(place, TREE)
+    return checkpointer
+
+
+def test_one_for_all(place: str, checkpointer: hf.PyTreeCheckpointer) -> None:
+    found = checkpointer.restore(
+        place, select=["w", "n"], restore_args=hf.RestoreArgs(restore_type=jax.Array, dtype=np.float32)
+    )
+    assert all(isinstance(leaf, jax.Array) for leaf in found.values())
+    found = checkpointer.restore(place, restore_args=hf.RestoreArgs(dtype=np.float16))
+    assert (found["w"].dtype, found["n"].dtype, found["name"], found["none"]) == (np.float16, np.float16, "run", None)
+
+
+def test_arguments_come_before_the_template(place: str, checkpointer: hf.PyTreeCheckpointer) -> None:
+    template = {**TREE, "w": jnp.zeros((4, 6)), "n": torch.zeros(3, dtype=torch.int64)}
+    restore_args = {"w": hf.ArrayRestoreArgs(dtype=jnp.bfloat16, mesh=MESH, mesh_axes=("x", "y"))}
+    found = checkpointer.restore(place, template, restore_args=restore_args)
+    assert found["w"].dtype == jnp.bfloat16
+    assert found["w"].sharding == NamedSharding(MESH, Spec("x", "y"))
+    assert isinstance(found["n"], torch.Tensor)
+    assert (found["step"], found["name"], found["none"]) == (7, "run", None)
+
+
+@pytest.mark.parametrize("template", [None, ..., {name: object() for name in TREE}, dict.fromkeys(TREE, ...)])
+def test_as_it_was_saved(
+    place: str, checkpointer: hf.PyTreeCheckpointer, template: Any, assert_same: Callable[[Any, Any], None]
+) -> None:
+    assert_same(checkpointer.restore(place, template), TREE)
+    assert_same(hf.load(place, like=template), TREE)
+
+
+def test_arguments_for_leaves_that_there_are_not(place: str, checkpointer: hf.PyTreeCheckpointer) -> None:
+    with pytest.raises(hf.OptionError, match="restore_args: the tree has no v"):
+        checkpointer.restore(place, restore_args={"v": hf.RestoreArgs()})
+    with pytest.raises(hf.OptionError, match="restore_args: the tree has no w/x"):
+        checkpointer.restore(place, {"w": {"y": object()}}, restore_args={"w": {"x": hf.RestoreArgs()}})
+    template = {**TREE, "v": np.zeros(2)}
+    args = hf.checkpoint_utils.construct_restore_args(template)
+    with pytest.raises(hf.TreeMismatchError, match=r"v: expected .*not in the checkpoint"):
+        checkpointer.restore(place, template, restore_args=args)
+
+
+def test_shapes(place: str, checkpointer: hf.PyTreeCheckpointer) -> None:
+    def restored(**kwargs: Any) -> Any:
+        return checkpointer.restore(place, select="w", restore_args={"w": hf.ArrayRestoreArgs(**kwargs)})["w"]
+
+    np.testing.assert_array_equal(restored(), TREE["w"])
+    np.testing.assert_array_equal(restored(global_shape=(4, 6)), TREE["w"])
+    with pytest.raises(hf.TreeMismatchError, match=r"w: expected float32\[5, 2\].*, found float32\[4, 6\]"):
+        restored(global_shape=(5, 2))
+    sharding = NamedSharding(MESH, Spec("y"))
+    found = restored(global_shape=(6, 2), strict=False, sharding=sharding)
+    assert found.sharding == sharding
+    np.testing.assert_array_equal(found, np.pad(TREE["w"], ((0, 2), (0, 0)))[:, :2])  # type: ignore[call-overload]  # it is an array
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(4)(nn.relu(nn.Dense(8)(x)))
+
+
+def test_a_train_state_on_another_mesh(place: str) -> None:
+    model = Model()
+    params = model.init(jax.random.PRNGKey(0), jnp.ones((1, 4)))
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))  # type: ignore[no-untyped-call]
+    state = state.apply_gradients(grads=params)
+    save_args = jax.tree.map(lambda leaf: hf.SaveArgs(aggregate=leaf.size < 10), jax.tree.map(jnp.asarray, state))
+    checkpointer = hf.PyTreeCheckpointer()
+    checkpointer.save(place, state, save_args=save_args)
+
+    abstract: Any = jax.eval_shape(lambda: state)
+    shardings = jax.tree.map(lambda leaf: NamedSharding(MESH, Spec("x" if leaf.ndim == 2 else None)), abstract)
+    args = hf.checkpoint_utils.construct_restore_args(abstract, shardings)
+    found = checkpointer.restore(place, abstract, restore_args=args)
+    assert type(found) is TrainState
+    assert jax.tree.map(lambda leaf: leaf.sharding, found.params) == shardings.params
+    equal = jax.tree.map(lambda one, other: bool(np.array_equal(one, other)), found, state)
+    assert all(jax.tree.leaves(equal))
+    assert len(jax.tree.leaves(found)) == len(jax.tree.leaves(state))
+
+
+def test_unknown_axes_of_a_mesh(place: str, checkpointer: hf.PyTreeCheckpointer) -> None:
+    restore_args = {"w": hf.ArrayRestoreArgs(mesh=MESH, mesh_axes=Spec("q"))}
+    with pytest.raises(hf.OptionError, match=r"w: mesh_axes=.*'q'.* must name axes of the mesh.* has the axes x, y"):
+        checkpointer.restore(place, restore_args=restore_args)
+
+
+SAVED: dict[str, Any] = {
+    "jax": jnp.arange(8.0).reshape(4, 2),
+    "half": jnp.ones(4, jnp.bfloat16),
+    "numpy": [np.arange(3), np.array(["a", "bc"])],
+    "torch": torch.ones(2, 3),
+    "scalar": np.float64(0.5),
+    "key": jax.random.key(3),
+    "values": (1, 0.5, True, "text", None, b"bytes"),
+}
+
+
+def test_a_structure_is_a_template(place: str, assert_same: Callable[[Any, Any], None]) -> None:
+    checkpointer = hf.PyTreeCheckpointer()
+    checkpointer.save(place, SAVED)
+    metadata = checkpointer.structure(place)
+    assert_same(checkpointer.restore(place, metadata), checkpointer.restore(place))
+    assert_same(hf.load(place, like=metadata), hf.load(place))
+    changed = {**metadata, "half": hf.LeafMetadata("jax", (5,), "bfloat16"), "key": hf.LeafMetadata("str", (), None)}
+    for args in (None, hf.RestoreArgs()):
+        with pytest.raises(hf.TreeMismatchError) as caught:
+            checkpointer.restore(place, changed, restore_args=args)
+        half, key = caught.value.differences
+        assert half == "half: expected bfloat16[5] (template), found bfloat16[4] (checkpoint)"
+        assert key.startswith("key: expected str (template), found key")
+    with pytest.raises(hf.UnsupportedLeafError, match="half: is a LeafMetadata, which has no values"):
+        hf.save(place + "-other", metadata)
+
+
+def test_metadata_as_the_new_tree_of_transformations(place: str) -> None:
+    hf.save(place, {"a": np.arange(4.0)})
+    transforms = {"z": hf.Transform(original_key="a")}
+    found = hf.load_transformed(place, transforms, {"z": hf.LeafMetadata("numpy", (4,), "float64")})
+    np.testing.assert_array_equal(found["z"], np.arange(4.0))
+    with pytest.raises(hf.TreeMismatchError, match=r"z: expected float64\[9\] \(template\)|a.*expected float64\[9\]"):
+        hf.load_transformed(place, transforms, {"z": hf.LeafMetadata("numpy", (9,), "float64")})
+
+
+@pytest.mark.parametrize("as_template", [False, True])
+def test_args_from_a_structure(place: str, as_template: bool) -> None:
+    checkpointer = hf.PyTreeCheckpointer()
+    checkpointer.save(place, SAVED)
+    metadata = checkpointer.structure(place)
+    sharding = NamedSharding(MESH, Spec("x"))
+    restore_args = hf.checkpoint_utils.construct_restore_args(metadata, sharding)
+    found = checkpointer.restore(place, metadata if as_template else None, restore_args=restore_args)
+    assert found["jax"].sharding == found["half"].sharding == sharding
+    assert found["half"].dtype == jnp.bfloat16
+    assert isinstance(found["torch"], torch.Tensor)
+    assert [type(one) for one in found["numpy"]] == [np.ndarray, np.ndarray]
+    assert found["values"] == SAVED["values"]
+    assert jax.random.bits(found["key"]) == jax.random.bits(SAVED["key"])
+    assert found["scalar"] == 0.5

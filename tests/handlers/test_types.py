@@ -1,0 +1,332 @@
+"""Leaves of the user's own types, and leaves in the user's own storage."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.engine.format import encode_document
+from holdfast.engine.handlers import DEFAULT_REGISTRY
+
+
+@dataclass
+class Vocabulary:
+    """A leaf that would be a container without its handler."""
+
+    words: list[str] = field(default_factory=list)
+
+
+class Rare(Vocabulary):
+    pass
+
+
+class VocabularyHandler(hf.TypeHandler):
+    """Files in the folder of the leaf."""
+
+    name = "vocabulary"
+
+    def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[hf.ParamInfo]:
+        for value, name in zip(values, names, strict=True):
+            if not all(isinstance(word, str) for word in value.words):
+                raise hf.UnsupportedLeafError(f"{name}: words are text")
+        facts = [{"count": len(value.words), "class": type(value).__name__} for value in values]
+        return [hf.ParamInfo(name=name, facts=fact) for name, fact in zip(names, facts, strict=True)]
+
+    def serialize(self, values: Sequence[Any], infos: Sequence[hf.ParamInfo], args: Sequence[hf.SaveArgs]) -> Any:
+        for value, info in zip(values, infos, strict=True):
+            assert info.folder is not None
+            for number, word in enumerate(value.words):
+                (info.folder / f"{number}.txt").write_bytes(word.encode())
+
+    def deserialize(self, infos: Sequence[hf.ParamInfo], args: Sequence[hf.RestoreArgs]) -> Any:
+        found = []
+        for info, asked in zip(infos, args, strict=True):
+            assert info.folder is not None
+            words = [(info.folder / f"{number}.txt").read_bytes().decode() for number in range(info.facts["count"])]
+            found.append(words if asked.restore_type is not None else Vocabulary(words))
+        return found
+
+
+class Elsewhere(hf.TypeHandler):
+    """Another storage: the checkpoint holds only the place of the leaf."""
+
+    name = "elsewhere"
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[hf.ParamInfo]:
+        return [hf.ParamInfo(name=name, facts={"file": f"{name}.npy"}) for name in names]
+
+    def serialize(self, values: Sequence[Any], infos: Sequence[hf.ParamInfo], args: Sequence[hf.SaveArgs]) -> Any:
+        for value, info, asked in zip(values, infos, args, strict=True):
+            np.save(self.directory / info.facts["file"], value if asked.dtype is None else value.astype(asked.dtype))
+
+    def deserialize(self, infos: Sequence[hf.ParamInfo], args: Sequence[hf.RestoreArgs]) -> Any:
+        return [np.load(self.directory / info.facts["file"]) for info in infos]
+
+
+WORDS = ["one", "two", "drei"]
+TREE: dict[str, Any] = {"w": np.arange(3), "text": {"vocabulary": Vocabulary(WORDS)}, "rest": [1, Vocabulary([])]}
+
+
+@pytest.fixture
+def registry() -> hf.TypeHandlerRegistry:
+    return hf.TypeHandlerRegistry({Vocabulary: VocabularyHandler()})
+
+
+@pytest.fixture
+def checkpointer(registry: hf.TypeHandlerRegistry) -> hf.Checkpointer:
+    return hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry))
+
+
+def test_a_leaf_type_of_ones_own(place: str, checkpointer: hf.Checkpointer) -> None:
+    checkpointer.save(place, TREE)
+    found = checkpointer.restore(place)
+    assert found["w"].tolist() == [0, 1, 2]
+    assert found["text"] == {"vocabulary": Vocabulary(WORDS)}
+    assert found["rest"] == [1, Vocabulary([])]
+    assert hf.verify(place).ok
+
+
+def test_templates_and_arguments(place: str, checkpointer: hf.Checkpointer) -> None:
+    checkpointer.save(place, TREE)
+    found = checkpointer.restore(place, copy.deepcopy(TREE))
+    assert found["text"] == TREE["text"]
+    assert checkpointer.restore(place, {**TREE, "text": {"vocabulary": object()}})["text"] == TREE["text"]
+    restore_args = {"text": hf.RestoreArgs(restore_type=float)}
+    assert checkpointer.restore(place, restore_args=restore_args)["text"] == {"vocabulary": WORDS}
+    assert checkpointer.restore(place, select="text/**") == {"text": {"vocabulary": Vocabulary(WORDS)}}
+    with pytest.raises(hf.TreeMismatchError, match="text/vocabulary: expected float64"):
+        checkpointer.restore(place, {**TREE, "text": {"vocabulary": np.zeros(3)}})
+
+
+def test_subclasses_and_bare_leaves(place: str, checkpointer: hf.Checkpointer) -> None:
+    checkpointer.save(place, Rare(["x"]))
+    assert checkpointer.restore(place) == Vocabulary(["x"])
+    assert "Rare" in (hf.describe(place)[0].value or "") or "vocabulary" in (hf.describe(place)[0].value or "")
+
+
+def test_without_the_handler(place: str, checkpointer: hf.Checkpointer) -> None:
+    checkpointer.save(place, TREE)
+    with pytest.raises(hf.OptionError) as caught:
+        hf.load(place)
+    message = str(caught.value)
+    assert "text/vocabulary is a" in message
+    assert "Vocabulary of the TypeHandler 'vocabulary'; register it with hf.register_type_handler" in message
+    assert "rest/1" in message
+    assert place in message
+    assert hf.load(place, select=["w", "rest/0"])["w"].tolist() == [0, 1, 2]
+    assert hf.verify(place).ok
+    kinds = {leaf.path: leaf.kind for leaf in hf.describe(place)}
+    assert kinds == {"w": "numpy", "text/vocabulary": "external", "rest/0": "int", "rest/1": "external"}
+    assert str(hf.PyTreeCheckpointer().structure(place)["text"]["vocabulary"]) == "external"
+
+
+def test_a_container_is_only_a_leaf_where_it_has_a_handler(place: str) -> None:
+    hf.save(place, TREE)
+    assert hf.load(place)["text"] == {"vocabulary": {"words": WORDS}}
+
+
+def test_damaged_files_are_found(tmp_path: Path, checkpointer: hf.Checkpointer) -> None:
+    place = tmp_path / "one"
+    checkpointer.save(place, TREE)
+    path = place / "state" / "leaves" / "1" / "2.txt"
+    assert path.read_text() == "drei"
+    path.write_text("vier")
+    with pytest.raises(hf.DamagedCheckpointError, match=r"leaves/1/2\.txt: expected crc32c"):
+        checkpointer.restore(place)
+    assert checkpointer.restore(place, select="rest/1") == {"rest": {1: Vocabulary([])}}
+    (problem,) = hf.verify(place).checkpoints[0].problems
+    assert problem.file == "state/leaves/1/2.txt"
+    path.unlink()
+    with pytest.raises(hf.DamagedCheckpointError, match="is missing"):
+        checkpointer.restore(place)
+
+
+def test_unsupported_leaves_show_before_anything_is_written(place: str, checkpointer: hf.Checkpointer) -> None:
+    with pytest.raises(hf.UnsupportedLeafError, match="text: words are text"):
+        checkpointer.save(place, {"text": Vocabulary([1])})  # type: ignore[list-item]  # that is the mistake
+    with pytest.raises(hf.CheckpointNotFoundError):
+        hf.load(place)
+
+
+def test_a_snapshot_in_the_background(place: str, registry: hf.TypeHandlerRegistry) -> None:
+    leaf = Vocabulary(["before"])
+    with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
+        checkpointer.save(place, {"v": leaf, "w": np.ones(3)})
+        leaf.words[0] = "after"
+        assert checkpointer.restore(place)["v"] == Vocabulary(["before"])
+
+
+def test_another_storage_medium(place: str, tmp_path: Path) -> None:
+    registry = hf.TypeHandlerRegistry({np.ndarray: Elsewhere(tmp_path)})
+    handler = hf.PyTreeCheckpointHandler(type_handler_registry=registry)
+    checkpointer = hf.Checkpointer(handler)
+    checkpointer.save(place, {"a": {"w": np.arange(4.0)}, "n": 3}, save_args={"a": hf.SaveArgs(dtype=np.float16)})
+    assert os.listdir(tmp_path) == ["a.w.npy"]
+    found = checkpointer.restore(place)
+    assert found["n"] == 3
+    assert found["a"]["w"].dtype == np.float16
+    assert hf.load(place, select="n") == {"n": 3}
+
+
+def test_the_default_registry(place: str) -> None:
+    hf.register_type_handler(Vocabulary, VocabularyHandler())
+    try:
+        hf.save(place, TREE)
+        assert hf.load(place)["text"] == TREE["text"]
+        with hf.CheckpointManager(f"{place}/run") as manager:
+            manager.save(0, TREE)
+            manager.wait_until_finished()
+            assert manager.restore(0)["text"] == TREE["text"]
+    finally:
+        DEFAULT_REGISTRY.unregister(Vocabulary)
+    with pytest.raises(hf.OptionError, match="register_type_handler"):
+        hf.load(place)
+
+
+def test_registering_twice(registry: hf.TypeHandlerRegistry) -> None:
+    with pytest.raises(hf.OptionError, match="Vocabulary has the handler 'vocabulary' already"):
+        registry.register(Vocabulary, VocabularyHandler())
+    with pytest.raises(hf.OptionError, match="another handler has the name 'vocabulary'"):
+        registry.register(dict, VocabularyHandler())
+    with pytest.raises(hf.OptionError, match="needs a name"):
+        registry.register(dict, object())  # type: ignore[arg-type]  # that is the mistake
+    other = VocabularyHandler()
+    registry.register(Vocabulary, other, override=True)
+    assert registry.find(Rare()) is other
+    assert registry.find({}) is None
+    registry.unregister(Vocabulary)
+    registry.unregister(Vocabulary)
+    assert registry.find(Vocabulary()) is None
+
+
+def test_handlers_that_lose_leaves(place: str, registry: hf.TypeHandlerRegistry) -> None:
+    class Forgetful(VocabularyHandler):
+        def deserialize(self, infos: Sequence[hf.ParamInfo], args: Sequence[hf.RestoreArgs]) -> Any:
+            return []
+
+    hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)).save(place, TREE)
+    registry.register(Vocabulary, Forgetful(), override=True)
+    with pytest.raises(hf.OptionError, match=r"gave 0 values for 2 leaves: text/vocabulary \(.*Vocabul"):
+        hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)).restore(place)
+
+
+def _fail(*_: Any) -> Any:
+    raise KeyError("word")
+
+
+@pytest.mark.parametrize("method", ["param_infos", "snapshot", "serialize"])
+def test_errors_while_saving_say_where(place: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = VocabularyHandler()
+    monkeypatch.setattr(handler, method, _fail)
+    registry = hf.TypeHandlerRegistry({Vocabulary: handler})
+    with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
+        with pytest.raises((KeyError, hf.SaveFailedError)) as caught:
+            _save_and_wait(checkpointer, place)
+        told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+        assert f"raised by {method} of the TypeHandler 'vocabulary' for text/vocabulary (" in told
+        assert "Vocabulary), rest/1 (" in told
+        assert method != "serialize" or " in " in told.splitlines()[-1]
+
+
+def _save_and_wait(checkpointer: hf.AsyncCheckpointer, place: str) -> None:
+    checkpointer.save(place, TREE)
+    checkpointer.wait_until_finished()
+
+
+def test_errors_while_restoring_say_where(
+    place: str, registry: hf.TypeHandlerRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry))
+    checkpointer.save(place, TREE)
+    monkeypatch.setattr(registry.named("vocabulary"), "deserialize", _fail)
+    with pytest.raises(KeyError) as caught:
+        checkpointer.restore(place)
+    [note] = caught.value.__notes__
+    assert note.startswith("raised by deserialize of the TypeHandler 'vocabulary' for text/vocabulary (")
+    assert note.endswith("/state")
+
+
+def test_facts_are_json(place: str) -> None:
+    class Odd(VocabularyHandler):
+        def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[hf.ParamInfo]:
+            facts: Mapping[str, Any] = {"fact": object()}
+            return [hf.ParamInfo(name=name, facts=facts) for name in names]
+
+    registry = hf.TypeHandlerRegistry({Vocabulary: Odd()})
+    with pytest.raises(hf.UnsupportedLeafError, match="text/vocabulary: its facts are not JSON"):
+        hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)).save(place, TREE)
+    with pytest.raises(hf.CheckpointNotFoundError):
+        hf.load(place)
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "orbax"])
+def test_other_formats_have_no_place_for_it(tmp_path: Path, checkpointer: hf.Checkpointer, to: Any) -> None:
+    checkpointer.save(tmp_path / "one", TREE)
+    with pytest.raises(hf.UnsupportedLeafError, match="text/vocabulary"):
+        hf.export_checkpoint(tmp_path / "one", tmp_path / "two", to=to)
+    assert not (tmp_path / "two").exists()
+
+
+def test_coroutines_and_futures(place: str) -> None:
+    class Later:
+        def __init__(self, place: hf.Location, text: str) -> None:
+            self.place, self.text = place, text
+
+        def result(self, timeout: float | None = None) -> None:
+            self.place.write_bytes(self.text.encode())
+
+    class Asynchronous(VocabularyHandler):
+        async def serialize(self, values: Any, infos: Any, args: Any) -> list[Later]:
+            return [
+                Later(info.folder / f"{number}.txt", word)
+                for value, info in zip(values, infos, strict=True)
+                for number, word in enumerate(value.words)
+            ]
+
+        async def deserialize(self, infos: Any, args: Any) -> list[Any]:
+            found: list[Any] = super().deserialize(infos, args)
+            return found
+
+    registry = hf.TypeHandlerRegistry({Vocabulary: Asynchronous()})
+    with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
+        checkpointer.save(place, TREE)
+        assert checkpointer.restore(place)["text"] == TREE["text"]
+    assert hf.verify(place).ok
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        {},
+        {"handler": ["vocabulary"], "facts": {"count": 1}},
+        {"handler": "vocabulary\n" * 1000, "type": "x" * 10_000},
+        {"handler": "other", "facts": [1]},
+        {"handler": "vocabulary", "aggregate": "x"},
+        {"handler": "vocabulary", "facts": {"count": 3}},
+    ],
+    ids=["nothing", "a list", "long", "another", "aggregate", "no files"],
+)
+def test_forged_descriptions(
+    place: str, leaf: dict[str, Any], checkpointer: hf.Checkpointer, stored: Any, look: Callable[..., Any]
+) -> None:
+    checkpointer.save(place, [Vocabulary(WORDS)])
+    tree = {"tree": {"type": "list", "children": [None]}, "leaves": [{"kind": "external", **leaf}]}
+    files = stored(place)
+    files.reseal("tree.json", encode_document("tree", {"tree": tree}))
+    assert len(look(place)) == 1
+    files.edit(lambda body: body["items"]["state"]["files"].pop("leaves/0/2.txt"))
+    files.remove("state/leaves/0/2.txt")
+    with pytest.raises((hf.OptionError, hf.StorageError)) as caught:
+        checkpointer.restore(place)
+    assert len(str(caught.value)) < 1000

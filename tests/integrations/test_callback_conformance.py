@@ -1,0 +1,470 @@
+"""One suite for the callbacks of all training loops: when they save, keep, resume and stop, and what they refuse.
+
+A driver knows how one kind of loop trains; every story runs with every driver. What only one of them does has tests of
+its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+import signal
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import lightning.pytorch as lightning
+import numpy as np
+import optax  # type: ignore[import-untyped]  # it comes without type information
+import pytest
+import torch
+from flax.training.train_state import TrainState
+from tests.fixtures import StoredFiles
+
+import holdfast as hf
+from holdfast.engine.checkpoint.save import Save
+from holdfast.integrations.flax import CheckpointCallback as FlaxCallback
+from holdfast.integrations.lightning import CheckpointCallback as LightningCallback
+from holdfast.integrations.lightning import Preempted
+from holdfast.integrations.loop import LoopCallback
+from holdfast.integrations.options import CallbackOptions
+from holdfast.recipes.self_play import Rules, Trainer
+from holdfast.recipes.self_play.checkpoints import TrainerCallback
+
+pytestmark = [
+    pytest.mark.usefixtures("default_sigterm"),
+    # Lightning's advice on any data loader without worker processes
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+    # Lightning 2.6 with torch 2.13
+    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
+]
+
+LOSSES = {1: 0.5, 2: 0.7, 3: 0.4, 4: 0.4, 5: 0.9, 6: 0.3, 7: 0.6, 8: 0.35, 9: 0.8, 10: 0.5}
+EVERY_STEP: dict[str, Any] = {"save_interval_steps": 1}
+NEVER: dict[str, Any] = {"save_interval_steps": 1000, "save_at_end": False}
+
+Actions = Mapping[int, Callable[[], None]]
+Bits = dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a run went.
+
+    Attributes:
+        first: The updates that were done when it began.
+        begun: The weights with which it began.
+        last: The updates that were done when it ended.
+        final: The whole state at its end.
+    """
+
+    first: int
+    begun: Bits
+    last: int
+    final: Bits
+
+
+def bits(arrays: Mapping[str, Any]) -> Bits:
+    return {name: np.asarray(value).tobytes() for name, value in arrays.items()}
+
+
+class Driver(ABC):
+    """Trains with the callback of one kind of loop."""
+
+    callback: type
+
+    @abstractmethod
+    def train(
+        self, directory: str | Path, last: int, *, seed: int = 1, during: Actions | None = None, **options: Any
+    ) -> Run:
+        """Trains to a step, from nothing but the directory: every object is new, and its values depend on the seed.
+
+        Args:
+            directory: Where the checkpoints are.
+            last: The step to stop after.
+            seed: Decides the first weights.
+            during: What to do during some steps, before they are reported.
+            **options: The options of the callback.
+        """
+
+
+class LoopDriver(Driver):
+    """A loop that the user writes."""
+
+    callback: type[LoopCallback]
+
+    @abstractmethod
+    def make(self, seed: int) -> Any: ...
+    @abstractmethod
+    def update(self, state: Any) -> Any: ...
+    @abstractmethod
+    def weights(self, state: Any) -> Mapping[str, Any]: ...
+    @abstractmethod
+    def values(self, state: Any) -> Mapping[str, Any]: ...
+
+    def train(
+        self, directory: str | Path, last: int, *, seed: int = 1, during: Actions | None = None, **options: Any
+    ) -> Run:
+        with self.callback(directory, **options) as checkpoint:
+            state, first = checkpoint.restore_or_initialize(self.make(seed))
+            begun, step = bits(self.weights(state)), first
+            for step in range(first + 1, last + 1):
+                state = self.update(state)
+                (during or {}).get(step, lambda: None)()
+                if checkpoint.on_step(step, state, metrics={"loss": LOSSES[step]}).should_stop:
+                    break
+        return Run(first, begun, step, bits(self.values(state)))
+
+
+class NumpyDriver(LoopDriver):
+    callback = LoopCallback
+
+    def make(self, seed: int) -> Any:
+        return {"params": {"w": np.full(3, seed, np.float32)}, "momentum": np.zeros(3, np.float32)}
+
+    def update(self, state: Any) -> Any:
+        momentum = state["momentum"] * np.float32(0.9) + np.sin(state["params"]["w"])
+        return {"params": {"w": state["params"]["w"] - np.float32(0.1) * momentum}, "momentum": momentum}
+
+    def weights(self, state: Any) -> Mapping[str, Any]:
+        return dict(state["params"])
+
+    def values(self, state: Any) -> Mapping[str, Any]:
+        return {"momentum": state["momentum"], **state["params"]}
+
+
+class TorchDriver(NumpyDriver):
+    def make(self, seed: int) -> Any:
+        return {"params": {"w": torch.full((3,), float(seed))}, "momentum": torch.zeros(3)}
+
+    def update(self, state: Any) -> Any:
+        momentum = state["momentum"] * 0.9 + torch.sin(state["params"]["w"])
+        return {"params": {"w": state["params"]["w"] - 0.1 * momentum}, "momentum": momentum}
+
+
+class FlaxDriver(LoopDriver):
+    callback = FlaxCallback
+
+    def make(self, seed: int) -> Any:
+        create: Any = TrainState.create
+        return create(apply_fn=None, params={"w": jnp.full(3, seed, jnp.float32)}, tx=optax.adam(0.1))
+
+    def update(self, state: Any) -> Any:
+        return state.apply_gradients(grads={"w": jnp.sin(state.params["w"])})
+
+    def weights(self, state: Any) -> Mapping[str, Any]:
+        return dict(state.params)
+
+    def values(self, state: Any) -> Mapping[str, Any]:
+        adam = state.opt_state[0]
+        return {**state.params, "step": state.step, "count": adam.count, "mean": adam.mu["w"], "square": adam.nu["w"]}
+
+
+class SelfPlayDriver(LoopDriver):
+    callback = TrainerCallback
+
+    def make(self, seed: int) -> Any:
+        return Trainer(Rules(), [4], games=2, seed=seed)
+
+    def update(self, state: Any) -> Any:
+        state.train_step()
+        return state
+
+    def weights(self, state: Any) -> Mapping[str, Any]:
+        policies = state.learner.policies.items()
+        return {f"{one}/{name}": value for one, policy in policies for name, value in policy.state_dict().items()}
+
+    def values(self, state: Any) -> Mapping[str, Any]:
+        return {**self.weights(state), "step": state.step}
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, seed: int, during: Actions) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.full((3,), float(seed)))
+        self.during = during
+        self.first: int | None = None
+        self.begun: Bits = {}
+
+    def on_train_start(self) -> None:
+        self.first, self.begun = self.trainer.global_step, bits({"w": self.w.detach().clone()})
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.during.get(self.trainer.global_step + 1, lambda: None)()
+        return (torch.sin(self.w) * batch[0]).sum()
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("loss", LOSSES[self.trainer.global_step])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+class LightningDriver(Driver):
+    callback = LightningCallback
+
+    def train(
+        self, directory: str | Path, last: int, *, seed: int = 1, during: Actions | None = None, **options: Any
+    ) -> Run:
+        module = Module(seed, during or {})
+        trainer = lightning.Trainer(
+            max_steps=last,
+            val_check_interval=1,  # the metrics of validations are the ones that rank steps
+            num_sanity_val_steps=0,
+            accelerator="cpu",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[LightningCallback(directory, **options)],
+        )
+        batches = torch.utils.data.TensorDataset(torch.arange(1.0, 5.0))
+        loaders = torch.utils.data.DataLoader(batches), torch.utils.data.DataLoader(batches, batch_size=4)
+        with contextlib.suppress(Preempted):
+            trainer.fit(module, *loaders)
+        state = trainer.optimizers[0].state[module.w]
+        final = bits({"w": module.w.detach(), **state})
+        step = trainer.global_step
+        return Run(step if module.first is None else module.first, module.begun, step, final)
+
+
+DRIVERS = {
+    "numpy": NumpyDriver(),
+    "torch": TorchDriver(),
+    "flax": FlaxDriver(),
+    "self_play": SelfPlayDriver(),
+    "lightning": LightningDriver(),
+}
+
+
+@pytest.fixture(params=DRIVERS)
+def driver(request: pytest.FixtureRequest) -> Driver:
+    return DRIVERS[request.param]
+
+
+def steps_in(directory: str | Path) -> list[int]:
+    return hf.CheckpointManager(directory, options=hf.CheckpointManagerOptions(read_only=True)).all_steps()
+
+
+def preempt() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+# When it saves and what it keeps
+
+BEST = {"best_fn": "loss", "best_mode": "min"}
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        pytest.param({"save_interval_steps": 3}, [3, 6, 9, 10], id="interval and end"),
+        pytest.param({"save_interval_steps": 3, "save_at_end": False}, [3, 6, 9], id="interval"),
+        pytest.param({"save_interval_steps": 5}, [5, 10], id="end that is saved already"),
+        pytest.param({"save_interval_steps": None}, [10], id="end"),
+        pytest.param({"save_interval_secs": 1e-6, "max_to_keep": 3}, [8, 9, 10], id="time and newest"),
+        pytest.param({"save_interval_steps": 2, "max_to_keep": 1, "keep_period": 6}, [6, 10], id="period"),
+        pytest.param({"save_interval_steps": 1, "max_to_keep": 1, "keep_steps": [2, 5]}, [2, 5, 10], id="chosen"),
+        pytest.param({"save_on_best": True, **BEST, "save_at_end": False}, [1, 3, 6], id="new bests"),
+        pytest.param({"save_on_best": True, **BEST, "max_to_keep": 2, "save_at_end": False}, [3, 6], id="two bests"),
+        pytest.param({**EVERY_STEP, **BEST, "max_to_keep": 2, "keep_latest": 1}, [6, 8, 10], id="bests and newest"),
+    ],
+)
+def test_saved_and_kept_steps(driver: Driver, place: str, options: dict[str, Any], steps: list[int]) -> None:
+    run = driver.train(place, 10, **options)
+    assert (run.first, run.last) == (0, 10)
+    assert steps_in(place) == steps
+    assert hf.verify(place).ok
+    for entry in hf.list_checkpoints(place):
+        assert entry.metrics is not None
+        assert entry.metrics["loss"] == pytest.approx(LOSSES[entry.step])
+
+
+# Resuming
+
+
+@pytest.mark.parametrize("resume", ["auto", "must"])
+def test_a_resumed_run_ends_with_the_bits_of_a_run_without_a_stop(driver: Driver, place: str, resume: str) -> None:
+    whole = driver.train(f"{place}/whole", 7, **NEVER)
+    first = driver.train(f"{place}/run", 3, save_interval_steps=2)
+    assert steps_in(f"{place}/run") == [2, 3]
+    again = driver.train(f"{place}/run", 7, seed=2, save_interval_steps=2, resume=resume)
+    assert (first.first, again.first, again.last) == (0, 3, 7)
+    assert again.final == whole.final
+    assert steps_in(f"{place}/run") == [2, 3, 4, 6, 7]
+
+
+def test_a_finished_run_has_nothing_to_do(driver: Driver, place: str) -> None:
+    whole = driver.train(place, 4, **EVERY_STEP)
+    again = driver.train(place, 4, seed=2, **EVERY_STEP)
+    assert (again.first, again.last) == (4, 4)
+    assert steps_in(place) == [1, 2, 3, 4]
+    assert driver.train(place, 5, seed=2, **NEVER).first == whole.last
+
+
+def test_must_needs_a_checkpoint(driver: Driver, tmp_path: Path) -> None:
+    message = r"resume='must', but there is no checkpoint in .*checkpoints.*auto"
+    with pytest.raises(hf.CheckpointNotFoundError, match=message):
+        driver.train(tmp_path / "checkpoints", 1, resume="must")
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
+def test_never_refuses_checkpoints(driver: Driver, place: str, damaged: bool) -> None:
+    assert driver.train(place, 2, resume="never", **EVERY_STEP).first == 0
+    if damaged:
+        for step in (1, 2):
+            StoredFiles(place).write(f"{step}/checkpoint.json", b"{")
+    message = r"resume='never', but .* holds 2 checkpoint\(s\), the newest of step 2; choose another directory"
+    with pytest.raises(hf.CheckpointExistsError, match=message):
+        driver.train(place, 3, resume="never")
+
+
+@pytest.mark.parametrize("resume", ["auto", "must"])
+def test_damaged_checkpoints_only(driver: Driver, place: str, resume: str) -> None:
+    driver.train(place, 2, **EVERY_STEP)
+    for step in (1, 2):
+        StoredFiles(place).write(f"{step}/checkpoint.json", b"{")
+    with pytest.raises(hf.NoWholeCheckpointError, match="step 2"):
+        driver.train(place, 3, resume=resume)
+
+
+@pytest.mark.parametrize("damaged", ["record", "data"])
+def test_a_damaged_newest_step_is_passed_over_loudly(
+    driver: Driver, place: str, damaged: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = driver.train(place, 4, **EVERY_STEP)
+    stored = StoredFiles(place)
+    for path in stored.read():
+        if path.startswith("4/") and path.endswith("/checkpoint.json") == (damaged == "record"):
+            stored.write(path, b"")
+    again = driver.train(place, 4, seed=2, **EVERY_STEP)
+    assert again.first == 3
+    assert again.final == whole.final
+    assert hf.verify(place).ok
+    assert any("step 4 is damaged" in line for line in caplog.messages)
+
+
+# Preemption
+
+
+@pytest.mark.parametrize("options", [NEVER, EVERY_STEP], ids=["nothing due", "due anyway"])
+def test_sigterm_saves_the_step_and_stops(driver: Driver, place: str, options: dict[str, Any]) -> None:
+    whole = driver.train(f"{place}/whole", 7, **NEVER)
+    stopped = driver.train(f"{place}/run", 7, during={3: preempt}, **options)
+    assert stopped.last == 3
+    assert steps_in(f"{place}/run") == ([3] if options is NEVER else [1, 2, 3])
+    if options is NEVER:
+        assert [entry.reason for entry in hf.list_checkpoints(f"{place}/run")] == ["preempted"]
+    again = driver.train(f"{place}/run", 7, seed=2, **NEVER)
+    assert again.first == 3
+    assert again.final == whole.final
+
+
+# The weights of another run
+
+
+def test_weights_of_another_run(driver: Driver, place: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    driver.train(f"{place}/other", 3, seed=5)
+    other = driver.train(f"{place}/other", 4, seed=1, **NEVER)
+    run = driver.train(f"{place}/run", 1, init_from=f"{place}/other")
+    assert (run.first, run.begun) == (0, other.begun)
+    assert len([line for line in caplog.messages if line.startswith("took the weights from ")]) == 1
+
+    again = driver.train(f"{place}/run", 2, seed=6, init_from="/nowhere")
+    assert again.first == 1
+    assert again.begun != other.begun
+    assert "init_from=/nowhere is ignored, as the run resumes" in caplog.messages
+
+
+def test_no_weights_no_run(driver: Driver, place: str) -> None:
+    with pytest.raises(hf.CheckpointNotFoundError, match="nothing at this path"):
+        driver.train(place, 1, init_from="/nowhere")
+    assert steps_in(place) == []
+
+
+# Other runs, and failures
+
+
+@pytest.fixture(scope="module")
+def owned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory that another process writes to."""
+    path = tmp_path_factory.mktemp("owned")
+    code = (
+        "import sys, holdfast as hf\n"
+        f"manager = hf.CheckpointManager({str(path)!r})\n"
+        "manager.acquire(); print('owned', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "owned\n"
+        yield path
+
+
+def test_a_second_live_run_is_refused(driver: Driver, owned: Path) -> None:
+    with pytest.raises(hf.OwnershipError, match="another run"):
+        driver.train(owned, 1)
+
+
+def test_a_save_that_fails_in_the_background_is_raised(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete = Save.complete
+
+    def fails(save: Save) -> Any:
+        if save._location.name == "3":
+            raise hf.StorageFullError("no space left for step 3")
+        return complete(save)
+
+    monkeypatch.setattr(Save, "complete", fails)
+    with pytest.raises(hf.SaveFailedError, match="no space left for step 3"):
+        driver.train(tmp_path, 5, **EVERY_STEP)
+    assert steps_in(tmp_path) == [1, 2, 4]
+
+
+def test_an_exception_of_the_loop_lets_the_save_under_way_commit(driver: Driver, place: str) -> None:
+    class LoopError(Exception):
+        pass
+
+    def fail() -> None:
+        raise LoopError
+
+    with pytest.raises(LoopError):
+        driver.train(place, 5, during={4: fail}, save_interval_steps=2)
+    assert steps_in(place) == [2]
+
+
+# Options
+
+
+def test_the_options_are_those_of_every_callback(driver: Driver) -> None:
+    parameters = inspect.signature(driver.callback.__init__).parameters  # type: ignore[misc]  # of a type
+    for field in fields(CallbackOptions):
+        assert parameters[field.name].default == field.default
+        assert parameters[field.name].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"resume": "alway"}, "resume='alway'.*'auto', 'must', 'never'"),
+        ({"resume": "nevr"}, "did you mean 'never'"),
+        ({"save_on_best": True}, "best_fn"),
+        ({"save_interval_steps": 0}, "save_interval_steps"),
+        ({"best_fn": "loss", "best_mode": "lowest"}, "best_mode"),
+        ({"save_interval_secs": "soon"}, "save_interval_secs"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    driver: Driver, place: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(hf.OptionError, match=message):
+        driver.callback(place, **options)

@@ -1,0 +1,159 @@
+"""The options are the same in every place that takes them: managers, both callbacks, recipes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast as hf
+from holdfast.engine.manager import (
+    CheckpointOptions,
+    EverySeconds,
+    EverySteps,
+    KeepAll,
+    KeepBest,
+    KeepLatest,
+    KeepPeriod,
+    KeepPinned,
+    KeepSteps,
+    KeepTimeInterval,
+    OnBest,
+)
+from holdfast.integrations.flax import CheckpointCallback as FlaxCallback
+from holdfast.integrations.lightning import CheckpointCallback as LightningCallback
+from holdfast.integrations.options import CallbackOptions
+from holdfast.recipes.configuration import load_configuration
+from holdfast.recipes.schema import CheckpointSection
+
+SHARED = [field.name for field in fields(CheckpointOptions)]
+CALLBACKS = [field.name for field in fields(CallbackOptions)]
+
+
+def of_recipe(path: Path, **options: Any) -> hf.CheckpointManagerOptions:
+    (path / "recipe.yaml").write_text("recipe: flax_digits\n", encoding="utf-8")
+    arguments = [f"checkpoint.{name}={str(value).lower()}" for name, value in options.items()]
+    return load_configuration(str(path / "recipe.yaml"), arguments).config.checkpoint.options().manager_options()
+
+
+PLACES: dict[str, Callable[..., hf.CheckpointManagerOptions]] = {
+    "manager": lambda path, **options: hf.CheckpointManagerOptions(**options),
+    "flax": lambda path, **options: FlaxCallback(path, **options).manager.options,
+    "lightning": lambda path, **options: LightningCallback(path, **options).manager.options,
+    "recipe": of_recipe,
+}
+LOSS = {"best_fn": "loss"}
+EFFECTS: dict[str, tuple[dict[str, Any], tuple[Any, ...], tuple[Any, ...]]] = {
+    "steps": ({"save_interval_steps": 7}, (EverySteps(7),), (KeepPinned(), KeepAll())),
+    "seconds": ({"save_interval_secs": "1h"}, (EverySeconds(3600),), (KeepPinned(), KeepAll())),
+    "both": (
+        {"save_interval_steps": 7, "save_interval_secs": 60},
+        (EverySteps(7), EverySeconds(60)),
+        (KeepPinned(), KeepAll()),
+    ),
+    "best": ({"save_on_best": True, **LOSS}, (OnBest("loss"),), (KeepBest(1, "loss"), KeepPinned(), KeepAll())),
+    "least": (
+        {"save_on_best": True, **LOSS, "best_mode": "min", "max_to_keep": 3},
+        (OnBest("loss", "min"),),
+        (KeepBest(3, "loss", "min"), KeepPinned()),
+    ),
+    "newest": ({"save_interval_steps": 1, "max_to_keep": 3}, (EverySteps(1),), (KeepLatest(3), KeepPinned())),
+    "best and newest": (
+        {"save_interval_steps": 1, **LOSS, "max_to_keep": 2, "keep_latest": 3},
+        (EverySteps(1),),
+        (KeepBest(2, "loss"), KeepLatest(3), KeepPinned()),
+    ),
+    "period": (
+        {"save_interval_steps": 1, "max_to_keep": 1, "keep_period": 5},
+        (EverySteps(1),),
+        (KeepLatest(1), KeepPeriod(5), KeepPinned()),
+    ),
+    "time": (
+        {"save_interval_steps": 1, "keep_latest": 1, "keep_time_interval": "30m"},
+        (EverySteps(1),),
+        (KeepLatest(1), KeepTimeInterval(1800), KeepPinned()),
+    ),
+    "chosen": (
+        {"save_interval_steps": 1, "max_to_keep": 1, "keep_steps": [2, 5]},
+        (EverySteps(1),),
+        (KeepLatest(1), KeepSteps(frozenset({2, 5})), KeepPinned()),
+    ),
+}
+REFUSED: dict[str, dict[str, Any]] = {
+    "steps": {"save_interval_steps": 0},
+    "seconds": {"save_interval_secs": "soon"},
+    "best": {"save_on_best": True},
+    "mode": {"best_mode": "most"},
+    "newest": {"max_to_keep": 0},
+    "latest": {"keep_latest": -1},
+    "period": {"keep_period": True},
+    "time": {"keep_time_interval": 0},
+    "chosen": {"keep_steps": 4},
+}
+
+
+def test_every_shared_option_is_in_the_tables() -> None:
+    assert {name for given, _, _ in EFFECTS.values() for name in given} == set(SHARED)
+    assert {name for given in REFUSED.values() for name in given} == set(SHARED) - {"best_fn"}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", EFFECTS)
+def test_an_option_has_the_same_effect_everywhere(place: str, case: str, tmp_path: Path) -> None:
+    given, triggers, rules = EFFECTS[case]
+    options = PLACES[place](tmp_path, **given)
+
+    assert options.triggers() == triggers
+    assert options.rules() == rules
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_is_refused_everywhere(place: str, case: str, tmp_path: Path) -> None:
+    with pytest.raises(hf.OptionError, match=next(iter(REFUSED[case]))):
+        PLACES[place](tmp_path, **REFUSED[case])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_without_a_trigger_each_place_has_its_documented_default(place: str, tmp_path: Path) -> None:
+    expected = EverySteps(1) if place == "manager" else EverySeconds(900)
+
+    assert PLACES[place](tmp_path).triggers() == (expected,)
+    assert PLACES[place](tmp_path, max_to_keep=3).triggers() == (expected,)
+    if place != "recipe":
+        assert PLACES[place](tmp_path, save_interval_steps=None).triggers() == (expected,)
+
+
+def test_defaults_are_the_same_everywhere() -> None:
+    declared = {field.name: field.default for field in fields(CallbackOptions)}
+    for callback in (FlaxCallback, LightningCallback):
+        parameters = inspect.signature(callback).parameters
+        assert {name: parameters[name].default for name in CALLBACKS} == declared
+    manager = inspect.signature(hf.CheckpointManagerOptions).parameters
+    assert {name: manager[name].default for name in SHARED} == {name: declared[name] for name in SHARED}
+    section = CheckpointSection().callback_arguments()
+    assert section == {**declared, "keep_steps": []}
+
+
+@pytest.mark.parametrize("place", [hf.CheckpointManagerOptions, FlaxCallback, LightningCallback])
+def test_every_option_is_documented_where_it_is_taken(place: Any) -> None:
+    text = inspect.getdoc(place) or ""
+    assert "{arguments}" not in text
+    for name in inspect.signature(place).parameters:
+        assert f"    {name}: " in text
+    assert max(map(len, (place.__doc__ or "").splitlines())) <= 120
+
+
+def test_callbacks_take_their_options_by_name(tmp_path: Path) -> None:
+    assert next(iter(inspect.signature(FlaxCallback).parameters)) == "directory"
+    assert next(iter(inspect.signature(LightningCallback).parameters)) == "dirpath"
+    assert FlaxCallback(directory=tmp_path).manager.directory == LightningCallback(dirpath=tmp_path).manager.directory
+    for callback in (FlaxCallback, LightningCallback):
+        with pytest.raises(TypeError, match=r"Callback.__init__\(\) got an unexpected keyword.*max_to_kep"):
+            callback(tmp_path, max_to_kep=3)  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="positional argument"):
+            callback(tmp_path, 3)  # type: ignore[call-arg]

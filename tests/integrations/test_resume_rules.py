@@ -1,0 +1,69 @@
+"""The rules of resume= for recipes, and what only the callback of a trainer does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.recipes.configuration import load_configuration
+from holdfast.recipes.runner import run
+from holdfast.recipes.self_play import Rules, Trainer
+from holdfast.recipes.self_play.checkpoints import TrainerCallback
+
+
+def recipe(directory: Path, resume: Any) -> None:
+    run(load_configuration("self_play", [f"run_dir={directory.parent}", f"checkpoint.resume={resume}"]))
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    """Returns a directory whose only checkpoint is damaged."""
+    directory = tmp_path / "checkpoints"
+    with hf.CheckpointManager(directory) as manager:
+        manager.save(4, {"w": np.ones(2)})
+    (directory / "4" / "checkpoint.json").write_bytes(b"{")
+    return directory
+
+
+def test_must_without_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(
+        hf.CheckpointNotFoundError, match=r"resume='?must'?, but there is no checkpoint in .*checkp.*auto"
+    ):
+        recipe(tmp_path / "checkpoints", "must")
+
+
+def test_never_with_a_checkpoint_even_a_damaged_one(damaged: Path) -> None:
+    with pytest.raises(
+        hf.CheckpointExistsError, match=r"resume='?never'?, but .* holds 1 checkpoint\(s\), the newest of step 4"
+    ):
+        recipe(damaged, "never")
+
+
+def test_a_trainer_has_no_extras(tmp_path: Path) -> None:
+    trainer = Trainer(Rules(), [6], games=6)
+    with TrainerCallback(tmp_path) as checkpoint:
+        with pytest.raises(hf.StateError, match="TrainerCallback saves no extras; found data"):
+            checkpoint.restore_or_initialize(trainer, data=[1])
+        with pytest.raises(hf.StateError, match="TrainerCallback saves no extras; found data"):
+            checkpoint.on_step(0, trainer, data=[1])
+
+
+def test_a_trainer_that_has_gone_on_is_not_saved_under_an_older_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = Trainer(Rules(), [6], games=6)
+    with TrainerCallback(tmp_path, save_interval_steps=1) as checkpoint:
+        for _ in range(2):
+            trainer.train_step()
+            checkpoint.on_step(trainer.step, trainer)
+    with TrainerCallback(tmp_path, save_interval_steps=100) as checkpoint:
+        assert checkpoint.restore_or_initialize(trainer) == (trainer, 2)
+        trainer.train_step()
+        checkpoint.on_step(3, trainer)
+        trainer.train_step()
+    assert hf.CheckpointManager(tmp_path).all_steps() == [1, 2]
+    assert "step 3 is not saved at the end: the trainer has gone on to step 4; call on_step" in caplog.text

@@ -1,0 +1,153 @@
+"""A save that failed does not count: the next step is due, whatever trigger had asked for the save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.processes.threads import together
+
+import holdfast as hf
+from holdfast.engine.distributed.coordinators import Coordinator
+
+
+class Failing(hf.PyTreeCheckpointHandler):
+    """Fails, while it is told to, in the thread that writes."""
+
+    fails = False
+
+    def prepare(self, item: Any, **kwargs: Any) -> Any:
+        prepared = super().prepare(item, **kwargs)
+        if self.fails:
+
+            class Broken:
+                merge = prepared.merge
+
+                def write(self, *_: Any) -> bytes:
+                    raise hf.StorageError("the disk is gone")
+
+            return Broken()
+        return prepared
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    time = 0.0
+
+    def now(self) -> float:
+        return 1e9 + self.time
+
+    def monotonic(self) -> float:
+        return self.time
+
+
+Make = Callable[..., hf.CheckpointManager]
+
+
+@pytest.fixture(params=[hf.Checkpointer, hf.AsyncCheckpointer])
+def make(request: pytest.FixtureRequest, place: str) -> Iterator[Make]:
+    """Makes a manager that saves in this thread, or in the background."""
+    made = []
+
+    def make(handler: hf.CheckpointHandler, clock: Clock | None = None, **options: Any) -> hf.CheckpointManager:
+        options = {"save_interval_steps": None, **options}
+        made.append(
+            hf.CheckpointManager(
+                place, request.param(handler), hf.CheckpointManagerOptions(**options), clock=clock or Clock()
+            )
+        )
+        return made[-1]
+
+    yield make
+    for manager in made:
+        manager.close()
+
+
+def fail(manager: hf.CheckpointManager, handler: Failing, step: int, **arguments: Any) -> None:
+    def save() -> None:
+        manager.save(step, {"step": step}, **arguments)
+        manager.wait_until_finished()
+
+    handler.fails = True
+    with pytest.raises((hf.SaveFailedError, hf.StorageError), match="the disk is gone"):
+        save()
+    handler.fails = False
+    assert step not in manager.all_steps()
+
+
+def test_steps(make: Make) -> None:
+    handler = Failing()
+    manager = make(handler, save_interval_steps=10)
+    assert manager.save(0, {"step": 0})
+    for step in range(1, 10):
+        assert not manager.should_save(step)
+    assert manager.should_save(10)
+    fail(manager, handler, 10)
+    assert manager.should_save(11)
+    fail(manager, handler, 11)
+    assert manager.save(12, {"step": 12})
+    for step in (13, 19):
+        assert not manager.should_save(step)
+    assert manager.should_save(20)
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_the_first_step(make: Make, force: bool) -> None:
+    handler = Failing()
+    manager = make(handler, save_interval_steps=10)
+    fail(manager, handler, 10, force=force)
+    assert manager.should_save(11)
+
+
+def test_the_first_step_that_is_refused(make: Make) -> None:
+    manager = make(Failing(), save_interval_steps=10)
+    with pytest.raises(hf.UnsupportedLeafError):
+        manager.save(10, {"step": object()})
+    assert manager.should_save(11)
+
+
+def test_seconds(make: Make) -> None:
+    handler, clock = Failing(), Clock()
+    manager = make(handler, clock, save_interval_secs=100)
+    manager.save(1, {"step": 1}, force=True)
+    clock.time = 100
+    assert manager.should_save(2)
+    fail(manager, handler, 2)
+    clock.time = 101
+    assert manager.should_save(3)
+    assert manager.save(3, {"step": 3})
+    clock.time = 200
+    assert not manager.should_save(4)
+
+
+def test_the_best(make: Make) -> None:
+    handler = Failing()
+    manager = make(handler, save_on_best=True, best_fn="accuracy")
+    assert manager.save(1, {"step": 1}, metrics={"accuracy": 0.5})
+    fail(manager, handler, 2, metrics={"accuracy": 0.9})
+    assert not manager.should_save(3, metrics={"accuracy": 0.4})
+    assert manager.should_save(4, metrics={"accuracy": 0.6}), "the best that is saved is 0.5"
+
+
+@pytest.mark.parametrize("checkpointer", [hf.Checkpointer, hf.AsyncCheckpointer])
+def test_processes_agree_that_a_save_failed(tmp_path: Path, checkpointer: Any) -> None:
+    def run(coordinator: Coordinator) -> list[int]:
+        handler, saved = Failing(), []
+        options = hf.CheckpointManagerOptions(save_interval_steps=10, barrier_timeout_secs=10)
+        manager = hf.CheckpointManager(tmp_path, checkpointer(handler), options, coordinator=coordinator)
+        for step in range(41):
+            handler.fails = step == 20 and coordinator.process_index == 1
+            try:
+                saved += [step] if manager.save(step, {"step": step}) else []
+                if step == 20:
+                    manager.wait_until_finished()
+            except hf.HoldfastError:
+                saved = [one for one in saved if one != step]
+        manager.close()
+        assert manager.all_steps() == saved
+        return saved
+
+    assert together(2, run) == [[0, 10, 21, 30, 40]] * 2

@@ -1,0 +1,578 @@
+"""What a checkpoint manager does for a training loop: save, list, restore, with one item and with several."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.engine.checkpoint.commit import PendingCheckpoint
+
+
+def tree(step: int) -> dict[str, Any]:
+    return {"a": step, "b": {"c": np.full(3, step)}}
+
+
+def test_a_run_from_end_to_end(tmp_path: Path) -> None:
+    options = hf.CheckpointManagerOptions(max_to_keep=3, save_interval_steps=2)
+    checkpointers = {"state": hf.PyTreeCheckpointer(), "extra_params": hf.PyTreeCheckpointer()}
+    manager = hf.CheckpointManager(tmp_path / "run", checkpointers, options=options)
+    saved = [step for step in range(11) if manager.save(step, {"state": tree(step), "extra_params": {"x": -step}})]
+    assert saved == [0, 2, 4, 6, 8, 10]
+    assert manager.all_steps() == [6, 8, 10]
+    assert manager.latest_step() == 10
+    assert not manager.should_save(11)
+    assert manager.should_save(12)
+    restored = manager.restore(10)
+    assert restored["state"]["a"] == 10
+    assert restored["extra_params"] == {"x": -10}
+    assert sorted(os.listdir(tmp_path / "run" / "10")) == ["checkpoint.json", "extra_params", "state"]
+    manager.close()
+
+
+def test_one_item(tmp_path: Path) -> None:
+    manager = hf.CheckpointManager(tmp_path, hf.Checkpointer(hf.PyTreeCheckpointHandler()))
+    for step in range(10):
+        assert manager.save(step, {"a": 0, "b": {"c": 1, "d": step}})
+    assert manager.restore(9) == {"a": 0, "b": {"c": 1, "d": 9}}
+    assert manager.restore() == manager.restore(9)
+    assert manager.all_steps() == list(range(10))
+    assert sorted(os.listdir(tmp_path / "9")) == ["checkpoint.json", "state"]
+
+
+def test_several_items_in_the_background_with_metrics(tmp_path: Path) -> None:
+    def best_fn(metrics: Mapping[str, Any]) -> float:
+        return float(metrics["accuracy"])
+
+    options = hf.CheckpointManagerOptions(max_to_keep=5, best_fn=best_fn, best_mode="max")
+    handlers = {
+        "state": hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()),
+        "metadata": hf.Checkpointer(hf.JsonCheckpointHandler()),
+    }
+    facts = {"learning_rate": 0.001, "version": 1.1, "exp_name": "best_exp_123"}
+    accuracy = [0.1, 0.9, 0.3, 0.8, 0.2, 0.7, 0.4, 0.6, 0.5, 0.0]
+    with hf.CheckpointManager(tmp_path, handlers, options=options) as manager:
+        for step in range(10):
+            manager.save(step, {"state": tree(step), "metadata": facts}, metrics={"accuracy": accuracy[step]})
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 3, 5, 7, 8, 9]
+        assert manager.best_step() == 1
+        assert manager.why_kept(1) == ("best best_fn (0.9)",)
+        assert manager.why_kept(9) == ("newest",)
+        assert manager.metrics(3) == {"accuracy": 0.8}
+        restored = manager.restore(9, items={"state": None, "metadata": None})
+        assert restored["metadata"] == facts
+        assert restored["state"]["a"] == 9
+        assert manager.restore(9, {"metadata": None}) == {"metadata": facts}
+
+
+def test_templates(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.save(1, tree(1))
+        found = manager.restore(1, tree(0))
+        assert found["b"]["c"].tolist() == [1, 1, 1]
+        with pytest.raises(hf.TreeMismatchError, match="b/c"):
+            manager.restore(1, {"a": 0, "b": {"c": np.zeros(4)}})
+        with pytest.raises(hf.TreeMismatchError):
+            manager.restore(items={"a": 0})
+        assert manager.restore(1, restore_kwargs={"select": "b/**"})["b"]["c"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one item", "several items"])
+def test_save_kwargs_reach_the_handler(tmp_path: Path, several: bool) -> None:
+    class Handler(hf.CheckpointHandler):
+        def save(self, directory: hf.Location, item: Any, **kwargs: Any) -> None:
+            (directory.path / "arguments").write_text(json.dumps(kwargs))
+
+        def restore(self, directory: hf.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> Any:
+            return json.loads((directory.path / "arguments").read_text()), kwargs
+
+    checkpointer = hf.Checkpointer(Handler())
+    manager = hf.CheckpointManager(tmp_path, {"one": checkpointer, "two": checkpointer} if several else checkpointer)
+    arguments, items = {"colour": "blue"}, None
+    if several:
+        manager.save(1, {"one": items, "two": items}, save_kwargs={"two": arguments})
+        assert manager.restore(1, restore_kwargs={"one": {"x": 1}}) == {"one": ({}, {"x": 1}), "two": (arguments, {})}
+        with pytest.raises(hf.OptionError, match="unknown items: three"):
+            manager.save(2, {"one": items, "two": items}, save_kwargs={"three": arguments})
+    else:
+        manager.save(1, items, save_kwargs=arguments)
+        assert manager.restore(1, restore_kwargs={"x": 1}) == (arguments, {"x": 1})
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        pytest.param({"one": 1}, id="one missing"),
+        pytest.param({"one": 1, "two": 2, "three": 3}, id="one too many"),
+        pytest.param([1, 2], id="no dictionary"),
+    ],
+)
+def test_items_that_do_not_fit(tmp_path: Path, items: Any) -> None:
+    manager = hf.CheckpointManager(tmp_path, {"one": hf.PyTreeCheckpointer(), "two": hf.PyTreeCheckpointer()})
+    with pytest.raises(hf.OptionError, match="this manager saves the items one, two"):
+        manager.save(1, items)
+    assert manager.all_steps() == []
+    assert not (tmp_path / "1").exists()
+
+
+@pytest.mark.parametrize(
+    ("checkpointers", "what"),
+    [
+        pytest.param({}, "saves nothing", id="none"),
+        pytest.param({"../up": hf.PyTreeCheckpointer()}, "item name '../up'", id="path"),
+        pytest.param({"state": 3}, "expected a Checkpointer, found int", id="no checkpointer"),
+    ],
+)
+def test_checkpointers_that_make_no_sense(tmp_path: Path, checkpointers: Any, what: str) -> None:
+    with pytest.raises(hf.OptionError, match=what):
+        hf.CheckpointManager(tmp_path, checkpointers)
+
+
+def test_unknown_items(tmp_path: Path) -> None:
+    manager = hf.CheckpointManager(tmp_path, {"one": hf.PyTreeCheckpointer()})
+    manager.save(1, {"one": 1})
+    with pytest.raises(hf.CheckpointNotFoundError, match="no item two; the checkpoint has one"):
+        manager.restore(1, {"two": None})
+    manager.close()
+    more = hf.CheckpointManager(tmp_path, {"one": hf.PyTreeCheckpointer(), "two": hf.PyTreeCheckpointer()})
+    with pytest.raises(hf.CheckpointNotFoundError, match="no item two"):
+        more.restore(1)
+    assert more.restore(1, {"one": None}) == {"one": 1}
+
+
+@pytest.mark.parametrize("checkpointer", [hf.PyTreeCheckpointer(), None], ids=["foreground", "background"])
+def test_force(tmp_path: Path, checkpointer: hf.Checkpointer | None) -> None:
+    options = hf.CheckpointManagerOptions(save_interval_steps=100)
+    with hf.CheckpointManager(tmp_path, checkpointer, options) as manager:
+        assert not manager.save(7, tree(7))
+        assert manager.save(7, tree(7), force=True, reason="because I say so")
+        assert not manager.save(7, tree(8))
+        assert manager.save(7, tree(9), force=True)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [7]
+        assert manager.restore(7)["a"] == 9
+        assert [path.name for path in (tmp_path / "7").iterdir() if path.is_dir()] != []
+        assert len([path for path in (tmp_path / "7").iterdir() if path.is_dir()]) == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "what"), [(-1, "must not be negative"), (1.5, "must be a whole number"), ("3", "must be a whole number")]
+)
+def test_steps_that_are_none(tmp_path: Path, step: Any, what: str) -> None:
+    with pytest.raises(hf.OptionError, match=what):
+        hf.CheckpointManager(tmp_path).save(step, tree(1))
+
+
+def test_steps_may_be_numpy_numbers(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.save(np.int64(3), tree(3))  # type: ignore[arg-type]  # at run time any whole number will do
+        manager.wait_until_finished()
+        assert manager.all_steps() == [3]
+        assert manager.restore(np.int32(3))["a"] == 3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prefix", ["ckpt", "my_run", "9"])
+def test_step_prefix(tmp_path: Path, prefix: str) -> None:
+    options = hf.CheckpointManagerOptions(step_prefix=prefix)
+    (tmp_path / "12").mkdir()
+    with hf.CheckpointManager(tmp_path, options=options) as manager:
+        manager.save(3, tree(3))
+        manager.save(12, tree(12))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [3, 12]
+        assert (tmp_path / f"{prefix}_12" / "checkpoint.json").exists()
+    assert hf.CheckpointManager(tmp_path, options=options).latest_step() == 12
+    assert hf.CheckpointManager(tmp_path).all_steps() == []
+    assert hf.load(tmp_path)["a"] == 12
+
+
+def test_metadata(tmp_path: Path) -> None:
+    facts = {"name": "run", "sizes": [1, 2], "nested": {"deep": None}}
+    assert hf.CheckpointManager(tmp_path).metadata() is None
+    with hf.CheckpointManager(tmp_path, metadata=facts) as manager:
+        assert manager.metadata() == facts
+        manager.save(1, tree(1))
+    with hf.CheckpointManager(tmp_path) as manager:
+        assert manager.metadata() == facts
+        manager.save(2, tree(2))
+        assert manager.metadata() == facts
+    with hf.CheckpointManager(tmp_path, metadata={"name": "other"}) as manager:
+        manager.acquire()
+    assert hf.CheckpointManager(tmp_path).metadata() == {"name": "other"}
+    with pytest.raises(hf.OptionError, match="metadata"):
+        hf.CheckpointManager(tmp_path, metadata={"array": np.ones(3)}).acquire()
+
+
+def test_structure(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path) as manager:
+        with pytest.raises(hf.CheckpointNotFoundError, match="there is no checkpoint"):
+            manager.structure()
+        manager.save(1, tree(1))
+        manager.wait_until_finished()
+        leaf = manager.structure()["b"]["c"]
+        assert (leaf.shape, leaf.dtype) == ((3,), np.dtype(np.int64))
+
+
+def test_metrics_that_come_later(tmp_path: Path) -> None:
+    options = hf.CheckpointManagerOptions(max_to_keep=1, best_fn="loss", best_mode="min")
+    with hf.CheckpointManager(tmp_path, options=options) as manager:
+        manager.save(1, tree(1))
+        manager.record_metrics(1, {"loss": np.float32(0.5)})  # while it is being saved, or right after
+        manager.wait_until_finished()
+        manager.record_metrics(1, {"accuracy": 0.25, "val": {"loss": float("nan")}})
+        assert manager.metrics(1) is not None
+        manager.save(2, tree(2), metrics={"loss": 0.75})
+        manager.save(3, tree(3), metrics={"loss": 0.9})
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 3]
+        manager.record_metrics(3, {"loss": 0.1})
+        manager.wait_until_finished()
+        assert manager.all_steps() == [3], "a better one makes the old best go"
+        with pytest.raises(hf.CheckpointNotFoundError, match="no checkpoint of step 1; there are 3"):
+            manager.record_metrics(1, {"loss": 0.0})
+        with pytest.raises(hf.OptionError, match="metric 'loss' is not a number but 'low'"):
+            manager.record_metrics(3, {"loss": "low"})
+    with hf.CheckpointManager(tmp_path, options=options) as manager:
+        assert manager.metrics(3) == {"loss": 0.1}
+
+
+def test_metrics_keep_their_values_over_a_restart(tmp_path: Path) -> None:
+    given = {"nan": float("nan"), "inf": float("-inf"), "count": 3, "nested": {"loss": 0.1}, "array": np.ones(())}
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.save(1, tree(1), metrics=given)
+    found = hf.CheckpointManager(tmp_path).metrics(1)
+    assert found is not None
+    assert np.isnan(found["nan"])
+    assert {**found, "nan": 0} == {"nan": 0, "inf": float("-inf"), "count": 3, "nested": {"loss": 0.1}, "array": 1.0}
+
+
+def test_a_save_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path) as manager:
+        with pytest.raises(hf.UnsupportedLeafError, match="b/c"):
+            manager.save(1, {"a": 1, "b": {"c": object()}})
+        with pytest.raises(hf.CheckpointNotFoundError):
+            manager.record_metrics(1, {"loss": 1.0})
+        assert not (tmp_path / "1").exists()
+        assert not manager.is_saving_in_progress()
+        assert manager.save(2, tree(2))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [2]
+
+
+def test_delete(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, tree(step))
+        manager.delete(3)  # the one that is being saved
+        assert manager.all_steps() == [1, 2]
+        assert manager.latest_step() == 2
+        manager.delete(1)
+        assert not (tmp_path / "1").exists()
+        with pytest.raises(hf.CheckpointNotFoundError, match="no checkpoint of step 1; there are 2"):
+            manager.delete(1)
+        assert manager.save(3, tree(33), force=True)
+        manager.wait_until_finished()
+        assert manager.restore(3)["a"] == 33
+
+
+def test_reload_sees_what_others_did(tmp_path: Path) -> None:
+    looking = hf.CheckpointManager(tmp_path)
+    assert (looking.latest_step(), looking.best_step(), looking.all_steps()) == (None, None, [])
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.save(1, tree(1))
+    assert looking.all_steps() == []
+    looking.reload()
+    assert looking.all_steps() == [1]
+
+
+def test_a_step_that_somebody_else_has_committed_is_found_when_it_is_asked_for(tmp_path: Path) -> None:
+    looking = hf.CheckpointManager(tmp_path)
+    with hf.CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, tree(step))
+    assert looking.restore(1)["a"] == 1
+    assert looking.all_steps() == [1]
+    os.rename(tmp_path / "2", tmp_path / "3")
+    with pytest.raises(hf.DamagedCheckpointError, match="written for step 2, found in the directory of step 3"):
+        looking.restore(3)
+
+
+def test_nothing_to_restore(tmp_path: Path) -> None:
+    manager = hf.CheckpointManager(tmp_path / "none")
+    assert manager.restore_latest() is None
+    with pytest.raises(hf.CheckpointNotFoundError, match="there is no checkpoint to restore"):
+        manager.restore()
+    with pytest.raises(hf.CheckpointNotFoundError, match="no checkpoint of step 3; there is none at all"):
+        manager.restore(3)
+    assert not (tmp_path / "none").exists(), "looking makes nothing"
+
+
+DATA = "*.0.0"  # what every data file of a single process is called, after what is unique to its save
+
+
+def damage(directory: Path, step: int, name: str) -> str:
+    [path] = (directory / str(step)).rglob(name)
+    data = bytearray(path.read_bytes())
+    data[0 if name == DATA else len(data) // 2] ^= 4  # between the arrays of a data file there are gaps
+    path.write_bytes(data)
+    return path.name
+
+
+@pytest.mark.parametrize("name", [DATA, "index", "tree.json", "manifest.ocdbt", "checkpoint.json"])
+def test_fallback_to_the_newest_whole_step(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with hf.CheckpointManager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, tree(step))
+    damaged = damage(tmp_path, 3, name)
+    with hf.CheckpointManager(tmp_path) as manager, caplog.at_level(logging.WARNING, "holdfast"):
+        restored = manager.restore_latest()
+        assert restored is not None
+        assert (restored.step, restored.items["a"]) == (2, 2)
+        [(step, what)] = restored.skipped
+        assert step == 3
+        assert damaged in what
+        assert "step 3 is damaged and passed over" in caplog.text
+        assert "going back to step 2" in caplog.text
+        assert manager.all_steps() == [1, 2]
+        with pytest.raises(hf.DamagedCheckpointError):
+            manager.restore(3)
+        assert manager.save(3, tree(3)), "the run comes by again, and replaces it"
+        manager.wait_until_finished()
+        assert manager.restore()["a"] == 3
+        assert manager.all_steps() == [1, 2, 3]
+
+
+def test_all_damaged(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, tree(step))
+    damage(tmp_path, 1, DATA)
+    damage(tmp_path, 2, "manifest.ocdbt")
+    with pytest.raises(hf.NoWholeCheckpointError, match=r"(?s)every checkpoint is damaged.*step 2: .*step 1: "):
+        hf.CheckpointManager(tmp_path).restore_latest()
+
+
+def test_a_template_that_does_not_fit_is_no_damage(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"new": 1})
+        manager.save(2, tree(2))
+        with pytest.raises(hf.TreeMismatchError):
+            manager.restore_latest({"new": 0})
+
+
+def test_strangers_are_left_alone(tmp_path: Path) -> None:
+    orbax = tmp_path / "5" / "default"
+    orbax.mkdir(parents=True)
+    (orbax / "manifest.ocdbt").write_bytes(b"somebody else's")
+    (tmp_path / "5" / "_CHECKPOINT_METADATA").write_text("{}")
+    (tmp_path / "6").write_text("a file")
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "07").mkdir()
+    (tmp_path / "8").mkdir()
+    (tmp_path / "8" / "half").write_text("written by whom?")
+    (tmp_path / "9").symlink_to(tmp_path / "5")
+    before = {path: path.read_bytes() if path.is_file() else None for path in tmp_path.rglob("*")}
+    with hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(max_to_keep=1)) as manager:
+        assert manager.all_steps() == []
+        for step in range(1, 4):
+            manager.save(step, tree(step))
+        for step in (5, 8, 9):
+            for force in (False, True):
+                with pytest.raises(hf.CheckpointExistsError, match="is not a checkpoint"):
+                    manager.save(step, tree(step), force=force)
+        with pytest.raises(hf.CheckpointExistsError, match="a file is there"):
+            manager.save(6, tree(6), force=True)
+        manager.save(10, tree(10))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [10]
+    after = {path: path.read_bytes() if path.is_file() else None for path in before}
+    assert after == before
+
+
+def test_empty_folders_of_steps_are_swept(tmp_path: Path) -> None:
+    """A process may be killed between making the folder and marking it."""
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.save(1, tree(1))
+    for name in ("2", "3", "07", "notes"):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (1e9, 1e9))
+    ahead = time.time() + 1e4
+    os.utime(tmp_path / "3", (ahead, ahead))
+    (tmp_path / "4").symlink_to(tmp_path / "notes")
+    with hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(read_only=True)) as looking:
+        assert looking.all_steps() == [1]
+    assert (tmp_path / "2").exists(), "who only looks removes nothing"
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.acquire()
+        left = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+        assert left == {"1", "3", "4", "07", "notes"}, "newer ones may be about to be filled"
+
+
+def test_a_save_that_is_alive_is_not_swept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Somebody saves into the directory of a run without its manager."""
+    pending = PendingCheckpoint(hf.as_location(tmp_path / "5"), ["state"], overwrite=False)
+    pending.begin()
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.acquire()
+        assert (tmp_path / "5" / "checkpoint.partial").exists()
+        assert "another save to the same path has begun" in caplog.text
+    pending.leave()
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.acquire()
+        assert not (tmp_path / "5").exists()
+
+
+def test_a_step_in_the_directory_of_another(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.save(1, tree(1))
+    os.rename(tmp_path / "1", tmp_path / "2")
+    manager = hf.CheckpointManager(tmp_path)
+    assert manager.all_steps() == []
+    with pytest.raises(hf.DamagedCheckpointError, match="written for step 1, found in the directory of step 2"):
+        manager.restore(2)
+
+
+def test_closed(tmp_path: Path) -> None:
+    manager = hf.CheckpointManager(tmp_path)
+    manager.save(1, tree(1))
+    manager.close()
+    manager.close()
+    assert manager.all_steps() == [1]
+    assert manager.restore(1)["a"] == 1
+    with pytest.raises(hf.StateError, match="closed"):
+        manager.save(2, tree(2))
+
+
+def test_listeners_hear_of_every_commit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reports: list[hf.SaveReport] = []
+    with caplog.at_level(logging.INFO, "holdfast"), hf.CheckpointManager(tmp_path) as manager:
+        manager.add_listener(reports.append)
+        manager.save(1, tree(1))
+        manager.save(2, tree(2), reason="why not")
+    assert [(report.step, report.reason) for report in reports] == [(1, "every step"), (2, "why not")]
+    for report in reports:
+        assert report.path == str(tmp_path / str(report.step))
+        assert report.bytes > 24
+        assert 0 < report.blocked_seconds <= report.total_seconds
+        assert report.gigabytes_per_second > 0
+    assert [line for line in caplog.messages if line.startswith("saved step 2 (why not): ")]
+
+
+def test_the_loop_goes_on_while_saving(tmp_path: Path) -> None:
+    started, go = threading.Event(), threading.Event()
+
+    class Slow:
+        def result(self, timeout: float | None = None) -> None:
+            started.set()
+            assert go.wait(30)
+
+    class Handler(hf.AsyncCheckpointHandler):
+        async def async_save(self, directory: hf.Location, item: Any, **kwargs: Any) -> list[hf.SaveFuture]:
+            return [Slow()]
+
+        def restore(self, directory: hf.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> Any:
+            return None
+
+    with hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(Handler())) as manager:
+        assert manager.save(1, None)
+        assert started.wait(30)
+        assert manager.is_saving_in_progress()
+        assert manager.all_steps() == []
+        assert manager.latest_step() is None
+        assert not manager.should_save(1)
+        manager.record_metrics(1, {"loss": 0.5})
+        go.set()
+        manager.wait_until_finished()
+        assert not manager.is_saving_in_progress()
+        assert manager.all_steps() == [1]
+        assert manager.metrics(1) == {"loss": 0.5}
+
+
+def test_a_save_that_hangs_is_named(tmp_path: Path) -> None:
+    go = threading.Event()
+
+    class Hanging(hf.CheckpointHandler):
+        def save(self, directory: hf.Location, item: Any, **kwargs: Any) -> None:
+            return None
+
+        def restore(self, directory: hf.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> Any:
+            return None
+
+    def listener(report: hf.SaveReport) -> None:
+        assert go.wait(30)
+
+    options = hf.CheckpointManagerOptions(save_timeout_secs=0.01)
+    items = {"one": hf.Checkpointer(Hanging()), "two": hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler())}
+    manager = hf.CheckpointManager(tmp_path, items, options)
+    manager.add_listener(listener)
+    manager.save(1, {"one": 1, "two": 2})
+    with pytest.raises(hf.SaveFailedError, match=r"step 1 of .* is still not saved after 0.01 s") as caught:
+        manager.wait_until_finished()
+    assert caught.value.step == 1
+    go.set()
+    manager._background._timeout = 30
+    manager.close()
+    assert manager.all_steps() == [1]
+
+
+def test_in_memory() -> None:
+    with hf.CheckpointManager(
+        "memory://manager-test/run", options=hf.CheckpointManagerOptions(max_to_keep=2)
+    ) as manager:
+        for step in range(4):
+            manager.save(step, tree(step), metrics={"loss": step})
+        manager.save(3, tree(33), force=True)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [2, 3]
+        manager.delete(2)
+    with hf.CheckpointManager("memory://manager-test/run") as manager:
+        assert manager.restore()["a"] == 33
+        assert manager.all_steps() == [3]
+
+
+def test_a_step_of_a_newer_version_is_an_error_not_a_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hf.CheckpointManager(tmp_path, hf.PyTreeCheckpointer()) as manager:
+        manager.save(1, tree(1))
+        with monkeypatch.context() as patch:
+            patch.setattr("holdfast.engine.format.documents.VERSION", 2)
+            manager.save(2, tree(2))
+    with hf.CheckpointManager(tmp_path, hf.PyTreeCheckpointer()) as manager:
+        with pytest.raises(hf.FormatVersionError, match="newer"):
+            manager.restore_latest()
+        assert manager.restore(1)["a"] == 1
+
+
+def test_a_step_for_which_there_is_no_thread_can_be_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with hf.CheckpointManager(tmp_path) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(RuntimeError, match="new thread"):
+                manager.save(1, tree(1))
+        with pytest.raises(hf.CheckpointNotFoundError):
+            manager.record_metrics(1, {"loss": 1})
+        assert manager.save(1, tree(1), force=True)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1]
+
+
+def test_a_first_step_that_could_not_be_saved_is_still_due(tmp_path: Path) -> None:
+    options = hf.CheckpointManagerOptions(save_interval_steps=10)
+    with hf.CheckpointManager(tmp_path, hf.PyTreeCheckpointer(), options) as manager:
+        with pytest.raises(hf.UnsupportedLeafError):
+            manager.save(10, {"a": object()})
+        assert manager.save(10, tree(10))

@@ -1,0 +1,296 @@
+"""When a manager saves and what it keeps, as tables, with a clock that the test sets; restarts in the middle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast as hf
+
+NAN = math.nan
+HOUR = 3600.0
+
+
+class FakeClock:
+    """Time that passes when the test says so."""
+
+    def __init__(self, now: float = 1e9) -> None:
+        self.wall = now
+        self.running = 0.0
+
+    def now(self) -> float:
+        return self.wall
+
+    def monotonic(self) -> float:
+        return self.running
+
+    def sleep(self, seconds: float) -> None:
+        self.wall += seconds
+        self.running += seconds
+
+
+def options(**changes: Any) -> hf.CheckpointManagerOptions:
+    return hf.CheckpointManagerOptions(**changes)
+
+
+def train(
+    place: Path | str,
+    given: hf.CheckpointManagerOptions,
+    steps: Sequence[int],
+    *,
+    clock: FakeClock | None = None,
+    seconds_a_step: float = 60.0,
+    metrics: Mapping[int, Any] | None = None,
+    restart_at: Sequence[int] = (),
+) -> tuple[list[int], list[int]]:
+    """Runs a loop over steps, with a new manager before some of them; returns which were saved and which are left."""
+    clock = clock or FakeClock()
+    saved = []
+    manager = hf.CheckpointManager(place, hf.PyTreeCheckpointer(), given, clock=clock)
+    for step in steps:
+        if step in restart_at:
+            manager.close()
+            manager = hf.CheckpointManager(place, hf.PyTreeCheckpointer(), given, clock=clock)
+        clock.sleep(seconds_a_step)
+        if manager.save(step, step, metrics=None if metrics is None else metrics.get(step)):
+            saved.append(step)
+    manager.close()
+    left = hf.CheckpointManager(place).all_steps()
+    assert manager.all_steps() == left
+    return saved, left
+
+
+RESTARTS = pytest.mark.parametrize(
+    "restart_at", [(), (6,), (3, 4, 5), tuple(range(1, 30))], ids=["no restart", "one", "three", "always"]
+)
+
+LOSSES = {1: {"loss": 5}, 2: {"loss": 2}, 3: {"loss": NAN}, 4: None, 5: {"loss": 3}, 6: {"other": 1}, 7: {"loss": 4}}
+
+
+@RESTARTS
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        pytest.param(options(), [1, 2, 3, 4, 5, 6, 7, 8, 9], id="no limit"),
+        pytest.param(options(max_to_keep=1), [9], id="the newest"),
+        pytest.param(options(max_to_keep=3), [7, 8, 9], id="newest 3"),
+        pytest.param(options(max_to_keep=2, keep_period=4), [4, 8, 9], id="every 4 steps"),
+        pytest.param(options(keep_period=4), [1, 2, 3, 4, 5, 6, 7, 8, 9], id="a period without a limit"),
+        pytest.param(options(max_to_keep=1, keep_steps=(2, 5, 77)), [2, 5, 9], id="chosen steps"),
+        pytest.param(options(max_to_keep=1, keep_time_interval="3m"), [1, 4, 7, 9], id="every 3 minutes"),
+        pytest.param(options(max_to_keep=1, best_fn="loss", best_mode="min"), [2, 9], id="best"),
+        pytest.param(options(max_to_keep=2, best_fn="loss", best_mode="min"), [2, 5, 9], id="best 2"),
+        pytest.param(options(max_to_keep=2, best_fn="loss", best_mode="max"), [1, 7, 9], id="largest 2"),
+        pytest.param(
+            options(max_to_keep=1, keep_latest=2, best_fn="loss", best_mode="min"), [2, 8, 9], id="best and newest 2"
+        ),
+        pytest.param(
+            options(max_to_keep=1, best_fn="loss", best_mode="min", keep_checkpoints_without_metrics=True),
+            [2, 4, 8, 9],
+            id="without metrics",
+        ),
+        pytest.param(
+            options(max_to_keep=1, best_fn=lambda metrics: -metrics["loss"], keep_period=3), [2, 3, 6, 9], id="function"
+        ),
+    ],
+)
+def test_what_is_kept(place: str, given: hf.CheckpointManagerOptions, kept: list[int], restart_at: list[int]) -> None:
+    saved, left = train(place, given, range(1, 10), metrics=LOSSES, restart_at=restart_at)
+    assert saved == list(range(1, 10))
+    assert left == kept
+
+
+@pytest.mark.parametrize(
+    ("given", "steps", "saved"),
+    [
+        pytest.param(options(save_interval_steps=5), range(23), [0, 5, 10, 15, 20], id="every 5"),
+        pytest.param(options(save_interval_steps=5), range(3, 23), [5, 10, 15, 20], id="every 5 from 3"),
+        pytest.param(
+            options(save_interval_steps=5), range(1, 40, 3), [7, 10, 16, 22, 25, 31, 37], id="a counter that jumps"
+        ),
+        pytest.param(options(save_interval_secs="5m"), range(1, 14), [5, 10], id="every 5 minutes"),
+        pytest.param(
+            options(save_interval_steps=4, save_interval_secs=180), range(1, 14), [3, 4, 7, 8, 11, 12], id="either"
+        ),
+        pytest.param(options(), range(1, 14), list(range(1, 14)), id="every step without a trigger"),
+    ],
+)
+def test_when_it_saves(place: str, given: hf.CheckpointManagerOptions, steps: range, saved: list[int]) -> None:
+    assert train(place, given, steps)[0] == saved
+
+
+@RESTARTS
+def test_saving_every_so_many_steps_over_restarts(place: str, restart_at: list[int]) -> None:
+    saved, _ = train(place, options(save_interval_steps=4, max_to_keep=1), range(1, 15), restart_at=restart_at)
+    assert saved == [4, 8, 12]
+
+
+@RESTARTS
+def test_saving_on_a_new_best_over_restarts(place: str, restart_at: list[int]) -> None:
+    losses = {1: {"loss": NAN}, 2: {"loss": 5}, 3: {"loss": 5}, 4: {"loss": 6}, 5: {"loss": 3}, 6: {}, 7: {"loss": 2}}
+    given = options(save_on_best=True, best_fn="loss", best_mode="min", max_to_keep=1)
+    saved, left = train(place, given, range(1, 9), metrics=losses, restart_at=restart_at)
+    assert saved == [2, 5, 7]
+    assert left == [7]
+
+
+def test_a_clock_that_is_set_back(place: str) -> None:
+    given = options(max_to_keep=1, keep_time_interval="1h", save_interval_secs="30m")
+    clock = FakeClock()
+    with hf.CheckpointManager(place, hf.PyTreeCheckpointer(), given, clock=clock) as manager:
+        saved = []
+        for step in range(1, 25):  # 10 minutes each
+            clock.sleep(600)
+            if step == 12:
+                clock.wall -= 24 * HOUR
+            if manager.save(step, step):
+                saved.append(step)
+        assert saved == [3, 6, 9, 12, 15, 18, 21, 24], "the interval is measured by a clock that cannot be set"
+        assert manager.all_steps() == [3, 9, 12, 18, 24]
+        assert manager.why_kept(12) == ("every 1h (the clock was set back)",)
+        assert manager.latest_step() == 24
+
+
+def test_the_newest_is_the_highest_step_whatever_the_clock_says(place: str) -> None:
+    clock = FakeClock()
+    with hf.CheckpointManager(place, hf.PyTreeCheckpointer(), options(max_to_keep=2), clock=clock) as manager:
+        for step in range(1, 6):
+            clock.wall -= HOUR
+            manager.save(step, step)
+        assert manager.all_steps() == [4, 5]
+        assert manager.latest_step() == 5
+
+
+def test_the_newest_is_kept_though_it_is_the_worst(place: str) -> None:
+    given = options(max_to_keep=1, best_fn="accuracy")
+    with hf.CheckpointManager(place, hf.PyTreeCheckpointer(), given) as manager:
+        for step, accuracy in ((1, 0.9), (2, 0.1), (3, NAN)):
+            manager.save(step, step, metrics={"accuracy": accuracy})
+            assert manager.latest_step() == step
+        assert manager.all_steps() == [1, 3]
+        assert manager.best_step() == 1
+
+
+@pytest.mark.parametrize(
+    ("metrics", "best"),
+    [
+        pytest.param([{"a": 1}, {"a": 3}, {"a": 2}], 2, id="largest"),
+        pytest.param([{"a": 1}, {"a": 1}, {"a": 0}], 2, id="the newer of two"),
+        pytest.param([{"a": 1}, {"a": NAN}, {"a": None}], 1, id="NaN is never best"),
+        pytest.param([{"a": math.inf}, {"a": 3}, {"a": 2}], 1, id="infinite"),
+        pytest.param([{"b": 1}, {"a": NAN}, {}], 3, id="none has any: the newest"),
+        pytest.param([{"a": NAN}, {"a": -3}, {"b": 2}], 2, id="only one has"),
+    ],
+)
+def test_best_step(place: str, metrics: list[dict[str, Any]], best: int) -> None:
+    given = options(best_fn="a")
+    with hf.CheckpointManager(place, hf.PyTreeCheckpointer(), given) as manager:
+        for step, found in enumerate(metrics, start=1):
+            manager.save(step, step, metrics={name: value for name, value in found.items() if value is not None})
+        assert manager.best_step() == best
+    assert hf.CheckpointManager(place, options=given).best_step() == best
+    assert hf.CheckpointManager(place).best_step() == 3
+
+
+def test_pins(place: str) -> None:
+    with hf.CheckpointManager(place, hf.PyTreeCheckpointer(), options(max_to_keep=1)) as manager:
+        manager.save(1, 1)
+        manager.pin(1)
+        for step in (2, 3):
+            manager.save(step, step)
+        assert manager.all_steps() == [1, 3]
+        assert manager.why_kept(1) == ("pinned",)
+        with pytest.raises(hf.CheckpointNotFoundError):
+            manager.pin(2)
+    with hf.CheckpointManager(place, hf.PyTreeCheckpointer(), options(max_to_keep=1)) as manager:
+        manager.save(4, 4)
+        assert manager.all_steps() == [1, 4]
+        manager.unpin(1)
+        assert manager.why_kept(1) == ()
+        manager.save(5, 5)
+        assert manager.all_steps() == [5]
+
+
+def test_every_reason_is_told(place: str) -> None:
+    given = options(max_to_keep=2, keep_latest=1, keep_period=2, keep_steps=[4], best_fn="acc", keep_time_interval="1h")
+    clock = FakeClock()
+    with hf.CheckpointManager(place, hf.PyTreeCheckpointer(), given, clock=clock) as manager:
+        for step in range(1, 5):
+            clock.sleep(0.6 * HOUR)
+            manager.save(step, step, metrics={"acc": step / 10})
+        manager.pin(4)
+        assert manager.why_kept(1) == ("every 1h",)
+        assert manager.why_kept(2) == ("every 2 steps",)
+        assert manager.why_kept(3) == ("2nd best acc (0.3)", "every 1h")
+        assert manager.why_kept(4) == ("newest", "best acc (0.4)", "every 2 steps", "chosen step", "pinned")
+        with pytest.raises(hf.CheckpointNotFoundError, match="no checkpoint of step 9"):
+            manager.why_kept(9)
+    listed = {summary.step: summary.kept for summary in hf.list_checkpoints(place)}
+    assert listed[3] == ("2nd best acc (0.3)", "every 1h")
+
+
+def test_another_run_may_keep_less(place: str) -> None:
+    train(place, options(), range(1, 8))
+    with hf.CheckpointManager(place, hf.PyTreeCheckpointer(), options(max_to_keep=2)) as manager:
+        assert manager.all_steps() == [1, 2, 3, 4, 5, 6, 7], "looking deletes nothing"
+        assert manager.why_kept(3) == ()
+        manager.save(8, 8)
+        assert manager.all_steps() == [7, 8]
+
+
+def test_a_damaged_step_does_not_count(tmp_path: Path) -> None:
+    train(tmp_path, options(), [1, 2, 3])
+    (tmp_path / "3" / "checkpoint.json").write_text("{")
+    with hf.CheckpointManager(tmp_path, hf.PyTreeCheckpointer(), options(max_to_keep=2)) as manager:
+        manager.save(4, 4)
+        assert manager.all_steps() == [2, 4]
+        assert (tmp_path / "3" / "state").exists(), "what is damaged may be looked at"
+
+
+def test_time_counts_from_the_start_of_the_run(place: str) -> None:
+    given = options(save_interval_secs="15m")
+    clock = FakeClock()
+    with hf.CheckpointManager(place, clock=clock, options=given) as manager:
+        assert not manager.should_save(1)
+        clock.sleep(14 * 60)
+        assert not manager.should_save(2)
+        clock.sleep(60)
+        decision = manager.decide(3)
+        assert (decision.save, decision.reason) == (True, "every 15m")
+        assert manager.save(3, 3)
+        assert not manager.should_save(4)
+
+
+def test_restoring_sets_where_the_run_begins(place: str) -> None:
+    train(place, options(), [10, 20])
+    with hf.CheckpointManager(place, options=options(save_interval_steps=10)) as manager:
+        assert manager.restore(10) == 10
+        assert not manager.should_save(11)
+        assert manager.should_save(20), "the one that is there is of the branch that was left"
+        assert manager.should_save(21)
+
+
+@pytest.mark.parametrize(
+    ("best_fn", "metrics", "said"),
+    [
+        ("val_los", {"val_loss": 1.0}, ["metric val_los, by which best_fn finds the best (the newest has val_loss)"]),
+        (lambda metrics: metrics["val_los"], {"val_loss": 1.0}, ["has the metric metric, by which"]),
+        ("loss", None, ["(the newest has no metrics)"]),
+        ("loss", {"loss": 1.0}, []),
+    ],
+    ids=["name", "function", "no metrics", "found"],
+)
+def test_a_metric_that_no_checkpoint_has_is_told_before_steps_are_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, best_fn: Any, metrics: Any, said: list[str]
+) -> None:
+    with hf.CheckpointManager(tmp_path, options=options(best_fn=best_fn, max_to_keep=1)) as manager:
+        for step in range(4):
+            manager.save(step, {"x": step}, metrics=metrics)
+
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == len(said)
+    assert all(part in warning for part, warning in zip(said, warnings, strict=True))

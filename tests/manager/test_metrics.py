@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import fractions
+import math
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from tests.ids import plain_id
+
+from holdfast.engine.manager import Metric, Mode, better, metric_name, metric_value
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def accuracy_of(metrics: Mapping[str, Any]) -> Any:
+    return metrics["accuracy"]
+
+
+class FailedArray:
+    """An array whose computation failed, as seen when its value is fetched."""
+
+    shape = ()
+
+    def item(self) -> float:
+        raise RuntimeError("out of device memory")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.5, 0.5),
+        (3, 3.0),
+        (True, 1.0),
+        (-0.0, 0.0),
+        (math.inf, math.inf),
+        (-math.inf, -math.inf),
+        (math.nan, None),
+        (np.float32(0.25), 0.25),
+        (np.int64(7), 7.0),
+        (np.array(0.25), 0.25),
+        (np.array([[0.25]]), 0.25),
+        (np.array(1.5, ml_dtypes.bfloat16), 1.5),
+        (np.float32(math.nan), None),
+        (np.array(math.nan), None),
+        (np.array([1.0, 2.0]), None),
+        (np.array([]), None),
+        (np.array("0.5"), None),
+        (np.array(1j), None),
+        (fractions.Fraction(1, 4), 0.25),
+        (10**400, None),
+        (1j, None),
+        ("0.5", None),
+        (b"0.5", None),
+        (None, None),
+        ([0.5], None),
+        ({}, None),
+    ],
+    ids=plain_id,
+)
+def test_only_real_numbers_count(value: Any, expected: float | None) -> None:
+    assert metric_value({"accuracy": value}, "accuracy") == expected
+    assert metric_value({"accuracy": value}, accuracy_of) == expected
+
+
+@pytest.mark.parametrize(
+    ("metrics", "name", "expected"),
+    [
+        (None, "loss", None),
+        ({}, "loss", None),
+        ({"loss": 1.0}, "lost", None),
+        ({"val": {"loss": 1.0}}, "val/loss", 1.0),
+        ({"val/loss": 2.0, "val": {"loss": 1.0}}, "val/loss", 2.0),
+        ({"val": {"top/5": 1.0}}, "val/top/5", 1.0),
+        ({"val/top": {"5": 1.0}, "val": {"loss": 0.0}}, "val/top/5", 1.0),
+        ({"a/b": {"x": 1.0}, "a": {"b": {"c": 3.0}}}, "a/b/c", 3.0),
+        ({"val": 1.0}, "val/loss", None),
+        ({"val": {"loss": 1.0}}, "val", None),
+        ({"val": {"": 1.0}}, "val/", 1.0),
+    ],
+)
+def test_names_reach_into_nested_metrics(metrics: dict[str, Any] | None, name: str, expected: float | None) -> None:
+    assert metric_value(metrics, name) == expected
+
+
+def test_a_function_finds_no_metric_by_key_error_only() -> None:
+    def broken(metrics: Mapping[str, Any]) -> float:
+        raise ZeroDivisionError
+
+    assert metric_value({"loss": 1.0}, accuracy_of) is None
+    assert metric_value(None, broken) is None
+    with pytest.raises(ZeroDivisionError):
+        metric_value({"loss": 1.0}, broken)
+
+
+def test_a_failed_computation_is_not_a_missing_metric() -> None:
+    with pytest.raises(RuntimeError, match="out of device memory"):
+        metric_value({"loss": FailedArray()}, "loss")
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [
+        ("val/loss", "val/loss"),
+        (accuracy_of, "accuracy_of"),
+        (lambda metrics: 1.0, "metric"),
+        (FailedArray, "FailedArray"),
+    ],
+    ids=["name", "function", "lambda", "class"],
+)
+def test_metrics_have_names_for_people(metric: Metric, expected: str) -> None:
+    assert metric_name(metric) == expected
+
+
+def test_callable_objects_are_called_metric() -> None:
+    class Score:
+        def __call__(self, metrics: Mapping[str, Any]) -> float:
+            return float(metrics["loss"])
+
+    assert metric_name(Score()) == "metric"
+    assert metric_value({"loss": 2.0}, Score()) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("value", "other", "mode", "expected"),
+    [
+        (2.0, 1.0, "max", True),
+        (2.0, 1.0, "min", False),
+        (1.0, 2.0, "max", False),
+        (1.0, 2.0, "min", True),
+        (1.0, 1.0, "max", False),
+        (1.0, 1.0, "min", False),
+        (math.inf, 1.0, "max", True),
+        (-math.inf, 1.0, "min", True),
+    ],
+)
+def test_better_is_strict(value: float, other: float, mode: Mode, expected: bool) -> None:
+    assert better(value, other, mode) is expected

@@ -1,0 +1,106 @@
+"""What a manager can be told, and what makes no sense."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+import holdfast as hf
+from holdfast.engine.manager import (
+    EverySeconds,
+    EverySteps,
+    KeepAll,
+    KeepLatest,
+    KeepPeriod,
+    KeepPinned,
+    KeepTimeInterval,
+    OnBest,
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"save_interval_steps": 0}, "save_interval_steps=0 must be a whole number of at least 1, or None"),
+        ({"save_interval_steps": 1.5}, "save_interval_steps=1.5"),
+        ({"save_interval_steps": False}, "save_interval_steps=False"),
+        ({"max_to_keep": 0}, "max_to_keep=0"),
+        ({"max_to_keep": 2.0}, "max_to_keep=2.0"),
+        ({"max_to_keep": True}, "max_to_keep=True"),
+        ({"max_to_keep": -1}, "max_to_keep=-1"),
+        ({"keep_latest": "3"}, "keep_latest='3'"),
+        ({"keep_period": 0}, "keep_period=0"),
+        ({"save_interval_secs": 0}, "save_interval_secs=0 is not a duration: give seconds above zero"),
+        ({"save_interval_secs": True}, "save_interval_secs=True"),
+        ({"save_interval_secs": "soon"}, "save_interval_secs"),
+        ({"keep_time_interval": 0}, "keep_time_interval=0"),
+        ({"keep_time_interval": -1}, "keep_time_interval"),
+        ({"keep_time_interval": float("nan")}, "keep_time_interval=nan"),
+        ({"keep_time_interval": float("inf")}, "keep_time_interval=inf"),
+        ({"max_to_keep": 1, "keep_time_interval": "1 fortnight"}, "keep_time_interval"),
+        ({"keep_steps": 4}, "keep_steps=4 must be a collection of steps"),
+        ({"keep_steps": "12"}, "keep_steps='12'"),
+        ({"save_timeout_secs": 0}, "save_timeout_secs"),
+        ({"save_on_best": True}, "save_on_best=True needs best_fn"),
+        ({"best_mode": "most"}, "best_mode='most' must be 'max' or 'min'"),
+        ({"step_prefix": ""}, "step_prefix"),
+        ({"step_prefix": "a/b"}, "step_prefix"),
+        ({"best_mode": "maximum", "best_fn": "acc"}, "best_mode='maximum' must be 'max' or 'min'"),
+        ({"best_fn": 3}, "best_fn=3 must be the name of a metric or a function"),
+        ({"max_to_keep": 1, "best_fn": ""}, "best_fn='' must be the name of a metric or a function"),
+        ({"max_to_keep": 0, "best_fn": "acc"}, "max_to_keep=0 must be a whole number of at least 1"),
+        ({"save_on_best": True, "best_fn": ""}, "best_fn=''"),
+    ],
+)
+def test_options_that_make_no_sense(given: dict[str, Any], what: str) -> None:
+    with pytest.raises(hf.OptionError, match=what):
+        hf.CheckpointManagerOptions(**given)
+
+
+def test_options_are_named_and_frozen() -> None:
+    with pytest.raises(TypeError):
+        hf.CheckpointManagerOptions(3)  # type: ignore[call-arg]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        hf.CheckpointManagerOptions().max_to_keep = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("duration", [900, 900.0, "15m", "900s", timedelta(minutes=15)], ids=str)
+def test_durations(duration: Any) -> None:
+    given = hf.CheckpointManagerOptions(save_interval_secs=duration, keep_time_interval=duration, max_to_keep=1)
+    assert EverySeconds(900) in given.triggers()
+    assert KeepTimeInterval(900) in given.rules()
+
+
+def test_triggers_and_rules() -> None:
+    given = hf.CheckpointManagerOptions(save_interval_steps=7, save_on_best=True, best_fn="loss", best_mode="min")
+    assert given.triggers() == (EverySteps(7), OnBest("loss", "min"))
+    assert hf.CheckpointManagerOptions().triggers() == (EverySteps(1),)
+    assert hf.CheckpointManagerOptions(save_interval_steps=None).triggers() == (EverySteps(1),)
+    assert hf.CheckpointManagerOptions(save_interval_secs="1h").triggers() == (EverySeconds(3600),)
+    assert hf.CheckpointManagerOptions(save_on_best=True, best_fn="loss").triggers() == (OnBest("loss"),)
+    assert hf.CheckpointManagerOptions(keep_period=3).rules() == (KeepPeriod(3), KeepPinned(), KeepAll())
+    assert hf.CheckpointManagerOptions(max_to_keep=2).rules() == (KeepLatest(2), KeepPinned())
+
+
+def test_retention_is_written_down() -> None:
+    given = hf.CheckpointManagerOptions(
+        max_to_keep=3, keep_latest=2, keep_period=10, keep_time_interval="1h", keep_steps={5, 1}, best_fn="a/b",
+        best_mode="min", keep_checkpoints_without_metrics=True,
+    )  # fmt: skip
+    document = given.to_document()
+    assert document["keep_steps"] == [1, 5]
+    assert document["keep_time_interval"] == 3600.0
+    read = hf.CheckpointManagerOptions.from_document(document | {"unknown": 1})
+    assert read.rules() == given.rules()
+    assert read.read_only
+    function = hf.CheckpointManagerOptions(max_to_keep=1, best_fn=len).to_document()
+    assert function["best_fn"] is None
+
+
+@pytest.mark.parametrize("document", [{"max_to_keep": "many"}, {"best_mode": 3}, {"keep_steps": 4}, []])
+def test_documents_that_make_no_sense(document: Any) -> None:
+    with pytest.raises(hf.OptionError):
+        hf.CheckpointManagerOptions.from_document(document)

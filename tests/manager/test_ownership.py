@@ -1,0 +1,162 @@
+"""One writer for a directory: other processes are refused, newer managers of the same process take over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+
+TREE = {"weights": np.arange(10)}
+
+OWNER = """
+import sys, time
+import holdfast as hf
+manager = hf.CheckpointManager(sys.argv[1])
+manager.save(1, {"by": "the other process"})
+manager.wait_until_finished()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+FORKING_OWNER = """
+import os, sys, time
+import holdfast as hf
+manager = hf.CheckpointManager(sys.argv[1])
+manager.save(1, {"by": "the other process"})
+manager.wait_until_finished()
+if os.fork() == 0:
+    print("ready", os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+@contextlib.contextmanager
+def other_process(directory: Path, program: str = OWNER) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-c", program, str(directory)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            said = process.stdout.readline()
+            assert said.startswith("ready")
+            yield process, said
+        finally:
+            process.kill()
+            process.stdout.close()
+
+
+def test_second_process_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path) as manager:
+        with other_process(tmp_path) as (process, _):
+            for act in (
+                lambda: manager.save(2, TREE),
+                manager.acquire,
+                lambda: manager.delete(1),
+                lambda: manager.pin(1),
+            ):
+                manager.reload()
+                with pytest.raises(hf.OwnershipError, match=f"process {process.pid} on {socket.gethostname()}"):
+                    act()
+            assert manager.restore(1) == {"by": "the other process"}, "reading is for everybody"
+            assert sorted(os.listdir(tmp_path)) == ["1", "options.json", "owner.json"]
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            manager.save(2, TREE)
+            manager.wait_until_finished()
+        assert manager.all_steps() == [1, 2]
+
+
+def test_the_workers_of_a_killed_run_do_not_hold_its_lock(tmp_path: Path) -> None:
+    with other_process(tmp_path, FORKING_OWNER) as (process, said):
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        try:
+            with hf.CheckpointManager(tmp_path) as manager:
+                manager.save(2, TREE)
+                manager.wait_until_finished()
+                assert manager.all_steps() == [1, 2]
+        finally:
+            os.kill(int(said.split()[1]), signal.SIGKILL)
+
+
+def test_a_read_only_manager_looks_at_a_directory_that_is_taken(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path) as owner:
+        owner.save(1, TREE)
+        owner.wait_until_finished()
+        with hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(read_only=True)) as reader:
+            assert reader.all_steps() == [1]
+            assert not reader.should_save(2)
+            with pytest.raises(hf.StateError, match="read_only"):
+                reader.save(2, TREE)
+            owner.save(2, TREE)
+            owner.wait_until_finished()
+            assert reader.all_steps() == [1]
+            reader.reload()
+            assert reader.all_steps() == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["same path", "another path", "in memory"])
+def test_the_newer_manager_takes_over(tmp_path: Path, kind: str) -> None:
+    first, second = str(tmp_path / "run"), str(tmp_path / "run")
+    if kind == "another path":
+        (tmp_path / "run").mkdir()
+        (tmp_path / "link").symlink_to(tmp_path / "run")
+        second = str(tmp_path / "link")
+    if kind == "in memory":
+        first = second = f"memory://ownership/{uuid.uuid4().hex}"
+    older, newer = hf.CheckpointManager(first), hf.CheckpointManager(second)
+    older.save(1, TREE)
+    newer.save(2, TREE)
+    newer.wait_until_finished()
+    assert newer.all_steps() == [1, 2], "the save that was under way is waited for, and seen"
+    for act in (lambda: older.save(3, TREE), older.acquire, lambda: older.record_metrics(1, {"loss": 1.0})):
+        with pytest.raises(hf.OwnershipError, match=r"another manager has taken over .* process \d+ on "):
+            act()
+    assert older.restore(1)["weights"].tolist() == TREE["weights"].tolist()
+    older.close()
+    newer.save(3, TREE)
+    newer.close()
+    assert newer.all_steps() == [1, 2, 3]
+
+
+def test_closing_gives_the_directory_back(tmp_path: Path) -> None:
+    manager = hf.CheckpointManager(tmp_path)
+    manager.save(1, TREE)
+    manager.close()
+    program = f"import holdfast as hf; hf.CheckpointManager({str(tmp_path)!r}).acquire()"
+    subprocess.run([sys.executable, "-c", program], check=True)
+    with pytest.raises(hf.StateError, match="closed; make a new one"):
+        manager.save(2, TREE)
+
+
+def test_a_manager_that_is_dropped_gives_the_directory_back(tmp_path: Path) -> None:
+    manager = hf.CheckpointManager(tmp_path)
+    manager.save(1, TREE)
+    manager.wait_until_finished()
+    del manager
+    program = f"import holdfast as hf; hf.CheckpointManager({str(tmp_path)!r}).acquire()"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_without_locks_the_older_finds_out_before_it_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.engine.storage.lock.fcntl", None)
+    older = hf.CheckpointManager(tmp_path)
+    older.save(1, TREE)
+    older.wait_until_finished()
+    (tmp_path / "owner.json").write_text('{"token": "of another", "pid": 1, "host": "elsewhere"}')
+    older.save(2, TREE)
+    with pytest.raises(hf.SaveFailedError, match="process 1 on elsewhere") as caught:
+        older.wait_until_finished()
+    assert isinstance(caught.value.__cause__, hf.OwnershipError)
+    assert not (tmp_path / "2").exists()
+    older.close()

@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import holdfast as hf
+from holdfast.engine.manager import (
+    KeepAll,
+    KeepBest,
+    KeepLatest,
+    KeepPeriod,
+    KeepPinned,
+    KeepSteps,
+    KeepTimeInterval,
+    KeepWithoutMetrics,
+    Mode,
+    Rule,
+    StepInfo,
+    best,
+    reasons,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+NAN = math.nan
+HOUR = 3600.0
+
+
+def infos(*steps: int) -> list[StepInfo]:
+    return [StepInfo(step=step, time=float(step)) for step in steps]
+
+
+def scored(values: Mapping[int, Any], name: str = "acc") -> list[StepInfo]:
+    """Steps with one metric; None stands for a step without metrics."""
+    return [
+        StepInfo(step=step, time=float(step), metrics=None if value is None else {name: value})
+        for step, value in values.items()
+    ]
+
+
+def timed(times: Mapping[int, float]) -> list[StepInfo]:
+    return [StepInfo(step=step, time=time) for step, time in times.items()]
+
+
+class Run:
+    """A directory under retention: commits steps by a fake clock and collects after each commit, as a manager does."""
+
+    def __init__(self, rules: Sequence[Rule], clock: float = 0.0) -> None:
+        self.rules = rules
+        self.clock = clock
+        self.steps: dict[int, StepInfo] = {}
+
+    def commit(self, step: int, *, metrics: Mapping[str, Any] | None = None, pinned: bool = False) -> None:
+        self.steps[step] = StepInfo(step=step, time=self.clock, metrics=metrics, pinned=pinned)
+        kept = reasons(list(self.steps.values()), self.rules)
+        self.steps = {step: info for step, info in self.steps.items() if step in kept}
+
+    def restart(self) -> Run:
+        """A new process: all it knows is what the old one left behind."""
+        run = Run(self.rules, self.clock)
+        run.steps = dict(reversed(self.steps.items()))
+        return run
+
+    def kept(self) -> list[int]:
+        return sorted(self.steps)
+
+
+@pytest.mark.parametrize(
+    ("rule", "steps", "expected"),
+    [
+        pytest.param(KeepAll(), infos(1, 2, 3), [1, 2, 3], id="all"),
+        pytest.param(KeepLatest(2), infos(1, 2, 3), [2, 3], id="latest"),
+        pytest.param(KeepLatest(2), infos(3, 1, 2), [2, 3], id="latest-unordered"),
+        pytest.param(KeepLatest(5), infos(1, 2), [1, 2], id="latest-of-fewer"),
+        pytest.param(KeepLatest(5), [], [], id="latest-of-none"),
+        pytest.param(KeepLatest(1), timed({5: 100.0, 9: 1.0}), [9], id="latest-by-step-not-by-time"),
+        pytest.param(KeepPeriod(10), infos(0, 5, 10, 15, 20, 23), [0, 10, 20], id="period"),
+        pytest.param(KeepPeriod(1), infos(0, 5), [0, 5], id="period-one"),
+        pytest.param(KeepPeriod(1000), infos(998, 1003), [], id="period-jumped-over"),
+        pytest.param(KeepPinned(), [StepInfo(step=1, time=0.0, pinned=True), *infos(2)], [1], id="pinned"),
+        pytest.param(KeepSteps([7, 8, 2]), infos(1, 2, 7), [2, 7], id="chosen"),
+        pytest.param(KeepSteps(range(0, 100, 3)), infos(1, 2, 99), [99], id="chosen-range"),
+        pytest.param(KeepSteps(()), infos(1), [], id="chosen-none"),
+        pytest.param(KeepWithoutMetrics(), scored({1: None, 2: 0.5, 3: NAN}), [1], id="without-metrics"),
+        pytest.param(KeepWithoutMetrics(), [StepInfo(step=1, time=0.0, metrics={})], [1], id="empty-metrics"),
+    ],
+)
+def test_each_rule_keeps(rule: Rule, steps: list[StepInfo], expected: list[int]) -> None:
+    assert sorted(rule.keep(steps)) == expected
+
+
+@pytest.mark.parametrize(
+    ("mode", "values", "order"),
+    [
+        pytest.param("max", {1: 0.1, 2: 0.9, 3: 0.5}, [2, 3, 1], id="max"),
+        pytest.param("min", {1: 0.1, 2: 0.9, 3: 0.5}, [1, 3, 2], id="min"),
+        pytest.param("max", {1: 0.5, 2: 0.5, 3: 0.1}, [2, 1, 3], id="max-tie-newer-wins"),
+        pytest.param("min", {1: 0.5, 2: 0.5, 3: 0.9}, [2, 1, 3], id="min-tie-newer-wins"),
+        pytest.param("min", {3: 0.5, 2: 0.5, 1: 0.5}, [3, 2, 1], id="tie-unordered"),
+        pytest.param("max", {1: -0.0, 2: 0.0}, [2, 1], id="zeros-tie"),
+        pytest.param("max", {1: 0.1, 2: NAN, 3: None}, [1], id="max-nan-and-missing"),
+        pytest.param("min", {1: NAN, 2: None, 3: 0.1, 4: NAN}, [3], id="min-nan-and-missing"),
+        pytest.param("max", {1: "0.9", 2: 0.1, 3: [1.0]}, [2], id="not-numbers"),
+        pytest.param("max", {1: math.inf, 2: 1.0, 3: -math.inf}, [1, 2, 3], id="max-infinities"),
+        pytest.param("min", {1: math.inf, 2: 1.0, 3: -math.inf}, [3, 2, 1], id="min-infinities"),
+        pytest.param("max", {1: NAN, 2: None}, [], id="no-value-at-all"),
+        pytest.param("max", {}, [], id="no-steps"),
+    ],
+)
+def test_best_orders_by_value_then_newness(mode: Mode, values: dict[int, Any], order: list[int]) -> None:
+    steps = scored(values)
+    assert best(steps, "acc", mode) == (order[0] if order else None)
+    assert best(steps[::-1], lambda metrics: metrics["acc"], mode) == (order[0] if order else None)
+    for n in range(1, 5):
+        assert sorted(KeepBest(n, "acc", mode).keep(steps)) == sorted(order[:n])
+
+
+def test_best_of_a_nested_metric_and_a_misspelled_one() -> None:
+    steps = [StepInfo(step=step, time=0.0, metrics={"val": {"loss": 1.0 / step}}) for step in (1, 2, 3)]
+    assert best(steps, "val/loss", "min") == 3
+    assert best(steps, "val/lost", "min") is None
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        pytest.param({}, [], id="none"),
+        pytest.param({1: 5.0}, [1], id="oldest"),
+        pytest.param({1: 0.0, 2: 0.5 * HOUR, 3: 1.0 * HOUR, 4: 1.9 * HOUR, 5: 2.0 * HOUR}, [1, 3, 5], id="hourly"),
+        pytest.param(
+            {1: 0.0, 2: 0.9 * HOUR, 3: 1.5 * HOUR, 4: 2.4 * HOUR, 5: 2.6 * HOUR}, [1, 3, 5], id="from-last-kept"
+        ),
+        pytest.param({3: 1.5 * HOUR, 1: 0.0, 2: 0.9 * HOUR}, [1, 3], id="unordered"),
+        pytest.param({1: 0.0, 2: 9.0 * HOUR, 3: 9.5 * HOUR, 4: 10.0 * HOUR}, [1, 2, 4], id="gap-of-a-preemption"),
+        pytest.param({1: 5 * HOUR, 2: 5.5 * HOUR, 3: 1 * HOUR, 4: 1.5 * HOUR, 5: 2 * HOUR}, [1, 3, 5], id="set-back"),
+        pytest.param(
+            {1: 5 * HOUR, 2: 5.5 * HOUR, 3: 5.4 * HOUR, 4: 6 * HOUR}, [1, 4], id="set-back-but-after-last-kept"
+        ),
+        pytest.param({1: 3.0 * HOUR, 2: 2.0 * HOUR, 3: 1.0 * HOUR}, [1, 2, 3], id="backwards-all-the-way"),
+        pytest.param({1: 4e9, 2: 1.0 * HOUR, 3: 1.2 * HOUR}, [1, 2], id="first-from-the-future"),
+        pytest.param({1: NAN, 2: 0.0, 3: math.inf, 4: 1.0 * HOUR}, [2, 4], id="times-that-are-no-times"),
+        pytest.param({1: 0.0, 2: 0.0, 3: 0.0}, [1], id="clock-stands-still"),
+    ],
+)
+def test_time_interval(times: dict[int, float], expected: list[int]) -> None:
+    assert sorted(KeepTimeInterval(HOUR).keep(timed(times))) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    times=st.lists(st.floats(-100, 100, allow_nan=False), max_size=12),
+    extra=st.sets(st.integers(0, 11)),
+    seconds=st.floats(0.5, 60),
+)
+def test_time_interval_keeps_what_it_kept(times: list[float], extra: set[int], seconds: float) -> None:
+    """Whatever other rules leave beside them, the survivors stay the survivors."""
+    rule = KeepTimeInterval(seconds)
+    steps = timed(dict(enumerate(times)))
+    kept = set(rule.keep(steps))
+    assert set(rule.keep([info for info in steps if info.step in kept | extra])) == kept
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    data=st.lists(
+        st.tuples(st.floats(0, 50), st.none() | st.floats(allow_nan=True), st.booleans()), min_size=1, max_size=12
+    ),
+    n=st.integers(1, 4),
+    mode=st.sampled_from(["max", "min"]),
+)
+def test_collecting_twice_changes_nothing(data: list[tuple[float, float | None, bool]], n: int, mode: Mode) -> None:
+    steps = [
+        StepInfo(step=step, time=time, metrics=None if value is None else {"acc": value}, pinned=pinned)
+        for step, (time, value, pinned) in enumerate(data)
+    ]
+    rules: list[Rule] = [KeepBest(n, "acc", mode), KeepLatest(n), KeepPeriod(4), KeepTimeInterval(10), KeepPinned()]
+    kept = reasons(steps, rules)
+    survivors = [info for info in steps if info.step in kept]
+    assert max(kept) == steps[-1].step
+    assert best(survivors, "acc", mode) == best(steps, "acc", mode)
+    assert reasons(survivors, rules) == kept
+
+
+def test_reasons_are_a_union_that_people_can_read() -> None:
+    values = {0: 0.10, 100: 0.93, 200: 0.92, 250: 0.2, 300: NAN, 400: None, 500: 0.3, 600: 0.5}
+    steps = [
+        StepInfo(
+            step=step,
+            time=step * 10.0,
+            metrics=None if value is None else {"accuracy": value},
+            pinned=step in (200, 250),
+        )
+        for step, value in values.items()
+    ]
+    rules = (
+        KeepBest(2, "accuracy", "max"),
+        KeepLatest(2),
+        KeepPeriod(300),
+        KeepTimeInterval(5000),
+        KeepPinned(),
+        KeepWithoutMetrics(),
+        KeepSteps([500]),
+    )
+    assert reasons(steps, rules) == {
+        0: ("every 300 steps", "every 1h23m20s"),
+        100: ("best accuracy (0.93)",),
+        200: ("2nd best accuracy (0.92)", "pinned"),
+        250: ("pinned",),
+        300: ("every 300 steps",),
+        400: ("no metrics",),
+        500: ("one of the newest 2", "every 1h23m20s", "chosen step"),
+        600: ("newest", "every 300 steps"),
+    }
+    assert list(reasons(steps[::-1], rules)) == sorted(values)
+
+
+def test_a_clock_set_back_can_be_read_in_the_reason() -> None:
+    assert reasons(timed({1: 100.0, 2: 40.0}), [KeepTimeInterval(60)]) == {
+        1: ("every 1m",),
+        2: ("newest", "every 1m (the clock was set back)"),
+    }
+
+
+def test_the_same_rule_twice_says_its_reason_once() -> None:
+    assert reasons(infos(1), [KeepLatest(1), KeepLatest(3), KeepPeriod(1), KeepPeriod(1)]) == {
+        1: ("newest", "every step")
+    }
+
+
+def test_the_newest_is_kept_whatever_the_rules_say() -> None:
+    steps = scored({100: 0.1, 200: 0.2, 300: 0.3, 400: 0.4, 500: 0.5})
+    assert list(reasons(steps, [KeepBest(3, "acc", "min")])) == [100, 200, 300, 500]
+    assert reasons(steps, [KeepSteps(())]) == {500: ("newest",)}
+
+
+def test_no_rules_keep_everything_and_no_steps_nothing() -> None:
+    assert list(reasons(infos(1, 2, 3), [])) == [1, 2, 3]
+    assert reasons(infos(1, 2), ())[1] == ("nothing limits what is kept",)
+    assert reasons([], [KeepLatest(1)]) == {}
+
+
+ACCURACIES = [0.1, 0.7, NAN, 0.9, None, 0.9, 0.2, None, 0.8, NAN, 0.3, 0.85]
+
+
+@pytest.mark.parametrize("restarts", [(), (1,), (4, 5), tuple(range(12))], ids=str)
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        pytest.param([KeepLatest(3)], [10, 11, 12], id="latest"),
+        pytest.param([KeepBest(1, "acc")], [6, 12], id="best-tie-goes-to-the-newer"),
+        pytest.param([KeepBest(3, "acc")], [4, 6, 12], id="three-best"),
+        pytest.param([KeepBest(2, "acc", "min")], [1, 7, 12], id="two-smallest"),
+        pytest.param([KeepBest(1, "acc"), KeepWithoutMetrics()], [5, 6, 8, 12], id="best-and-without-metrics"),
+        pytest.param([KeepLatest(1), KeepPeriod(5)], [5, 10, 12], id="period"),
+        pytest.param([KeepTimeInterval(600)], [1, 3, 5, 7, 8, 10, 12], id="interval-over-a-clock-set-back"),
+        pytest.param([KeepPinned()], [2, 9, 12], id="pinned"),
+        pytest.param([KeepLatest(1), KeepSteps([3, 11, 99])], [3, 11, 12], id="chosen"),
+        pytest.param([], list(range(1, 13)), id="everything"),
+    ],
+)
+def test_a_restart_in_the_middle_changes_nothing(
+    rules: list[Rule], expected: list[int], restarts: tuple[int, ...]
+) -> None:
+    run = Run(rules)
+    for step, accuracy in enumerate(ACCURACIES, start=1):
+        if step in restarts:
+            run = run.restart()
+        # Five minutes a step; before step 8 the clock is set back by two hours.
+        run.clock += 300.0 if step != 8 else -7200.0
+        run.commit(step, metrics=None if accuracy is None else {"acc": accuracy}, pinned=step in (2, 9))
+    assert run.kept() == expected
+
+
+def test_a_metric_that_arrives_late_counts() -> None:
+    steps = scored({1: 0.5, 2: None, 3: 0.4})
+    assert best(steps, "acc") == 1
+    steps[1] = StepInfo(step=2, time=2.0, metrics={"acc": 0.6})
+    assert best(steps, "acc") == 2
+
+
+def test_a_run_that_went_back_protects_its_highest_step() -> None:
+    run = Run([KeepLatest(2)])
+    for step in (100, 200, 300):
+        run.commit(step)
+    run.commit(250)
+    assert run.kept() == [250, 300]
+
+
+def test_rules_and_steps_are_values() -> None:
+    assert hf.CheckpointManagerOptions(keep_steps=[2, 1, 1]).rules() == (KeepSteps({1, 2}), KeepPinned(), KeepAll())
+    assert len({KeepLatest(3), KeepLatest(3), KeepSteps(frozenset([1])), KeepSteps(frozenset({1}))}) == 2
+    with pytest.raises(AttributeError):
+        StepInfo(step=1, time=0.0).pinned = True  # type: ignore[misc]  # frozen, which is the point

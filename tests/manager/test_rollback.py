@@ -1,0 +1,108 @@
+"""Going back to an older step and training on, while later steps of the branch that was left are still there."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+import holdfast as hf
+
+
+def trained(place: str, *steps: int, branch: str = "old", **options: Any) -> None:
+    with hf.CheckpointManager(place, options=hf.CheckpointManagerOptions(**options)) as manager:
+        for step in steps:
+            manager.save(step, {"branch": branch})
+
+
+def branches(manager: hf.CheckpointManager) -> dict[int, str]:
+    manager.wait_until_finished()
+    return {step: manager.restore(step)["branch"] for step in manager.all_steps()}
+
+
+def test_steps_that_were_left_are_replaced_and_told_of_once(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    trained(place, 1, 2, 3, 4)
+    with hf.CheckpointManager(place) as manager:
+        manager.restore(1)
+        assert not manager.should_save(1)
+        assert manager.should_save(2), "what is there is of the other branch"
+        for step in range(2, 6):
+            assert manager.save(step, {"branch": "new"})
+            assert not manager.should_save(step)
+        [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert "went back to step 1, and later steps are there (3, 4)" in warning
+        assert "delete_after(1)" in warning
+        assert branches(manager) == {1: "old", 2: "new", 3: "new", 4: "new", 5: "new"}
+
+
+def test_what_is_saved_after_going_back_is_not_deleted_at_once(place: str) -> None:
+    trained(place, 10, 20, 30)
+    with hf.CheckpointManager(place, options=hf.CheckpointManagerOptions(max_to_keep=2)) as manager:
+        manager.restore(10)
+        manager.save(11, {"branch": "new"})
+        manager.wait_until_finished()
+        assert manager.all_steps() == [11, 20, 30]
+        assert manager.why_kept(11) == ("saved last",)
+        manager.save(12, {"branch": "new"})
+        manager.wait_until_finished()
+        assert manager.all_steps() == [12, 20, 30]
+
+
+def test_delete_after(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    trained(place, 1, 2, 3, 4)
+    with hf.CheckpointManager(place) as manager:
+        manager.pin(3)
+        (hf.as_location(place) / "4" / "checkpoint.json").write_bytes(b"{")
+        manager.reload()
+        manager.restore(2)
+        assert manager.delete_after(2) == [3, 4]
+        assert manager.delete_after(2) == []
+        assert manager.latest_step() == 2
+        manager.save(3, {"branch": "new"})
+        assert branches(manager) == {1: "old", 2: "old", 3: "new"}
+        assert "later steps" not in caplog.text
+        with pytest.raises(hf.OptionError, match="must not be negative"):
+            manager.delete_after(-1)
+    with pytest.raises(hf.StateError, match="read_only"):
+        hf.CheckpointManager(place, options=hf.CheckpointManagerOptions(read_only=True)).delete_after(1)
+
+
+def test_the_save_that_is_under_way_counts(place: str) -> None:
+    with hf.CheckpointManager(place) as manager:
+        manager.save(1, {"branch": "old"})
+        manager.save(2, {"branch": "old"})
+        assert manager.delete_after(1) == [2]
+        assert manager.all_steps() == [1]
+
+
+def test_looking_at_an_older_step_is_no_going_back(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    with hf.CheckpointManager(place) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"branch": "old"})
+        manager.restore(1)
+        manager.save(4, {"branch": "old"})
+        assert not manager.save(3, {"branch": "new"})
+        assert branches(manager) == dict.fromkeys(range(1, 5), "old")
+    assert "later steps" not in caplog.text
+
+
+def test_a_run_that_restores_nothing_is_told(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    trained(place, *range(10, 20))
+    caplog.clear()
+    with hf.CheckpointManager(place) as manager:
+        for step in (1, 2):
+            manager.save(step, {"branch": "new"})
+        assert not manager.save(10, {"branch": "new"}), "nobody asked for it to be replaced"
+    [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "this run has not restored the later steps that are there (10, 11, 12, 13, ..., 17, 18, 19)" in warning
+
+
+def test_a_step_that_could_not_be_replaced_is_still_due(place: str) -> None:
+    trained(place, 1, 2)
+    with hf.CheckpointManager(place) as manager:
+        manager.restore(1)
+        with pytest.raises(hf.UnsupportedLeafError):
+            manager.save(2, {"branch": object()})
+        assert manager.save(2, {"branch": "new"})
+        assert branches(manager) == {1: "old", 2: "new"}

@@ -1,0 +1,415 @@
+"""Transformations of trees: where each value comes from, in which containers, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax  # type: ignore[import-untyped]  # it comes without type information
+import pytest
+from flax.core import FrozenDict, freeze
+from hypothesis import given, settings
+
+from holdfast.engine.errors import OptionError, TreeMismatchError
+from holdfast.engine.pytree import Transform, apply_transformations
+
+ORIGINAL: dict[str, Any] = {
+    "a": 1,
+    "b": {"c": 5, "d": [0, 1, 2, 3]},
+    "f": 2,
+    "b1": {"c": 2},
+    "b2": {"c": 3},
+}
+
+
+class Pair(NamedTuple):
+    mu: Any
+    nu: Any
+
+
+@dataclass
+class State:
+    step: Any
+    params: Any
+
+
+T = Transform
+structure_of: Any = jax.tree.structure
+abstract: Any = jax.ShapeDtypeStruct
+
+
+@pytest.mark.parametrize(
+    ("transformations", "new", "expected"),
+    [
+        ({"x": T(original_key="a")}, {"x": ...}, {"x": 1}),
+        ({"x": T(original_key="b/c")}, {"x": 0}, {"x": 5}),
+        ({"b": {"c": T(original_key="a")}}, {"b": {"c": 0}}, {"b": {"c": 1}}),
+        ({"b/c": T(original_key="a")}, {"b": {"c": 0}}, {"b": {"c": 1}}),
+        ({"b": {r"(.)": T(original_key="a")}}, {"b": {"c": 0}}, {"b": {"c": 1}}),
+        ({r"x(\d.*)": T(original_key=r"b\1")}, {"x1": {"c": 0}, "x2": {"c": 0}}, {"x1": {"c": 2}, "x2": {"c": 3}}),
+        ({r"(?P<n>\d)": T(original_key=r"b\g<n>/c")}, {"1": 0, 2: 0}, {"1": 2, 2: 3}),
+        ({"x": [T(original_key="a"), T(original_key="f")]}, {"x": (0, 0)}, {"x": (1, 2)}),
+        ({"a": T(value_fn=lambda v: v * 10)}, {"a": 0}, {"a": 10}),
+        ({"x": T(original_key="a", value_fn=lambda v: v * 10)}, {"x": 0}, {"x": 10}),
+        ({"x": T(multi_value_fn=lambda tree: tree["a"] + tree["f"])}, {"x": 0}, {"x": 3}),
+        (
+            {r"x\d": T(multi_value_fn=lambda key, tree: tree[f"b{key[1:]}"]["c"])},
+            {"x1": 0, "x2": 0},
+            {"x1": 2, "x2": 3},
+        ),
+        ({"a": T()}, {"a": 0}, {"a": 1}),
+        ({"": T(original_key="b")}, {"c": 0, "d": [0, 0]}, {"c": 5, "d": [0, 1]}),
+        ({"x": T(original_key="")}, {"x": {"a": 0, "b1": {"c": 0}}}, {"x": {"a": 1, "b1": {"c": 2}}}),
+        ({}, {}, {}),
+    ],
+    ids=[
+        "renamed",
+        "from deeper",
+        "key in dictionaries",
+        "key with slashes",
+        "pattern in dictionaries",
+        "groups",
+        "named groups and integer keys",
+        "transformations in a list",
+        "function of the value",
+        "function of another value",
+        "function of the tree",
+        "function of the key and the tree",
+        "the same key",
+        "the whole tree from below a key",
+        "the whole tree moved below a key",
+        "nothing",
+    ],
+)
+def test_where_values_come_from(transformations: Any, new: Any, expected: Any) -> None:
+    for default_to_original in (True, False):
+        found = apply_transformations(ORIGINAL, transformations, new, default_to_original)
+        assert found == expected
+        assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("transformations", "expected_true", "expected_false"),
+    [
+        ({}, {"a": 1, "g": 8}, {"a": 7, "g": 8}),
+        ({"a": T(use_fallback=True)}, {"a": 7, "g": 8}, {"a": 1, "g": 8}),
+        ({"a": T()}, {"a": 1, "g": 8}, {"a": 1, "g": 8}),
+        ({"g": T(original_key="a")}, {"a": 1, "g": 1}, {"a": 7, "g": 1}),
+    ],
+    ids=["no transformation", "fallback", "named", "renamed"],
+)
+def test_the_tree_that_is_preferred(transformations: Any, expected_true: Any, expected_false: Any) -> None:
+    new = {"a": 7, "g": 8}
+    assert apply_transformations(ORIGINAL, transformations, new) == expected_true
+    assert apply_transformations(ORIGINAL, transformations, new, default_to_original=True) == expected_true
+    assert apply_transformations(ORIGINAL, transformations, new, default_to_original=False) == expected_false
+
+
+NEW_SUBTREE = {"x": {"c": 0, "d": [0, 0, 0, 0]}}
+
+
+@pytest.mark.parametrize(
+    ("transform", "new", "expected"),
+    [
+        (T(original_key="b"), NEW_SUBTREE, {"x": {"c": 5, "d": [0, 1, 2, 3]}}),
+        (T(original_key="b"), {"x": {"d": (0, 0)}}, {"x": {"d": (0, 1)}}),
+        (T(original_key="b"), {"x": ...}, {"x": {"c": 5, "d": [0, 1, 2, 3]}}),
+        (T(original_key="b", value_fn=lambda v: v + 1), NEW_SUBTREE, {"x": {"c": 6, "d": [1, 2, 3, 4]}}),
+        (T(original_key="b", value_fn=lambda v: sum(v["d"])), {"x": ...}, {"x": 6}),
+        (T(use_fallback=True), NEW_SUBTREE, NEW_SUBTREE),
+        (T(multi_value_fn=lambda tree: {**tree["b"], "more": 1}), NEW_SUBTREE, {"x": {"c": 5, "d": [0, 1, 2, 3]}}),
+        (T(multi_value_fn=lambda tree: tree["b"]["d"][1:]), {"x": ...}, {"x": [1, 2, 3]}),
+    ],
+    ids=[
+        "leaf by leaf",
+        "a part",
+        "placeholder",
+        "function",
+        "function, placeholder",
+        "fallback",
+        "whole",
+        "whole, ...",
+    ],
+)
+@pytest.mark.parametrize("key", ["x", "[x-z]"], ids=["key", "pattern"])
+def test_a_transformation_of_a_container_applies_to_all_leaves_below(
+    key: str, transform: Transform, new: Any, expected: Any
+) -> None:
+    assert apply_transformations(ORIGINAL, {key: transform}, new) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "winner"),
+    [
+        (["b/c", "b/.*"], "b/c"),
+        (["b/.*", "b/c"], "b/c"),
+        (["b", "b/c"], "b/c"),
+        (["b/.*", "b"], "b"),
+        (["b/.", ".*"], "b/."),
+        ([".*", "b/."], ".*"),
+        (["[b]", "b/."], "b/."),
+        (["", "b"], "b"),
+        (["", ".*"], ""),
+    ],
+    ids=lambda value: str(value),
+)
+def test_which_transformation_applies(keys: list[str], winner: str) -> None:
+    """Keys written out go before patterns, longer before shorter, first before later."""
+
+    def named(key: str) -> Transform:
+        return T(value_fn=lambda value: key)
+
+    calls = {key: named(key) for key in keys}
+    assert apply_transformations(ORIGINAL, calls, {"b": {"c": 0}}) == {"b": {"c": winner}}
+
+
+def test_keys_match_paths_as_messages_show_them() -> None:
+    original = {"w+b": 1, "a.b": 2, "a/b": 3, "50%": 4, 1: 5, "1": 6, "(x": 7}
+    keys = {"w+b": "w+b", "a.b": "a.b", "a/b": "a%2Fb", "50%": "50%25", 1: "1", "1": "%31", "(x": "(x"}
+    new = {f"new {number}": ... for number in range(len(keys))}
+    renamed = {f"new {number}": T(original_key=path) for number, path in enumerate(keys.values())}
+    assert list(apply_transformations(original, renamed, new).values()) == [1, 2, 3, 4, 5, 6, 7]
+    for path, value in zip(keys.values(), original.values(), strict=True):
+        negative = apply_transformations(original, {path: T(value_fn=lambda v: -v)}, original)
+        assert [one for one in negative.values() if one < 0] == [-value]
+
+
+def test_the_containers_are_those_of_the_new_tree() -> None:
+    original = {
+        "dict": {"mu": 1, "nu": 2},
+        "pair": {"mu": 3, "nu": 4},
+        "list": (5, 6),
+        "state": {"step": 7, "params": {"w": 8}},
+        "frozen": {"w": 9},
+        "ordered": {"y": 10, "x": 11},
+    }
+    new = {
+        "dict": Pair(0, 0),
+        "pair": {"nu": 0, "mu": 0},
+        "list": [0, 0],
+        "state": State(0, freeze({"w": 0})),
+        "frozen": freeze({"w": 0}),
+        "ordered": OrderedDict(x=0, y=0),
+    }
+    found = apply_transformations(original, {}, new)
+    assert found == {
+        "dict": Pair(1, 2),
+        "pair": {"nu": 4, "mu": 3},
+        "list": [5, 6],
+        "state": State(7, freeze({"w": 8})),
+        "frozen": freeze({"w": 9}),
+        "ordered": OrderedDict(x=11, y=10),
+    }
+    assert type(found["frozen"]) is FrozenDict
+    assert type(found["state"]) is State
+    assert list(found["pair"]) == ["nu", "mu"]
+    assert structure_of(found["frozen"]) == structure_of(new["frozen"])
+
+
+def test_states_of_optax() -> None:
+    old, new = {"old": jnp.ones(3)}, {"new": jnp.zeros(3)}
+    tx = optax.chain(optax.clip(1.0), optax.adam(1e-3))
+    gradients = {"old": jnp.full(3, 0.5)}
+    _, state = tx.update(gradients, tx.init(old), old)
+    found = apply_transformations(state, {r"(.*)new(.*)": T(original_key=r"\1old\2")}, tx.init(new))
+    assert structure_of(found) == structure_of(tx.init(new))
+    adam, before = found[1][0], state[1][0]
+    np.testing.assert_array_equal(adam.mu["new"], before.mu["old"])
+    np.testing.assert_array_equal(adam.nu["new"], before.nu["old"])
+    assert adam.count == 1
+
+
+def test_bare_leaves() -> None:
+    assert apply_transformations(5, {}, 6) == 5
+    assert apply_transformations(5, {}, 6, default_to_original=False) == 6
+    assert apply_transformations({"a": 5}, T(original_key="a"), ...) == 5
+    with pytest.raises(TreeMismatchError, match=re.escape("(root): expected a value, 'b' is not in the original")):
+        apply_transformations({"a": 5}, {"": T(original_key="b")}, ...)
+
+
+def test_none_is_no_value() -> None:
+    assert apply_transformations({"a": None, "b": 1}, {}, {"a": 2, "b": None}) == {"a": 2, "b": None}
+    assert apply_transformations({"a": None}, {}, {"a": ...}) == {"a": None}
+    assert apply_transformations({"a": 1}, {".*": T(original_key="a")}, {"b": None, "c": 0}) == {"b": None, "c": 1}
+    assert apply_transformations({"a": 1}, {"b": T(use_fallback=True)}, {"b": None}) == {"b": None}
+    with pytest.raises(TreeMismatchError, match="c: expected a value, found None at 'a' in the original tree"):
+        apply_transformations({"a": None}, {"c": T(original_key="a")}, {"c": 0})
+    with pytest.raises(TreeMismatchError, match=r"b: expected a place for a value, found None.*write \.\.\. instead"):
+        apply_transformations({"a": 1}, {"b": T(original_key="a")}, {"b": None})
+
+
+def test_values_are_handed_on_as_they_are() -> None:
+    array = np.arange(3)
+    found = apply_transformations({"a": array}, {"b": T(original_key="a")}, {"a": ..., "b": jnp.zeros(7)})
+    assert found["a"] is array
+    assert found["b"] is array
+    kept = abstract((3,), np.float32)
+    assert apply_transformations({}, {}, {"a": kept})["a"] is kept
+
+
+def test_a_function_of_the_tree_is_given_the_tree_itself_and_called_once() -> None:
+    calls = []
+
+    def whole(tree: Any) -> Any:
+        calls.append(tree)
+        return [tree["a"], tree["f"]]
+
+    assert apply_transformations(ORIGINAL, {"x": T(multi_value_fn=whole)}, {"x": (0, 0)}) == {"x": (1, 2)}
+    assert calls == [ORIGINAL]
+    assert calls[0] is ORIGINAL
+
+
+def test_empty_containers_stay() -> None:
+    assert apply_transformations({"a": (), "b": 1}, {}, {"a": 3, "b": [], "c": {}}) == {"a": 3, "b": [], "c": {}}
+    assert apply_transformations({"a": ()}, {}, {"a": ...}) == {"a": ()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"original_key": 3}, "original_key=3 must be text"),
+        ({"use_fallback": 1}, "use_fallback=1 must be True or False"),
+        ({"value_fn": "x"}, "value_fn='x' must be a function"),
+        ({"multi_value_fn": 1}, "multi_value_fn=1 must be a function"),
+        ({"use_fallback": True, "original_key": "a"}, "use_fallback=True and original_key= contradict"),
+        ({"use_fallback": True, "value_fn": abs}, "use_fallback=True and value_fn= contradict"),
+        ({"use_fallback": True, "multi_value_fn": abs}, "use_fallback=True and multi_value_fn= contradict"),
+        ({"original_key": "a", "multi_value_fn": abs}, "multi_value_fn= and original_key= contradict"),
+        ({"value_fn": abs, "multi_value_fn": abs}, "multi_value_fn= and value_fn= contradict"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_transformations_that_contradict_themselves(arguments: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Transform(**arguments)
+
+
+def test_a_transform_does_not_change() -> None:
+    with pytest.raises(AttributeError):
+        T(original_key="a").original_key = "b"  # type: ignore[misc] # what is tested
+    assert T(original_key="a") == T(original_key="a") != T(original_key="b")
+
+
+@pytest.mark.parametrize(
+    ("transformations", "message"),
+    [
+        ({"x": "a"}, "'x' is a str; expected a Transform or a dictionary of them"),
+        ({"x": {"y": None}}, "'x/y' is a NoneType"),
+        (None, "the whole is a NoneType"),
+        ({"typo": T(original_key="a")}, "'typo' matches no key of the new tree, which has 'x', 'y', 'y/z'"),
+        ({"x|typo": T(original_key="a"), "z": T()}, "'z' matches no key"),
+        ({"x(": T(original_key="a")}, r"'x\(' is neither a key of the new tree nor a regular expression"),
+        ({"x": T(original_key=r"\1")}, r"'x' has original_key='\\\\1', which does not fit its key"),
+        ({"(x)": T(original_key=r"\g<name>")}, "which does not fit its key: unknown group name"),
+    ],
+    ids=["text", "None", "nothing", "typo", "second typo", "no expression", "no group", "no named group"],
+)
+def test_wrong_transformations(transformations: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        apply_transformations({"a": 1}, transformations, {"x": 0, "y": {"z": 0}})
+
+
+@pytest.mark.parametrize(
+    ("transformations", "new", "default_to_original", "messages"),
+    [
+        ({"x": T(original_key="q")}, {"x": 0}, True, ["x: expected a value, 'q' is not in the original tree (t"]),
+        (
+            {"(.*)": T(original_key=r"q\1")},
+            {"x": 0, "y": 0},
+            True,
+            ["x: expected a value, 'qx'", "y: expected", "'(.*)'"],
+        ),
+        ({"x": T()}, {"x": 0}, True, ["x: expected a value, not in the original tree (transformation 'x')"]),
+        ({"x": T(value_fn=abs)}, {"x": 0}, True, ["value_fn is given the value at this key", "multi_value_fn"]),
+        ({"x": T(use_fallback=True)}, {"x": 0}, False, ["x: expected a value, not in the original tree"]),
+        ({"x": T(use_fallback=True)}, {"x": ...}, True, ["only a placeholder", "use_fallback takes it from there"]),
+        (
+            {},
+            {"x": ...},
+            True,
+            ["x: expected a value, found only a placeholder in the new tree, and the original tree"],
+        ),
+        ({}, {"a": ...}, False, ["a: expected a value, found only a placeholder", "default_to_original is False"]),
+        ({}, {"b": 0}, True, ["b: expected one value, found a container of 5 leaves at 'b'", "write ..."]),
+        (
+            {"x": T(original_key="")},
+            {"x": 0},
+            True,
+            ["x: expected one value, found a container of 9 leaves at '(root)'"],
+        ),
+    ],
+    ids=[
+        "no such key",
+        "pattern",
+        "same key",
+        "value_fn",
+        "fallback to original",
+        "fallback to placeholder",
+        "placeholder",
+        "placeholder, new preferred",
+        "container for a leaf",
+        "tree for a leaf",
+    ],
+)
+def test_keys_that_cannot_be_filled(
+    transformations: Any, new: Any, default_to_original: bool, messages: list[str]
+) -> None:
+    with pytest.raises(TreeMismatchError, match=f"of {len(new)} keys of the new tree cannot be filled") as caught:
+        apply_transformations(ORIGINAL, transformations, new, default_to_original)
+    for message in messages:
+        assert message in str(caught.value)
+    assert len(caught.value.differences) == len(new)
+
+
+@pytest.mark.parametrize(
+    ("transform", "new", "message"),
+    [
+        (
+            T(multi_value_fn=lambda tree: [1]),
+            0,
+            "multi_value_fn of the transformation for x returned a list: expected one",
+        ),
+        (T(original_key="a", value_fn=lambda v: {"k": v}), 0, "value_fn of the transformation for x returned a dict"),
+        (T(multi_value_fn=lambda tree: tree["b1"]), {"c": 0, "d": 0}, "(?s)must return a tree .*d: not returned"),
+    ],
+    ids=["tree", "value", "part missing"],
+)
+def test_functions_that_return_a_tree_that_does_not_fit(transform: Transform, new: Any, message: str) -> None:
+    with pytest.raises(TreeMismatchError, match=message):
+        apply_transformations(ORIGINAL, {"x": transform}, {"x": new})
+
+
+@pytest.mark.parametrize(
+    ("transform", "note"),
+    [
+        (T(original_key="a", value_fn=lambda v: v / 0), "raised by value_fn of the transformation for x"),
+        (T(multi_value_fn=lambda tree: tree["a"] / 0), "raised by multi_value_fn of the transformation for x"),
+    ],
+    ids=["value", "tree"],
+)
+def test_errors_of_functions_name_the_key(transform: Transform, note: str) -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        apply_transformations(ORIGINAL, {"x": transform}, {"x": 0})
+    assert caught.value.__notes__ == [note]
+
+
+KEYS = st.text("ab.1/%", min_size=1, max_size=3)
+TREES = st.recursive(
+    st.integers(), lambda inner: st.dictionaries(KEYS, inner, max_size=4) | st.lists(inner, max_size=3), max_leaves=12
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(TREES, TREES)
+def test_without_transformations_a_tree_comes_back(tree: Any, other: Any) -> None:
+    placeholders = jax.tree.map(lambda leaf: ..., tree)
+    assert apply_transformations(tree, {}, placeholders) == tree
+    assert apply_transformations(tree, {}, tree, default_to_original=False) == tree
+    original, new = {"old": tree, "more": other}, {"new": placeholders, "g": 1}
+    assert apply_transformations(original, {"new": T(original_key="old")}, new) == {"new": tree, "g": 1}

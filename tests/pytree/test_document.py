@@ -1,0 +1,196 @@
+"""Trees as JSON: round trips, and forged documents."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, OrderedDict, defaultdict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.ids import plain_id
+
+from holdfast.engine.errors import DamagedCheckpointError
+from holdfast.engine.pytree import flatten, from_document, split, to_document
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclass
+class Box:
+    content: Any
+
+
+def through_json(tree: Any) -> Any:
+    flat = flatten(tree)
+    document = to_document(flat.structure, [{"kind": "none"}] * len(flat.names))
+    names, leaves, containers = from_document(json.loads(json.dumps(document)))
+    assert names == flat.names
+    assert len(leaves) == len(flat.values)
+    return containers.build(flat.values)
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ({"a": 1, 1: 2, "1": 3, -5: 4}, {"a": 1, 1: 2, "1": 3, -5: 4}),
+        ({True: 1, "True": 2}, {True: 1, "True": 2}),
+        ({"": 1, "a.b": 2, "\ud83d\ude00": 3, "\ud800": 4}, {"": 1, "a.b": 2, "\ud83d\ude00": 3, "\ud800": 4}),
+        ([1, (2, [3]), {}], [1, (2, [3]), {}]),
+        (Pair(1, Pair(2, ())), {"left": 1, "right": {"left": 2, "right": ()}}),
+        (Box([1]), {"content": [1]}),
+        (OrderedDict(b=1, a=2), OrderedDict(b=1, a=2)),
+        (Counter("aab"), Counter("aab")),
+        (defaultdict(list, a=[1]), defaultdict(list, a=[1])),
+        (defaultdict(lambda: 1, a=1), defaultdict(None, a=1)),
+        (7, 7),
+        ((), ()),
+    ],
+    ids=plain_id,
+)
+def test_a_document_brings_plain_containers_back(tree: Any, expected: Any) -> None:
+    again = through_json(tree)
+    assert again == expected
+    assert type(again) is type(expected)
+    if isinstance(expected, dict):
+        assert [(type(key), key) for key in again] == [(type(key), key) for key in expected]
+        assert getattr(again, "default_factory", None) is getattr(expected, "default_factory", None)
+
+
+scalars = st.integers() | st.none()
+keys = st.text(st.characters(codec=None), max_size=3) | st.integers(-9, 9) | st.sampled_from(["1", "-1", "True"])
+trees = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(keys, inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(trees)
+@settings(deadline=None, max_examples=150)
+def test_every_plain_tree_comes_back(tree: Any) -> None:
+    again = through_json(tree)
+    assert repr(again) == repr(tree)  # types, order of keys and all
+    flat = flatten(tree)
+    assert len(set(flat.names)) == len(flat.names)
+
+
+@given(trees, st.data())
+@settings(deadline=None, max_examples=100)
+def test_leaves_that_are_selected_keep_their_paths(tree: Any, data: st.DataObject) -> None:
+    flat = flatten(tree)
+    document = to_document(flat.structure, [{"kind": "none"}] * len(flat.names))
+    containers = from_document(document)[2]
+    chosen = data.draw(st.lists(st.booleans(), min_size=len(flat.names), max_size=len(flat.names)))
+    if not any(chosen):
+        return
+    wanted = [split(name) for name, keep in zip(flat.names, chosen, strict=True) if keep]
+    selected = flatten(containers.select(chosen).build(["leaf"] * len(wanted)))
+    assert [split(name) for name in selected.names] == wanted
+
+
+def test_selecting_makes_a_dict_of_a_list_that_loses_leaves() -> None:
+    flat = flatten({"a": [1, 2, 3], "b": (4, 5), "c": {"d": 6}, "e": {}})
+    containers = from_document(to_document(flat.structure, [{"kind": "int"}] * 6))[2]
+    assert containers.select([True, False, True, True, True, False]).build([1, 3, 4, 5]) == {
+        "a": {0: 1, 2: 3},
+        "b": (4, 5),
+    }
+    assert containers.select([False] * 6).build([]) == {}
+
+
+def test_a_document_of_many_leaves_is_stored_once() -> None:
+    jax: dict[str, Any] = {"kind": "jax", "sharding": {"type": "SingleDeviceSharding"}}
+    keys: dict[str, Any] = {"kind": "numpy"}
+    value: dict[str, Any] = {"kind": "int", "value": "12345678901234567890"}
+    said = [jax, dict(jax), keys, value, value, jax, keys, jax]
+    flat = flatten(list(range(len(said))))
+    document = json.loads(json.dumps(to_document(flat.structure, said)))
+    assert document["leaves"] == [0, 0, 1, value, value, 0, 1, 0]
+    assert document["facts"] == [jax, keys]
+    assert from_document(document)[1] == said
+    different = [{"kind": "jax", "number": number} for number in range(8)]
+    assert to_document(flat.structure, different)["leaves"] == different
+
+
+LEAF = {"kind": "none"}
+
+
+def nested(levels: int) -> Any:
+    node: Any = None
+    for _ in range(levels):
+        node = {"type": "list", "children": [node]}
+    return node
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {},
+        {"tree": None},
+        {"leaves": []},
+        {"tree": None, "leaves": []},
+        {"tree": None, "leaves": {}},
+        {"tree": None, "leaves": [LEAF, LEAF]},
+        {"tree": None, "leaves": [None]},
+        {"tree": None, "leaves": [{}]},
+        {"tree": None, "leaves": [{"kind": 1}]},
+        {"tree": None, "leaves": [0]},
+        {"tree": None, "leaves": [0], "facts": {}},
+        {"tree": None, "leaves": [1], "facts": [LEAF]},
+        {"tree": None, "leaves": [-1], "facts": [LEAF]},
+        {"tree": None, "leaves": [True], "facts": [LEAF, LEAF]},
+        {"tree": None, "leaves": [0], "facts": [None]},
+        {"tree": None, "leaves": [0], "facts": [{}]},
+        {"tree": None, "leaves": [0], "facts": [{"kind": "set", "value": []}]},
+        {"tree": None, "leaves": [0], "facts": [{"kind": "bytes", "base64": ""}]},
+        {"tree": 5, "leaves": [LEAF]},
+        {"tree": "dict", "leaves": [LEAF]},
+        {"tree": [], "leaves": []},
+        {"tree": {}, "leaves": []},
+        {"tree": {"type": "list"}, "leaves": []},
+        {"tree": {"type": "list", "children": {}}, "leaves": []},
+        {"tree": {"type": "list", "children": [1]}, "leaves": [LEAF]},
+        {"tree": {"type": "os.system", "children": []}, "leaves": []},
+        {"tree": {"type": ["list"], "children": []}, "leaves": []},
+        {"tree": {"type": "list", "class": 5, "children": []}, "leaves": []},
+        {"tree": {"type": "dict", "children": [None]}, "leaves": [LEAF]},
+        {"tree": {"type": "dict", "keys": "a", "children": [None]}, "leaves": [LEAF]},
+        {"tree": {"type": "dict", "keys": [], "children": [None]}, "leaves": [LEAF]},
+        {"tree": {"type": "dict", "keys": [None], "children": [None]}, "leaves": [LEAF]},
+        {"tree": {"type": "dict", "keys": [1.5], "children": [None]}, "leaves": [LEAF]},
+        {"tree": {"type": "dict", "keys": [[]], "children": [None]}, "leaves": [LEAF]},
+        {"tree": {"type": "dict", "keys": [1 << 64], "children": [None]}, "leaves": [LEAF]},
+        {"tree": {"type": "dict", "keys": ["a/b"], "children": [None]}, "leaves": [LEAF]},
+        {"tree": {"type": "dict", "keys": [".."], "children": [None]}, "leaves": [LEAF]},
+        {"tree": {"type": "dict", "keys": ["a", "a"], "children": [None, None]}, "leaves": [LEAF, LEAF]},
+        {"tree": {"type": "dict", "keys": ["a", "%61"], "children": [None, None]}, "leaves": [LEAF, LEAF]},
+        {"tree": {"type": "dict", "keys": ["1", 1], "children": [None, None]}, "leaves": [LEAF, LEAF]},
+        {"tree": {"type": "dict", "keys": [True, 1], "children": [None, None]}, "leaves": [LEAF, LEAF]},
+        {"tree": nested(300), "leaves": [LEAF]},
+    ],
+    ids=lambda document: json.dumps(document)[:60],
+)
+def test_a_forged_document_is_damage(document: Any) -> None:
+    with pytest.raises(DamagedCheckpointError):
+        from_document(document)
+
+
+def test_a_factory_that_is_not_plain_is_never_looked_up() -> None:
+    document = {"type": "default_dict", "class": "os.system", "keys": [], "children": []}
+    assert from_document({"tree": document, "leaves": []})[2].build([]).default_factory is None
+
+
+def test_empty_containers_stay_unless_a_leaf_beside_them_goes() -> None:
+    tree = {"a": [(), {"b": 1}, {"c": {}}], "d": {"e": 2}, "f": []}
+    _, _, containers = from_document(to_document(flatten(tree).structure, [{"kind": "int"}] * 2))
+    assert containers.select([True, True]).build([1, 2]) == tree
+    assert containers.select([True, False]).build([1]) == {"a": [(), {"b": 1}, {"c": {}}]}
+    assert containers.select([False, True]).build([2]) == {"d": {"e": 2}}

@@ -1,0 +1,179 @@
+"""Trees taken apart: their containers, the names of their leaves, and trees that are refused."""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections import Counter, OrderedDict, defaultdict
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from tests.ids import plain_id
+
+from holdfast.engine.errors import UnsupportedLeafError
+from holdfast.engine.pytree import flatten, unflatten
+from holdfast.engine.pytree.flatten import MAX_DEPTH
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclass
+class Counters:
+    done: Any
+    best: Any = field(default=None, init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    value: Any
+
+
+class Settings(dict):  # type: ignore[type-arg] # a plain subclass, as programs have them
+    note = "class attribute"
+
+
+class Steps(list):  # type: ignore[type-arg] # likewise
+    pass
+
+
+class Color(enum.StrEnum):
+    RED = "red"
+
+
+@pytest.mark.parametrize(
+    ("tree", "names"),
+    [
+        ({"a": 1, "b": {"c": 2, "d": [3, (4, 5)]}}, ["a", "b.c", "b.d.0", "b.d.1.0", "b.d.1.1"]),
+        ({"z": 1, "a": 2}, ["z", "a"]),
+        ([], []),
+        ({"empty": {}, "list": [], "tuple": ()}, []),
+        (7, [""]),
+        (None, [""]),
+        ({"n": None}, ["n"]),
+        ({1: "int", 2: "int"}, ["1", "2"]),
+        ({1: "int", "1": "str"}, ["1", "%31"]),
+        ({"1": "str", 1: "int"}, ["%31", "1"]),
+        ({"1": "str"}, ["1"]),
+        ({-3: 0, "-3": 1, "%2D3": 2}, ["-3", "%2D3", "%252D3"]),
+        ({True: 0, "True": 1}, ["True", "%54rue"]),
+        ({np.int64(4): 0, Color.RED: 1}, ["4", "red"]),
+        ({"a.b": 1, "a": {"b": 2}}, ["a%2Eb", "a.b"]),
+        ({"": 1}, ["%"]),
+        (Point(1, Point(2, 3)), ["x", "y.x", "y.y"]),
+        (Counters(1), ["done", "best"]),
+        (Frozen([1]), ["value.0"]),
+        (types.MappingProxyType({"k": 1}), ["k"]),
+        (Steps([1, 2]), ["0", "1"]),
+    ],
+    ids=plain_id,
+)
+def test_names_are_the_paths_of_the_leaves(tree: Any, names: list[str]) -> None:
+    assert flatten(tree).names == names
+
+
+def test_a_dataclass_keeps_fields_that_its_constructor_does_not_take() -> None:
+    counters = Counters([1, 2])
+    counters.best = 0.5
+    flat = flatten(counters)
+    assert flat.names == ["done.0", "done.1", "best"]
+    assert unflatten(flatten(Counters([0, 0])).structure, flat.values) == counters
+
+
+def containers() -> list[Any]:
+    settings = Settings(a=1)
+    settings.note = "instance attribute"
+    return [
+        {"a": 1, 2: [3]},
+        OrderedDict([("b", 1), ("a", 2)]),
+        defaultdict(list, {"a": [1]}),
+        Counter("abracadabra"),
+        settings,
+        Steps([1, 2]),
+        (1, (2,), ()),
+        Point([1], {}),
+        Counters(3),
+        Frozen(4),
+        types.MappingProxyType({"k": 1}),
+        [[], {}, (), None],
+        5,
+    ]
+
+
+@pytest.mark.parametrize("tree", containers(), ids=lambda tree: type(tree).__name__)
+def test_unflatten_gives_the_same_tree_of_the_same_types(tree: Any) -> None:
+    flat = flatten({"root": tree})
+    again = unflatten(flat.structure, flat.values)["root"]
+    assert again == tree
+    assert type(again) is type(tree)
+    assert getattr(again, "default_factory", None) == getattr(tree, "default_factory", None)
+    assert getattr(again, "note", None) == getattr(tree, "note", None)
+
+
+def test_unflatten_copies_containers() -> None:
+    template = {"a": Settings(x=[1])}
+    flat = flatten(template)
+    unflatten(flat.structure, [2])
+    assert template == {"a": {"x": [1]}}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_unflatten_wants_as_many_values_as_leaves(count: int) -> None:
+    with pytest.raises(ValueError, match="leaves"):
+        unflatten(flatten({"a": 1, "b": 2}).structure, [0] * count)
+
+
+def test_shared_containers_are_no_cycles() -> None:
+    shared = [np.ones(2)]
+    assert flatten({"a": shared, "b": shared}).names == ["a.0", "b.0"]
+
+
+def test_a_cycle_is_an_error_that_names_both_places() -> None:
+    tree: dict[str, Any] = {"a": {"b": [1]}, "fine": 2}
+    tree["a"]["b"].append(tree["a"])
+    with pytest.raises(UnsupportedLeafError, match=r"a/b/1: dict contains itself: it is also at a$"):
+        flatten(tree)
+
+
+def test_a_list_that_holds_itself_is_an_error() -> None:
+    tree: list[Any] = []
+    tree.append(tree)
+    with pytest.raises(UnsupportedLeafError, match=r"0: list contains itself: it is also at \(root\)"):
+        flatten(tree)
+
+
+def test_too_deep_a_tree_is_an_error_and_no_recursion_error() -> None:
+    tree: Any = 1
+    for _ in range(MAX_DEPTH):
+        tree = [tree]
+    assert len(flatten(tree).names) == 1
+    for _ in range(5000):
+        tree = {"a": tree}
+    with pytest.raises(UnsupportedLeafError, match="nested deeper than 200 levels"):
+        flatten(tree)
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ((1, 2), r"the key \(1, 2\) of type tuple"),
+        (1.5, "of type float"),
+        (None, "of type NoneType"),
+        (b"k", "of type bytes"),
+        (1 << 70, "does not fit 64 bits"),
+    ],
+)
+def test_other_keys_are_errors_that_name_the_path(key: Any, said: str) -> None:
+    with pytest.raises(UnsupportedLeafError, match=f"outer/inner: dict has .*{said}"):
+        flatten({"outer": {"inner": {key: 1}}, "fine": 1})
+
+
+def test_all_bad_places_are_named_at_once() -> None:
+    with pytest.raises(UnsupportedLeafError) as caught:
+        flatten({"a": {1.5: 0}, "b": {None: 0}})
+    assert "a: dict" in str(caught.value)
+    assert "b: dict" in str(caught.value)

@@ -1,0 +1,318 @@
+"""Jax arrays on one and several devices, typed keys, and flax's and optax's states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.versions import enable_x64, nnx_value
+
+from holdfast.engine.errors import UnsupportedLeafError
+from holdfast.engine.pytree import ArrayLeaf, Saved, compare, describe, describe_template, flatten
+
+jax = pytest.importorskip("jax")
+jnp: Any = jax.numpy
+PartitionSpec = jax.sharding.PartitionSpec
+
+DTYPES = [
+    "bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "float32", "bfloat16", "complex64",
+    "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz", "int4", "uint4",
+    "int2", "uint2",
+]  # fmt: skip
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert one.dtype == other.dtype
+    assert one.shape == other.shape
+    assert one.sharding == other.sharding
+    assert one.committed == other.committed
+    assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def leaf_of(value: Any) -> ArrayLeaf:
+    [leaf] = describe(["x"], [value])
+    assert isinstance(leaf, ArrayLeaf)
+    return leaf
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Any:
+    if jax.device_count() < 4:
+        pytest.skip("needs four devices")
+    return jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+
+
+NAMES = [name for name in DTYPES if hasattr(jnp, name) or name == "bool"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *((name, (3, 4)) for name in NAMES),
+        *(
+            pytest.param(name, shape, marks=() if name in ("float32", "bfloat16", "int4") else pytest.mark.sweep)
+            for name in NAMES
+            for shape in ((), (0, 2))
+        ),
+    ],
+    ids=str,
+)
+def test_every_dtype_comes_back(name: str, shape: tuple[int, ...], save: Any) -> None:
+    array = (jnp.arange(np.prod(shape, dtype=int)) % 2).astype(name).reshape(shape)
+    memory = save({"a": array})
+    assert_same(memory.load(like={"a": array})["a"], array)
+    plain = memory.load()["a"]
+    assert isinstance(plain, np.ndarray)
+    assert plain.dtype == array.dtype
+
+
+def test_64_bit_arrays_come_back_where_jax_has_them(save: Any) -> None:
+    with enable_x64():
+        array = jnp.arange(3, dtype=jnp.int64)
+        memory = save([array])
+        assert_same(memory.load(like=[array])[0], array)
+    [target] = describe_template(["w"], [array])
+    line = compare(target, Saved({"kind": "jax"}, np.dtype(np.int64), (3,)))
+    assert line is not None
+    assert "w: expected int64[3] (template)" in line
+    assert "jax_enable_x64" in line
+
+
+@pytest.mark.parametrize(
+    ("spec", "pieces", "told"),
+    [
+        (PartitionSpec(), 1, []),
+        (PartitionSpec("x"), 2, ["x"]),
+        (PartitionSpec(None, "x"), 2, [None, "x"]),
+        (PartitionSpec("x", "y"), 4, ["x", "y"]),
+        (PartitionSpec(("x", "y")), 4, [["x", "y"]]),
+        (PartitionSpec(None, ("y", "x")), 4, [None, ["y", "x"]]),
+    ],
+    ids=str,
+)
+def test_arrays_over_several_devices_come_in_pieces(spec: Any, pieces: int, told: Any, mesh: Any, save: Any) -> None:
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    array = jax.device_put(jnp.arange(64.0).reshape(8, 8), sharding)
+    leaf = leaf_of(array)
+    assert len(leaf.pieces) == pieces
+    assert not leaf.volatile
+    assert leaf.details == {
+        "kind": "jax",
+        "sharding": {"type": "NamedSharding", "mesh": {"axes": [["x", 2], ["y", 2]]}, "spec": told},
+    }
+    memory = save([array])
+    assert_same(memory.load(like=[array])[0], array)
+    assert memory.load(like=[jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=sharding)])[0].sharding == sharding
+    np.testing.assert_array_equal(memory.load()[0], np.arange(64, dtype=np.float32).reshape(8, 8), strict=True)
+
+
+def test_one_device_saves_and_several_load_and_back(mesh: Any, save: Any) -> None:
+    one = jnp.arange(16, dtype=jnp.bfloat16).reshape(4, 4)
+    many = jax.device_put(one, jax.sharding.NamedSharding(mesh, PartitionSpec("x", "y")))
+    assert_same(save([one]).load(like=[many])[0], many)
+    assert_same(save([many]).load(like=[one])[0], one)
+
+
+def test_an_array_on_another_device_goes_back_there(save: Any) -> None:
+    array = jax.device_put(jnp.ones(3), jax.devices()[-1])
+    assert leaf_of(array).details["sharding"] == {
+        "type": "SingleDeviceSharding",
+        "device": f"cpu:{jax.devices()[-1].id}",
+    }
+    assert_same(save([array]).load(like=[array])[0], array)
+
+
+def test_committed_and_free_arrays_stay_what_they_are(save: Any) -> None:
+    tree = [jnp.ones(2), jax.device_put(jnp.ones(2), jax.devices()[0]), jax.ShapeDtypeStruct((2,), jnp.float32)]
+    again = save([jnp.zeros(2)] * 3).load(like=tree)
+    assert [array.committed for array in again] == [False, True, False]
+
+
+@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("count", [None, 4])
+def test_typed_keys_come_back(implementation: str, count: int | None, save: Any) -> None:
+    key = jax.random.key(7, impl=implementation)
+    keys = key if count is None else jax.random.split(key, count)
+    memory = save({"rng": keys})
+    again = memory.load(like={"rng": keys})["rng"]
+    assert again.dtype == keys.dtype
+    assert (again == keys).all()
+    again = memory.load(like={"rng": jax.ShapeDtypeStruct(keys.shape, keys.dtype)})["rng"]
+    assert (again == keys).all()
+    plain = memory.load()["rng"]
+    np.testing.assert_array_equal(plain, np.asarray(jax.random.key_data(keys)), strict=True)
+    assert leaf_of(keys).details["impl"] == implementation
+
+
+def test_keys_over_several_devices_come_back(mesh: Any, save: Any) -> None:
+    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("x"))
+    keys = jax.device_put(jax.random.split(jax.random.key(1), 8), sharding)
+    assert len(leaf_of(keys).pieces) == 2
+    for like in (keys, jax.ShapeDtypeStruct((8,), keys.dtype, sharding=sharding)):
+        again = save([keys]).load(like=[like])[0]
+        assert again.sharding == sharding
+        assert (again == keys).all()
+
+
+def test_a_snapshot_survives_deletion_and_donation(mesh: Any) -> None:
+    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("x"))
+    overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
+    for placement in (None, sharding):
+        donated, deleted = (jax.device_put(jnp.arange(4096.0), placement) for _ in range(2))
+        leaves = [leaf_of(donated), leaf_of(deleted)]
+        overwrite(donated).block_until_ready()
+        deleted.delete()
+        overwrite(jax.device_put(jnp.ones(4096), placement)).block_until_ready()
+        for leaf in leaves:
+            for piece in leaf.pieces:
+                begin = piece.start[0]
+                np.testing.assert_array_equal(piece.array, np.arange(begin, begin + piece.array.size))
+
+
+def test_deleted_arrays_are_named() -> None:
+    array, key = jnp.ones(3), jax.random.key(0)
+    array.delete()
+    jax.random.key_data(key).delete()
+    with pytest.raises(UnsupportedLeafError) as caught:
+        describe(["a", "fine", "b"], [array, jnp.ones(1), key])
+    assert str(caught.value).splitlines()[1:] == [
+        "  a: was deleted or donated; save the array that took its place",
+        "  b: was deleted or donated; save the array that took its place",
+    ]
+
+
+def test_a_deleted_array_is_a_template(save: Any) -> None:
+    old = {"w": jnp.ones(3), "rng": jax.random.key(0)}
+    memory = save(old)
+    old["w"].delete()
+    jax.random.key_data(old["rng"]).delete()
+    again = memory.load(like=old)
+    assert again["w"].tolist() == [1, 1, 1]
+    assert again["rng"] == jax.random.key(0)
+
+
+def test_tracers_and_abstract_arrays_are_refused() -> None:
+    with pytest.raises(UnsupportedLeafError, match="a: is a tracer"):
+        jax.jit(lambda x: describe(["a"], [x]))(1.0)
+    with pytest.raises(UnsupportedLeafError, match="rng: is a tracer"):
+        jax.jit(lambda x: describe(["rng"], [x]))(jax.random.key(0))
+    with pytest.raises(UnsupportedLeafError, match="a: is a tracer"):
+        jax.jit(lambda x: describe_template(["a"], [x]))(1.0)
+    with pytest.raises(UnsupportedLeafError, match=r"a: is a jax\.ShapeDtypeStruct, which has no values"):
+        describe(["a"], [jax.ShapeDtypeStruct((2,), jnp.float32)])
+
+
+def test_leaves_of_one_sharding_share_its_description() -> None:
+    array = jnp.ones(3)
+    leaves = describe(["a", "b"], [array, array])
+    assert leaves[0].details is leaves[1].details
+
+
+def test_all_libraries_load_what_any_of_them_saved(save: Any) -> None:
+    torch = pytest.importorskip("torch")
+    arrays = [np.arange(6, dtype=np.float32), jnp.arange(6, dtype=jnp.float32), torch.arange(6, dtype=torch.float32)]
+    for array in arrays:
+        again = save([array, array, array]).load(like=arrays)
+        for one, template in zip(again, arrays, strict=True):
+            assert type(one) is type(template)
+            assert one.tolist() == [0, 1, 2, 3, 4, 5]
+    swapped = save([np.arange(3, dtype=">f4")] * 3).load(like=[array[:3] for array in arrays])
+    assert [one.tolist() for one in swapped] == [[0, 1, 2]] * 3
+
+
+def train_state(learning_rate: float = 1e-3) -> Any:
+    linen = pytest.importorskip("flax.linen")
+    optax = pytest.importorskip("optax")
+    from flax.training.train_state import TrainState
+
+    model = linen.Dense(3)
+    variables = model.init(jax.random.key(0), jnp.ones((1, 4)))
+    optimizer = optax.chain(optax.clip(1.0), optax.adamw(learning_rate))
+    create: Any = TrainState.create
+    return create(apply_fn=model.apply, params=variables["params"], tx=optimizer)
+
+
+def test_a_train_state_comes_back_whole(save: Any) -> None:
+    state = train_state()
+    gradients = jax.tree.map(jnp.ones_like, state.params)
+    trained = jax.jit(lambda state: state.apply_gradients(grads=gradients))(state)
+    names = flatten(trained).names
+    assert {"step", "params.kernel", "opt_state.1.0.mu.kernel", "opt_state.1.0.count"} <= set(names)
+    fresh = train_state()
+    again = save(trained).load(like=fresh)
+    assert type(again) is type(trained)
+    assert again.tx is fresh.tx
+    assert type(again.step) is int  # as in the template; it is an int32 array once trained
+    assert jax.tree.structure(again) == jax.tree.structure(fresh)
+    assert type(again.opt_state[1][0]) is type(trained.opt_state[1][0])
+    for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(trained), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert_same(save(state).load(like=trained).step, jnp.zeros((), jnp.int32))
+    plain = save(trained).load()
+    assert plain["step"] == 1
+    assert isinstance(plain["opt_state"], tuple)
+    assert set(plain["opt_state"][1][0]) == {"count", "mu", "nu"}
+
+
+def test_nnx_state_comes_back(save: Any) -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Dropout(0.1, rngs=nnx.Rngs(1)))
+    state = nnx.state(model)
+    assert "layers.0.kernel.value" in flatten(state).names
+    memory = save(state)
+    again = memory.load(like=state)
+    assert type(again) is type(state)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    assert_same(nnx_value(again["layers"][0]["kernel"]), nnx_value(state["layers"][0]["kernel"]))
+    one, other = (tree["layers"][1]["rngs"] for tree in (again, state))
+    assert nnx_value(one.get("default", one)["key"]) == nnx_value(other.get("default", other)["key"])
+    assert set(memory.load()["layers"]) == {0, 1}
+    nnx.update(model, again)
+
+
+def test_registered_types_keep_their_static_fields(save: Any) -> None:
+    @jax.tree_util.register_static
+    class Static:
+        pass
+
+    @jax.tree_util.register_pytree_node_class
+    class Scaled:
+        def __init__(self, values: Any, name: str) -> None:
+            self.values, self.name = values, name
+
+        def tree_flatten(self) -> Any:
+            return self.values, self.name
+
+        @classmethod
+        def tree_unflatten(cls, name: str, values: Any) -> Scaled:
+            return cls(values, name)
+
+    tree = {"scaled": Scaled([jnp.ones(2), None], "of the file"), "static": Static()}
+    assert flatten(tree).names == ["scaled.0", "scaled.1"]
+    template = {"scaled": Scaled([jnp.zeros(2), None], "of the template"), "static": Static()}
+    again = save(tree).load(like=template)
+    assert again["scaled"].name == "of the template"
+    assert again["scaled"].values[0].tolist() == [1, 1]
+    assert again["scaled"].values[1] is None
+    assert isinstance(again["static"], Static)
+
+
+def test_frozen_dicts_come_back(save: Any) -> None:
+    core = pytest.importorskip("flax.core")
+    tree = core.freeze({"b": {"w": jnp.ones(2)}, "a": 1})
+    again = save(tree).load(like=tree)
+    assert type(again) is core.FrozenDict
+    assert again["b"]["w"].tolist() == [1, 1]
+    plain = save(tree).load()
+    assert plain["a"] == 1
+    assert plain["b"]["w"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("typed", [False, True], ids=["array", "key"])
+def test_a_deleted_array_is_named_where_copies_start_early(typed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    value = jax.random.key(1) if typed else jnp.ones(2)
+    value.delete()
+    with pytest.raises(UnsupportedLeafError, match="opt/rng"):
+        describe(["opt.rng"], [value])

@@ -1,0 +1,217 @@
+"""Torch tensors: every dtype and flavour, and tensors that are refused."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdfast.engine.errors import UnsupportedLeafError
+from holdfast.engine.pytree import ArrayLeaf, Saved, compare, describe, describe_template
+
+torch = pytest.importorskip("torch")
+
+DTYPES = [
+    "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+    "bfloat16", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
+    "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2", "int4", "uint4", "uint1", "bits8",
+]  # fmt: skip
+
+
+def sample(name: str, count: int = 6) -> Any:
+    dtype = getattr(torch, name)
+    if name == "bool":
+        return torch.arange(count) % 2 == 0
+    data = np.random.default_rng(0).integers(0, 256, count * dtype.itemsize, np.uint8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that complex32 is experimental
+        return torch.from_numpy(data).view(dtype)
+
+
+def raw(tensor: Any) -> bytes:
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.dtype == torch.complex32:
+        tensor = torch.view_as_real(tensor)
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert one.dtype == other.dtype
+    assert one.shape == other.shape
+    assert one.requires_grad == other.requires_grad
+    assert raw(one) == raw(other)
+
+
+@pytest.mark.parametrize("name", [name for name in DTYPES if hasattr(torch, name)])
+def test_every_dtype_comes_back_bit_for_bit(name: str, save: Any) -> None:
+    tensor = sample(name)
+    memory = save({"t": tensor})
+    assert_same(memory.load(like={"t": tensor})["t"], tensor)
+    plain = memory.load()["t"]
+    assert isinstance(plain, np.ndarray)
+    assert plain.shape == (6,)
+    if name != "complex32":
+        assert plain.tobytes() == raw(tensor)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("bfloat16", "bfloat16"), ("float8_e5m2", "float8_e5m2"), ("uint16", "uint16"), ("complex64", "complex64")],
+)
+def test_numpy_gets_the_dtype_of_the_same_name(name: str, dtype: str, save: Any) -> None:
+    assert save([sample(name)]).load()[0].dtype.name == dtype
+
+
+def test_half_precision_complex_numbers_are_widened_without_a_template(save: Any) -> None:
+    tensor = torch.view_as_complex(torch.tensor([[1.0, -2.0], [0.5, 4.0]]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        half = tensor.to(torch.complex32)
+    np.testing.assert_array_equal(save([half]).load()[0], tensor.numpy(), strict=True)
+
+
+BASE = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+COMPLEX = torch.view_as_complex(torch.arange(8, dtype=torch.float32).reshape(4, 2))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(1.5),
+        torch.tensor(1.5, dtype=torch.bfloat16),
+        torch.empty(0, 3),
+        torch.empty(0, dtype=torch.float8_e4m3fn),
+        BASE.T,
+        BASE[1:, ::2],
+        BASE.to(torch.bfloat16).T[::2],
+        BASE.expand(3, 4, 6),
+        BASE.reshape(1, 2, 2, 6).to(memory_format=torch.channels_last),
+        COMPLEX.conj(),
+        COMPLEX.conj().imag,
+        COMPLEX.real,
+        torch.ones(3, requires_grad=True),
+        torch.ones(3, requires_grad=True) * 2,
+        torch.nn.Parameter(torch.ones(2, 2)),
+        torch.nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False),
+        torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)),
+    ],
+    ids=[
+        "0-d", "0-d bfloat16", "empty", "empty float8", "transposed", "strided", "strided bfloat16", "expanded",
+        "channels last", "conjugated", "negated", "real part", "gradient", "inner node", "parameter",
+        "integer parameter", "bfloat16 parameter",
+    ],
+)  # fmt: skip
+def test_every_flavour_comes_back(tensor: Any, save: Any) -> None:
+    again = save({"t": tensor}).load(like={"t": tensor})["t"]
+    assert type(again) is type(tensor)
+    assert again.is_leaf
+    assert_same(again, tensor)
+
+
+def test_views_that_share_storage_are_stored_each_for_itself(save: Any) -> None:
+    storage = torch.arange(10.0)
+    tree = {"a": storage[:5], "b": storage[3:]}
+    again = save(tree).load(like=tree)
+    again["a"].add_(100)
+    assert_same(again["b"], tree["b"])
+
+
+def test_a_tensor_on_the_cpu_is_not_copied() -> None:
+    tensor = torch.zeros(4, requires_grad=True)
+    conjugated = COMPLEX.conj()
+    plain, copied = describe(["a", "b"], [tensor, conjugated])
+    assert isinstance(plain, ArrayLeaf)
+    assert isinstance(copied, ArrayLeaf)
+    assert plain.volatile
+    assert plain.details == {"kind": "torch", "requires_grad": True}
+    assert plain.pieces[0].array.ctypes.data == tensor.data_ptr()
+    assert not copied.volatile
+
+
+def test_a_loaded_tensor_takes_the_arrays_memory_over(save: Any) -> None:
+    tensor = torch.arange(4.0)
+    again = save([tensor]).load(like=[tensor])[0]
+    again += 1
+    assert_same(again, tensor + 1)
+
+
+def quantized() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates them
+        return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+def nested() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+def compressed() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.eye(3).to_sparse_csr()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: torch.eye(3).to_sparse(), "is a tensor of layout torch.sparse_coo"),
+        (compressed, "is a tensor of layout torch.sparse_csr"),
+        (quantized, "is a quantized tensor"),
+        (nested, "is a nested tensor"),
+        (lambda: torch.ones(3, device="meta"), "is on the meta device, it has no values"),
+        (torch.nn.UninitializedParameter, "is not initialized yet"),
+        (lambda: torch.nn.Linear(2, 2), r"is of type torch.nn.modules.linear.Linear; store its state_dict\(\)"),
+        (torch.Generator, r"is of type torch._C.Generator; store its get_state\(\)"),
+    ],
+    ids=["sparse", "csr", "quantized", "nested", "meta", "uninitialized", "module", "generator"],
+)
+def test_tensors_without_an_array_are_named(make: Any, said: str) -> None:
+    with pytest.raises(UnsupportedLeafError, match=f"model/w: {said}"):
+        describe(["ok", "model.w"], [torch.ones(1), make()])
+
+
+def test_a_tensor_on_the_meta_device_is_a_template_for_the_cpu(save: Any) -> None:
+    again = save([torch.arange(3.0)]).load(like=[torch.empty(3, device="meta", requires_grad=True)])[0]
+    assert again.device.type == "cpu"
+    assert again.requires_grad
+    assert again.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("template", "value", "line"),
+    [
+        ("complex64", "complex32", "expected complex64[6] (template), found complex32[6] (checkpoint)"),
+        ("float16", "complex32", "expected float16[6] (template), found complex32[6] (checkpoint)"),
+        ("uint8", "uint4", "expected uint8[6] (template), found uint4[6] (checkpoint)"),
+        ("float16", "bfloat16", "expected float16[6] (template), found bfloat16[6] (checkpoint)"),
+        ("float8_e5m2", "float8_e4m3fn", "expected float8_e5m2[6] (template), found float8_e4m3fn[6] (checkpoint)"),
+    ],
+)
+def test_dtypes_of_the_same_size_are_told_apart(template: str, value: str, line: str) -> None:
+    [leaf] = describe(["w"], [sample(value)])
+    assert isinstance(leaf, ArrayLeaf)
+    [target] = describe_template(["w"], [sample(template)])
+    assert compare(target, Saved(leaf.details, leaf.dtype, leaf.shape)) == f"w: {line}"
+
+
+def test_state_dicts_of_a_module_and_its_optimizer_come_back(save: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(5, 3)).sum().backward()
+    optimizer.step()
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+    again = save(tree).load(like=tree)
+    for name, tensor in model.state_dict().items():
+        assert_same(again["model"][name], tensor)
+    assert list(again["model"]) == list(tree["model"])
+    assert type(again["model"]) is type(tree["model"])
+    assert again["model"]._metadata == tree["model"]._metadata
+    assert again["optimizer"]["param_groups"] == tree["optimizer"]["param_groups"]
+    plain = save(tree).load()
+    assert set(plain["optimizer"]["state"]) == {0, 1, 2, 3}
+    optimizer.load_state_dict(again["optimizer"])
+    torch.set_rng_state(again["rng"])

@@ -1,0 +1,135 @@
+"""Object stores beyond the conformance suite: settings, prefixes, servers without ranges."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import tensorstore
+
+from holdfast.engine.errors import DamagedCheckpointError, ObjectNotFoundError
+from holdfast.engine.storage import Location, Segment, as_location, shared_context, store_spec
+from holdfast.engine.storage.object_store import ObjectStoreBackend, open_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def root() -> Iterator[Location]:
+    place = as_location(f"memory://{uuid.uuid4().hex}")
+    yield place
+    place.remove_tree()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "bucket", "environment", "expected"),
+    [
+        ("memory", "", {}, {"driver": "memory"}),
+        ("gs", "runs", {}, {"driver": "gcs", "bucket": "runs"}),
+        ("s3", "runs", {}, {"driver": "s3", "bucket": "runs"}),
+        ("s3", "runs", {"AWS_REGION": "eu-1"}, {"driver": "s3", "bucket": "runs", "aws_region": "eu-1"}),
+        (
+            "s3",
+            "runs",
+            {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"},
+            {"driver": "s3", "bucket": "runs", "endpoint": "http://127.0.0.1:9", "aws_region": "us-east-1"},
+        ),
+        (
+            "s3",
+            "runs",
+            {"AWS_ENDPOINT_URL": "http://a", "AWS_ENDPOINT_URL_S3": "http://b", "AWS_DEFAULT_REGION": "r"},
+            {"driver": "s3", "bucket": "runs", "endpoint": "http://b", "aws_region": "r"},
+        ),
+        (
+            "s3",
+            "runs",
+            {"AWS_ACCESS_KEY_ID": "key"},
+            {"driver": "s3", "bucket": "runs", "aws_credentials": {"type": "environment"}},
+        ),
+    ],
+    ids=["memory", "gs", "s3", "region", "endpoint", "endpoint-s3", "credentials"],
+)
+def test_store_spec(
+    scheme: str, bucket: str, environment: dict[str, str], expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ACCESS_KEY_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert store_spec(scheme, bucket) == expected
+    assert tensorstore.KvStore.Spec(expected).to_json()["driver"] == expected["driver"]
+
+
+def test_one_backend_for_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = open_backend("s3", "runs")
+    assert open_backend("s3", "runs") is first
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    assert open_backend("s3", "runs") is not first
+
+
+def test_tensorstore_sees_the_same_memory(root: Location) -> None:
+    (root / "a b" / "object").write_bytes(b"content")
+    store = tensorstore.KvStore.open(f"{root.url}/", context=shared_context())
+    assert store.result()["a b/object"] == b"content"
+
+
+def test_the_root_is_a_directory() -> None:
+    assert as_location("memory://").is_directory()
+    assert as_location("memory://").exists()
+
+
+def test_an_object_may_also_be_a_prefix(root: Location) -> None:
+    (root / "step").write_bytes(b"object")
+    (root / "step" / "below").write_bytes(b"deeper")
+    assert [(entry.name, entry.is_directory) for entry in root.entries()] == [("step", True)]
+    (root / "step").rename("moved")
+    assert (root / "moved").read_bytes() == b"object"
+    assert (root / "moved" / "below").read_bytes() == b"deeper"
+    (root / "moved").remove_tree()
+    assert root.entries() == []
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[slice | None]:
+    """Records every read, and refuses ranges that do not start at 0, as a server without ranges does."""
+    seen: list[slice | None] = []
+    real = ObjectStoreBackend.read_range
+
+    def read_range(self: ObjectStoreBackend, key: str, byte_range: slice | None) -> bytes:
+        seen.append(byte_range)
+        if byte_range is not None and byte_range.start > 0:
+            raise DamagedCheckpointError(f"cannot read {key}: OUT_OF_RANGE")
+        return real(self, key, byte_range)
+
+    monkeypatch.setattr(ObjectStoreBackend, "read_range", read_range)
+    return seen
+
+
+def test_without_ranges_the_object_is_read_once(root: Location, reads: list[slice | None]) -> None:
+    data = np.arange(10_000, dtype=np.uint32).view(np.uint8)
+    (root / "data").write_data(data.size, [Segment(0, data.size, lambda: iter([data]))])
+    with (root / "data").open_data() as reader:
+        for offset in (100, 200, 0, 39_999):
+            assert reader.read(offset, 1)[0] == data[offset]
+        with pytest.raises(DamagedCheckpointError, match="40000 bytes"):
+            reader.read(39_999, 2)
+    assert reads.count(None) == 1
+
+
+def test_without_ranges_long_objects_are_still_refused(root: Location, reads: list[slice | None]) -> None:
+    (root / "object").write_bytes(bytes(100))
+    with pytest.raises(DamagedCheckpointError, match="longer than the 99 bytes"):
+        (root / "object").read_bytes(99)
+    assert (root / "object").read_bytes(100) == bytes(100)
+    assert reads == [slice(99, 100), None, slice(100, 101), None]
+
+
+def test_an_object_that_vanishes_while_it_is_open(root: Location) -> None:
+    (root / "data").write_bytes(b"content")
+    with (root / "data").open_data() as reader:
+        (root / "data").remove()
+        with pytest.raises(ObjectNotFoundError, match="data"):
+            reader.read(0, 7)

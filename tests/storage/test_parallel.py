@@ -1,0 +1,131 @@
+"""Work on threads, and how it ends when one call fails."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from holdfast.engine.storage import parallel_map
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast-")]
+
+
+@pytest.mark.parametrize("max_concurrency", [1, 2, 16])
+def test_results_come_in_order(max_concurrency: int) -> None:
+    assert parallel_map(lambda number: number * number, range(50), max_concurrency) == [n * n for n in range(50)]
+    assert parallel_map(str, [], max_concurrency) == []
+
+
+def test_as_many_as_may() -> None:
+    barrier = threading.Barrier(4, timeout=10)
+    parallel_map(lambda _: barrier.wait(), range(8), 4)
+
+
+def test_one_item_takes_no_thread() -> None:
+    assert parallel_map(lambda _: threading.current_thread(), [0], 16) == [threading.current_thread()]
+
+
+@pytest.mark.usefixtures("default_sigint")
+def test_an_interrupt_waits_for_the_helpers() -> None:
+    barrier = threading.Barrier(2, timeout=10)
+    ended = []
+
+    def work(_: int) -> None:
+        barrier.wait()
+        if threading.current_thread() is threading.main_thread():
+            return
+        time.sleep(0.2)  # the calling thread waits for this one meanwhile
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        parallel_map(work, range(2), 2)
+    assert ended
+
+
+def test_helpers_are_named_after_the_work() -> None:
+    barrier = threading.Barrier(3, timeout=10)
+
+    def work(_: int) -> str:
+        barrier.wait()
+        return threading.current_thread().name
+
+    found = parallel_map(work, range(3), 3, name="holdfast-test")
+    assert sorted(found) == sorted([threading.current_thread().name, "holdfast-test-1", "holdfast-test-2"])
+
+
+@pytest.mark.parametrize("error", [KeyError("first"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
+@pytest.mark.parametrize("in_helper", [False, True], ids=["caller", "helper"])
+def test_the_first_error_ends_the_work(error: BaseException, in_helper: bool) -> None:
+    begun: list[int] = []
+    failed, caller = threading.Event(), threading.current_thread()
+
+    def work(number: int) -> None:
+        begun.append(number)
+        if (threading.current_thread() is not caller) is in_helper and not failed.is_set():
+            failed.set()
+            raise error
+        assert failed.wait(10)
+
+    with pytest.raises(type(error)) as caught:
+        parallel_map(work, range(1000), 2)
+    assert caught.value is error
+    assert len(begun) < 10
+
+
+def test_long_work_can_end_early() -> None:
+    stop, barrier = threading.Event(), threading.Barrier(2, timeout=10)
+
+    def work(number: int) -> None:
+        barrier.wait()
+        if number == 0:
+            raise KeyError(number)
+        assert stop.wait(10)
+
+    with pytest.raises(KeyError):
+        parallel_map(work, range(2), 2, stop=stop)
+
+
+def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, iter([True, False])
+
+    def refuse(thread: threading.Thread) -> None:
+        if not next(started):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start"):
+        parallel_map(str, range(100), 3)
+
+
+def test_an_error_keeps_nothing_alive() -> None:
+    class Thing:
+        pass
+
+    def fail(thing: Thing) -> None:
+        raise KeyError("x")
+
+    things = [Thing(), Thing()]
+    watched = weakref.ref(things[0])
+    gc.disable()
+    try:
+        with contextlib.suppress(KeyError):
+            parallel_map(fail, things, 2)
+        things.clear()
+        assert watched() is None
+    finally:
+        gc.enable()
