@@ -94,6 +94,10 @@ def store(request: pytest.FixtureRequest) -> Store:
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retries at once, and fewer times: a fake store needs no time to recover."""
-    context = tensorstore.Context({f"{name}_request_retries": HURRY for name in ("s3", "gcs")})
+    """Retries at once, and fewer times: a fake store needs no time to recover.
+
+    The context has a parent because ``memory://`` stores that a test opens first stay open for the tests after it.
+    """
+    retries = {f"{name}_request_retries": HURRY for name in ("s3", "gcs")}
+    context = tensorstore.Context(retries, parent=object_store.shared_context())
     monkeypatch.setattr(object_store, "shared_context", lambda: context)
