@@ -185,7 +185,36 @@ def _key_data(key_dtype: Any) -> tuple[np.dtype[Any], tuple[int, ...], str]:
 def template_sharding(template: Any) -> Any:
     """Return the sharding of the array that takes the place of a template; None leaves it to jax."""
     # An array that was never put anywhere on purpose may move freely; giving it a device would tie it down.
-    return template.sharding if getattr(template, "committed", True) else None
+    sharding = template.sharding if getattr(template, "committed", True) else None
+    jax: Any = loaded("jax")
+    if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(sharding.mesh, jax.sharding.AbstractMesh):
+        return sharding
+    # As `jax.eval_shape` gives it for arrays on a mesh with explicit axes: the axes are known, the devices are not.
+    mesh = _mesh_like(sharding.mesh)
+    return None if mesh is None else jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def _mesh_like(abstract: Any) -> Any:
+    """Return the mesh in context with these axes, or else one of all devices; None for a mesh without axes."""
+    jax: Any = loaded("jax")
+    axes = dict(abstract.shape)
+    if not axes:
+        return None
+    current = getattr(jax.sharding, "get_mesh", lambda: None)()
+    if current is not None and dict(current.shape) == axes:
+        return current
+    if abstract.size == jax.device_count():
+        return _mesh_of_all_devices(abstract)
+    raise LeafProblem(
+        f"is sharded over a mesh with the axes {axes}, whose devices are unknown: it needs {abstract.size} of the "
+        f"{jax.device_count()} devices. Restore within jax.set_mesh(mesh), or give the template a concrete sharding"
+    )
+
+
+@lru_cache(maxsize=16)
+def _mesh_of_all_devices(abstract: Any) -> Any:
+    jax: Any = loaded("jax")
+    return jax.make_mesh(abstract.axis_sizes, abstract.axis_names, axis_types=abstract.axis_types)
 
 
 def narrowed(dtype: np.dtype[Any]) -> np.dtype[Any] | None:

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from ...engine.checkpoint import Place
 from ...engine.errors import OptionError
 from ...engine.pytree import flatten, split
@@ -30,6 +32,9 @@ class FlaxAdapter(StateAdapter):
     def is_live(self, value: object) -> bool:
         return is_nnx(value)
 
+    def is_stream(self, value: object) -> bool:
+        return is_nnx(value) and isinstance(value, sys.modules["flax.nnx"].Rngs)
+
     def to_tree(self, state: Any) -> Any:
         return to_tree(state)
 
@@ -44,7 +49,8 @@ class FlaxAdapter(StateAdapter):
             )
 
     def warn_of_step(self, step: int, state: Any) -> None:
-        if is_train_state(state) and (counted := int(state.step)) != step:
+        counted = _counted(state.step) if is_train_state(state) else None
+        if counted is not None and counted != step:
             logger.warning(
                 "on_step(%d) was given a TrainState with step=%d: step N should mean that N updates are in the state; "
                 "pass step + 1 after the update",
@@ -70,6 +76,15 @@ class FlaxAdapter(StateAdapter):
             return super().with_weights(state, place)
         path, module = modules[0]
         return state, str(_fill(module, path, place))
+
+
+def _counted(counter: Any) -> int | None:
+    """Return the value of a counter, one or a copy for each device; None where it has no one value."""
+    try:
+        (found,) = set(np.asarray(counter).ravel().tolist())
+        return int(found)
+    except (TypeError, ValueError, RuntimeError):  # different counters, or those of other processes
+        return None
 
 
 def is_nnx(value: object) -> bool:
@@ -143,7 +158,7 @@ class UpdateCounter:
         if now is self._noted or now is None:
             return False
         # A jitted function that passes the optimizer through gives it a new array with the same value.
-        return is_deleted(self._noted) or is_deleted(now) or int(self._noted) != int(now)
+        return is_deleted(self._noted) or is_deleted(now) or not np.array_equal(self._noted, now)
 
     def _read(self, state: Any) -> Any:
         try:

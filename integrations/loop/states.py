@@ -44,6 +44,10 @@ class StateAdapter:
         """Return whether a value is an object of the framework, which changes in place."""
         return False
 
+    def is_stream(self, value: object) -> bool:
+        """Return whether a live object is a random stream, whose values are few and never change themselves."""
+        return False
+
     def to_tree(self, state: Any) -> Any:
         """Return what is given to the handler to save a state, or to restore one."""
         return state
@@ -113,6 +117,10 @@ class Extras:
     def changes_in_place(self, extra: Any) -> bool:
         """Return whether a snapshot of the extra has to be taken, as the object itself moves on."""
         return is_stateful(extra) and not self._adapter.is_live(extra)
+
+    def moves(self, extra: Any) -> bool:
+        """Return whether a snapshot is taken at every step: also of random streams of the framework."""
+        return self.changes_in_place(extra) or self._adapter.is_stream(extra)
 
     def is_own(self, extra: Any) -> bool:
         """Return whether each of several processes has its own, such as the position of its data iterator."""

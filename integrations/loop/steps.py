@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...engine.errors import CheckpointNotFoundError, OptionError, SaveFailedError
@@ -17,16 +18,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("holdfast")
 
-_CHEAP = 100e-6  # seconds a step
-_SAMPLES = 3
+_SLOW = 1e-3  # seconds a step, above which a warning says what the positions cost
+_SAMPLES = 3  # slow steps in a row
 
 
 class LastStep:
     """References to what ``on_step`` was given last, so that leaving the loop can still save it.
 
     Arrays of jax never change, so a reference is enough. Data iterators do change, and a loop may draw one more batch
-    before it ends; so their positions are taken at every step, unless that costs more than 0.1 ms a step, in which
-    case they are taken at the end.
+    before it ends; so their positions are taken at every step, whatever that costs.
     """
 
     def __init__(self, step: int, adapter: StateAdapter) -> None:
@@ -37,9 +37,9 @@ class LastStep:
         self._kinds = Extras(adapter)
         self._extras: Mapping[str, Any] = {}
         self._positions: dict[str, Any] = {}
-        self._cost: list[float] | None = []
+        self._slow = 0  # how many of the last steps were slow
         self._passed: list[tuple[str, type]] = []
-        self._moving: list[str] = []
+        self._moving: Mapping[str, Callable[[Any], Any]] = {}
 
     def update(self, step: int, state: Any, metrics: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
         """Replace the step with the one that the loop has just finished."""
@@ -74,22 +74,30 @@ class LastStep:
         return None
 
     def _take_positions(self) -> None:
-        if self._cost is not None and len(self._cost) == _SAMPLES:
-            if min(self._cost) > _CHEAP:
-                self._positions = {}
-                return
-            self._cost = None
+        moving = self._moving_extras()
         begin = time.perf_counter()
-        self._positions = {name: state_of(self._extras[name]) for name in self._moving_names()}
-        if self._cost is not None:
-            self._cost.append(time.perf_counter() - begin)
+        self._positions = {name: take(self._extras[name]) for name, take in moving.items()}
+        cost = time.perf_counter() - begin
+        self._slow = self._slow + 1 if cost > _SLOW or self._slow < 0 else 0
+        if self._slow == _SAMPLES:
+            self._slow = -sys.maxsize  # said once
+            logger.warning(
+                "taking the state of %s costs %.1f ms at every step: what is saved with a step has to be its state at "
+                "that step, even if the loop draws more before it ends. An object with a smaller state costs less",
+                ", ".join(f"{name}=" for name in moving),
+                1e3 * cost,
+            )
 
-    def _moving_names(self) -> list[str]:
-        """Return the names of the extras that change in place, looked for only when others are passed than before."""
+    def _moving_extras(self) -> Mapping[str, Callable[[Any], Any]]:
+        """Return what takes the state of each extra that moves, looked for only when others are passed than before."""
         passed = [(name, type(extra)) for name, extra in self._extras.items()]
         if passed != self._passed:
             self._passed = passed
-            self._moving = [name for name, extra in self._extras.items() if self._kinds.changes_in_place(extra)]
+            self._moving = {
+                name: state_of if self._kinds.changes_in_place(extra) else self._kinds.tree_of
+                for name, extra in self._extras.items()
+                if self._kinds.moves(extra)
+            }
         return self._moving
 
 

@@ -259,11 +259,28 @@ def test_an_extra_forgotten_at_a_step_is_an_error(tmp_path: Path) -> None:
             checkpoint.on_step(1, state_at(1))
 
 
-@pytest.mark.parametrize("expensive", [False, True], ids=["cheap", "expensive"])
-def test_a_batch_drawn_after_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expensive: bool) -> None:
-    """The position belongs to the step, unless taking it at every step would cost too much."""
-    if expensive:
-        monkeypatch.setattr("holdfast.integrations.loop.steps._CHEAP", -1.0)
+class Ticks:
+    """A clock for what takes its time, here a fixed one for everything that is measured."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.time = 0.0
+
+    def perf_counter(self) -> float:
+        self.time += self.seconds
+        return self.time
+
+
+@pytest.mark.parametrize(("milliseconds", "warnings"), [(0.01, 0), (0.5, 0), (20, 1)])
+def test_a_batch_drawn_after_the_last_step(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    milliseconds: float,
+    warnings: int,
+) -> None:
+    """The position belongs to the step, whatever it costs to take it at every step."""
+    monkeypatch.setattr("holdfast.integrations.loop.steps.time", Ticks(milliseconds / 1000))
     data = Positions()
     with CheckpointCallback(tmp_path, save_interval_steps=100) as checkpoint:
         checkpoint.restore_or_initialize(state_at(0), data=data)
@@ -273,7 +290,30 @@ def test_a_batch_drawn_after_the_last_step(tmp_path: Path, monkeypatch: pytest.M
         next(data)
     with CheckpointCallback(tmp_path) as checkpoint:
         checkpoint.restore_or_initialize(state_at(0), data=data)
-    assert data.position == (8 if expensive else 7)
+    assert data.position == 7
+    found = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert [text.split(":")[0] for text in found] == [
+        "taking the state of data= costs 20.0 ms at every step"
+    ] * warnings
+
+
+def test_a_random_number_drawn_after_the_last_step(tmp_path: Path) -> None:
+    nnx, jax = pytest.importorskip("flax.nnx"), pytest.importorskip("jax")
+
+    def drawn(rngs: Any) -> list[int]:
+        return [int(word) for word in jax.random.key_data(rngs.noise())]
+
+    rngs = nnx.Rngs(noise=3)
+    with CheckpointCallback(tmp_path, save_interval_steps=100) as checkpoint:
+        checkpoint.restore_or_initialize(state_at(0), rngs=rngs)
+        for step in range(1, 4):
+            drawn(rngs)
+            checkpoint.on_step(step, state_at(step), rngs=rngs)
+        expected = drawn(rngs)
+    rngs = nnx.Rngs(noise=4)
+    with CheckpointCallback(tmp_path) as checkpoint:
+        checkpoint.restore_or_initialize(state_at(0), rngs=rngs)
+    assert drawn(rngs) == expected
 
 
 # Preemption
@@ -374,6 +414,26 @@ def test_the_step_of_a_train_state_on_the_device_is_checked_once_at_a_save(
     assert len(warnings) == 1
     assert "step=2" in warnings[0]
     assert "on_step(1)" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("counters", "told"),
+    [([3, 3], []), ([4, 4], ["step=4"]), ([3, 4], []), ([], [])],
+    ids=["the step", "another step", "several", "none"],
+)
+def test_a_train_state_with_several_counters_is_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, counters: list[int], told: list[str]
+) -> None:
+    """As after replicate, where all are the same, or for a vmapped population."""
+    train_state, optax = pytest.importorskip("flax.training.train_state"), pytest.importorskip("optax")
+    jnp = pytest.importorskip("jax.numpy")
+    state = train_state.TrainState.create(apply_fn=None, params={"w": jnp.zeros(2)}, tx=optax.sgd(0.1))
+    with CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
+        assert checkpoint.on_step(3, state.replace(step=jnp.array(counters, jnp.int32))).saved
+    assert hf.CheckpointManager(tmp_path).all_steps() == [3]
+    found = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert len(found) == len(told)
+    assert all(part in text for part, text in zip(told, found, strict=True))
 
 
 def test_another_trees_own_step_is_its_own_business(tmp_path: Path) -> None:

@@ -1,0 +1,84 @@
+"""Templates by jax.eval_shape on eight devices: arrays return to the mesh that they were on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.processes.harness import Process, run_processes
+
+import holdfast as hf
+
+
+def spread_state(mesh: Any) -> Any:
+    """Returns arrays on a mesh, divided and not, with a key and a number."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    def put(array: Any, *axes: Any) -> Any:
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))  # type: ignore[no-untyped-call]
+
+    return {
+        "rows": put(np.arange(64.0, dtype=np.float32).reshape(16, 4), "x"),
+        "both": put(np.arange(64, dtype=np.int32).reshape(8, 8), "x", "y"),
+        "whole": put(np.arange(3.0, dtype=np.float32)),
+        "key": jax.random.key(3),
+        "step": 5,
+    }
+
+
+# Devices of the mesh, whether its axes are explicit, whether it is in context; the arrays that come back on it.
+CASES: dict[str, tuple[slice, bool, bool, Any]] = {
+    "all": (slice(None), True, False, ["rows", "both", "whole"]),
+    "half in context": (slice(4), True, True, ["rows", "both", "whole"]),
+    "backwards in context": (slice(None, None, -1), True, True, ["rows", "both", "whole"]),
+    "not explicit": (slice(None), False, False, []),
+    "half": (slice(4), True, False, r"rows.*whose devices are unknown: it needs 4 of the 8.*jax\.set_mesh\(mesh\)"),
+}
+
+
+def restore_abstract(process: Process, directory: str) -> dict[str, Any]:
+    """Restores by abstract templates; returns which shardings are the old ones, or the error."""
+    import jax
+    from jax.sharding import AxisType
+
+    results: dict[str, Any] = {}
+    for number, (case, (part, explicit, in_context, _)) in enumerate(CASES.items()):
+        devices = jax.devices()[part]
+        kinds = (AxisType.Explicit if explicit else AxisType.Auto,) * 2
+        mesh = jax.make_mesh((len(devices) // 2, 2), ("x", "y"), axis_types=kinds, devices=devices)
+        state = spread_state(mesh)
+        template = jax.eval_shape(lambda state=state: state)
+        with hf.CheckpointManager(f"{directory}/{number}") as manager:
+            manager.save(5, state)
+            try:
+                if in_context:
+                    with jax.set_mesh(mesh):
+                        found = manager.restore(5, template)
+                else:
+                    found = manager.restore(5, template)
+            except hf.HoldfastError as error:
+                results[case] = str(error)
+                continue
+        for name in ("rows", "both", "whole", "step"):
+            np.testing.assert_array_equal(found[name], state[name])
+        assert jax.random.bits(found["key"]) == jax.random.bits(state["key"])
+        results[case] = [
+            name
+            for name in ("rows", "both", "whole")
+            if found[name].sharding.is_equivalent_to(state[name].sharding, state[name].ndim)
+        ]
+    return results
+
+
+@pytest.mark.needs("jax", "0.7")
+def test_abstract_templates(tmp_path: Path) -> None:
+    (found,) = run_processes(restore_abstract, 1, str(tmp_path), devices_per_process=8)
+    for case, (*_, expected) in CASES.items():
+        if isinstance(expected, str):
+            assert re.search(expected, found[case], re.DOTALL), case
+        else:
+            assert found[case] == expected, case
