@@ -16,6 +16,7 @@ from ..errors import OptionError, UnsupportedLeafError
 from ..format import storage_dtype
 from ..pytree import (
     NUMBER_KINDS,
+    NUMBERS,
     ArrayLeaf,
     CastProblem,
     LeafRequest,
@@ -251,7 +252,7 @@ Leaf = ArrayLeaf | ValueLeaf
 
 
 def cast(name: str, leaf: Leaf, dtype: np.dtype[Any]) -> Leaf:
-    if isinstance(leaf, ValueLeaf) or leaf.details["kind"] in {"key", "str", "bytes"} or leaf.dtype == dtype:
+    if isinstance(leaf, ValueLeaf) or leaf.details["kind"] in {"key", "str", "bytes", NUMBERS} or leaf.dtype == dtype:
         return leaf
     kind = number_kind(leaf.dtype)
     if kind is None or "torch_dtype" in leaf.details:

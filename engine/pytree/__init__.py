@@ -13,6 +13,7 @@ from .leaves import (
     ARRAY_KINDS,
     EXTERNAL,
     NUMBER_KINDS,
+    NUMBERS,
     PLACEHOLDER,
     ArrayLeaf,
     Box,
@@ -33,6 +34,7 @@ from .leaves import (
 )
 from .materialize import Partition, materialize, partition
 from .names import PathFilter, Patterns, escape_first, escape_key, format_path, join, split, unescape_key
+from .packing import PACKED_FROM, PackedNumbers, pack_numbers, pack_tree
 from .template import LeafRequest, LeafTemplate, compare, compare_metadata, describe_template, with_request
 from .transform import (
     Call,

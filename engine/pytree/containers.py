@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -60,6 +60,10 @@ def build_defaultdict(factory: Callable[[], Any] | None, keys: list[Any], values
     return defaultdict(factory, zip(keys, values, strict=True))
 
 
+def build_deque(limit: int | None, values: list[Any]) -> Any:
+    return deque(values, limit)
+
+
 def build_counter(keys: list[Any], values: list[Any]) -> Any:
     """Build a Counter; its constructor would count pairs."""
     return Counter(dict(zip(keys, values, strict=True)))
@@ -83,6 +87,11 @@ def _open_default(value: Any) -> Contents:
     return Contents("default_dict", keys, list(value.values()), partial(build_defaultdict, factory, keys), label)
 
 
+def _open_deque(value: Any) -> Contents:
+    label = None if value.maxlen is None else str(value.maxlen)
+    return Contents("deque", None, list(value), partial(build_deque, value.maxlen), label)
+
+
 def _open_counter(value: Any) -> Contents:
     keys = list(value)
     return Contents("counter", keys, list(value.values()), partial(build_counter, keys))
@@ -95,6 +104,7 @@ _EXACT: dict[type, Callable[[Any], Contents]] = {
     OrderedDict: _open_ordered,
     defaultdict: _open_default,
     Counter: _open_counter,
+    deque: _open_deque,
 }
 
 

@@ -21,6 +21,7 @@ from .leaves import (
     is_torch_tensor,
     report_problems,
 )
+from .packing import PackedNumbers
 from .torch_leaves import TorchDescriber, is_dtensor
 
 _Describe = Callable[[Any], ArrayLeaf | ValueLeaf]
@@ -66,6 +67,8 @@ class _Classifier:
             return None, describe_numpy
         if is_python_value(value):
             return None, describe_python
+        if isinstance(value, PackedNumbers):
+            return None, PackedNumbers.describe
         if is_jax_array(value) and not is_tracer(value):
             self._jax = self._jax or JaxDescriber()
             prepare = self._jax.prepare if self._jax.prefetches else None

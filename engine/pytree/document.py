@@ -8,6 +8,7 @@ Keys that are str are escaped as in the leaves' names, which keeps lone surrogat
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,13 @@ from functools import partial
 from typing import Any
 
 from ..errors import DamagedCheckpointError
-from .containers import FACTORIES, build_counter, build_defaultdict, build_mapping
+from .containers import FACTORIES, build_counter, build_defaultdict, build_deque, build_mapping
 from .flatten import MAX_DEPTH, Key, TreeDef, key_segments, plain_key, unflatten
 from .names import unescape_key
 
-_SEQUENCES = {"list": list, "tuple": tuple}
+_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple}
 _MAPPINGS = {"dict", "ordered_dict", "default_dict", "counter", "mapping", "namedtuple", "dataclass", "node"}
+_LENGTH = re.compile("[0-9]{1,18}")  # of a deque at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class TreeDocument:
     structure: TreeDef | None
 
     def build(self, values: Sequence[Any]) -> Any:
-        """Put the leaves into dict (with typed keys), OrderedDict, defaultdict, Counter, list and tuple."""
+        """Put the leaves into dict (with typed keys), OrderedDict, defaultdict, Counter, list, tuple and deque."""
         return unflatten(self.structure, values)
 
     def select(self, chosen: Sequence[bool]) -> TreeDocument:
@@ -109,10 +111,12 @@ def _decode_node(document: Any, name: str, names: list[str], depth: int) -> Tree
     if not isinstance(document, dict) or not isinstance(document.get("children"), list):
         raise DamagedCheckpointError(f"{where} has no list of children")
     kind, children, label = document.get("type"), document["children"], document.get("class")
-    if not isinstance(kind, str) or (kind not in _SEQUENCES and kind not in _MAPPINGS):
+    if not isinstance(kind, str) or (kind not in _SEQUENCES and kind not in _MAPPINGS and kind != "deque"):
         raise DamagedCheckpointError(f"{where} is of the unknown type {kind!r:.80}")
     if label is not None and not isinstance(label, str):
         raise DamagedCheckpointError(f"{where} has a class that is not text")
+    if kind == "deque" and label is not None and not (_LENGTH.fullmatch(label) and int(label) >= len(children)):
+        raise DamagedCheckpointError(f"{where} has {len(children)} children, and at most {label!r:.80}")
     keys: list[Key] | None = None
     segments: list[str] = [str(index) for index in range(len(children))]
     if kind in _MAPPINGS:
@@ -151,7 +155,9 @@ def _decode_keys(stored: Any, where: str) -> tuple[list[Key], list[str]]:
 
 def _plain_node(kind: str, keys: list[Key] | None, children: list[TreeDef | None], label: str | None = None) -> TreeDef:
     build: Callable[[list[Any]], Any]
-    if keys is None:
+    if kind == "deque":
+        build = partial(build_deque, None if label is None else int(label))
+    elif keys is None:
         build = _SEQUENCES[kind]
     elif kind == "ordered_dict":
         build = partial(build_mapping, OrderedDict, keys)

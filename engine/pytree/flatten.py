@@ -28,13 +28,13 @@ _LEAF_TYPES: set[type] = {*_SCALARS, np.ndarray, LeafMetadata}  # grows with the
 
 @dataclass(slots=True)
 class TreeDef:
-    # "dict", "ordered_dict", "default_dict", "counter", "mapping", "list", "tuple", "namedtuple", "dataclass" or "node"
-    # (a type that is registered with jax).
+    # "dict", "ordered_dict", "default_dict", "counter", "mapping", "list", "tuple", "deque", "namedtuple", "dataclass",
+    # or "node" (a type that is registered with jax).
     kind: str
-    keys: list[Key] | None  # one key for each child, or None for the sequences "list" and "tuple"
+    keys: list[Key] | None  # one key for each child, or None for the sequences "list", "tuple" and "deque"
     children: list[TreeDef | None]  # the definition of each child, or None for a leaf
     build: Callable[[list[Any]], Any]  # makes the container from its children, in the order of `children`
-    label: str | None = None  # the name of the class, or of the default factory, for people
+    label: str | None = None  # the name of the class, or of the default factory; of a deque, its maxlen
 
 
 @dataclass(slots=True)
@@ -48,8 +48,8 @@ def flatten(tree: Any, leaf_types: tuple[type, ...] = ()) -> Flattened:
     """Take a tree apart into leaves, names and containers.
 
     Containers are dict and its subclasses and other mappings (keys str or int, in their own order), list, tuple,
-    namedtuple, dataclasses, and every type that is registered with jax. None is a leaf, and so is every other value,
-    of any type; `describe` refuses those that cannot be saved.
+    deque, namedtuple, dataclasses, and every type that is registered with jax. None is a leaf, and so is every other
+    value, of any type; `describe` refuses those that cannot be saved.
 
     Instances of `leaf_types` are leaves, containers or not. The structure may refer to the containers themselves: keep
     the document made from it, not the structure, where the arrays in them should be freed. One error names every key
@@ -73,12 +73,7 @@ class _Walk:
         self.above: dict[int, str] = {}  # containers that are being walked: id -> name
 
     def visit(self, value: Any, name: str, depth: int) -> TreeDef | None:
-        if (
-            type(value) in _LEAF_TYPES
-            or _is_leaf(value)
-            or isinstance(value, self.leaf_types)
-            or (contents := expand(value)) is None
-        ):
+        if is_leaf(value) or isinstance(value, self.leaf_types) or (contents := expand(value)) is None:
             self.names.append(name)
             self.values.append(value)
             return None
@@ -109,9 +104,11 @@ class _Walk:
         return TreeDef(kind, keys, children, build, label)
 
 
-def _is_leaf(value: Any) -> bool:
+def is_leaf(value: Any) -> bool:
     """Whether a value is an array or scalar, which is never opened although it may be iterable or registered."""
     kind = type(value)
+    if kind in _LEAF_TYPES:
+        return True
     if isinstance(value, np.ndarray | np.generic | str | bytes | int | float | complex):
         return True  # subclasses; not remembered, as a program may make classes without end
     if is_jax_array(value):

@@ -21,6 +21,8 @@ Details = dict[str, Any]
 ARRAY_KINDS = frozenset({"numpy", "jax", "torch", "key"})  # kinds of leaves that are arrays for their owners
 # Kinds that are Python numbers for their owners, stored as 0-d arrays.
 NUMBER_KINDS = frozenset({"bool", "int", "float", "complex"})
+NUMBERS = "numbers"  # kind of the leaves that are sequences of numbers (`packing`)
+MIXED = "mixed"  # the elements of such a sequence that are bool, int and float side by side
 EXTERNAL = "external"  # kind of the leaves whose values a handler stores
 PLACEHOLDER = "placeholder"  # kind of the leaves that another library saved by name alone; their value is ``...``
 
@@ -179,6 +181,11 @@ class Saved:
         found = self.details.get("impl" if self.kind == "key" else "torch_dtype")
         return None if found is None else str(found)
 
+    @property
+    def is_number_array(self) -> bool:
+        """Whether it is a sequence of numbers that is stored as the array of its elements."""
+        return self.kind == NUMBERS and self.details.get("elements") != MIXED
+
     def __str__(self) -> str:
         return spell(self.kind, self.dtype, self.shape, self.variant)
 
@@ -191,6 +198,8 @@ def spell(kind: str, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None,
         return "a placeholder, saved without data"
     if dtype is None or shape is None or kind in NUMBER_KINDS or kind in {"str", "bytes"}:
         return kind
+    if kind == NUMBERS:
+        return f"{shape[0] if shape else 0} numbers"
     if kind == "key":
         return f"key{'' if variant is None else f'<{variant}>'}{list(shape[:-1])}"
     if variant is not None and variant.startswith("complex"):

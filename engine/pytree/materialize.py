@@ -14,8 +14,9 @@ from . import jax_leaves, torch_leaves
 from .cast import CastProblem, cast_checked, cast_number, exact_cast
 from .flatten import collection_paused
 from .host_leaves import decode_bytes, decode_value, number_kind
-from .leaves import ARRAY_KINDS, NUMBER_KINDS, Box, Saved, spell, whole
+from .leaves import ARRAY_KINDS, NUMBER_KINDS, NUMBERS, Box, Saved, spell, whole
 from .names import format_path
+from .packing import unpacked
 from .template import LeafTemplate
 
 _PYTHON: dict[str, Any] = {"bool": bool, "int": int, "float": float, "complex": complex}
@@ -143,6 +144,8 @@ def _plain(leaf: Saved, array: NDArray[Any] | None, name: str) -> Any:
         return array[()]
     if leaf.kind in {"str", "bytes"}:
         return decode_bytes(leaf.kind, array, name)
+    if leaf.kind == NUMBERS:
+        return unpacked(leaf.details, array, name)
     if leaf.kind not in ARRAY_KINDS:
         raise DamagedCheckpointError(f"leaf {format_path(name)} is an array of the unknown kind {leaf.kind!r:.80}")
     if leaf.details.get("torch_dtype") == "complex32" and array.dtype == np.float16 and array.shape[-1:] == (2,):

@@ -15,6 +15,7 @@ from .host_leaves import check_storable, is_python_value, number_kind
 from .leaves import (
     ARRAY_KINDS,
     NUMBER_KINDS,
+    NUMBERS,
     LeafMetadata,
     LeafProblem,
     Saved,
@@ -138,7 +139,7 @@ def compare_metadata(name: str, wanted: LeafMetadata, saved: Saved) -> str | Non
     found = metadata_of(saved)
     arrays = ARRAY_KINDS - {"key"}
     alike = wanted.kind == found.kind or {wanted.kind, found.kind} <= arrays
-    free = wanted.kind in {"str", "bytes"} or wanted.kind in NUMBER_KINDS  # their storage depends on the value
+    free = wanted.kind in {"str", "bytes", NUMBERS} or wanted.kind in NUMBER_KINDS  # their storage depends on the value
     if alike and (free or (wanted.shape, wanted.dtype) == (found.shape, found.dtype)):
         return None
     expected = wanted.kind if free else str(wanted)
@@ -156,7 +157,7 @@ def _fits(template: LeafTemplate, saved: Saved) -> bool:
         number = number_kind(template.dtype)
         same = number == kind or (template.cast and _castable(kind, number))
         return template.variant is None and template.shape == () and same
-    if kind not in ARRAY_KINDS and kind != "numpy_scalar":
+    if kind not in ARRAY_KINDS and kind != "numpy_scalar" and not saved.is_number_array:
         return False
     if saved.dtype is None or template.variant != saved.variant or (wanted == "key") != (kind == "key"):
         return False
@@ -235,7 +236,8 @@ def _kind(name: str, request: LeafRequest) -> str | None:
 def _made(name: str, kind: str, request: LeafRequest, saved: Saved) -> LeafTemplate:
     """Return the template that a request makes of a saved leaf, without an array in a template."""
     anything = LeafTemplate(name, "any", None, None, None, origin="request")
-    if saved.dtype is None or saved.shape is None or saved.kind in {"str", "bytes"}:  # a value that is no number
+    no_array = saved.kind in {"str", "bytes"} or (saved.kind == NUMBERS and not saved.is_number_array)
+    if saved.dtype is None or saved.shape is None or no_array:  # a value that is no number
         lenient = kind == "any" or saved.kind == "none"
         return anything if lenient else LeafTemplate(name, kind, None, None, None, origin="request")
     variant = saved.variant

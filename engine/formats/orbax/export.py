@@ -48,7 +48,7 @@ _SEQUENCE, _MAPPING = 1, 2  # kinds of keys
 # Not "jax.Array": without a template, Orbax restores such a leaf only onto devices that are named. With a template,
 # either kind can be restored as the other.
 _ARRAY = "np.ndarray"
-_EMPTY = {"list": "List", "tuple": "Tuple", "namedtuple": NONE, "dataclass": NONE, "node": NONE}
+_EMPTY = {"list": "List", "tuple": "Tuple", "deque": "List", "namedtuple": NONE, "dataclass": NONE, "node": NONE}
 _NUMBERS = {"bool": np.bool_, "int": np.int64, "float": np.float64, "complex": np.complex128}
 _SCALARS = frozenset({"bool", "int", "float"})
 _ARRAYS = frozenset({"numpy", "jax", "torch", "key", "numpy_scalar", "complex"})
@@ -149,7 +149,7 @@ class _Planner:
         if saved.kind == "str":
             self._entry(path, STRING)
             return self._string(leaf, name)
-        if saved.kind not in _SCALARS and saved.kind not in _ARRAYS:
+        if saved.kind not in _SCALARS and saved.kind not in _ARRAYS and not saved.is_number_array:
             return f"Orbax cannot store leaves of kind {saved.kind}"
         if saved.dtype is None:
             return self._number(leaf, name, path)

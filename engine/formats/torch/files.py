@@ -16,7 +16,7 @@ import re
 import struct
 import zipfile
 import zlib
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +24,7 @@ import numpy as np
 
 from ...arrays import Problem, SavedLeaf, TreeSource, load_tree
 from ...errors import DamagedCheckpointError, OptionError, UnsupportedLeafError
-from ...pytree import MAX_DEPTH, format_path
+from ...pytree import MAX_DEPTH, NUMBERS, format_path
 from ...sources import SingleTree, StoredArray, StoredTree, Unreadable, check_destination, replacing
 from ...storage import DataReader, Location, os_errors
 from .objects import BUILDERS, ByteOrder, Record, plain_array, storage_finder, torch_dtype
@@ -325,7 +325,7 @@ def _templates(torch: Any, source: TreeSource) -> list[Any]:
 
 def _template(torch: Any, leaf: SavedLeaf, problems: list[str]) -> Any:
     saved = leaf.saved
-    if saved.dtype is None or saved.shape is None or saved.kind in (*_NUMBERS, "str", "bytes", "key"):
+    if saved.dtype is None or saved.shape is None or saved.kind in (*_NUMBERS, "str", "bytes", "key", NUMBERS):
         return ...
     name = saved.details.get("torch_dtype") or saved.dtype.newbyteorder("=").name
     dtype = getattr(torch, str(name), None)
@@ -338,12 +338,15 @@ def _template(torch: Any, leaf: SavedLeaf, problems: list[str]) -> Any:
 
 
 def _plain(torch: Any, value: Any) -> Any:
-    """Replace what ``weights_only`` refuses: factories of dictionaries, and arrays of numpy."""
+    """Replace what ``weights_only`` refuses: factories of dictionaries, deques, and what is numpy's."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)  # the data of keys
+    if isinstance(value, np.generic):
+        return value.item()  # of a sequence of numbers
     if isinstance(value, dict):
         kind: Any = dict if isinstance(value, defaultdict) else type(value)
         return kind({key: _plain(torch, item) for key, item in value.items()})
-    if isinstance(value, list | tuple):
-        return type(value)([_plain(torch, item) for item in value])
+    if isinstance(value, list | tuple | deque):
+        kind = list if isinstance(value, deque) else type(value)
+        return kind([_plain(torch, item) for item in value])
     return value
