@@ -50,6 +50,10 @@ def load_tree(
             "checkpoint does not have; request its own leaves only"
         )
     chosen = _chosen(source.leaves, select)
+    if source.unreadable:  # reading them raises the error that says why, which is more than that they do not fit
+        source.read(
+            [leaf for leaf, one in zip(source.leaves, chosen, strict=True) if one and leaf.name in source.unreadable]
+        )
     if like is None:
         leaves = [leaf for leaf, wanted in zip(source.leaves, chosen, strict=True) if wanted]
         tree = source.tree if select is None else source.tree.select(chosen)

@@ -63,6 +63,8 @@ class TreeSource(Protocol):
     # The leaves in the order of the tree, each with its storage name (``join`` of its keys).
     leaves: Sequence[SavedLeaf]
     left_out: Sequence[str] = ()  # contents of the file that the tree lacks, one line each, with the reason
+    # The leaves that are listed and cannot be read, by name, with the reason: reading one of them is an error.
+    unreadable: Mapping[str, str] = {}
     # The values by the names of the library that wrote them; None if those names are their paths.
     variables: NamedVariables | None = None
 
@@ -126,6 +128,9 @@ class PartialTree(TreeSource):
         self.location = source.location
         self.tree = tree
         self.leaves = [SavedLeaf(name, leaf.saved) for name, leaf in leaves.items()]
+        self.unreadable = {
+            name: source.unreadable[leaf.name] for name, leaf in leaves.items() if leaf.name in source.unreadable
+        }
         self._source = source
         self._originals = leaves
 

@@ -92,6 +92,7 @@ class CheckpointRecord:
     step: int | None = None  # its step, or None for a checkpoint outside a manager
     reason: str = ""  # why it was saved, for people
     metrics: Mapping[str, Any] | None = None  # metrics recorded with it (numbers, possibly nested), or None
+    custom_metadata: Mapping[str, Any] | None = None  # what the program noted of it, as JSON can hold it, or None
     pinned: bool = False  # whether the user asked to keep it for good
     # Folders of the checkpoint that this one replaced; they may be removed.
     replaced: tuple[str, ...] = field(default=())
@@ -135,6 +136,8 @@ class CheckpointRecord:
         body: dict[str, Any] = {"step": self.step, "time": self.time, "reason": self.reason, "items": items}
         if self.metrics is not None:
             body["metrics"] = _encode_numbers(self.metrics)
+        if self.custom_metadata is not None:
+            body["custom_metadata"] = dict(self.custom_metadata)
         if self.pinned:
             body["pinned"] = True
         if self.replaced:
@@ -161,13 +164,16 @@ class CheckpointRecord:
             step = body["step"]
             if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
                 raise ValueError(f"step {step!r}")
-            metrics = body.get("metrics")
+            metrics, custom = body.get("metrics"), body.get("custom_metadata")
+            if custom is not None and not isinstance(custom, dict):
+                raise TypeError(f"custom_metadata {custom!r:.80}")
             return cls(
                 items=items,
                 time=float(body["time"]),
                 step=step,
                 reason=str(body.get("reason", "")),
                 metrics=None if metrics is None else _decode_metrics(metrics),
+                custom_metadata=custom,
                 pinned=bool(body.get("pinned", False)),
                 replaced=tuple(_relative_path(name) for name in body.get("replaced", ())),
             )

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast, get_args
 from numpy.typing import NDArray
 
 from ..arrays import HostTree, Layout, SavedLeaf, TreeSource, TreeWriter, batches
-from ..checkpoint import ItemToSave, Place, Save
+from ..checkpoint import ITEM, ItemToSave, Place, Save
 from ..clock import SystemClock
 from ..distributed import Coordinator, run_on_primary
 from ..errors import (
@@ -24,6 +24,7 @@ from ..errors import (
 )
 from ..format import CheckpointRecord
 from ..handlers import JsonCheckpointHandler, PreparedItem, PyTreeCheckpointHandler
+from ..manager import store_metadata
 from ..pytree import EXTERNAL, PLACEHOLDER, ArrayLeaf, Piece, TreeDef, ValueLeaf, format_path
 from ..sources import (
     JSON,
@@ -33,12 +34,14 @@ from ..sources import (
     CheckpointSource,
     NativeCheckpoint,
     PreparedGraph,
+    StepList,
     find_checkpoint,
     find_steps,
     is_foreign,
     open_at,
     open_checkpoint,
     without_placeholders,
+    without_unreadable,
 )
 from ..storage import Location, as_location
 
@@ -78,8 +81,10 @@ def import_checkpoint(
 ) -> list[Conversion]:
     """Convert checkpoints of another library to holdfast's: atomic, checksummed, and verified when this returns.
 
-    A directory of steps becomes a directory of steps with their metrics and times, anything else a single checkpoint.
-    Only some of the arrays are in memory at a time.
+    A directory of steps becomes a directory of steps with their metrics, times and custom metadata and with the
+    metadata of the run; anything else becomes a single checkpoint. Items keep their names. The one item of an Orbax
+    manager, which Orbax calls ``default``, becomes ``state``: the item of a manager or a callback of holdfast, which go
+    on from what was imported. Only some of the arrays are in memory at a time.
 
     In a program of several processes that all call this, process 0 does it and the others wait.
 
@@ -99,7 +104,7 @@ def import_checkpoint(
         CheckpointExistsError: The destination exists.
         DamagedCheckpointError: The source is damaged, or the result does not verify. Steps that were finished before
             are whole.
-        UnsupportedLeafError: The source holds objects that cannot be read without running code.
+        UnsupportedLeafError: No array of the source can be read.
         OptionError: The source is one of holdfast's own.
         PeerFailedError: It failed on process 0; raised on the others.
     """
@@ -111,10 +116,14 @@ def import_checkpoint(
 def _imports(origin: Location, target: Location, overwrite: bool) -> list[Conversion]:
     if not overwrite and (target.exists() and (not target.is_directory() or target.entries())):
         raise CheckpointExistsError(f"{target} exists already; choose another path, or pass overwrite=True")
-    steps = {} if is_foreign(origin) or not origin.is_directory() else find_steps(origin).by_step()
+    found = StepList() if is_foreign(origin) or not origin.is_directory() else find_steps(origin)
+    steps = found.by_step()
     if not steps:
         return [_import(open_checkpoint(origin), target, None, overwrite)]
-    return [_import(open_at(entry.location), target / str(step), step, overwrite) for step, entry in steps.items()]
+    metadata = found.metadata()
+    done = [_import(open_at(entry.location), target / str(step), step, overwrite) for step, entry in steps.items()]
+    store_metadata(target, metadata)
+    return done
 
 
 def export_checkpoint(
@@ -202,20 +211,23 @@ def _import(checkpoint: CheckpointSource, target: Location, step: int | None, ov
     trees: list[TreeSource] = []
     left_out: list[str] = []
     for name, kind in checkpoint.items.items():
+        # An item without a name of its own gets the one that managers and callbacks give it.
+        own = ITEM if name == checkpoint.unnamed and ITEM not in checkpoint.items else name
         if kind == TREE:
             tree = checkpoint.tree(name)
             left_out += tree.left_out
-            tree, lines = without_placeholders(tree)
-            left_out += lines
+            for without in (without_placeholders, without_unreadable):
+                tree, lines = without(tree)
+                left_out += lines
             trees.append(tree)
-            items[name] = ItemToSave(TreeSourceHandler(), trees[-1])
+            items[own] = ItemToSave(TreeSourceHandler(), trees[-1])
         elif kind == JSON:
-            items[name] = ItemToSave(JsonCheckpointHandler(), checkpoint.value(name))
+            items[own] = ItemToSave(JsonCheckpointHandler(), checkpoint.value(name))
         elif kind != METRICS:
             left_out.append(f"{name} (an item of the kind {kind}, which holdfast does not read)")
     if not items:
         raise OptionError(f"{checkpoint.location}: none of its items can be read: {', '.join(left_out)}")
-    metrics, written = checkpoint.metrics, checkpoint.time
+    metrics, written, custom = checkpoint.metrics, checkpoint.time, checkpoint.custom_metadata
     save = Save(
         target,
         items,
@@ -226,6 +238,7 @@ def _import(checkpoint: CheckpointSource, target: Location, step: int | None, ov
             step=step,
             reason=f"imported from {checkpoint.format}",
             metrics=metrics,
+            custom_metadata=custom,
         ),
     )
     save.complete()

@@ -19,7 +19,7 @@ from ..errors import DamagedCheckpointError, ObjectNotFoundError
 from ..format import ARRAY_EXTENSION, decode_array, decode_msgpack
 from ..pytree import Saved, encode_value
 from ..sources import Path, SingleTree, StepDirectories, first_bytes, nested_tree, storage_name, total_bytes
-from ..storage import Location
+from ..storage import Entry, Location
 
 _LIMIT = 1 << 36  # bytes of a file; all of it is held in memory
 _COMPLEX, _SCALAR, _TUPLE = 2, 3, 4
@@ -138,7 +138,8 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
     return SingleTree("Flax", location, MsgpackTree(location), total_bytes(location), step)
 
 
-def recognise_steps(location: Location, names: frozenset[str]) -> StepDirectories | None:
+def recognise_steps(location: Location, entries: Sequence[Entry]) -> StepDirectories | None:
+    names = [entry.name for entry in entries if not entry.is_directory]
     found = {int(match[1]): location / name for name in names if (match := _STEP.fullmatch(name)) is not None}
-    files = {step: place for step, place in found.items() if not place.is_directory() and looks_like_msgpack(place)}
+    files = {step: place for step, place in found.items() if looks_like_msgpack(place)}
     return StepDirectories("Flax", dict(sorted(files.items()))) if files else None

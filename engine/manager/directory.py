@@ -14,12 +14,14 @@ them.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import json
 import logging
 import math
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,7 +41,7 @@ from ..errors import (
     shortened_steps,
 )
 from ..format import PARTIAL, RECORD, CheckpointRecord, decode_document, encode_document
-from ..storage import Location, SaveLock, max_concurrency, parallel_map
+from ..storage import Entry, Location, SaveLock, max_concurrency, parallel_map
 from .metrics import metric_name
 from .options import CheckpointManagerOptions
 from .ownership import OWNER, Ownership
@@ -84,20 +86,27 @@ def series_of(prefix: str | None) -> str:
     return "" if prefix is None else prefix if prefix.endswith("-") else f"{prefix}_"
 
 
-def step_folders(directory: Location, series: str | None = None) -> Iterator[StepEntry]:
-    """Generate the folders with the name of a step, of one series or of all, committed or not; nothing is read."""
-    for entry in directory.entries():
+def step_folders(
+    directory: Location, series: str | None = None, entries: Sequence[Entry] | None = None
+) -> Iterator[StepEntry]:
+    """Generate the folders with the name of a step, of one series or of all, committed or not; nothing is read.
+
+    ``entries`` is the content of the directory, where the caller has listed it already.
+    """
+    for entry in directory.entries() if entries is None else entries:
         match = _NAME.fullmatch(entry.name)
         if match and entry.is_directory and series in (None, match[1] or ""):
             yield StepEntry(int(match[2]), directory / entry.name, match[1] or "")
 
 
-def list_steps(directory: Location, series: str | None = None) -> list[StepEntry]:
+def list_steps(
+    directory: Location, series: str | None = None, entries: Sequence[Entry] | None = None
+) -> list[StepEntry]:
     """Return the steps of one series, or of all, with their commit records: by series, in ascending order.
 
     Folders without a record are left out: a save that never finished, or a folder of another program.
     """
-    folders = list(step_folders(directory, series))
+    folders = list(step_folders(directory, series, entries))
     found = [entry for entry in parallel_map(_read, folders, max_concurrency(directory)) if entry is not None]
     return sorted(found, key=lambda entry: (entry.series, entry.step))
 
@@ -148,6 +157,38 @@ def stored_options(location: Location) -> CheckpointManagerOptions | None:
         return None
 
 
+def check_json(option: str, data: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return a copy of what JSON can hold; raise OptionError for anything else."""
+    if data is None:
+        return None
+    if not isinstance(data, Mapping):
+        raise OptionError(f"{option}= must be a dictionary, not {type(data).__name__}")
+    try:
+        encoded = encode_document("json", {"data": dict(data)})
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"{option}= cannot be stored as JSON: {error}") from error
+    found: dict[str, Any] = json.loads(encoded)["data"]
+    return found
+
+
+def stored_metadata(location: Location) -> Mapping[str, Any] | None:
+    """Return the facts about the run in a directory, or None."""
+    place = location / _METADATA / _METADATA_FILE
+    try:
+        content = place.read_bytes(limit=_METADATA_LIMIT)
+    except ObjectNotFoundError:
+        return None
+    found: Mapping[str, Any] | None = decode_document(content, "json", source=str(place)).get("data")
+    return found
+
+
+def store_metadata(location: Location, metadata: Mapping[str, Any] | None) -> None:
+    """Store the facts about a run, if there are any."""
+    if metadata is not None:
+        (location / _METADATA).make_directory()
+        (location / _METADATA / _METADATA_FILE).write_bytes(encode_document("json", {"data": metadata}))
+
+
 # ---- one series, read by anybody and written by one
 
 
@@ -181,7 +222,9 @@ class RunDirectory:
         self._errors: dict[int, DamagedCheckpointError | FormatVersionError] = {}
         self._condemned: dict[int, tuple[CheckpointRecord, str]] = {}
         self._infos: tuple[StepInfo, ...] | None = None
-        self.reload()
+        names = self.reload()
+        if not (options.read_only or self._records or self._errors):
+            self._check_unclaimed(names)
 
     # -- what is there
 
@@ -189,9 +232,20 @@ class RunDirectory:
         """Return the folder of a step, whether it exists or not."""
         return self.location / f"{self._series}{step}"
 
-    def reload(self, *, forget: bool = False) -> None:
-        """Read the directory again; ``forget`` lists steps whose data was found damaged as whole again."""
-        entries = list_steps(self.location, self._series)
+    def _check_unclaimed(self, names: frozenset[str]) -> None:
+        """Refuse to begin a run beside steps that it does not resume from."""
+        if names - {OWNER, OPTIONS, _METADATA}:
+            # Imported by its name, and only here: the lister of all formats lies above this room.
+            sources = importlib.import_module("..sources", __package__)
+            sources.check_unclaimed(self.location, self._series, begun=OWNER in names)
+
+    def reload(self, *, forget: bool = False) -> frozenset[str]:
+        """Read the directory again, and return the names in it.
+
+        ``forget`` lists steps whose data was found damaged as whole again.
+        """
+        content = self.location.entries()
+        entries = list_steps(self.location, self._series, content)
         records = {entry.step: entry.record for entry in entries if entry.record is not None}
         errors = {entry.step: entry.error for entry in entries if entry.error is not None}
         with self._lock:
@@ -202,6 +256,7 @@ class RunDirectory:
                     del records[step]
                     errors[step] = DamagedCheckpointError(what)
             self._records, self._errors, self._infos = records, errors, None
+        return frozenset(entry.name for entry in content)
 
     def add(self, step: int, record: CheckpointRecord | None) -> None:
         """Note that a step was committed, or its record replaced; None says that it was deleted."""
@@ -262,34 +317,17 @@ class RunDirectory:
         known = f"there are {shortened_steps(steps)}" if steps else "there is none at all"
         raise CheckpointNotFoundError(f"{self.location}: no checkpoint of step {step}; {known}")
 
-    def metadata(self) -> Mapping[str, Any] | None:
-        """Return the facts about the run, or None."""
-        place = self.location / _METADATA / _METADATA_FILE
-        try:
-            content = place.read_bytes(limit=_METADATA_LIMIT)
-        except ObjectNotFoundError:
-            return None
-        found: Mapping[str, Any] | None = decode_document(content, "json", source=str(place)).get("data")
-        return found
-
     # -- what the writer changes
 
     def acquire(self, metadata: Mapping[str, Any] | None) -> None:
         """Take the right to write, remove what interrupted runs left, and store facts and options of the run."""
-        facts = None
-        if metadata is not None:
-            try:
-                facts = encode_document("json", {"data": metadata})
-            except (TypeError, ValueError) as error:
-                raise OptionError(f"metadata= cannot be stored as JSON: {error}") from error
+        check_json("metadata", metadata)
         self.ownership.take()
         remove_temporary(self.location, [entry.name for entry in self.location.entries()])
         folders = [folder.location for folder in step_folders(self.location, self._series)]
         parallel_map(self._sweep, folders, max_concurrency(self.location))
         self.reload()
-        if facts is not None:
-            (self.location / _METADATA).make_directory()
-            (self.location / _METADATA / _METADATA_FILE).write_bytes(facts)
+        store_metadata(self.location, metadata)
         options = encode_document("options", {"options": self._options.to_document()})
         (self.location / OPTIONS).write_bytes(options)
 

@@ -35,7 +35,7 @@ from ..format import CheckpointRecord, ItemRecord
 from ..handlers import PyTreeCheckpointHandler, has_structure, item_structure, restore_item
 from ..storage import Location, as_location
 from .decisions import Rollback, SaveDecisions
-from .directory import RunDirectory
+from .directory import RunDirectory, check_json, stored_metadata
 from .metrics import plain_metrics
 from .options import CheckpointManagerOptions
 from .retention import StepInfo, best
@@ -79,6 +79,10 @@ class CheckpointManager:
     Attributes:
         directory: Where the checkpoints are.
         options: When to save and what to keep.
+
+    Raises:
+        CheckpointExistsError: The directory holds checkpoints of another library, or of another ``step_prefix``, and
+            none of this run, which would start from 0 beside them. A manager that is ``read_only`` opens it.
 
     >>> import tempfile, numpy as np
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -165,9 +169,20 @@ class CheckpointManager:
         """
         return self._run.record(step).metrics
 
+    def custom_metadata(self, step: int) -> Mapping[str, Any] | None:
+        """Return what was passed as ``custom_metadata`` when a step was saved, or None.
+
+        Args:
+            step: The step.
+
+        Raises:
+            CheckpointNotFoundError: There is no such step.
+        """
+        return self._run.record(step).custom_metadata
+
     def metadata(self) -> Mapping[str, Any] | None:
         """Return the facts about the run that are stored beside the checkpoints, or None."""
-        return self._metadata if self._metadata is not None else self._run.metadata()
+        return self._metadata if self._metadata is not None else stored_metadata(self.directory)
 
     def structure(self, step: int | None = None) -> Any:
         """Return the tree of a step with a description of every leaf, without reading its data.
@@ -323,6 +338,7 @@ class CheckpointManager:
         items: Any,
         *,
         metrics: Mapping[str, Any] | None = None,
+        custom_metadata: Mapping[str, Any] | None = None,
         force: bool = False,
         save_kwargs: Mapping[str, Any] | None = None,
         reason: str | None = None,
@@ -333,6 +349,7 @@ class CheckpointManager:
             step: The number of optimizer updates in the items, 0 or more.
             items: The item, or a dictionary of items if the manager has several.
             metrics: Numbers to store with the checkpoint and to rank it by.
+            custom_metadata: Facts about this step, as JSON can hold them; see :meth:`custom_metadata`.
             force: Save although nothing is due; a checkpoint of the same step is replaced, atomically. After
                 :meth:`restore` of an older step, the steps after it are replaced in this way without being forced.
             save_kwargs: Further arguments for the handler, or a dictionary of them by item.
@@ -344,6 +361,7 @@ class CheckpointManager:
         Raises:
             SaveFailedError: The save before this one failed in the background; this one is done nevertheless.
             UnsupportedLeafError: An item cannot be saved; nothing was written.
+            OptionError: The items are not those of the manager, or JSON cannot hold ``custom_metadata``.
             OwnershipError: Another run writes to this directory.
         """
         began = time.perf_counter()
@@ -356,7 +374,8 @@ class CheckpointManager:
         self._background.join()
         rendezvous = self._processes.rendezvous("save")
         try:
-            pending = _PendingSave(step, None if metrics is None else plain_metrics(metrics))
+            facts = check_json("custom_metadata", custom_metadata)
+            pending = _PendingSave(step, None if metrics is None else plain_metrics(metrics), facts)
             values = self._items.to_save(items, save_kwargs or {})
         except BaseException as error:
             if rendezvous is not None:
@@ -421,7 +440,12 @@ class CheckpointManager:
         """Make the commit record, at the last moment: the right to write is checked here."""
         self._run.ownership.check()
         return CheckpointRecord(
-            items=items, time=self._clock.now(), step=pending.step, reason=reason, metrics=pending.close()
+            items=items,
+            time=self._clock.now(),
+            step=pending.step,
+            reason=reason,
+            metrics=pending.close(),
+            custom_metadata=pending.facts,
         )
 
     def _earlier(self) -> Sequence[StepInfo]:
@@ -694,8 +718,9 @@ class _ItemSet:
 class _PendingSave:
     """The step that is being saved, and its metrics: more may come until the commit record is made."""
 
-    def __init__(self, step: int, metrics: dict[str, Any] | None) -> None:
+    def __init__(self, step: int, metrics: dict[str, Any] | None, facts: dict[str, Any] | None) -> None:
         self.step = step
+        self.facts = facts
         self.metrics = metrics
         self._lock = threading.Lock()
         self._open = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .discovery import (
     StepList,
+    check_unclaimed,
     find_checkpoint,
     find_steps,
     is_foreign,
@@ -43,8 +44,10 @@ from .stored import (
     Unreadable,
     nested,
     nested_tree,
+    not_read,
     storage_name,
     without_leaves,
     without_placeholders,
+    without_unreadable,
 )
 from .weights import Weights, load_weights

@@ -7,29 +7,39 @@ highest.
 
 To add a format of another library, write a module in ``engine/formats`` and add a line to the table ``_FORMATS`` below.
 The module is imported only when a name in a directory matches one of its patterns; it imports what it needs itself
-(tensorstore, msgpack, a framework) when it reads. It defines, for a location and the names directly inside (empty for a
-file):
+(tensorstore, msgpack, a framework) when it reads. It defines, for a location and what lies directly inside (nothing for
+a file):
 
 - ``recognise(location, names)``, which returns the opened :class:`CheckpointSource`; None where there is none of this
   format; and raises DamagedCheckpointError where there is one that is damaged;
-- ``recognise_steps(location, names)``, if runs have steps, which returns :class:`StepDirectories` or None.
+- ``recognise_steps(location, entries)``, if runs have steps, which returns :class:`StepDirectories` or None.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import importlib
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..errors import CheckpointNotFoundError, DamagedCheckpointError, OptionError, shortened, shortened_steps
+from ..errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    OptionError,
+    shortened,
+    shortened_steps,
+)
 from ..format import RECORD
-from ..manager import StepEntry, list_steps, newest_step, step_folders
+from ..manager import StepEntry, list_steps, newest_step, step_folders, stored_metadata
 from ..storage import Location
 from .native import NativeCheckpoint
 from .protocol import CheckpointSource, StepDirectories
+
+_logger = logging.getLogger("holdfast")
 
 
 class _Entry(NamedTuple):
@@ -47,7 +57,7 @@ _FORMATS: tuple[_Entry, ...] = (
     _Entry("flax", files=("checkpoint", "checkpoint_[0-9]*", "*.msgpack"), steps=("checkpoint_[0-9]*",)),
     _Entry("torch.dcp", inside=(".metadata",)),
     _Entry("safetensors", inside=("*.safetensors", "*.safetensors.index.json"), files=("*",)),
-    _Entry("torch.files", files=("*",)),
+    _Entry("torch.files", files=("*",), steps=("*.ckpt",)),
     _Entry("tensorflow.v1", inside=("checkpoint",), files=("*",)),  # always refused, with the name of the format
 )
 
@@ -65,10 +75,10 @@ def recognise(location: Location) -> CheckpointSource | None:
 
 def recognise_steps(location: Location) -> StepDirectories | None:
     """Find the steps in a directory of another library's run; return None where there are none."""
-    names = _names(location)
+    entries = location.entries() if location.is_directory() else []
     for entry in _FORMATS:
-        if _matches(names, entry.steps):
-            found: StepDirectories | None = _module(entry).recognise_steps(location, names)
+        if _matches((one.name for one in entries), entry.steps):
+            found: StepDirectories | None = _module(entry).recognise_steps(location, entries)
             if found is not None and found.steps:
                 return found
     return None
@@ -79,7 +89,7 @@ def _names(location: Location) -> frozenset[str]:
 
 
 def _matches(names: Iterable[str], patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def _module(entry: _Entry) -> ModuleType:
@@ -93,6 +103,7 @@ class StepList:
     format: str = ""  # which library wrote them; ``""`` if there are none
     entries: tuple[StepEntry, ...] = ()  # all of them, damaged ones included: by series, in ascending order
     noted: StepEntry | None = None  # the newest one as the writer noted it, or None
+    metadata: Callable[[], Mapping[str, Any] | None] = lambda: None  # reads the facts about the run
 
     @property
     def is_native(self) -> bool:
@@ -123,12 +134,51 @@ def find_steps(location: Location) -> StepList:
         raise CheckpointNotFoundError(f"{location}: this is a file; checkpoints are directories")
     entries = list_steps(location)
     if entries:
-        return StepList(NativeCheckpoint.format, tuple(entries))
+        return StepList(NativeCheckpoint.format, tuple(entries), metadata=lambda: stored_metadata(location))
     found = recognise_steps(location)
     if found is None:
         return StepList()
     steps = {step: StepEntry(step, place) for step, place in sorted(found.steps.items())}
-    return StepList(found.format, tuple(steps.values()), None if found.newest is None else steps[found.newest])
+    noted = None if found.newest is None else steps[found.newest]
+    return StepList(found.format, tuple(steps.values()), noted, found.metadata)
+
+
+def check_unclaimed(location: Location, series: str, *, begun: bool) -> None:
+    """Refuse a directory that holds the steps of another run, and none of the run that is about to begin in it.
+
+    ``begun`` says that a run of holdfast has begun here before: then files may come from a callback beside it, such as
+    Lightning's ModelCheckpoint, which share no name with its steps. Single checkpoints of ``hf.save`` are no run.
+    """
+    found = find_steps(location)
+    steps = [one for one in found.entries if not found.is_native or one.record is None or one.record.reason]
+    newest = found.noted or newest_step(steps)
+    if newest is None:
+        return
+    number = f"{len(steps)} checkpoint{'s' if len(steps) > 1 else ''}"
+    if found.is_native:
+        raise CheckpointExistsError(
+            f"{location} holds {number} of another name, the newest {newest.location.name}; a run that saves "
+            f"{series}<step> would not resume from them, and start from 0 beside them. Go on from them with "
+            f"{_prefix_option(newest.series)}, or choose another directory (init_from={str(location)!r} of a callback "
+            "takes their weights)"
+        )
+    what = f"{location} holds {number} of {found.format}, the newest {newest.location.name} of step {newest.step}"
+    if begun and not newest.location.is_directory():
+        _logger.warning("%s, and none of this run, which does not resume from them", what)
+        return
+    raise CheckpointExistsError(
+        f"{what}; a run here would not resume from them, and start from 0 beside them. To go on from them, convert "
+        f"them with `holdfast import {location} NEW` (hf.import_checkpoint) and give NEW as the directory; to begin "
+        f"another run, choose another directory (init_from={str(location)!r} of a callback takes their weights)"
+    )
+
+
+def _prefix_option(series: str) -> str:
+    if not series:
+        return "no step_prefix"
+    prefix = series.removesuffix("_") if series.endswith("_") else series
+    graph = f" (a graph manager: checkpoint_name={prefix[:-1]!r})" if prefix == series else ""
+    return f"step_prefix={prefix!r}{graph}"
 
 
 def find_checkpoint(location: Location, step: int | None = None) -> Location:

@@ -104,6 +104,10 @@ class NativeCheckpoint(CheckpointSource):
         return self.record.metrics
 
     @property
+    def custom_metadata(self) -> Mapping[str, Any] | None:
+        return self.record.custom_metadata
+
+    @property
     def nbytes(self) -> int:
         return self.record.nbytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from ..arrays import TreeSource, load_transformed_tree, load_tree
@@ -34,6 +34,7 @@ class CheckpointSource(Protocol):
     items: Mapping[str, str]
     step: int | None = None  # its step, as far as the checkpoint itself knows it
     reason: str = ""  # why it was saved, where that was noted
+    unnamed: str = ""  # what the format calls an item that the program gave no name
 
     @property
     def time(self) -> float | None:
@@ -43,6 +44,11 @@ class CheckpointSource(Protocol):
     @property
     def metrics(self) -> Mapping[str, Any] | None:
         """The metrics stored with it, or None."""
+        return None
+
+    @property
+    def custom_metadata(self) -> Mapping[str, Any] | None:
+        """The facts that the program stored with it, as JSON holds them, or None."""
         return None
 
     @property
@@ -142,3 +148,4 @@ class StepDirectories(NamedTuple):
     format: str  # what wrote them, as people call it
     steps: Mapping[int, Location]  # the location of every finished step, in ascending order of steps
     newest: int | None = None  # the step that counts as the newest, where the writer noted one; None is the highest
+    metadata: Callable[[], Mapping[str, Any] | None] = lambda: None  # reads the facts about the run

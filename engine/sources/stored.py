@@ -102,6 +102,15 @@ def without_placeholders(source: TreeSource) -> tuple[TreeSource, list[str]]:
     return without_leaves(source, left_out), lines
 
 
+def without_unreadable(source: TreeSource) -> tuple[TreeSource, list[str]]:
+    """Leave out the leaves that cannot be read; return a line for each. A tree without any other array is an error."""
+    left_out = source.unreadable
+    lines = [f"{format_path(name)} ({why})" for name, why in sorted(left_out.items())]
+    if left_out and not any(leaf.saved.dtype is not None and leaf.name not in left_out for leaf in source.leaves):
+        raise UnsupportedLeafError(itemized(f"{source.location}: none of its arrays can be read:", lines))
+    return without_leaves(source, set(left_out)), lines
+
+
 Bytes = NDArray[np.uint8]
 
 _logger = logging.getLogger("holdfast")
@@ -226,6 +235,7 @@ class StoredTree(TreeSource):
         self.tree = tree
         self.leaves = leaves
         self.left_out = tuple(left_out)
+        self.unreadable = {name: value.what for name, value in values.items() if isinstance(value, Unreadable)}
         self._values = values
         self._check = check
         claimed = sum(value.nbytes for value in values.values() if isinstance(value, StoredArray))
@@ -321,11 +331,8 @@ class StoredTree(TreeSource):
         return self.location / path if path else self.location
 
     def _refuse(self, leaves: Sequence[SavedLeaf]) -> None:
-        lines = [
-            f"{format_path(leaf.name)}: {value.what}"
-            for leaf in leaves
-            if isinstance(value := self._values[leaf.name], Unreadable)
-        ]
+        names = [leaf.name for leaf in leaves if leaf.name in self.unreadable]
+        lines = [f"{format_path(name)}: {self.unreadable[name]}" for name in names]
         if lines:
             headline = (
                 f"{self.location}: these leaves would run code of the file's choice; load the others with select=:"
@@ -349,11 +356,16 @@ def _described(name: str, value: Any) -> tuple[Saved, StoredArray | Unreadable |
     if isinstance(value, StoredArray):
         return Saved(value.details, value.dtype, value.shape), value
     if isinstance(value, Unreadable):
-        return Saved({"kind": "str", "value": f"({value.what}, which is not read)"}), value
+        return not_read(value.what), value
     (leaf,) = describe([name], [value])
     if isinstance(leaf, ValueLeaf):
         return Saved(leaf.details), None
     return Saved(leaf.details, leaf.dtype, leaf.shape), leaf.pieces[0].array
+
+
+def not_read(why: str) -> Saved:
+    """Describe a leaf that cannot be read: it is listed as text that says why."""
+    return Saved({"kind": "str", "value": f"({why}, which is not read)"})
 
 
 def _own(array: NDArray[Any], data: Bytes | None) -> NDArray[Any]:

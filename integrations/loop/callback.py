@@ -73,7 +73,9 @@ class LoopCallback:
         self._extras = Extras(self._adapter)
         items: dict[str, Checkpointer] = {self._adapter.item: AsyncCheckpointer(self._adapter.handler(options))}
         if self._adapter.takes_extras:
-            items["extras"] = AsyncCheckpointer(options.tree_handler())
+            extras = options.tree_handler()
+            extras.optional = True  # a run that was imported has none
+            items["extras"] = AsyncCheckpointer(extras)
             items["process"] = AsyncCheckpointer(PerProcessCheckpointHandler())
         self._manager = CheckpointManager(
             options.directory, items, options.manager_options(), metadata=options.metadata, clock=options.clock

@@ -86,7 +86,7 @@ def restore(manager: CheckpointManager, adapter: StateAdapter, state: Any, extra
         return None
     step, values = restored.step, {}
     if extras:
-        saved = {**restored.items["extras"], **restored.items.get("process", {})}
+        saved = {**restored.items.get("extras", {}), **restored.items.get("process", {})}
         values = Extras(adapter).restore(extras, _read_extras(manager, adapter, step, extras, saved))
     state = adapter.from_tree(state, restored.items[adapter.item])
     if restored.skipped:

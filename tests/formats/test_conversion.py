@@ -73,11 +73,13 @@ def test_import_of_a_damaged_file_leaves_nothing(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.pt"]
 
 
-def test_import_refuses_objects_and_reports_what_it_leaves_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(hf.UnsupportedLeafError, match=r"f: the class or function builtins\.print"):
-        import_checkpoint(pt(tmp_path, {"w": torch.ones(1), "f": print}), tmp_path / "ckpt")
+def test_import_reports_what_it_leaves_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (done,) = import_checkpoint(pt(tmp_path, {"w": torch.ones(1), "f": print}), tmp_path / "plain")
+    assert done.left_out == ("f (the class or function builtins.print)",)
+    assert hf.load(tmp_path / "plain") == {"w": 1.0}
+    with pytest.raises(hf.UnsupportedLeafError, match=r"none of its arrays can be read:\n  f \(the class or function"):
+        import_checkpoint(pt(tmp_path, {"f": print, "name": "x"}), tmp_path / "objects")
+    assert not (tmp_path / "objects").exists()
     lightning = {"state_dict": {"w": torch.ones(1)}, "pytorch-lightning_version": "2", "hyper_parameters": {"f": print}}
 
     with caplog.at_level(logging.WARNING, "holdfast"):

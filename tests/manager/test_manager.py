@@ -192,7 +192,7 @@ def test_step_prefix(tmp_path: Path, prefix: str) -> None:
         assert manager.all_steps() == [3, 12]
         assert (tmp_path / f"{prefix}_12" / "checkpoint.json").exists()
     assert hf.CheckpointManager(tmp_path, options=options).latest_step() == 12
-    assert hf.CheckpointManager(tmp_path).all_steps() == []
+    assert hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(read_only=True)).all_steps() == []
     assert hf.load(tmp_path)["a"] == 12
 
 
@@ -371,19 +371,24 @@ def test_a_template_that_does_not_fit_is_no_damage(tmp_path: Path) -> None:
 
 
 def test_strangers_are_left_alone(tmp_path: Path) -> None:
-    orbax = tmp_path / "5" / "default"
-    orbax.mkdir(parents=True)
-    (orbax / "manifest.ocdbt").write_bytes(b"somebody else's")
-    (tmp_path / "5" / "_CHECKPOINT_METADATA").write_text("{}")
-    (tmp_path / "6").write_text("a file")
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "07").mkdir()
-    (tmp_path / "8").mkdir()
-    (tmp_path / "8" / "half").write_text("written by whom?")
-    (tmp_path / "9").symlink_to(tmp_path / "5")
-    before = {path: path.read_bytes() if path.is_file() else None for path in tmp_path.rglob("*")}
     with hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(max_to_keep=1)) as manager:
-        assert manager.all_steps() == []
+        manager.save(0, tree(0))
+        manager.wait_until_finished()
+        orbax = tmp_path / "5" / "default"
+        orbax.mkdir(parents=True)
+        (orbax / "manifest.ocdbt").write_bytes(b"somebody else's")
+        (tmp_path / "5" / "_CHECKPOINT_METADATA").write_text("{}")
+        (tmp_path / "6").write_text("a file")
+        (tmp_path / "notes.txt").write_text("mine")
+        (tmp_path / "07").mkdir()
+        (tmp_path / "8").mkdir()
+        (tmp_path / "8" / "half").write_text("written by whom?")
+        (tmp_path / "9").symlink_to(tmp_path / "5")
+        names = ("5", "6", "notes.txt", "07", "8", "9")
+        strangers = [path for path in tmp_path.rglob("*") if path.relative_to(tmp_path).parts[0] in names]
+        before = {path: path.read_bytes() if path.is_file() else None for path in strangers}
+    with hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(max_to_keep=1)) as manager:
+        assert manager.all_steps() == [0]
         for step in range(1, 4):
             manager.save(step, tree(step))
         for step in (5, 8, 9):

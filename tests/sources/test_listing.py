@@ -19,11 +19,16 @@ from holdfast.engine.sources import find_checkpoint
 
 
 def run(place: Path, prefix: str | None, *steps: int, time: float = 1000.0) -> None:
+    """Saves steps, in a directory of their own first: a manager does not begin beside the steps of another prefix."""
     options = hf.CheckpointManagerOptions(step_prefix=prefix)
-    with hf.CheckpointManager(place, hf.PyTreeCheckpointer(), options, clock=TickingClock(time)) as manager:
+    beside = place / "beside"
+    with hf.CheckpointManager(beside, hf.PyTreeCheckpointer(), options, clock=TickingClock(time)) as manager:
         for step in steps:
             name = f"{step}" if prefix is None else f"{prefix}{step}" if prefix.endswith("-") else f"{prefix}_{step}"
             manager.save(step, {"name": name}, force=True)
+    for one in beside.iterdir():
+        one.replace(place / one.name)
+    beside.rmdir()
 
 
 def own(place: Path) -> None:

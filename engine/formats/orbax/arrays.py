@@ -15,7 +15,6 @@ from urllib.parse import unquote
 import numpy as np
 from numpy.typing import NDArray
 
-from ...arrays import damaged_leaves
 from ...errors import (
     DamagedCheckpointError,
     HoldfastError,
@@ -66,7 +65,7 @@ class Wanted(NamedTuple):
 
 
 class OpenedArrays:
-    """Arrays of which only the metadata was read."""
+    """Arrays of which only the metadata was read; ``failed`` says why others cannot be opened, by name."""
 
     def __init__(self, location: Location, specs: dict[str, dict[str, Any]]) -> None:
         import tensorstore
@@ -77,20 +76,18 @@ class OpenedArrays:
         self._stores: dict[str, tensorstore.TensorStore] = {}
         self.dtypes: dict[str, np.dtype[Any]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        problems = []
+        self.failed: dict[str, str] = {}
         for name, future in opening.items():
             try:
                 store = future.result()
             except (ValueError, NotImplementedError, OSError) as error:
-                problems.append((name, reason(error, location)))
+                self.failed[name] = reason(error, location)
                 continue
             dtype = np.dtype(store.dtype.numpy_dtype)
             if dtype.hasobject or dtype.itemsize == 0:
-                problems.append((name, f"elements of type {store.dtype.name}, which holdfast does not read"))
+                self.failed[name] = f"elements of type {store.dtype.name}, which holdfast does not read"
                 continue
             self._stores[name], self.dtypes[name], self.shapes[name] = store, dtype, tuple(map(int, store.shape))
-        if problems:
-            raise damaged_leaves(location, problems)
 
     def check_sizes(self, wanted: Iterable[Wanted], stored: int, *, filled: bool) -> None:
         """Refuse arrays that are larger than their files can hold, before memory is allocated."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...arrays import TreeSource
@@ -17,10 +17,11 @@ from ...sources import (
     CheckpointSource,
     StepDirectories,
     read_json,
+    read_object,
     read_optional,
     total_bytes,
 )
-from ...storage import Location
+from ...storage import Entry, Location, max_concurrency, parallel_map
 from ..flax import looks_like_msgpack
 from .tree import AGGREGATE_FILE, ARRAYS_FOLDER, CHECKPOINT_FILE, SHARDING_FILE, TREE_FILE, OrbaxTree
 
@@ -31,11 +32,14 @@ COMMITTED = "commit_success.txt"
 _STEP = re.compile(r"(?:(.+)_)?([0-9]{1,18})")
 _JSON_FILES = ("metadata", "data.json")
 METRICS_FOLDER = "metrics"
+ONLY_ITEM = "default"  # the name of the item of a manager that has one item
 _KEYS = ("jax_random_key", "np_random_key")
 _ARRAY_HANDLER = "ArrayCheckpointHandler"
 _TREE_HANDLERS = ("PyTree", "Standard", "Array", "RandomKey")
 _BESIDE_ARRAYS = frozenset({TREE_FILE, SHARDING_FILE, ARRAYS_FOLDER})
 _PROCESS = "ocdbt.process_"
+RUN_METADATA = "metadata"  # name of the folder beside the steps with what the program noted of the run
+RUN_METADATA_FILE = "_ROOT_METADATA"
 _SEARCHED = 32  # directories that are searched for items where no file marks a checkpoint
 _NEVER_ITEMS = frozenset({ARRAYS_FOLDER, "d"})
 
@@ -52,6 +56,7 @@ class OrbaxCheckpoint(CheckpointSource):
     """One finished checkpoint."""
 
     format = "Orbax"
+    unnamed = ONLY_ITEM
 
     def __init__(self, location: Location, names: frozenset[str]) -> None:
         self.location = location
@@ -88,6 +93,11 @@ class OrbaxCheckpoint(CheckpointSource):
         found = self._metadata.get("metrics")
         return found if isinstance(found, dict) and found else None
 
+    @property
+    def custom_metadata(self) -> Mapping[str, Any] | None:
+        found = self._metadata.get("custom_metadata", self._metadata.get("custom"))
+        return found if isinstance(found, dict) and found else None
+
     @functools.cached_property
     def nbytes(self) -> int:
         return total_bytes(self.location)
@@ -121,20 +131,37 @@ def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | N
     return OrbaxCheckpoint(location, names)
 
 
-def recognise_steps(location: Location, names: frozenset[str]) -> StepDirectories | None:
+def recognise_steps(location: Location, entries: Sequence[Entry]) -> StepDirectories | None:
     """Find directories ``<step>`` or ``<prefix>_<step>``, perhaps with zeros in front of the number.
 
     Where there are several prefixes, those of the most steps count.
     """
+    named = [(match, location / entry.name) for entry in entries if (match := _named_step(entry))]
+    are_steps = parallel_map(_is_step, [place for _, place in named], max_concurrency(location))
     found: dict[str, dict[int, Location]] = {}
-    for name in sorted(names):
-        match = _STEP.fullmatch(name)
-        if match is not None and (location / name).is_directory() and _is_step(location / name):
-            found.setdefault(match[1] or "", {}).setdefault(int(match[2]), location / name)
+    for (match, place), is_step in zip(named, are_steps, strict=True):
+        if is_step:
+            found.setdefault(match[1] or "", {}).setdefault(int(match[2]), place)
     if not found:
         return None
     prefix = max(sorted(found), key=lambda one: len(found[one]))
-    return StepDirectories(OrbaxCheckpoint.format, dict(sorted(found[prefix].items())))
+    steps = dict(sorted(found[prefix].items()))
+    return StepDirectories(OrbaxCheckpoint.format, steps, metadata=lambda: _run_metadata(location))
+
+
+def _run_metadata(location: Location) -> Mapping[str, Any] | None:
+    """Return what the program noted of its run: an object of its own in the file's, or all of an earlier version's."""
+    folder = location / RUN_METADATA
+    for name in (RUN_METADATA_FILE, "metadata"):
+        if (folder / name).is_there():
+            found = read_object(folder / name)
+            custom = found.get("custom_metadata") if name == RUN_METADATA_FILE else found
+            return custom if isinstance(custom, dict) and custom else None
+    return None
+
+
+def _named_step(entry: Entry) -> re.Match[str] | None:
+    return _STEP.fullmatch(entry.name) if entry.is_directory else None
 
 
 def is_finished(location: Location, names: frozenset[str]) -> bool:

@@ -36,14 +36,13 @@ from ...sources import (
 )
 from ...storage import Location, as_location, map_status
 from .arrays import directory_spec, new_context
-from .checkpoint import COMMITTED, METRICS_FOLDER, UNFINISHED
+from .checkpoint import COMMITTED, METRICS_FOLDER, ONLY_ITEM, RUN_METADATA, RUN_METADATA_FILE, UNFINISHED
 from .tree import ARRAYS_FOLDER, CHECKPOINT_FILE, NONE, SCALAR, STRING, STRINGS_FILE, TREE_FILE, WITHOUT_DATA
 
 TREE_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 JSON_HANDLER = "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler"
 _CHUNK = 16 << 20  # bytes
 _AT_ONCE = 256 << 20  # bytes of arrays in memory
-_ONLY_ITEM = "default"  # the name of the item of an Orbax manager that has one item
 _SEQUENCE, _MAPPING = 1, 2  # kinds of keys
 # Not "jax.Array": without a template, Orbax restores such a leaf only onto devices that are named. With a template,
 # either kind can be restored as the other.
@@ -209,7 +208,9 @@ class _Planner:
         }
 
 
-def checkpoint_document(handlers: str | Mapping[str, str], committed: float | None) -> dict[str, bytes]:
+def checkpoint_document(
+    handlers: str | Mapping[str, str], committed: float | None, custom: Mapping[str, Any] | None = None
+) -> dict[str, bytes]:
     """Return the files of the checkpoint itself by their names; the mark of a finished save comes last."""
     nanoseconds = int((time.time() if committed is None else committed) * 1e9)
     document = {
@@ -218,7 +219,7 @@ def checkpoint_document(handlers: str | Mapping[str, str], committed: float | No
         "performance_metrics": {},
         "init_timestamp_nsecs": nanoseconds,
         "commit_timestamp_nsecs": nanoseconds,
-        "custom_metadata": {},
+        "custom_metadata": dict(custom or {}),
     }
     return {CHECKPOINT_FILE: json_file(document), COMMITTED: b"Exported by holdfast\n"}
 
@@ -236,13 +237,16 @@ def export_orbax(
     ``CheckpointManager``. Integer keys become strings, the only keys of Orbax.
     """
     origin, target = as_location(source), as_location(destination)
+    metadata: Mapping[str, Any] | None = None
     if step is None and not is_run(origin):
         _export(open_checkpoint(origin), target, item, managed=False)
         return [target]
     if step is not None:
         places = {step: find_checkpoint(origin, step)}
     else:
-        places = {number: entry.location for number, entry in find_steps(origin).by_step().items()}
+        found = find_steps(origin)
+        places = {number: entry.location for number, entry in found.by_step().items()}
+        metadata = found.metadata()
     if not places:
         find_checkpoint(origin)  # its error names what is missing
     taken = [target / str(number) for number in places if (target / str(number)).exists()]
@@ -250,6 +254,9 @@ def export_orbax(
         raise CheckpointExistsError(f"{taken[0]} exists already; choose another destination")
     for number, place in places.items():
         _export(open_at(place), target / str(number), item, managed=True)
+    if metadata:
+        document = {"internal_metadata": {}, "custom_metadata": dict(metadata)}
+        _write_files(target, {f"{RUN_METADATA}/{RUN_METADATA_FILE}": json_file(document)})
     return [target / str(number) for number in places]
 
 
@@ -329,7 +336,7 @@ def _files(checkpoint: CheckpointSource, places: Mapping[str, str], plans: Mappi
     if checkpoint.metrics is not None and METRICS_FOLDER not in handlers:
         files[f"{METRICS_FOLDER}/{METRICS_FOLDER}"] = json_file(checkpoint.metrics)
         handlers[METRICS_FOLDER] = JSON_HANDLER
-    return files | checkpoint_document(handlers, checkpoint.time)
+    return files | checkpoint_document(handlers, checkpoint.time, checkpoint.custom_metadata)
 
 
 def _export(checkpoint: CheckpointSource, target: Location, item: str | None, *, managed: bool) -> None:
@@ -337,7 +344,7 @@ def _export(checkpoint: CheckpointSource, target: Location, item: str | None, *,
     trees = {name: checkpoint.tree(name) for name, kind in wanted.items() if kind == TREE}
     plans = {name: plan_orbax(tree, in_place=False) for name, tree in trees.items()}
     # Items that each process has for itself are called loader/0; the names of Orbax's items have no slash.
-    places = {name: _ONLY_ITEM if managed and len(wanted) == 1 else name.replace("/", "_") for name in wanted}
+    places = {name: ONLY_ITEM if managed and len(wanted) == 1 else name.replace("/", "_") for name in wanted}
     if len(set(places.values())) != len(places):
         raise OptionError(
             f"{checkpoint.location}: two items would have the same name in Orbax; name the item to export"
@@ -345,7 +352,7 @@ def _export(checkpoint: CheckpointSource, target: Location, item: str | None, *,
     is_one_tree = not managed and len(plans) == len(wanted) == 1
     if is_one_tree:
         (plan,) = plans.values()
-        files = plan.files() | checkpoint_document(TREE_HANDLER, checkpoint.time)
+        files = plan.files() | checkpoint_document(TREE_HANDLER, checkpoint.time, checkpoint.custom_metadata)
     else:
         files = _files(checkpoint, places, plans)
     with _finished(target) as folder:

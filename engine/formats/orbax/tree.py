@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...arrays import MANIFEST, Problem, SavedLeaf, TreeSource, damaged_leaves, naming
-from ...errors import DamagedCheckpointError
+from ...errors import DamagedCheckpointError, UnsupportedLeafError, itemized
 from ...pytree import PLACEHOLDER, Box, Details, Saved, format_path, number_kind, whole
 from ...sources import (
     OPTIONAL,
     Path,
     nested_tree,
+    not_read,
     read_object,
     read_optional,
     storage_name,
@@ -48,6 +49,8 @@ WITHOUT_DATA = "placeholder"
 SCALAR = "scalar"
 _SEQUENCE_KEY = 1
 AGGREGATE_FILE = "checkpoint"  # the msgpack file of early versions: small leaves, and names in place of the others
+# Value types of Orbax's own arrays; "unknown" stands for an entry without a type.
+_OWN_TYPES = frozenset({"jax.Array", "np.ndarray", "scalar", "unknown"})
 _NO_ARRAYS = frozenset({NONE, STRING, WITHOUT_DATA})
 _PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")
 _ARRAY_FILES = (".zarray", "zarr.json")
@@ -197,6 +200,8 @@ class OrbaxTree(TreeSource):
             self.tree, order = nested_tree([p.path for p in parameters], empties)
             stored = [self._stored[p.path] for p in arrays]
             self._arrays = OpenedArrays(location, {name: self._spec(name) for name in stored})
+            self.unreadable: dict[str, str] = {}
+            self._foreign: set[str] = set()  # unreadable leaves that only a handler of the program that saved can read
             self.leaves = self._describe([parameters[index] for index in order])
         self._names = {storage_name(p.path): self._stored[p.path] for p in parameters}
         self._values = {storage_name(path): value for path, value in self._aggregated.items()}
@@ -223,7 +228,8 @@ class OrbaxTree(TreeSource):
         return results
 
     def verify(self) -> list[Problem]:
-        return self._read([(leaf, None) for leaf in self.leaves], lambda _index, _array: None)
+        parts = [(leaf, None) for leaf in self.leaves if leaf.name not in self._foreign]
+        return self._read(parts, lambda _index, _array: None)
 
     def for_template(self, names: Sequence[str]) -> TreeSource:
         """Leave out what may be empty containers where the template has no leaf."""
@@ -232,6 +238,9 @@ class OrbaxTree(TreeSource):
         return without_leaves(self, optional - kept)
 
     def _refuse(self, problems: Sequence[Problem]) -> None:
+        if problems and {p.leaf for p in problems} <= set(map(format_path, self._foreign)):
+            headline = f"{self.location}: these leaves need code of the program; load the others with select=:"
+            raise UnsupportedLeafError(itemized(headline, [f"{p.leaf}: {p.what}" for p in problems]))
         if problems:
             raise damaged_leaves(
                 self.location, [(p.leaf, f"{p.file or ''}{': ' if p.file else ''}{p.what}") for p in problems]
@@ -243,9 +252,11 @@ class OrbaxTree(TreeSource):
         wanted: dict[int, Wanted] = {}
         problems: list[Problem] = []
         for index, (leaf, box) in enumerate(parts):
-            if leaf.saved.dtype is None:
+            if leaf.name in self.unreadable:
+                problems.append(Problem("", format_path(leaf.name), self.unreadable[leaf.name]))
+            elif leaf.saved.dtype is None:
                 continue
-            if leaf.name in self._values:
+            elif leaf.name in self._values:
                 array: NDArray[Any] = np.array(self._values[leaf.name], leaf.saved.dtype)
                 use(index, array if box is None else array[box.within(whole(array.shape))])
             elif self._names[leaf.name] in self._shared:
@@ -327,6 +338,10 @@ class OrbaxTree(TreeSource):
         strings = read_optional(self.location / STRINGS_FILE) if any(p.value_type == STRING for p in parameters) else {}
         return [self._leaf(parameter, keys, shardings, strings) for parameter in parameters]
 
+    def _not_read(self, name: str, why: str, what: str = "damaged") -> SavedLeaf:
+        self.unreadable[name] = why
+        return SavedLeaf(name, not_read(what))
+
     def _leaf(
         self, parameter: Parameter, keys: Mapping[str, str], shardings: Mapping[str, Details], strings: dict[str, Any]
     ) -> SavedLeaf:
@@ -341,11 +356,15 @@ class OrbaxTree(TreeSource):
         if parameter.value_type == STRING:
             text = find_string(strings, stored)
             if text is None:
-                raise DamagedCheckpointError(
-                    f"{self.location / STRINGS_FILE}: no text for leaf {format_path(name)}: it is missing, or another "
-                    "leaf has its name"
-                )
+                why = f"{STRINGS_FILE} has no text for leaf {format_path(name)}: it is missing, or another has its name"
+                return self._not_read(name, why)
             return SavedLeaf(name, Saved({"kind": "str", "value": text}))
+        if stored in self._arrays.failed:
+            if parameter.value_type in _OWN_TYPES:
+                return self._not_read(name, self._arrays.failed[stored])
+            self._foreign.add(name)
+            what = f"a {parameter.value_type!r:.40} of the program"
+            return self._not_read(name, f"{what}, which only its handler reads", what)
         dtype, shape = self._arrays.dtypes[stored], self._arrays.shapes[stored]
         if self._typed_key and dtype == np.uint32 and shape and shape[-1] in _KEY_KINDS:
             keys = {stored: _KEY_KINDS[shape[-1]]}

@@ -11,14 +11,14 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...arrays import TreeSource
 from ...checkpoint import ITEM
 from ...errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
 from ...sources import TREE, CheckpointSource, StepDirectories, last_bytes
-from ...storage import Location
+from ...storage import Entry, Location
 from .bundle import INDEX
 from .index import MAGIC
 from .tree import BundleTree
@@ -162,7 +162,8 @@ def recognise(location: Location, names: frozenset[str]) -> BundleCheckpoint | N
     return BundleCheckpoint(location / found[0])
 
 
-def recognise_steps(location: Location, names: frozenset[str]) -> StepDirectories | None:
+def recognise_steps(location: Location, entries: Sequence[Entry]) -> StepDirectories | None:
+    names = frozenset(entry.name for entry in entries)
     found = _prefixes(location, names)
     newest = _newest(location, names, found)
     if newest is not None and number_of(newest) is None:

@@ -25,8 +25,17 @@ import numpy as np
 from ...arrays import Problem, SavedLeaf, TreeSource, load_tree
 from ...errors import DamagedCheckpointError, OptionError, UnsupportedLeafError
 from ...pytree import MAX_DEPTH, NUMBERS, format_path
-from ...sources import SingleTree, StoredArray, StoredTree, Unreadable, check_destination, replacing
-from ...storage import DataReader, Location, os_errors
+from ...sources import (
+    SingleTree,
+    StepDirectories,
+    StoredArray,
+    StoredTree,
+    Unreadable,
+    check_destination,
+    first_bytes,
+    replacing,
+)
+from ...storage import DataReader, Entry, Location, os_errors
 from .objects import BUILDERS, ByteOrder, Record, plain_array, storage_finder, torch_dtype
 from .pickles import Inert, Name, shown, unpickle
 
@@ -193,6 +202,48 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
     step = tree.get("global_step") if is_lightning else None
     step = step if type(step) is int and step >= 0 else None
     return SingleTree("Lightning" if is_lightning else "torch", location, source, size, step)
+
+
+_LIGHTNING_FILE = ".ckpt"
+_STEP_IN_NAME = re.compile(r"(?:^|.*[-_])step=([0-9]{1,18})(?:[-_.].*|)", re.DOTALL)
+_DISTRIBUTED = ".metadata"  # name of the file in the directory that several processes saved as one ``.ckpt``
+
+
+def recognise_steps(location: Location, entries: Sequence[Entry]) -> StepDirectories | None:
+    """Find the ``.ckpt`` files of a Lightning run: by the step in the name, or else by that in the file.
+
+    Of several files with one step, a name with the step wins over others such as ``last.ckpt``, and the longest name
+    over the others, as Lightning adds ``-v1`` to a name that is taken.
+    """
+    found: dict[int, tuple[bool, int, str]] = {}
+    for entry in entries:
+        if not entry.name.endswith(_LIGHTNING_FILE):
+            continue
+        place = location / entry.name
+        match = _STEP_IN_NAME.fullmatch(entry.name)
+        if match is not None:
+            is_one = (place / _DISTRIBUTED).is_there() if entry.is_directory else _begins_as_archive(place)
+            step = int(match[1]) if is_one else None
+        else:
+            step = None if entry.is_directory else _step_in(place)
+        if step is not None:
+            candidate = (match is not None, len(entry.name), entry.name)
+            found[step] = max(candidate, found.get(step, candidate))
+    if not found:
+        return None
+    return StepDirectories("Lightning", {step: location / name for step, (_, _, name) in sorted(found.items())})
+
+
+def _begins_as_archive(place: Location) -> bool:
+    return first_bytes(place, len(_LEGACY_MAGIC)).startswith((ZIP_MAGIC, _LEGACY_MAGIC))
+
+
+def _step_in(place: Location) -> int | None:
+    try:
+        checkpoint = recognise(place, frozenset())
+    except DamagedCheckpointError:  # which step it was is lost
+        return None
+    return None if checkpoint is None else checkpoint.step
 
 
 def read_object(archive: TorchArchive, file: str = "") -> Any:

@@ -1,0 +1,120 @@
+"""One leaf that cannot be read does not take the others with it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import torch
+
+import holdfast as hf
+
+
+class Money:
+    def __init__(self, cents: int) -> None:
+        self.cents = cents
+
+
+class MoneyHandler(ocp.type_handlers.TypeHandler):
+    """Writes a file of its own for each value, as a program's handler of Orbax may."""
+
+    def typestr(self) -> str:
+        return "Money"
+
+    async def metadata(self, infos: Any) -> Any:
+        return [ocp.metadata.Metadata(name=info.name, directory=info.parent_dir) for info in infos]
+
+    async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
+        for value, info in zip(values, infos, strict=True):
+            (info.parent_dir / f"{info.name}.json").write_text(json.dumps(value.cents))
+        return []
+
+    async def deserialize(self, infos: Any, args: Any = None) -> Any:
+        return [Money(json.loads((info.parent_dir / f"{info.name}.json").read_text())) for info in infos]
+
+
+STATE = {"params": {"w": jnp.arange(3.0), "b": jnp.ones(2)}, "step": 5, "note": "text"}
+
+
+def with_an_object_of_the_program(place: Path) -> str:
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (jnp.ndarray, ocp.type_handlers.ArrayHandler()),
+        (int, ocp.type_handlers.ScalarHandler()),
+        (str, ocp.type_handlers.StringHandler()),
+        (Money, MoneyHandler()),
+    )
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(place, args=ocp.args.PyTreeSave({**STATE, "budget": Money(250)}))
+    return "budget"
+
+
+def with_a_folder_gone(place: Path) -> str:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        checkpointer.save(place, args=ocp.args.PyTreeSave({**STATE, "lost": jnp.zeros(4)}))
+    shutil.rmtree(place / "lost")
+    return "lost"
+
+
+def with_a_text_gone(place: Path) -> str:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(place, args=ocp.args.PyTreeSave({**STATE, "other": "text"}))
+    texts = json.loads((place / "_strings.json").read_text())
+    del texts["other"]
+    (place / "_strings.json").write_text(json.dumps(texts))
+    return "other"
+
+
+def with_an_object_of_torch(place: Path) -> str:
+    torch.save(
+        {**{name: value for name, value in STATE.items() if name != "params"}, "f": print}
+        | {"params": {"w": torch.arange(3.0), "b": torch.ones(2)}},
+        place,
+    )
+    return "f"
+
+
+CASES = {
+    with_an_object_of_the_program: (
+        hf.UnsupportedLeafError,
+        r"budget: a 'Money' of the program, which only its handler",
+    ),
+    with_a_folder_gone: (hf.DamagedCheckpointError, r"lost: "),
+    with_a_text_gone: (hf.DamagedCheckpointError, r"other: _strings\.json has no text for leaf other"),
+    with_an_object_of_torch: (hf.UnsupportedLeafError, r"f: the class or function builtins\.print"),
+}
+
+
+@pytest.mark.parametrize("write", CASES, ids=lambda one: str(one.__name__))
+def test_the_other_leaves_load_and_are_imported(tmp_path: Path, write: Any, caplog: pytest.LogCaptureFixture) -> None:
+    kind, what = CASES[write]
+    place = tmp_path / "theirs"
+    leaf = write(place)
+    rest = ["params/**", "step", "note"]
+    like = {"params": {"w": np.zeros(3, np.float32), "b": np.zeros(2, np.float32)}, "step": 0, "note": ""}
+    for select in (None, f"**/{leaf}", leaf):
+        for template in (None, {**like, leaf: np.zeros(4, np.float32)}):
+            with pytest.raises(kind, match=what) as raised:
+                hf.load(place, like=template, select=select)
+            assert "load the others with select=" in str(raised.value)
+    for found in (hf.load(place, select=rest), hf.load(place, like=like, select=rest)):
+        assert (found["step"], found["note"]) == (5, "text")
+        assert (found["params"]["w"].tolist(), found["params"]["b"].tolist()) == ([0, 1, 2], [1, 1])
+    (shown,) = [one for one in hf.describe(place) if one.path == leaf]
+    assert "which is not read" in str(shown.value)
+    problems = [problem.leaf for problem in hf.verify(place).checkpoints[0].problems]
+    assert problems == ([leaf] if kind is hf.DamagedCheckpointError else [])
+
+    (done,) = hf.import_checkpoint(place, tmp_path / "ours")
+    assert (done.leaves, [line.partition(" ")[0] for line in done.left_out]) == (4, [leaf])
+    assert f"left out: {leaf} (" in caplog.text
+    again = hf.load(tmp_path / "ours", like=like)
+    assert again["params"]["w"].tolist() == [0, 1, 2]
+    with pytest.raises(hf.TreeMismatchError, match=f"{leaf}: expected .* not in the checkpoint"):
+        hf.load(tmp_path / "ours", like={**like, leaf: np.zeros(4, np.float32)})
