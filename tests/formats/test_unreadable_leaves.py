@@ -9,11 +9,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import torch
 
 import holdfast as hf
+
+ocp: Any = pytest.importorskip("orbax.checkpoint")
 
 
 class Money:
@@ -21,7 +22,7 @@ class Money:
         self.cents = cents
 
 
-class MoneyHandler(ocp.type_handlers.TypeHandler):
+class MoneyHandler(ocp.type_handlers.TypeHandler):  # type: ignore[misc]
     """Writes a file of its own for each value, as a program's handler of Orbax may."""
 
     def typestr(self) -> str:

@@ -12,8 +12,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-import orbax.checkpoint as ocp
 import pytest
 import torch
 from flax.serialization import to_bytes
@@ -22,6 +20,9 @@ from flax.training.train_state import TrainState
 import holdfast as hf
 from holdfast import graph
 from holdfast.integrations.flax import CheckpointCallback
+
+optax: Any = pytest.importorskip("optax")
+ocp: Any = pytest.importorskip("orbax.checkpoint")
 
 TENSORFLOW = Path(__file__).parents[1] / "formats" / "tensorflow" / "guide"
 MODEL: Any = nn.Dense(3)
@@ -68,7 +69,7 @@ def by_orbax_with_a_prefix(place: Path) -> None:
 def by_flax(place: Path) -> None:
     place.mkdir()
     for step in (1, 2):
-        (place / f"checkpoint_{step}").write_bytes(to_bytes(trained(step)))  # type: ignore[no-untyped-call]
+        (place / f"checkpoint_{step}").write_bytes(to_bytes(trained(step)))
 
 
 def by_lightning(place: Path) -> None:
@@ -88,7 +89,7 @@ def with_another_prefix(place: Path) -> None:
         manager.save(2, {"w": np.arange(3)})
 
 
-OTHERS = {
+OTHERS: dict[Callable[[Path], None], str] = {
     by_orbax: "2 checkpoints of Orbax, the newest 2 of step 2",
     by_orbax_with_a_prefix: "2 checkpoints of Orbax, the newest ckpt_000002 of step 2",
     by_flax: "2 checkpoints of Flax, the newest checkpoint_2 of step 2",
