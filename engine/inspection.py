@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from .arrays import Problem, SavedLeaf, naming
+from .arrays import Problem, SavedLeaf, TreeReader, naming
 from .checkpoint import Place
 from .errors import CheckpointNotFoundError, HoldfastError
-from .format import CheckpointRecord
+from .format import OWN_FOLDER, CheckpointRecord, FileRecord, own_item
 from .manager import StepEntry, reasons, stored_options
-from .pytree import format_path, materialize
+from .pytree import format_path, materialize, unescape_key
 from .sources import JSON, METRICS, TREE, find_steps, open_at, open_checkpoint
 from .storage import Location, as_location
 
@@ -49,7 +49,7 @@ class LeafSummary:
     """One leaf of a checkpoint.
 
     Attributes:
-        item: The item it belongs to.
+        item: The item it belongs to; ``state/own/1`` for what process 1 alone saved of its objects.
         path: Its path in the tree, such as ``params/Dense_0/kernel``.
         kind: Its kind when it was saved: ``"jax"``, ``"numpy"``, ``"torch"``, ``"key"``, ``"int"``, ``"str"``, ...
         shape: Its shape; ``()`` for a value that is no array.
@@ -149,6 +149,7 @@ def describe(path: Place, step: int | None = None) -> list[LeafSummary]:
             reader = checkpoint.tree(name)
             with naming(reader.location):
                 found.extend(_leaf_summary(name, leaf) for leaf in reader.leaves)
+            found.extend(_own_leaves(name, reader.location, checkpoint.files(name)))
         elif (files := checkpoint.files(name)) is not None:
             found.extend(
                 LeafSummary(item=name, path=file, kind=kind, bytes=known.size) for file, known in files.items()
@@ -157,6 +158,19 @@ def describe(path: Place, step: int | None = None) -> list[LeafSummary]:
             value = _shortened(repr(checkpoint.value(name))) if kind in (JSON, METRICS) else None
             found.append(LeafSummary(item=name, kind=kind, value=value))
     return found
+
+
+def _own_leaves(name: str, folder: Location, files: Mapping[str, FileRecord] | None) -> Iterator[LeafSummary]:
+    """Describe what each process saved of its own beside a tree: the states of objects, by the objects' paths."""
+    own = own_item(files or {})
+    for process, share in enumerate(() if own is None else own.shares()):
+        reader = TreeReader(folder / OWN_FOLDER / str(process), share.files)
+        with naming(reader.location):
+            for leaf in reader.leaves:
+                summary = _leaf_summary(f"{name}/{OWN_FOLDER}/{process}", leaf)
+                # The first key is the path of an object, such as `data.train`, escaped.
+                path, *keys = leaf.name.split(".")
+                yield replace(summary, path=format_path(".".join([unescape_key(path), *keys])))
 
 
 def _file_problems(location: Location, record: CheckpointRecord) -> Iterator[Problem]:

@@ -31,6 +31,18 @@ def is_stateful(thing: object) -> bool:
     return isinstance(thing, (random.Random, np.random.Generator)) or _methods(thing) is not None
 
 
+def is_stream(thing: object) -> bool:
+    """Return whether each process has to have its own object: random generators and places in the data.
+
+    The state of other objects, such as schedulers and averages, belongs to the model, and is the same everywhere.
+    """
+    methods = _methods(thing)
+    if methods is None:
+        return isinstance(thing, (random.Random, np.random.Generator))
+    # Grain and torch.Generator have get_state; torchdata has state_dict, as schedulers have, and can be iterated.
+    return methods == _METHODS[0] or hasattr(type(thing), "__next__") or hasattr(type(thing), "__iter__")
+
+
 def state_of(thing: object) -> Any:
     if isinstance(thing, np.random.Generator):
         return encode_state(thing.bit_generator.state)

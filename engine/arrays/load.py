@@ -25,6 +25,7 @@ from ..pytree import (
     metadata_of,
     partition,
     unflatten,
+    unwrapped_name,
     with_request,
 )
 from .database import naming
@@ -59,9 +60,21 @@ def load_tree(
         tree = source.tree if select is None else source.tree.select(chosen)
         return tree.build(_values(source, leaves, _requested(source, leaves, requests)))
     template = like if isinstance(like, Flattened) else flatten(like)
-    targets = describe_template(template.names, template.values)
+    names = [leaf.name for leaf, wanted in zip(source.leaves, chosen, strict=True) if wanted]
+    targets = describe_template(_saved_names(template.names, names), template.values)
     leaves, targets = _matching(source, targets, chosen, requests)
     return unflatten(template.structure, _values(source, leaves, targets))
+
+
+def _saved_names(names: list[str], saved: list[str]) -> list[str]:
+    """Return the saved names of a template's leaves, which may differ by those that wrappers of modules add."""
+    if set(names) == set(saved):
+        return names
+    bare = {unwrapped_name(name): name for name in saved}
+    wanted = [unwrapped_name(name) for name in names]
+    if len(bare) == len(saved) == len(names) and set(wanted) == bare.keys():
+        return [bare[name] for name in wanted]
+    return names
 
 
 def tree_metadata(source: TreeSource) -> Any:

@@ -28,9 +28,13 @@ class ProcessGroup:
         return self._coordinator.process_count == 1
 
     @property
+    def index(self) -> int:
+        return self._coordinator.process_index
+
+    @property
     def is_primary(self) -> bool:
         """Whether this is process 0, which does the work that is done once."""
-        return self._coordinator.process_index == 0
+        return self.index == 0
 
     def rendezvous(self, what: str) -> Rendezvous | None:
         """Return the rendezvous for the next joint action, or None if this process is alone."""

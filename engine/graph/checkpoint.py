@@ -246,6 +246,8 @@ class Checkpoint(Node):
         except BaseException:
             object.__setattr__(self, "_holdfast_counter", before)
             raise
+        if not partial:
+            restoration.warn_of_missing(self)
         restoration.progress.partial = partial
         for other in self._holdfast_restorations:
             if set(other.progress.unrestored()) <= restoration.wanted():

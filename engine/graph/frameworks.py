@@ -97,6 +97,8 @@ class TensorSlot:
 class _ExtraState(StateSlot):
     """The value of a module's ``get_extra_state``."""
 
+    is_stream = False
+
     def __init__(self, module: Any) -> None:
         super().__init__(module, module, ("_extra_state",))
 

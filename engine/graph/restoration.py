@@ -12,20 +12,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from ..errors import StateError, UnmatchedObjectsError
+from ..distributed import current_coordinator
+from ..errors import StateError, UnmatchedObjectsError, shortened
 from ..pytree import KeyProblem, PathFilter, Patterns, collection_paused, key_segments
 from .capture import PER_PROCESS
 from .matching import Matching
 from .paths import Path, format_node_path, format_section
 from .saved import Rename
-from .slots import Assignment, Proxy, last_writer, note_writer, restore_numbers, write_slots
+from .slots import Assignment, Proxy, StateSlot, last_writer, note_writer, restore_numbers, write_slots
 from .stored import StoredGraph
 from .tracked import Node, expect, forget
 from .values import PLAIN_KINDS, PlainValues, ValueReader
-from .views import COUNTER
-from .walk import walk
+from .views import COUNTER, Leaf
+from .walk import LiveNode, walk
 
 _logger = logging.getLogger("holdfast")
+_NO_STREAM = "keeps its fresh state: the checkpoint has none of this process"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +214,8 @@ class Restoration:
     ) -> None:
         self._root = weakref.ref(root)
         self._number = next(restore_numbers)
-        graph = stored.graph.renamed(rename) if rename else stored.graph
+        graph = stored.graph.unwrapped()
+        graph = graph.renamed(rename) if rename else graph
         plain = {
             number
             for number, node in graph.values()
@@ -224,6 +227,7 @@ class Restoration:
         }
         self._matching = Matching(graph, PlainValues(graph, plain))
         self._reader = ValueReader(stored, graph, self._matching.plain, str(stored.checkpoint))
+        self._has_own = stored.has_own
         self._ignored = frozenset(ignore)
         self._filter = PathFilter(select, exclude)
         paths = {number: graph.path(number) for number, _ in graph.values()}
@@ -233,6 +237,7 @@ class Restoration:
         weakref.finalize(self, self.progress.warn).atexit = False
         self._proxies: list[Proxy] = []
         self._settled: set[Path] = set()
+        self._fresh: set[Path] = set()  # streams of this process, for which the checkpoint has none
         self.retired = False  # whether a later restore has taken over all that it waits for
         self.reported: set[Path] = set()  # values whose objects a save has found
         self._holders: list[weakref.ref[Any]] = []
@@ -294,7 +299,9 @@ class Restoration:
         live = walk(root, strict=False)
         restored, missing = [], []
         for node in live.leaves():
-            if node.path in self._settled or last_writer(node.slot) >= self._number:
+            if node.path in self._fresh:
+                live.skipped[node.path] = _NO_STREAM
+            elif self._is_restored(node):
                 restored.append(format_node_path(node.path))
             elif self._chooses(node.path):
                 missing.append(format_node_path(node.path))
@@ -313,6 +320,29 @@ class Restoration:
             skipped=tuple((format_node_path(path), reason) for path, reason in live.skipped.items()),
             nontrivial=self.found_anything,
         )
+
+    def _is_restored(self, node: LiveNode) -> bool:
+        return node.path in self._settled or last_writer(node.slot) >= self._number
+
+    def warn_of_missing(self, root: Node) -> None:
+        """Log the objects of the program, such as parameters, that the checkpoint has no values for."""
+        missing = [
+            format_node_path(node.path)
+            for node in walk(root, strict=False).leaves()
+            if isinstance(node.view, Leaf) and node.view.shared
+            if not self._is_restored(node) and node.path not in self._fresh and self._chooses(node.path)
+        ]
+        if missing:
+            lines = format_section("in the program, not in the checkpoint", missing)
+            lines += format_section(
+                "in the checkpoint, not in the program", list(map(format_node_path, self.progress.unrestored()))
+            )
+            _logger.warning(
+                "%s has no values for objects of the program, which keep those they have; pass partial=True if that "
+                "is intended:\n%s",
+                self.progress.where,
+                "\n".join(lines),
+            )
 
     def _chooses(self, path: Path) -> bool:
         return path not in self._ignored and self._filter.chooses(path)
@@ -336,14 +366,22 @@ class Restoration:
         self._wait()
 
     def _sorted(self, found: Iterable[Assignment]) -> tuple[list[Assignment], list[Assignment]]:
-        """Return the assignments to do, and those done by a later restore or by way of another path."""
+        """Return the assignments to do, and those done by a later restore or by way of another path.
+
+        Streams of which the checkpoint has none of this process are done as well: they stay as they are.
+        """
         due: list[Assignment] = []
         known: list[Assignment] = []
+        fresh: list[Path] = []
         taken: dict[tuple[int, Path], Assignment] = {}
         for one in found:
             if one.path in self._settled or not all(
                 number in self._wanted and self._chooses(path) for number, path in _values(one)
             ):
+                continue
+            if not self._has_own and isinstance(one.slot, StateSlot) and one.slot.is_stream:
+                known.append(one)
+                fresh.append(one.path)
                 continue
             place = id(one.slot.anchor), one.slot.trail
             if last_writer(one.slot) >= self._number or place in taken:
@@ -354,6 +392,11 @@ class Restoration:
                 continue
             taken[place] = one
             due.append(one)
+        if fresh:
+            what = "%s has no random streams and places in the data of process %d, which keeps its fresh ones: %s"
+            names = shortened(map(format_node_path, fresh))
+            _logger.warning(what, self.progress.where, current_coordinator().process_index, names)
+            self._fresh.update(fresh)
         return due, known
 
     def _note(self, one: Assignment) -> None:

@@ -11,6 +11,7 @@ from ..errors import DamagedCheckpointError, OptionError, TreeMismatchError
 from ..pytree import unescape_key
 from .paths import Path, format_node_path, parse_path, storage_name
 from .walk import OPTIMIZER_SLOTS
+from .wrappers import wrapped_nodes
 
 Transform = Callable[[Any], Any]  # makes the array that is restored from the one that was saved
 
@@ -82,6 +83,15 @@ class SavedGraph:
     def container_name(self, number: int) -> str:
         """Return the storage name of the container that a node was saved as, before it was renamed."""
         return storage_name(self.path(number)) if self._before is None else self._before.container_name(number)
+
+    def unwrapped(self) -> SavedGraph:
+        """Return the graph with the paths that wrapped modules have without their wrappers, besides their own."""
+        nodes, found = list(self.nodes), False
+        for number in reversed(self._above):  # those inside first
+            for child in wrapped_nodes(nodes[number].type, nodes[number].edges):
+                nodes[number] = replace(nodes[number], edges={**nodes[child].edges, **nodes[number].edges})
+                found = True
+        return SavedGraph(nodes, self) if found else self
 
     def renamed(self, table: Rename) -> SavedGraph:
         nodes = [replace(node, edges=dict(node.edges)) for node in self.nodes]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..pytree import expand, key_segments
-from ..stateful import restore_state, state_of
+from ..stateful import is_stream, restore_state, state_of
 from .paths import Path
 
 
@@ -48,6 +48,11 @@ class StateSlot:
     thing: Any
     anchor: Any
     trail: Path
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether each process has to have its own."""
+        return is_stream(self.thing)
 
     def get(self) -> Any:
         return state_of(self.thing)

@@ -8,6 +8,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ..arrays import SavedLeaf, TreeReader, TreeSource, naming
+from ..distributed import current_coordinator
 from ..format import FileRecord, own_item
 from ..handlers import Files, PreparedItem, ProcessShare, PyTreeCheckpointHandler, own_share
 from ..pytree import TreeDef, key_segments, materialize, unflatten
@@ -48,7 +49,10 @@ class StoredGraph:
         self.variables = source.variables  # None for values whose names are their paths
         self.leaves: dict[str, SavedLeaf] = {leaf.name: leaf for leaf in source.leaves}  # by storage name
         own = own_item(files or {})  # of this process
-        self._share = None if own is None else TreeReader(*own_share(source.location / own.folder, own.files))
+        share = None if own is None else own_share(source.location / own.folder, own.files)
+        self._share = None if share is None else TreeReader(share.folder, share.files)
+        # Whether the states of objects belong to this process; a checkpoint of one process has those of process 0.
+        self.has_own = current_coordinator().process_index == 0 if share is None else share.is_own
         self._containers = _containers(source.tree.structure, "")
         kinds = {name: container.kind for name, container in self._containers.items()}
         if self._share is not None:

@@ -8,6 +8,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsIndex
 
 from ..errors import OptionError, UnsupportedLeafError
+from .wrappers import unwrapped
 
 
 class Resumable(Protocol):
@@ -146,7 +147,7 @@ class Node:
     def __holdfast_root__(self) -> Any:
         """Return the object whose edges this node has besides its own, or None."""
         root = self._holdfast_root
-        return root() if isinstance(root, weakref.ref) else root
+        return unwrapped(root() if isinstance(root, weakref.ref) else root)
 
     def __getstate__(self) -> dict[str, Any]:
         return {

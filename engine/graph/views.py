@@ -39,6 +39,7 @@ from .frameworks import (
 from .paths import Path
 from .slots import BoxSlot, PartSlot, Slot, StateSlot, proxy
 from .tracked import Node, TrackedDict, TrackedList, Untracked, Value, tracked_attributes
+from .wrappers import unwrapped
 
 COUNTER = "save_counter"  # name of the edge to the number of a checkpoint's last numbered save
 _LIBRARIES = {"torch", "jax", "jaxlib", "flax", "optax", "numpy", "lightning", "pytorch_lightning"}
@@ -64,8 +65,11 @@ class Position:
 class Edge:
     segment: str  # its name: the key, escaped
     key: Any
-    value: Any
+    value: Any  # never a wrapper around a module, but the module
     position: Position
+
+    def __post_init__(self) -> None:
+        self.value = unwrapped(self.value)
 
 
 @dataclass(slots=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..distributed import Coordinator, ProcessInfo, current_coordinator
+from ..errors import OptionError
 from ..format import PROCESSES, FileRecord, ItemRecord
 from ..storage import Location
 from .base import Files, PreparedCheckpointHandler, PreparedItem, write_alone
@@ -19,9 +21,9 @@ _logger = logging.getLogger("holdfast")
 class PerProcessCheckpointHandler(PreparedCheckpointHandler):
     """Saves a tree for each process of a program, in a folder named after the process.
 
-    Each process gets its own tree back. Where the number of processes differs from that of the save, process ``i`` gets
-    the tree of process ``i`` modulo the number of trees: fewer processes take the first ones, and more processes start
-    again from the first. A warning says so.
+    Each process gets its own tree back. Where the number of processes differs from that of the save, a warning says so:
+    fewer processes take the trees of the first ones, and a process without a tree of its own keeps what it has. It gets
+    the template back, or None without one, never the random stream or the place in the data of another process.
 
     Args:
         handler: Handler that saves and restores each process's tree; None makes one.
@@ -43,17 +45,26 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
         """Make this process's tree ready to be written."""
         return ProcessShare(self._handler.prepare(item, snapshot=snapshot, **kwargs))
 
-    def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
-        """Read this process's tree back.
+    def restore(
+        self,
+        directory: Location,
+        item: Any = None,
+        *,
+        process: int | None = None,
+        files: Files | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Read this process's tree back; the template if there is no tree of this process.
 
         Args:
             directory: The folder.
             item: The template, as for trees.
+            process: Read the tree of this process instead.
             files: What the commit record says about the folder.
             **kwargs: As for trees.
         """
-        share, known = own_share(directory, files or {}, self._coordinator)
-        return self._handler.restore(share, item, files=known, **kwargs)
+        share = own_share(directory, files or {}, self._coordinator, process)
+        return self._handler.restore(share.folder, item, files=share.files, **kwargs) if share.is_own else item
 
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
         """Describe every process's tree, in their order."""
@@ -61,23 +72,33 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
         return [self._handler.structure(directory / str(i), files=each.files) for i, each in enumerate(shares)]
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The tree that concerns this process: its own, or that of process 0 where it has none."""
+
+    folder: Location
+    files: Mapping[str, FileRecord]
+    is_own: bool = True
+
+
 def own_share(
-    directory: Location, files: Files, coordinator: Coordinator | None = None
-) -> tuple[Location, Mapping[str, FileRecord]]:
+    directory: Location, files: Files, coordinator: Coordinator | None = None, process: int | None = None
+) -> Share:
+    """Return this process's tree, or that of another one that is asked for; warn where the numbers differ."""
     shares = ItemRecord(directory.name, PROCESSES, files).shares()
+    if process is not None:
+        if not 0 <= process < len(shares):
+            raise OptionError(f"process={process!r}: {directory} has trees of {len(shares)} processes, from 0")
+        return Share(directory / str(process), shares[process].files)
     coordinator = current_coordinator() if coordinator is None else coordinator
     index, count = coordinator.process_index, coordinator.process_count
-    chosen = index % len(shares)
+    is_own = index < len(shares)
     if len(shares) != count:
-        _logger.warning(
-            "%s was saved by %d processes and is restored by %d: process %d restores the tree of process %d",
-            directory,
-            len(shares),
-            count,
-            index,
-            chosen,
-        )
-    return directory / str(chosen), shares[chosen].files
+        what = "restores its own tree" if is_own else "has no tree there, and keeps its fresh state"
+        saved = "%s was saved by %d processes and is restored by %d: process %d %s"
+        _logger.warning(saved, directory, len(shares), count, index, what)
+    chosen = index if is_own else 0
+    return Share(directory / str(chosen), shares[chosen].files, is_own)
 
 
 class ProcessShare:

@@ -130,6 +130,11 @@ class CheckpointManager:
         """Whether this process saves alone; otherwise others save with it."""
         return self._processes.alone
 
+    @property
+    def process_index(self) -> int:
+        """The number of this process among those that save together."""
+        return self._processes.index
+
     def all_steps(self) -> list[int]:
         """Return the committed steps in ascending order."""
         return self._run.steps()

@@ -33,7 +33,18 @@ from .leaves import (
     whole,
 )
 from .materialize import Partition, materialize, partition
-from .names import PathFilter, Patterns, escape_first, escape_key, format_path, join, split, unescape_key
+from .names import (
+    WRAPPED,
+    PathFilter,
+    Patterns,
+    escape_first,
+    escape_key,
+    format_path,
+    join,
+    split,
+    unescape_key,
+    unwrapped_name,
+)
 from .packing import PACKED_FROM, PackedNumbers, pack_numbers, pack_tree
 from .template import LeafRequest, LeafTemplate, compare, compare_metadata, describe_template, with_request
 from .transform import (

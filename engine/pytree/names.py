@@ -72,6 +72,17 @@ def split(name: str) -> list[str]:
     return [unescape_key(text) for text in name.split(".")] if name else []
 
 
+WRAPPED = ("module", "_orig_mod", "_forward_module", "_original_module")
+"""Names that wrappers of torch give to the module inside: DDP, ``torch.compile`` and Fabric."""
+
+_WRAPPED_KEYS = re.compile(rf"(?:(?<=\.)|(?<=%2E)|^)(?:(?:{'|'.join(WRAPPED)})(?:\.|%2E))+")
+
+
+def unwrapped_name(name: str) -> str:
+    """Return the name of a leaf without the names that wrappers of modules add to it."""
+    return _WRAPPED_KEYS.sub("", name)
+
+
 def format_path(name: str) -> str:
     """Return a name as a path for people: ``params/Dense_0/kernel``, or ``(root)`` for the bare leaf.
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..arrays import PartialTree, SavedLeaf, TreeSource, load_tree
 from ..checkpoint import Place
 from ..errors import OptionError, TreeMismatchError
-from ..pytree import flatten, split
+from ..pytree import flatten, split, unwrapped_name
 from ..storage import Location, as_location
 from .discovery import open_checkpoint
 from .protocol import TREE
@@ -48,7 +48,8 @@ def load_weights(
     or ``state_dict``.
     """
     checkpoint = open_checkpoint(as_location(place))
-    names = {_joined(name): name for name in flatten(template).names}
+    template_names = flatten(template).names
+    names = dict(zip(_joined(template_names), template_names, strict=True))
     found = max(
         (
             candidate
@@ -81,7 +82,7 @@ def load_weights(
 def _candidates(
     source: TreeSource, names: Mapping[str, str], ignored: Collection[str], containers: Sequence[str]
 ) -> Iterator[_Candidate]:
-    leaves = {_joined(leaf.name): leaf for leaf in source.leaves}
+    leaves = dict(zip(_joined([leaf.name for leaf in source.leaves]), source.leaves, strict=True))
     for container in (*_CONTAINERS, *containers):
         prefix = f"{container}." if container else ""
         inside = {joined.removeprefix(prefix): leaf for joined, leaf in leaves.items() if joined.startswith(prefix)}
@@ -103,5 +104,8 @@ class _Candidate(PartialTree):
         self.fitness = (len(shared), len(shared) - len(leaves))
 
 
-def _joined(name: str) -> str:
-    return ".".join(split(name))
+def _joined(names: Sequence[str]) -> list[str]:
+    """Return names with all keys joined by dots, and without those of wrappers if all stay different."""
+    joined = [".".join(split(name)) for name in names]
+    bare = list(map(unwrapped_name, joined))
+    return bare if len(set(bare)) == len(set(joined)) else joined

@@ -41,6 +41,7 @@ class Position:
         self._epoch: dict[str, Any] = {}
         self._before_validation: tuple[dict[str, Any], dict[str, int]] | None = None
         self._saved: dict[str, Any] | None = None
+        self._keeps_random = False  # whether the random streams of the checkpoint are those of another process
         self._skip_batch = False
         self._has_warned = False
         epoch_loop = self._fit.epoch_loop
@@ -93,6 +94,7 @@ class Position:
     def resume(self, saved: dict[str, Any]) -> None:
         """Resume from what :meth:`capture` returned; to be called before the loops of the trainer run."""
         self._saved = saved
+        self._keeps_random = saved.pop("of_process_0", False)
         before, now = saved.get("replicas", 1), replicas(self._trainer.strategy)
         if before != now and saved["point"] != "epoch":
             saved["point"] = "batch"
@@ -100,8 +102,8 @@ class Position:
         if before != now and self._trainer.is_global_zero:
             logger.warning(
                 "saved by %d processes that had a share of the data each, and resumed by %d: weights, optimizers and "
-                "schedules are as they were; random generators and the states of data loaders are distributed again, "
-                "and the epoch goes on after as many samples",
+                "schedules are as they were, and the epoch goes on after as many samples; a process without random "
+                "generators of its own in the checkpoint keeps its fresh ones",
                 before,
                 now,
             )
@@ -252,4 +254,5 @@ class Position:
         return epoch.capture_generators(self._trainer.strategy.root_device, self._loaders())
 
     def _restore_random(self, state: dict[str, Any]) -> None:
-        epoch.restore_generators(state, self._trainer.strategy.root_device, self._loaders())
+        if not self._keeps_random:
+            epoch.restore_generators(state, self._trainer.strategy.root_device, self._loaders())

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ...engine.api import load
 from ...engine.checkpoint import ITEM, AsyncCheckpointer, Place, SaveReport, read_record
 from ...engine.clock import seconds
-from ...engine.distributed import ProcessGroup
+from ...engine.distributed import ProcessGroup, current_coordinator
 from ...engine.errors import BarrierTimeoutError, CheckpointNotFoundError, PeerFailedError, StateError
 from ...engine.format import RECORD
 from ...engine.handlers import PerProcessCheckpointHandler
@@ -162,7 +163,7 @@ class RunStore:
         restored = manager.restore_latest(self._wanted(with_position, template))
         if restored is None:
             raise CheckpointNotFoundError(f"{manager.directory}: there is no checkpoint to restore")
-        return _checkpoint(restored.items, manager.directory / str(restored.step))
+        return self._with_position(restored.items, restored.step)
 
     def load(self, step: int, *, template: Template = None) -> dict[str, Any]:
         """Return the checkpoint of a step as Lightning's dictionary; positions of processes only during a fit.
@@ -173,7 +174,16 @@ class RunStore:
         """
         manager = self.manager
         found = manager.restore(step, self._wanted(self.is_open, template))
-        return _checkpoint(found, self.path_of(step))
+        return self._with_position(found, step)
+
+    def _with_position(self, found: Any, step: int) -> dict[str, Any]:
+        """Return what was restored; a process without a position of its own gets that of process 0."""
+
+        def first() -> Any:
+            other = {PROCESS: {"process": 0}}
+            return self.manager.restore(step, {PROCESS: None}, restore_kwargs=other)[PROCESS]
+
+        return _checkpoint(found, self.path_of(step), first)
 
     def _wanted(self, with_position: bool, template: Template) -> Any:
         if not self._has_positions:
@@ -248,7 +258,9 @@ def read_checkpoint(path: Place, *, with_position: bool, template: Template = No
     found = {ITEM: StateHandler().restore(location / item.folder, template, files=item.files)}
     if with_position and PROCESS in record.items:
         own = record.items[PROCESS]
-        found[PROCESS] = PerProcessCheckpointHandler().restore(location / own.folder, files=own.files)
+        read = partial(PerProcessCheckpointHandler().restore, location / own.folder, files=own.files)
+        found[PROCESS] = read()
+        return _checkpoint(found, location, partial(read, process=0))
     return _checkpoint(found, location)
 
 
@@ -261,13 +273,22 @@ def is_checkpoint(path: Place) -> bool:
     return bool(list_steps(location, ""))
 
 
-def _checkpoint(found: Any, place: Place) -> dict[str, Any]:
-    """Return what was restored, one item or several, as Lightning's dictionary."""
-    tree, own = found, {}
+def _checkpoint(found: Any, place: Place, first: Callable[[], Any] | None = None) -> dict[str, Any]:
+    """Return what was restored, one item or several, as Lightning's dictionary; ``first`` reads process 0's position.
+
+    A position of process 0 in another process is marked with ``of_process_0``.
+    """
+    tree, own, has_own = found, {}, current_coordinator().process_index == 0
     if isinstance(found, dict) and "state_dict" not in found and ITEM in found:
-        tree, own = found[ITEM], found.get(PROCESS, {})
+        tree = found[ITEM]
+        if PROCESS in found:
+            own, has_own = found[PROCESS], found[PROCESS] is not None
+            own = first() if own is None and first is not None else own
     if not isinstance(tree, dict) or not {"state_dict", "pytorch-lightning_version"} <= tree.keys():
         raise StateError(
             f"{place} was not saved from a Lightning trainer; load it with hf.load, or with the callback that saved it"
         )
-    return from_tree({**tree, **own})
+    checkpoint = from_tree({**tree, **own})
+    if POSITION in checkpoint and not has_own:
+        checkpoint[POSITION]["of_process_0"] = True
+    return checkpoint

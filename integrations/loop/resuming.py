@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...engine.errors import CheckpointExistsError, CheckpointNotFoundError, TreeMismatchError
-from ...engine.manager import CheckpointManager, list_steps
+from ...engine.manager import CheckpointManager, Restored, list_steps
+from ...engine.stateful import is_stream
 from ...engine.storage import Location
 from ..options import Resume
 from .states import Extras, StateAdapter, check_names
@@ -86,8 +87,8 @@ def restore(manager: CheckpointManager, adapter: StateAdapter, state: Any, extra
         return None
     step, values = restored.step, {}
     if extras:
-        saved = {**restored.items.get("extras", {}), **restored.items.get("process", {})}
-        values = Extras(adapter).restore(extras, _read_extras(manager, adapter, step, extras, saved))
+        saved, fresh = _saved_extras(manager, restored, extras)
+        values = Extras(adapter).restore(extras, _read_extras(manager, adapter, step, extras, saved), fresh)
     state = adapter.from_tree(state, restored.items[adapter.item])
     if restored.skipped:
         lost = ", ".join(str(skipped) for skipped, _ in restored.skipped)
@@ -95,6 +96,28 @@ def restore(manager: CheckpointManager, adapter: StateAdapter, state: Any, extra
     else:
         logger.info("resumed from step %d in %s", step, manager.directory)
     return Resumed(step, state, values)
+
+
+def _saved_extras(
+    manager: CheckpointManager, restored: Restored, extras: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the saved extras by name, and the names of the streams that the checkpoint has of other processes only."""
+    common, own = restored.items.get("extras", {}), restored.items.get("process")
+    # A process saves its own extras alone if it is the only one; they are those of process 0 then.
+    has_own = own is not None or ("process" not in restored.items and manager.process_index == 0)
+    if own is None and "process" in restored.items:
+        other = {"process": {"process": 0}}
+        own = manager.restore(restored.step, {"process": None}, restore_kwargs=other)["process"]
+    fresh = [] if has_own else [name for name, extra in extras.items() if is_stream(extra)]
+    if fresh:
+        logger.warning(
+            "step %d in %s has no random streams and places in the data of process %d, which keeps its fresh ones: %s",
+            restored.step,
+            manager.directory,
+            manager.process_index,
+            ", ".join(fresh),
+        )
+    return {**common, **(own or {})}, fresh
 
 
 def _read_extras(

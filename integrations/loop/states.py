@@ -135,11 +135,18 @@ class Extras:
             if self._adapter.is_live(extra) or not (is_stateful(extra) or is_plain(extra))
         }
 
-    def restore(self, extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return by name the same object where it was changed in place, and the restored value otherwise."""
+    def restore(
+        self, extras: Mapping[str, Any], saved: Mapping[str, Any], fresh: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """Return by name the same object where it was changed in place, and the restored value otherwise.
+
+        The ``fresh`` ones stay as they are.
+        """
         values = {name: saved[name] for name in extras}
         for name, extra in extras.items():
-            if self._adapter.is_live(extra):
+            if name in fresh:
+                values[name] = extra
+            elif self._adapter.is_live(extra):
                 values[name] = self._adapter.from_tree(extra, saved[name])
             elif is_stateful(extra) or is_plain(extra):
                 values[name] = restore_state(extra, saved[name])

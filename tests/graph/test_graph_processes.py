@@ -46,6 +46,9 @@ def test_each_process_has_its_own_iterator(tmp_path: Path, caplog: pytest.LogCap
         assert found == [({0}, number), ({1}, 2 * number)]
     assert hf.verify(tmp_path).ok
     assert hf.load(tmp_path / "run-2")["w"].tolist() == [0, 0, 0]
+    shown = {(leaf.item, leaf.path) for leaf in hf.describe(tmp_path / "run-2")}
+    names = ("words", "position", "text")
+    assert shown >= {(f"state/own/{index}", f"batches/{name}") for index in range(2) for name in names}
     batches = Batches(5)
     graph.Checkpoint(batches=batches, w=np.zeros(3)).restore(tmp_path).assert_consumed()
     assert (set(batches.words.tolist()), batches.position) == ({0}, 2)

@@ -153,6 +153,7 @@ def test_another_number_of_processes_goes_on(
     assert [status for status, _, _ in ended] == [0] * now, ended[0][2]
     assert {report["first_step"] for _, report, _ in ended} == {saved.step}
     assert [report["began"] for _, report, _ in ended] == [[weights, saved.step * before // now]] * now
+    assert len({str(report["random"]) for _, report, _ in ended}) == now, "two processes draw the same numbers"
     assert f"saved by {before} processes that had a share of the data each, and resumed by {now}" in ended[0][2]
 
 

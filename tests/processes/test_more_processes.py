@@ -1,0 +1,133 @@
+"""Runs that more processes go on with than saved them: no two processes draw the same numbers from then on."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.processes.harness import Process, run_processes
+
+import holdfast as hf
+from holdfast import graph
+from holdfast.integrations.flax import CheckpointCallback
+
+STEPS = 3
+
+
+class Batches:
+    """A process's share of the data, and its place there."""
+
+    def __init__(self, index: int) -> None:
+        self.index, self.position = index, 0
+
+    def __next__(self) -> int:
+        self.position += 1
+        return self.position * 10 + self.index
+
+    def get_state(self) -> dict[str, int]:
+        return {"position": self.position, "index": self.index}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.position, self.index = state["position"], state["index"]
+
+
+class Schedule:
+    """Belongs to the model, as the schedulers of torch do."""
+
+    def __init__(self) -> None:
+        self.rate = 1.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"rate": self.rate}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.rate = state["rate"]
+
+
+class Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
+
+
+def by_graph(directory: str, objects: dict[str, Any]) -> Any:
+    checkpoint = graph.Checkpoint(**objects)
+    with graph.CheckpointManager(checkpoint, directory, max_to_keep=None) as manager:
+        manager.restore_or_initialize()
+        yield
+        manager.save()
+
+
+def by_callback(directory: str, objects: dict[str, Any]) -> Any:
+    with CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
+        state, start = checkpoint.restore_or_initialize({"w": np.zeros(2)}, **objects)
+        yield
+        checkpoint.on_step(start + 1, state, **objects)
+
+
+def by_manager(directory: str, objects: dict[str, Any]) -> Any:
+    own = hf.Checkpointer(hf.PerProcessCheckpointHandler())
+    with hf.CheckpointManager(directory, {"own": own, "common": hf.Checkpointer(hf.PyTreeCheckpointHandler())}) as run:
+        streams = ("batches", "noise")
+        template = {"batches": objects["batches"].get_state(), "noise": objects["noise"].bit_generator.state}
+        restored = run.restore_latest({"own": template, "common": None})
+        if restored is not None:
+            objects["batches"].set_state(restored.items["own"]["batches"])
+            objects["noise"].bit_generator.state = restored.items["own"]["noise"]
+            objects["schedule"].rate = restored.items["common"]["rate"]
+        yield
+        taken = dict(zip(streams, (objects["batches"].get_state(), objects["noise"].bit_generator.state), strict=True))
+        run.save((run.latest_step() or 0) + 1, {"own": taken, "common": {"rate": objects["schedule"].rate}})
+
+
+WAYS = {"graph": by_graph, "callback": by_callback, "manager": by_manager}
+
+
+def train(process: Process, directory: str) -> dict[str, tuple[Any, ...]]:
+    """Goes on with a run in each way; returns what was drawn after the resume, the rate before, and the warnings."""
+    records = Records()
+    logging.getLogger("holdfast").addHandler(records)
+    found = {}
+    for name, way in WAYS.items():
+        records.found.clear()
+        schedule = Schedule()
+        objects: dict[str, Any] = {
+            "batches": Batches(process.index),
+            "noise": np.random.default_rng(process.index),
+            "schedule": schedule,
+        }
+        run = way(f"{directory}/{name}", objects)
+        next(run)
+        rate = schedule.rate
+        drawn = [(next(objects["batches"]), float(objects["noise"].random())) for _ in range(STEPS)]
+        schedule.rate /= 2
+        next(run, None)
+        found[name] = drawn, rate, [line for line in records.found if f"process {process.index}" in line]
+    logging.getLogger("holdfast").removeHandler(records)
+    return found
+
+
+def expected(index: int, first: int) -> list[tuple[int, float]]:
+    """What a process draws from its ``first`` step on, when nothing interrupts it."""
+    batches, noise = Batches(index), np.random.default_rng(index)
+    return [(next(batches), float(noise.random())) for _ in range(first + STEPS)][first:]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3)])
+def test_a_process_without_a_saved_state_keeps_its_own(tmp_path: Path, before: int, after: int) -> None:
+    run_processes(train, before, str(tmp_path), backend="torch")
+    again = run_processes(train, after, str(tmp_path), backend="torch")
+    for index, ways in enumerate(again):
+        for name, (drawn, rate, warnings) in ways.items():
+            known = index < before
+            assert drawn == expected(index, STEPS if known else 0), (name, index)
+            assert rate == 0.5, (name, index)  # belongs to the model: that of process 0
+            assert known or any("fresh" in line for line in warnings), (name, index)
+            assert not known or not any("fresh" in line for line in warnings), (name, index)
+    assert len({value for ways in again for _, value in ways["graph"][0]}) == after * STEPS
