@@ -6,9 +6,8 @@ import logging
 import os
 import shutil
 import sys
-import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,14 +125,6 @@ def everything(trainer: Trainer) -> list[Any]:
     values = [value.tolist() for value in weights(trainer.learner.rl_module).values()]
     rest = [trainer.iterations, trainer.learner.updates, trainer.runner.mean.tolist()]
     return [values, slots, rest, trainer.runner.random.bit_generator.state]
-
-
-@pytest.fixture
-def place() -> Iterator[str]:
-    """A URL below which nothing is yet; in memory, so that syncing costs nothing."""
-    url = f"memory://tests/{uuid.uuid4().hex}"
-    yield url
-    as_location(url).remove_tree()
 
 
 # ---- R1 to R4: layout, round trip

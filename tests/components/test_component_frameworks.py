@@ -12,8 +12,6 @@ import random
 import subprocess
 import sys
 import types
-import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,15 +30,6 @@ from tests.versions import nnx_update
 import holdfast as hf
 from holdfast.components import Checkpointable, allow, read_state
 from holdfast.engine.components import Component
-from holdfast.engine.storage import as_location
-
-
-@pytest.fixture
-def place() -> Iterator[str]:
-    """A URL below which nothing is yet; in memory, so that syncing costs nothing."""
-    url = f"memory://tests/{uuid.uuid4().hex}"
-    yield url
-    as_location(url).remove_tree()
 
 
 class Net(Checkpointable, nnx.Module):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from tests.earlier_versions import programs
+from tests.equality import assert_same
 
 import holdfast as hf
 from holdfast import graph
@@ -31,30 +29,6 @@ def copied(version: Path, name: str, tmp_path: Path) -> Path:
     """Returns a copy of what was kept, as opening a run may change its directory."""
     shutil.copytree(version / name, tmp_path / name)
     return tmp_path / name
-
-
-def assert_same(found: Any, expected: Any, path: str = "") -> None:
-    """Compares types, dtypes, shapes and bits."""
-    assert type(found) is type(expected), path
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), path
-        for key in expected:
-            assert_same(found[key], expected[key], f"{path}/{key}")
-    elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected), path
-        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_same(one, other, f"{path}/{index}")
-    elif isinstance(expected, jax.Array) and jnp.issubdtype(expected.dtype, jax.dtypes.prng_key):
-        assert found.dtype == expected.dtype
-        assert_same(jax.random.key_data(found), jax.random.key_data(expected), path)
-    elif isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype, path
-        assert torch.equal(found, expected), path
-    elif isinstance(expected, np.ndarray | np.generic | jax.Array):
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), path
-        assert np.asarray(found).tobytes() == np.asarray(expected).tobytes(), path
-    else:
-        assert found == expected, path
 
 
 def test_everything_verifies(version: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.equality import assert_same
 
 import holdfast as hf
 from holdfast import graph
@@ -21,24 +22,6 @@ FIXTURES = Path(__file__).parent / "tensorflow"
 SEEN: dict[str, Any] = json.loads((FIXTURES / "seen.json").read_text(encoding="utf-8"))
 QUANTISED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 OBJECTS = {"string", "variant"}
-
-
-def same(found: Any, expected: Any) -> None:
-    """Checks that two trees are equal, dtypes included."""
-    assert type(found) is type(expected)
-    if isinstance(found, dict):
-        assert list(found) == list(expected)
-        for key in found:
-            same(found[key], expected[key])
-    elif isinstance(found, list):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            same(one, other)
-    elif isinstance(found, np.ndarray):
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        assert found.tobytes() == expected.tobytes()
-    else:
-        assert found == expected
 
 
 @pytest.fixture
@@ -114,15 +97,15 @@ def test_lists_dictionaries_and_names_that_are_escaped() -> None:
 def test_kinds_of_elements() -> None:
     found = hf.load(FIXTURES / "dtypes")
 
-    same(found["bfloat16"], np.array([[1.5, -2.25], [np.inf, 1e-3]], ml_dtypes.bfloat16))
-    same(found["int4"], np.array([1, 7, 0, 5, -8], ml_dtypes.int4))
-    same(found["half"], np.array([[1.5, -2.25], [np.inf, 1e-3]], np.float16))
-    same(found["text"], "größe".encode())
-    same(found["texts"], np.array([[b"a", b"bb", b""], [b"x" * 200, b"\0\1", b"\xff"]]))
-    same(found["texts_ending_in_zeros"], [b"a\0", b"\0", b"b"])
-    same(found["blank_texts"], np.array([b"", b""], "S1"))
-    same(found["empty"], np.zeros((0, 3), np.float32))
-    same(found["empty_text"], np.zeros(0, "S1"))
+    assert_same(found["bfloat16"], np.array([[1.5, -2.25], [np.inf, 1e-3]], ml_dtypes.bfloat16))
+    assert_same(found["int4"], np.array([1, 7, 0, 5, -8], ml_dtypes.int4))
+    assert_same(found["half"], np.array([[1.5, -2.25], [np.inf, 1e-3]], np.float16))
+    assert_same(found["text"], "größe".encode())
+    assert_same(found["texts"], np.array([[b"a", b"bb", b""], [b"x" * 200, b"\0\1", b"\xff"]]))
+    assert_same(found["texts_ending_in_zeros"], [b"a\0", b"\0", b"b"])
+    assert_same(found["blank_texts"], np.array([b"", b""], "S1"))
+    assert_same(found["empty"], np.zeros((0, 3), np.float32))
+    assert_same(found["empty_text"], np.zeros(0, "S1"))
 
 
 def test_names_of_tensorflow_1() -> None:
@@ -141,7 +124,7 @@ def test_imported_checkpoints_hold_the_same(prefix: str, tmp_path: Path) -> None
     (done,) = hf.import_checkpoint(FIXTURES / prefix, tmp_path / "ours")
 
     assert (done.format, done.left_out) == ("TensorFlow", ())
-    same(hf.load(tmp_path / "ours"), hf.load(FIXTURES / prefix))
+    assert_same(hf.load(tmp_path / "ours"), hf.load(FIXTURES / prefix))
 
 
 def test_a_template_and_a_selection() -> None:
@@ -149,7 +132,7 @@ def test_a_template_and_a_selection() -> None:
 
     found = hf.load(path, like={"net": {"l1": {"bias": np.zeros(5, np.float32)}}}, select="net/l1/bias")
 
-    same(found, {"net": {"l1": {"bias": hf.load(path)["net"]["l1"]["bias"]}}})
+    assert_same(found, {"net": {"l1": {"bias": hf.load(path)["net"]["l1"]["bias"]}}})
 
 
 @pytest.mark.parametrize("name", ["ckpt-4", "ckpt-4.index", "ckpt-4.data-00000-of-00001"])
@@ -239,7 +222,7 @@ def test_places_that_are_no_disk(fixture: str) -> None:
     for file in (FIXTURES / fixture).iterdir():
         (place / file.name).write_bytes(file.read_bytes())
 
-    same(hf.load(place), hf.load(FIXTURES / fixture))
+    assert_same(hf.load(place), hf.load(FIXTURES / fixture))
     assert hf.verify(place).ok
 
 

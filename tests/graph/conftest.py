@@ -2,20 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator
-
 import pytest
-
-from holdfast.engine.storage import as_location
-
-
-@pytest.fixture
-def place() -> Iterator[str]:
-    """An empty URL in memory, where syncing costs nothing."""
-    url = f"memory://tests/{uuid.uuid4().hex}"
-    yield url
-    as_location(url).remove_tree()
 
 
 class Hands:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.fixtures import _assert_same as assert_same
+from tests.equality import assert_same
 from tests.object_stores.conftest import Store
 from tests.object_stores.test_remote import SCENARIOS
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +15,6 @@ SHORT = [
     *("model.hidden=[8]", "data.batch_size=300", "train.steps=2", "train.eval_interval_steps=2"),
     *("optimizer.warmup_steps=1", "optimizer.decay_steps=6", "checkpoint.best_fn=null"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.chdir(tmp_path)
-    caplog.set_level(logging.INFO, "holdfast")
 
 
 def train(recipe: str, *arguments: str) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import signal
@@ -33,12 +32,6 @@ SHORT = {
     "checkpoint.best_mode": "min",
     "logging.interval_steps": "1",
 }
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.chdir(tmp_path)
-    caplog.set_level(logging.INFO, "holdfast")
 
 
 def train(recipe: str, *arguments: str) -> Outcome:

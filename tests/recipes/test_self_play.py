@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shutil
@@ -40,9 +39,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "self_play.md"
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.chdir(tmp_path)
-    caplog.set_level(logging.INFO, "holdfast")
+def _one_thread() -> None:
     torch.set_num_threads(1)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.equality import assert_same
 
 import holdfast as hf
 from holdfast.integrations.lightning.epoch import capture_generators, restore_generators
@@ -21,25 +22,6 @@ from holdfast.integrations.lightning.strategies import StateHandler
 from holdfast.integrations.lightning.trees import from_tree, to_tree
 
 CPU = torch.device("cpu")
-
-
-def same(one: Any, other: Any) -> bool:
-    """Compares types as well as values."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bits(one), _bits(other))
-    if isinstance(one, np.ndarray):
-        return bool(one.dtype == other.dtype and np.array_equal(one, other))
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other or (one != one and other != other))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def through_disk(checkpoint: dict[str, Any], directory: Any) -> dict[str, Any]:
@@ -69,7 +51,7 @@ def test_every_kind_of_state_comes_back_as_what_it_was(tmp_path: Any) -> None:
     expected = {**checkpoint, "shape": (2, 3)}
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert same(found[name], value), name
+        assert_same(found[name], value, name)
 
 
 _LEAVES = (
@@ -99,7 +81,8 @@ def test_any_tree_comes_back(checkpoint: dict[str, Any]) -> None:
     assert left == []
     found = from_tree(hf.load(directory))
     assert found.keys() == checkpoint.keys()
-    assert all(same(found[name], value) for name, value in checkpoint.items())
+    for name, value in checkpoint.items():
+        assert_same(found[name], value, name)
 
 
 @pytest.mark.parametrize(
