@@ -21,3 +21,24 @@ class TickingClock:
 
     def monotonic(self) -> float:
         return self.time
+
+
+class FakeClock:
+    """Shows the time that the test sets.
+
+    Args:
+        time: The time at the beginning, in seconds.
+    """
+
+    def __init__(self, time: float = 1e9) -> None:
+        self.wall = self.running = time
+
+    def now(self) -> float:
+        return self.wall
+
+    def monotonic(self) -> float:
+        return self.running
+
+    def sleep(self, seconds: float) -> None:
+        self.wall += seconds
+        self.running += seconds

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from sklearn.datasets import load_iris  # type: ignore[import-untyped]  # it comes without type information
+from tests.clocks import FakeClock
 
 import holdfast as hf
 from holdfast import (
@@ -172,23 +173,13 @@ def test_checkpoint_manager_other_apis(tmp_path: Path) -> None:
     ids=["interval", "newest", "period", "time", "best", "least", "without metrics"],
 )
 def test_checkpoint_manager_options(tmp_path: Path, options: dict[str, Any], kept: list[int]) -> None:
-    class Clock:
-        """One second passes from step to step."""
-
-        seconds = 1_000.0
-
-        def now(self) -> float:
-            return self.seconds
-
-        monotonic = now
-
-    clock = Clock()
+    clock = FakeClock()
     made = CheckpointManagerOptions(**options)
     with CheckpointManager(tmp_path, Checkpointer(PyTreeCheckpointHandler()), made, clock=clock) as mngr:
         for step in range(10):
             metrics = None if step == 5 else {"accuracy": ACCURACIES[step]}
             mngr.save(step, {"a": step}, metrics=metrics)
-            clock.seconds += 1
+            clock.sleep(1)
         assert mngr.all_steps() == kept
 
 

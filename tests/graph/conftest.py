@@ -1,30 +1,12 @@
-"""Fixtures of the tests of object graphs: a place in memory, and a clock that the test sets."""
+"""A clock that tests of object graphs set."""
 
 from __future__ import annotations
 
 import pytest
-
-
-class Hands:
-    """A clock whose hands are moved by the test.
-
-    Args:
-        time: The time it shows.
-    """
-
-    def __init__(self, time: float) -> None:
-        self.time = time
-
-    def now(self) -> float:
-        """Returns the time it shows."""
-        return self.time
-
-    def monotonic(self) -> float:
-        """Returns the time it shows."""
-        return self.time
+from tests.clocks import FakeClock
 
 
 @pytest.fixture
-def clock() -> Hands:
+def clock() -> FakeClock:
     """A clock that shows 3 seconds."""
-    return Hands(3.0)
+    return FakeClock(3.0)

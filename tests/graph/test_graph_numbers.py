@@ -94,7 +94,7 @@ def test_t05_periodic_preservation(place: str, clock: Any) -> None:
         return graph.CheckpointManager(checkpoint, place, 2, hours, clock=clock)
 
     def save(manager: graph.CheckpointManager, time: float) -> None:
-        clock.time = time
+        clock.wall = time
         manager.save()
 
     with opened(None) as manager:
@@ -121,23 +121,23 @@ def test_t05_periodic_preservation(place: str, clock: Any) -> None:
 
 def test_t06_clock_runs_backwards(place: str, clock: Any, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = graph.Checkpoint(step=0)
-    clock.time = 10000
+    clock.wall = 10000
     with graph.CheckpointManager(checkpoint, place, 1, 1, clock=clock) as manager:
-        for clock.time in (10000, 13600, 17200):
+        for clock.wall in (10000, 13600, 17200):
             manager.save()
         assert numbers(manager.checkpoints) == [3]
     assert names(place) == ["ckpt-2", "ckpt-3"]
-    clock.time = 5000
+    clock.wall = 5000
     with caplog.at_level(logging.WARNING, "holdfast"):
         manager = graph.CheckpointManager(checkpoint, place, 1, 1, clock=clock)
     assert "clock" in caplog.text
     assert manager.latest_checkpoint == f"{place}/ckpt-3"
     assert manager.checkpoints == []
     with manager:
-        for clock.time in (5000, 5010, 5020):
+        for clock.wall in (5000, 5010, 5020):
             manager.save()
         assert numbers(manager.checkpoints) == [6]
-    clock.time = 30000
+    clock.wall = 30000
     with graph.CheckpointManager(checkpoint, place, 1, 1, clock=clock) as manager:
         manager.save()
     assert {"ckpt-2", "ckpt-3", "ckpt-7"} <= set(names(place))

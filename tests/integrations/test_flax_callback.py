@@ -14,23 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.clocks import FakeClock
 
 import holdfast as hf
 from holdfast.integrations.flax import CheckpointCallback, StepOutcome
 from holdfast.integrations.options import CallbackOptions
 
 pytestmark = pytest.mark.usefixtures("default_sigterm")
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.time = 1000.0
-
-    def now(self) -> float:
-        return self.time
-
-    def monotonic(self) -> float:
-        return self.time
 
 
 class Positions:
@@ -119,7 +109,7 @@ def test_without_triggers_it_saves_every_quarter_of_an_hour(tmp_path: Path) -> N
     with CheckpointCallback(tmp_path, clock=clock) as checkpoint:
         checkpoint.restore_or_initialize(state_at(0))
         for step in range(1, 10):
-            clock.time += 300
+            clock.sleep(300)
             saved += run(checkpoint, step, step)
     assert saved == [3, 6, 9]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.clocks import FakeClock
 from tests.processes.threads import together
 
 import holdfast as hf
@@ -32,18 +33,6 @@ class Failing(hf.PyTreeCheckpointHandler):
         return prepared
 
 
-class Clock:
-    """A clock that is set by hand."""
-
-    time = 0.0
-
-    def now(self) -> float:
-        return 1e9 + self.time
-
-    def monotonic(self) -> float:
-        return self.time
-
-
 Make = Callable[..., hf.CheckpointManager]
 
 
@@ -52,11 +41,11 @@ def make(request: pytest.FixtureRequest, place: str) -> Iterator[Make]:
     """Makes a manager that saves in this thread, or in the background."""
     made = []
 
-    def make(handler: hf.CheckpointHandler, clock: Clock | None = None, **options: Any) -> hf.CheckpointManager:
+    def make(handler: hf.CheckpointHandler, clock: FakeClock | None = None, **options: Any) -> hf.CheckpointManager:
         options = {"save_interval_steps": None, **options}
         made.append(
             hf.CheckpointManager(
-                place, request.param(handler), hf.CheckpointManagerOptions(**options), clock=clock or Clock()
+                place, request.param(handler), hf.CheckpointManagerOptions(**options), clock=clock or FakeClock()
             )
         )
         return made[-1]
@@ -110,16 +99,16 @@ def test_the_first_step_that_is_refused(make: Make) -> None:
 
 
 def test_seconds(make: Make) -> None:
-    handler, clock = Failing(), Clock()
+    handler, clock = Failing(), FakeClock()
     manager = make(handler, clock, save_interval_secs=100)
     manager.save(1, {"step": 1}, force=True)
-    clock.time = 100
+    clock.sleep(100)
     assert manager.should_save(2)
     fail(manager, handler, 2)
-    clock.time = 101
+    clock.sleep(1)
     assert manager.should_save(3)
     assert manager.save(3, {"step": 3})
-    clock.time = 200
+    clock.sleep(99)
     assert not manager.should_save(4)
 
 

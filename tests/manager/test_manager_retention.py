@@ -8,29 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.clocks import FakeClock
 
 import holdfast as hf
 
 NAN = math.nan
 HOUR = 3600.0
-
-
-class FakeClock:
-    """Time that passes when the test says so."""
-
-    def __init__(self, now: float = 1e9) -> None:
-        self.wall = now
-        self.running = 0.0
-
-    def now(self) -> float:
-        return self.wall
-
-    def monotonic(self) -> float:
-        return self.running
-
-    def sleep(self, seconds: float) -> None:
-        self.wall += seconds
-        self.running += seconds
 
 
 def options(**changes: Any) -> hf.CheckpointManagerOptions:
