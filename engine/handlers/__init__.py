@@ -21,7 +21,7 @@ from .base import (
 from .json import JsonCheckpointHandler
 from .per_process import PerProcessCheckpointHandler, ProcessShare, own_share
 from .pytree import ArrayCheckpointHandler, PyTreeCheckpointHandler
-from .type_handlers import (
+from .registry import (
     DEFAULT_REGISTRY,
     ParamInfo,
     TypeHandler,

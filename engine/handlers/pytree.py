@@ -25,7 +25,7 @@ from ..pytree import EXTERNAL, Flattened, Patterns, class_name, collection_pause
 from ..storage import Location
 from .args import Leaf, RestoreArgs, SaveArgs, aggregate, broadcast_prefix, cast
 from .base import Files, PreparedCheckpointHandler, PreparedItem, no_arguments
-from .type_handlers import DEFAULT_REGISTRY, ExternalLeaves, TypeHandlerRegistry, restore_external
+from .registry import DEFAULT_REGISTRY, ExternalLeaves, TypeHandlerRegistry, restore_external
 
 
 class PyTreeCheckpointHandler(PreparedCheckpointHandler):
