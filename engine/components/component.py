@@ -277,9 +277,9 @@ def _give(one: LiveComponent, state: Any) -> None:
     own = {key: value for key, value in state.items() if key not in known}
     if own:
         report = set_default_state(one, own)
-        again = live_tree(one.value)
-        names = {child.name for child in again.children}
-        _give_children(again, state, but=known)
+        now = live_tree(one.value, one.path, one.name, one.above)
+        names = {child.name for child in now.children}
+        _give_children(now, state, but=known)
         unused = [name for name in report.unused if name.split("/")[0] not in names]
         if unused:
             _logger.warning("%s has no place for these values: %s", type(one.value).__qualname__, ", ".join(unused))

@@ -27,6 +27,12 @@ class LiveComponent:
     children: list[LiveComponent] = field(default_factory=list)
     # Other names of components elsewhere in the tree: the paths of those.
     same: dict[Path, Path] = field(default_factory=dict)
+    above: LiveComponent | None = None  # the root of the tree; None for itself
+    parameters: dict[int, Path] | None = None  # of the tree that it is the root of: paths by identity, once asked for
+
+    @property
+    def root(self) -> LiveComponent:
+        return self.above or self
 
     def walk(self) -> Iterator[LiveComponent]:
         """Generate this component and all below it, those above first."""
@@ -37,10 +43,18 @@ class LiveComponent:
     def relative(self, child: LiveComponent) -> Path:
         return child.path[len(self.path) :]
 
+    def named(self) -> list[tuple[Path, LiveComponent]]:
+        """Return the components that it names, those that are elsewhere in the tree last, by the paths from it."""
+        found = [(self.relative(child), child) for child in self.children]
+        if self.same:
+            known = paths_of(self.root)
+            found += [(path[len(self.path) :], known[path]) for path in self.same if path in known]
+        return found
 
-def live_tree(root: Any, path: Path = (), name: str = "") -> LiveComponent:
+
+def live_tree(root: Any, path: Path = (), name: str = "", top: LiveComponent | None = None) -> LiveComponent:
     """Return the tree of the components below one; an object that is found twice is in it once, as near as it is."""
-    start = LiveComponent(root, path, name)
+    start = LiveComponent(root, path, name, above=top)
     seen = {id(root): start}
     queue = [start]
     for owner in queue:
@@ -61,10 +75,25 @@ def live_tree(root: Any, path: Path = (), name: str = "") -> LiveComponent:
             if known is not None:
                 owner.same[path] = known.path
                 continue
-            child = seen[id(value)] = LiveComponent(value, path, name)
+            child = seen[id(value)] = LiveComponent(value, path, name, above=start.root)
             owner.children.append(child)
             queue.append(child)
     return start
+
+
+def paths_of(root: LiveComponent) -> dict[Path, LiveComponent]:
+    """Return the components of a tree by all their paths."""
+    found = {one.path: one for one in root.walk()}
+    for one in list(found.values()):
+        found.update({path: found[goal] for path, goal in one.same.items() if goal in found})
+    return found
+
+
+def again(one: LiveComponent) -> LiveComponent:
+    """Return a component with those that exist below it by now."""
+    root = live_tree(one.root.value, one.root.path, one.root.name)
+    found = next((other for other in root.walk() if other.value is one.value), None)
+    return live_tree(one.value, one.path, one.name, root) if found is None or found.path != one.path else found
 
 
 def components_of(value: Any) -> list[tuple[str, Any]]:

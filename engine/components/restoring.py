@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from ..arrays import SavedLeaf
 from ..errors import OptionError, TreeMismatchError
 from ..graph import Path, format_section
 from ..pytree import PathFilter, Patterns, flatten
-from .live import LiveComponent, live_tree
+from .live import LiveComponent, again, paths_of
 from .names import find, format_component_path
 from .reading import SavedComponent, all_components
 from .states import Keep, OwnReport, match_kept, own_state, set_own_state
@@ -30,6 +30,8 @@ class ComponentReport:
         unused: Components of the checkpoint that the program does not have.
         missing_values: Values of restored components that the checkpoint does not have: ``learner/p0: net/bias``.
         unused_values: Values of the checkpoint that a restored component has no place for.
+        separate: Pairs of components that are one object in the checkpoint, and two in the program. Both were restored,
+            but will differ once training goes on.
     """
 
     checkpoint: str
@@ -38,11 +40,12 @@ class ComponentReport:
     unused: tuple[str, ...] = ()
     missing_values: tuple[str, ...] = ()
     unused_values: tuple[str, ...] = ()
+    separate: tuple[tuple[str, str], ...] = ()
 
     @property
     def complete(self) -> bool:
         """Whether program and checkpoint match exactly."""
-        return not (self.missing or self.unused or self.missing_values or self.unused_values)
+        return not self.problems()
 
     def problems(self) -> list[str]:
         """Return a line for each kind of mismatch."""
@@ -51,6 +54,10 @@ class ComponentReport:
             *format_section("components that the program does not have", self.unused),
             *format_section("values that the checkpoint does not have", self.missing_values),
             *format_section("values that the program does not have", self.unused_values),
+            *format_section(
+                "components that are one object in the checkpoint and two in the program",
+                [f"{one} and {other}" for one, other in self.separate],
+            ),
         ]
 
     def __str__(self) -> str:
@@ -104,7 +111,7 @@ class _Restore:
         self._strict = strict
         self._fresh = fresh
         self._origins = self._match(target)
-        missing = [format_component_path(one.path) for one in target.walk() if one.path not in self._origins]
+        missing = self._missing()
         if strict and missing:
             raise TreeMismatchError(
                 f"{saved.location} does not have all components of the program (strict=True); nothing was changed:",
@@ -119,16 +126,32 @@ class _Restore:
     def _match(self, target: LiveComponent) -> dict[Path, SavedComponent]:
         """Return the saved component for each live one, by its path, those below others first."""
         found: dict[Path, SavedComponent] = {}
+        elsewhere: dict[Path, SavedComponent] = {}  # for components that the program names here and keeps elsewhere
 
         def visit(one: LiveComponent, saved: SavedComponent) -> None:
             for child in one.children:
                 origin = saved.children.get(one.relative(child)) or self._same(saved, one.relative(child))
                 if origin is not None:
                     visit(child, origin)
+            for path, goal in one.same.items():
+                if (origin := saved.children.get(path[len(one.path) :])) is not None:
+                    elsewhere.setdefault(goal, origin)
             found[one.path] = saved
 
         visit(target, self._saved)
+        known = paths_of(target.root)
+        for goal, origin in elsewhere.items():
+            if goal not in found and goal in known:
+                visit(known[goal], origin)
         return found
+
+    def _missing(self) -> list[str]:
+        """Return the components of the program that the checkpoint does not have, under the names they have here."""
+        here = list(self._target.walk())
+        within = {one.path for one in here}
+        every = [(one.path, one.path) for one in here]
+        every += [(path, goal) for one in here for path, goal in one.same.items() if goal not in within]
+        return [format_component_path(path) for path, goal in every if goal not in self._origins]
 
     def _same(self, saved: SavedComponent, path: Path) -> SavedComponent | None:
         """Return a component that was saved under another path of the tree, as it was the same object."""
@@ -140,7 +163,7 @@ class _Restore:
 
     def _check(self, keep: KeepPatterns) -> None:
         """Raise an error if a pattern matches no saved value, also of components that are yet to be made."""
-        live = {one.path: one for one in self._target.walk()}
+        live = paths_of(self._target.root)
         for path, origin in self._origins.items():
             match_kept(live[path], self._states[path], origin.location, self._within(path) or keep)
         matched = {origin.path for origin in self._origins.values()}
@@ -154,11 +177,11 @@ class _Restore:
     def run(self) -> ComponentReport:
         """Give every component its state, and then those that exist only since another has got its own."""
         try:
-            live = {one.path: one for one in self._target.walk()}
+            live = paths_of(self._target.root)
             for path, origin in self._origins.items():
                 self._set(live[path], self._states.pop(path), origin, last=not self._states)
             while new := self._new_origins():
-                live = {one.path: one for one in self._target.walk()}
+                live = paths_of(self._target.root)
                 for path, origin in new.items():
                     self._set(live[path], origin.state(), origin, last=False)
         except BaseException:
@@ -174,14 +197,14 @@ class _Restore:
 
     def _new_origins(self) -> dict[Path, SavedComponent]:
         """Return the saved components for live ones that did not exist before."""
-        self._target = live_tree(self._target.value, self._target.path, self._target.name)
+        self._target = again(self._target)
         new = {path: origin for path, origin in self._match(self._target).items() if path not in self._done}
         self._origins.update(new)
         return new
 
     def _set(self, one: LiveComponent, state: Any, origin: SavedComponent, *, last: bool) -> None:
         if not last and not self._fresh:
-            self._before.append((one, own_state(one, snapshot=True)))
+            self._before.append((one, own_state(one, snapshot=True, partial=True)))
         self._done[one.path] = set_own_state(one, state, origin.location, self._within(one.path))
 
     def _within(self, above: Path) -> Keep | None:
@@ -203,18 +226,25 @@ class _Restore:
         return ComponentReport(
             checkpoint=str(self._saved.location),
             restored=tuple(map(format_component_path, self._done)),
-            missing=tuple(format_component_path(one.path) for one in self._target.walk() if one.path not in self._done),
+            missing=tuple(self._missing()),
             unused=tuple(format_component_path(one.path) for one in below if one.path not in used),
             missing_values=_values({path: one.missing for path, one in self._done.items()}),
             unused_values=_values({path: one.unused for path, one in self._done.items()}),
+            separate=tuple(self._separate()),
         )
+
+    def _separate(self) -> Iterator[tuple[str, str]]:
+        start, by_path = self._saved.description.path, paths_of(self._target.root)
+        for path, origin in self._origins.items():
+            for relative, goal in origin.description.same.items():
+                other = (*self._target.path, *goal[len(start) :])
+                pair = by_path.get((*path, *relative)), by_path.get(other)
+                if goal[: len(start)] == start and None not in pair and pair[0] is not pair[1]:
+                    yield format_component_path((*path, *relative)), format_component_path(other)
 
 
 def locate(live: LiveComponent, component: str) -> LiveComponent:
-    known = {one.path: one for one in live.walk()}
-    by_path = dict(known)
-    for one in known.values():
-        by_path.update({path: known[target] for path, target in one.same.items()})
+    by_path = paths_of(live)
     return by_path[find(component, by_path, type(live.value).__qualname__)]
 
 

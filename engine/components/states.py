@@ -7,6 +7,7 @@ optimizer keeps for parameters of those belong to the optimizer, by the paths of
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import json
@@ -23,6 +24,7 @@ from ..errors import DamagedCheckpointError, TreeMismatchError, UnsupportedLeafE
 from ..graph import (
     Leaf,
     LiveGraph,
+    LiveNode,
     Node,
     Path,
     Restoration,
@@ -34,7 +36,7 @@ from ..graph import (
     is_optimizer,
     walk,
 )
-from ..pytree import ArrayLeaf, Saved, TreeDocument, describe, expand, flatten, is_torch_tensor
+from ..pytree import ArrayLeaf, Saved, TreeDocument, describe, expand, flatten, is_torch_tensor, unescape_key
 from ..storage import LocalBackend, Location
 from .live import LiveComponent, attributes_of, attributes_with_state, is_component
 from .names import STATE, Names, format_component_path
@@ -108,9 +110,10 @@ def call_get_state(value: Any, components: Names | None, not_components: Names |
 # ---- taking
 
 
-def own_state(component: LiveComponent, *, snapshot: bool) -> Any:
+def own_state(component: LiveComponent, *, snapshot: bool, partial: bool = False) -> Any:
+    """Take the state of a component; ``partial`` allows that values for parameters outside of the tree are left out."""
     if not _has_own(component.value, "get_state"):
-        return default_state(component, snapshot=snapshot)
+        return default_state(component, snapshot=snapshot, partial=partial)
     names = {child.name for child in component.children}
     state = call_get_state(component.value, None, sorted(names) or None)
     if isinstance(state, Mapping) and names & state.keys():
@@ -118,9 +121,11 @@ def own_state(component: LiveComponent, *, snapshot: bool) -> Any:
     return copied(state) if snapshot else state
 
 
-def default_state(component: LiveComponent, *, snapshot: bool) -> dict[str, Any]:
+def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = False) -> dict[str, Any]:
     """Take the state of a component that has no ``get_state`` of its own."""
     graph, skipped = own_graph(component, stand_in(component))
+    if not partial:
+        _refuse_outside(component, graph)
     for path, reason in skipped.items():
         _logger.warning("component %s: %s is not saved: it %s", format_component_path(component.path), path, reason)
     found = capture(graph)
@@ -130,6 +135,24 @@ def default_state(component: LiveComponent, *, snapshot: bool) -> dict[str, Any]
             raise UnsupportedLeafError(f"{_called(component)} has an attribute {GRAPH!r}, a name that is taken")
         state[GRAPH] = json.dumps(found.document, separators=(",", ":"))
     return dict(copied(state)) if snapshot else state
+
+
+def _refuse_outside(component: LiveComponent, graph: LiveGraph) -> None:
+    """Raise UnsupportedLeafError for optimizers whose values would be lost, as nothing names their parameters."""
+    lost = [(node, outside_parameters(node)) for node in graph.nodes if node.groups]
+    lines = [
+        f"  {format_node_path(node.path)}: {len(parameters)} of its parameters, of shapes "
+        f"{shortened([str(list(one.shape)) for one in parameters], 3)}"
+        for node, parameters in lost
+        if parameters
+    ]
+    if lines:
+        raise UnsupportedLeafError(
+            f"{_called(component)}: parameters of these optimizers are in no component, so that what the optimizers "
+            "keep for them (moments, learning rates) would be lost, and nothing was written. Make the module that owns "
+            "them an attribute of a component of this tree and save the tree from its root; or name the optimizer in "
+            "__untracked__:\n" + "\n".join(lines)
+        )
 
 
 def _needs_document(document: Mapping[str, Any], tree: Any) -> bool:
@@ -178,8 +201,8 @@ def set_default_state(
     source = source or _GIVEN
     stored = _stored(component, state, source)
     root = stand_in(component)
-    before = dict(vars(root))
     graph, _ = own_graph(component, root)
+    before = dict(vars(root))
     own = {format_node_path(node.path) for node in graph.leaves()}
     restoration = Restoration(stored, root, ignore=_kept(stored, keep))
     restoration.progress.partial = True  # the report has the values that are left over
@@ -286,12 +309,21 @@ class _MemoryTree(TreeSource):
 
 
 class _Part:
-    """Stands for an object of a component below: the paths of its parameters are needed, its values are not."""
+    """Stands for an object of another component: the paths of its parameters are needed, its values are not."""
+
+
+class _StandIn(Node):
+    """Stands for a component, whose moments are its own wherever their parameters are."""
+
+    _holdfast_keeps_moments = True
+
+
+_TREE = "(tree)"  # name of the edge to the parameters of other components that have no name in this one
 
 
 def stand_in(component: LiveComponent) -> Node:
-    """Return a node with the component's own attributes, and with the components below under their names."""
-    node = Node()
+    """Return a node with the component's own attributes, and with the components that it names under these names."""
+    node = _StandIn()
     value = component.value
     if is_module(value) or is_nnx_object(value):
         object.__setattr__(node, "_holdfast_root", value)
@@ -300,11 +332,11 @@ def stand_in(component: LiveComponent) -> Node:
     elif is_optimizer(value) or isinstance(value, np.ndarray) or is_torch_tensor(value):
         vars(node)[STATE] = value  # an object without a name of its own
     else:
-        _fill(node, component)
+        _fill(node, component, {id(component): node})
     return node
 
 
-def _fill(node: Any, component: LiveComponent) -> None:
+def _fill(node: Any, component: LiveComponent, made: dict[int, Any]) -> None:
     below = {id(child.value) for child in component.children}
     attributes = attributes_of(component.value)
     if not attributes and not hasattr(component.value, "__dict__"):
@@ -317,29 +349,77 @@ def _fill(node: Any, component: LiveComponent) -> None:
         if id(value) not in below and not is_component(value):
             vars(node)[name] = value
     kept = set(vars(node))
-    for child in component.children:
-        path = component.relative(child)
+    for path, other in component.named():
         if path[0] not in kept:
-            *between, last = path
-            holder = node
-            for segment in between:
-                holder = vars(holder).setdefault(segment, _Part())
-            vars(holder)[last] = _part(child)
-        elif isinstance(part := _part(child), _Part):  # others are found where they are, in a container
+            _put(node, path, _part(other, made))
+        elif isinstance(part := _part(other, made), _Part):  # others are found where they are, in a container
             vars(node)[f"{'/'.join(path)} (component)"] = part
 
 
-def _part(component: LiveComponent) -> Any:
+def _put(holder: Any, path: Path, value: Any) -> None:
+    for segment in path[:-1]:
+        holder = vars(holder).setdefault(segment, _Part())
+    vars(holder).setdefault(path[-1], value)
+
+
+def _part(component: LiveComponent, made: dict[int, Any]) -> Any:
     value = component.value
     if is_module(value) or is_nnx_object(value) or is_optimizer(value) or not hasattr(value, "__dict__"):
         return value
-    part = _Part()
-    _fill(part, component)
-    return part
+    if id(component) not in made:
+        made[id(component)] = _Part()
+        _fill(made[id(component)], component, made)
+    return made[id(component)]
+
+
+def _parameters(top: LiveComponent) -> dict[int, Path]:
+    """Return the paths of all tensors of a tree of components, by identity."""
+    if top.parameters is None:
+        top.parameters = {}
+        for one in top.walk():
+            with contextlib.suppress(UnsupportedLeafError):  # it has a state of its own
+                for node in walk(stand_in(one), strict=False).nodes:
+                    if is_torch_tensor(node.value):
+                        top.parameters.setdefault(id(node.value), (*one.path, *node.path))
+    return top.parameters
 
 
 def own_graph(component: LiveComponent, root: Node) -> tuple[LiveGraph, dict[str, str]]:
-    """Return the graph of a component's own values, and its own objects that cannot be saved, with the reasons."""
+    """Return the graph of a component's own values, and its own objects that cannot be saved, with the reasons.
+
+    Parameters of its optimizers that it has no name for are in it by their paths from the root of the tree.
+    """
+    graph, skipped, own = _walked(component, root)
+    outside = [one for node in graph.nodes if id(node) in own for one in outside_parameters(node)]
+    known = _parameters(component.root) if outside else {}
+    for parameter in outside:
+        if id(parameter) in known:
+            _put(root, (_TREE, *map(unescape_key, known[id(parameter)])), parameter)
+    if _TREE in vars(root):
+        graph, skipped, own = _walked(component, root)
+    if any(node.optimizer_slots or node.groups for node in graph.nodes if id(node) in own):
+        for node in graph.nodes:  # those of other components are names without values
+            if id(node) not in own:
+                node.optimizer_slots, node.groups = [], []
+                if isinstance(node.view, Leaf):
+                    node.view = Leaf(node.view.slot, node.view.shared, ready=False)
+        return graph, skipped
+    for node in graph.nodes:
+        node.edges = {segment: child for segment, child in node.edges.items() if id(child) in own}
+    return LiveGraph([node for node in graph.nodes if id(node) in own], graph.skipped, graph.notes), skipped
+
+
+def outside_parameters(node: LiveNode) -> list[Any]:
+    """Return the parameters of an optimizer that are not in the graph."""
+    if node.optimizer is None or not node.groups:
+        return []
+    within = {id(parameter.value) for group in node.groups for parameter in group}
+    every = [parameter for group in node.optimizer.param_groups for parameter in group["params"]]
+    return [parameter for parameter in every if id(parameter) not in within]
+
+
+def _walked(component: LiveComponent, root: Node) -> tuple[LiveGraph, dict[str, str], set[int]]:
+    """Return the graph, the objects in it that cannot be saved, and which of its nodes are the component's own."""
     graph = walk(root)
     own = {id(graph.root)}
     below = {id(child.value) for child in component.children}
@@ -355,13 +435,4 @@ def own_graph(component: LiveComponent, root: Node) -> tuple[LiveGraph, dict[str
                 own.add(id(child))
                 queue.append(child)
         own.update(id(value) for _, _, value in node.optimizer_slots)
-    if any(node.optimizer_slots or node.groups for node in graph.nodes if id(node) in own):
-        for node in graph.nodes:  # those of components below are names without values
-            if id(node) not in own:
-                node.optimizer_slots, node.groups = [], []
-                if isinstance(node.view, Leaf):
-                    node.view = Leaf(node.view.slot, node.view.shared, ready=False)
-        return graph, skipped
-    for node in graph.nodes:
-        node.edges = {segment: child for segment, child in node.edges.items() if id(child) in own}
-    return LiveGraph([node for node in graph.nodes if id(node) in own], graph.skipped, graph.notes), skipped
+    return graph, skipped, own

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, SupportsIndex
 
 from ..errors import OptionError, UnsupportedLeafError
 from .wrappers import unwrapped
@@ -103,6 +103,8 @@ class Node:
     _holdfast_untracked: set[str]
     _holdfast_root: Any
     _holdfast_counter: int | None
+    # Whether moments of optax are kept whose parameters are not below it.
+    _holdfast_keeps_moments: ClassVar[bool] = False
 
     def __init__(self, /, **objects: Any) -> None:
         for name, value in objects.items():

@@ -69,7 +69,7 @@ def walk(root: Node, *, strict: bool = True) -> LiveGraph:
         raise UnsupportedLeafError(f"these objects cannot be saved, and nothing was written:\n{lines}")
     walker.skipped.update(walker.problems)
     nodes = _ordered(start)
-    orphans = _orphaned_moments(nodes)
+    orphans = [] if root._holdfast_keeps_moments else _orphaned_moments(nodes)
     for orphan in orphans:
         for holder in nodes:
             for segment in [segment for segment, child in holder.edges.items() if child is orphan]:

@@ -512,8 +512,9 @@ def test_what_components_share_is_saved_once(place: str) -> None:
     path = pair.save_to_path(place)
     assert hf.load(path).keys() == {"state", "one"}
     apart = Pair(shared=False)
-    report = apart.restore_from_path(path, strict=True)
+    report = apart.restore_from_path(path)
     assert set(report.restored) == {"(root)", "one", "other/again"}
+    assert report.separate == (("other/again", "one"),)
     assert apart.other["again"].total.tolist() == [1, 1]
 
 

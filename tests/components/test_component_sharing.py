@@ -1,0 +1,425 @@
+"""Components that share a policy: in every layout, with every library, training goes on from a restore bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax  # type: ignore[import-untyped]  # it has no types
+import pytest
+import torch
+from flax import nnx
+from tests.versions import nnx_update
+
+import holdfast as hf
+from holdfast.components import Checkpointable
+from holdfast.engine.storage import as_location
+
+
+@pytest.fixture
+def place() -> Iterator[str]:
+    url = f"memory://tests/{uuid.uuid4().hex}"
+    yield url
+    as_location(url).remove_tree()
+
+
+# ---- policies, and how each library trains one: the optimizer is the attribute `optimizer` of some component
+
+
+class TorchPolicy(Checkpointable, torch.nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+
+class TorchHolder(Checkpointable):
+    """A component that is no module, and holds one."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+
+class PlainPolicy(torch.nn.Module):
+    """A module that is no component."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+
+class NnxPolicy(Checkpointable, nnx.Module):
+    def __init__(self, seed: int) -> None:
+        rngs = nnx.Rngs(seed)
+        self.first = nnx.Linear(3, 4, rngs=rngs)
+        self.second = nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, inputs: Any) -> Any:
+        return self.second(jnp.tanh(self.first(inputs)))
+
+
+class OptaxPolicy(Checkpointable):
+    def __init__(self, seed: int) -> None:
+        first, second = jax.random.split(jax.random.key(seed))
+        self.params = {"first": jax.random.normal(first, (3, 4)), "second": jax.random.normal(second, (4, 1))}
+
+
+class Library(Protocol):
+    def policy(self, seed: int) -> Any: ...
+
+    def optimizer(self, policy: Any) -> Any: ...
+
+    def update(self, policy: Any, holder: Any, inputs: Any) -> None: ...
+
+    def values(self, policy: Any, optimizer: Any) -> list[Any]: ...
+
+
+class Torch:
+    def __init__(self, policy: Callable[[int], Any]) -> None:
+        self.policy = policy
+
+    def optimizer(self, policy: Any) -> Any:
+        return torch.optim.Adam(policy.net.parameters(), lr=0.01)
+
+    def update(self, policy: Any, holder: Any, inputs: Any) -> None:
+        holder.optimizer.zero_grad()
+        policy.net(torch.from_numpy(inputs)).square().mean().backward()
+        holder.optimizer.step()
+
+    def values(self, policy: Any, optimizer: Any) -> list[Any]:
+        parameters = list(policy.net.parameters())
+        moments = [value for one in parameters for value in optimizer.state[one].values()]
+        return [one.detach().numpy().copy() for one in parameters + moments]
+
+
+class Nnx:
+    policy = NnxPolicy
+
+    def optimizer(self, policy: Any) -> Any:
+        return nnx.Optimizer(policy, optax.adam(0.01), wrt=nnx.Param)
+
+    def update(self, policy: Any, holder: Any, inputs: Any) -> None:
+        gradients = nnx.grad(lambda one: (one(inputs) ** 2).mean())(policy)
+        nnx_update(holder.optimizer, policy, gradients)
+
+    def values(self, policy: Any, optimizer: Any) -> list[Any]:
+        found = [*jax.tree.leaves(nnx.state(policy)), *jax.tree.leaves(nnx.state(optimizer))]
+        return [np.asarray(one) for one in found]
+
+
+class Optax:
+    policy = OptaxPolicy
+    tx = optax.adam(0.01)
+
+    def optimizer(self, policy: Any) -> Any:
+        return self.tx.init(policy.params)
+
+    def update(self, policy: Any, holder: Any, inputs: Any) -> None:
+        def loss(params: Any) -> Any:
+            return ((jnp.tanh(inputs @ params["first"]) @ params["second"]) ** 2).mean()
+
+        updates, holder.optimizer = self.tx.update(jax.grad(loss)(policy.params), holder.optimizer)
+        policy.params = optax.apply_updates(policy.params, updates)
+
+    def values(self, policy: Any, optimizer: Any) -> list[Any]:
+        return [np.asarray(one) for one in jax.tree.leaves((policy.params, optimizer))]
+
+
+LIBRARIES: dict[str, Library] = {
+    "torch": Torch(TorchPolicy),
+    "torch_holder": Torch(TorchHolder),
+    "torch_plain": Torch(PlainPolicy),
+    "nnx": Nnx(),
+    "optax": Optax(),
+}
+
+
+# ---- layouts
+
+
+class Actor(Checkpointable):
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+        self.plays = 0
+
+
+class Learner(Checkpointable):
+    def __init__(self, library: str, policy: Any) -> None:
+        self.policy = policy
+        self.optimizer = LIBRARIES[library].optimizer(policy)
+
+
+class Alone(Checkpointable):
+    """Holds the optimizer, and not the policy."""
+
+    def __init__(self, library: str, policy: Any) -> None:
+        self.optimizer = LIBRARIES[library].optimizer(policy)
+
+
+class Deep(Checkpointable):
+    """Holds a learner that holds the optimizer alone."""
+
+    def __init__(self, library: str, policy: Any) -> None:
+        self.inner = Alone(library, policy)
+
+
+class Trainer(Checkpointable):
+    """The base of the layouts: `policies` are all attributes that are the policy, `holder` has the optimizer."""
+
+    def __init__(self, library: str, seed: int = 0) -> None:
+        self.library, self.steps = library, 0
+        self.build(LIBRARIES[library].policy(seed))
+
+    def build(self, policy: Any) -> None:
+        raise NotImplementedError
+
+    def policies(self) -> list[Any]:
+        raise NotImplementedError
+
+    def holder(self) -> Any:
+        return self
+
+    def train(self, steps: int) -> list[Any]:
+        library = LIBRARIES[self.library]
+        for _ in range(steps):
+            inputs = np.random.default_rng(self.steps).normal(size=(5, 3)).astype(np.float32)
+            library.update(self.policies()[-1], self.holder(), inputs)
+            self.steps += 1
+        assert len(set(map(id, self.policies()))) == 1
+        return library.values(self.policies()[0], self.holder().optimizer)
+
+
+class ParentAndLearner(Trainer):
+    def build(self, policy: Any) -> None:
+        self.policy = policy
+        self.learner = Learner(self.library, policy)
+
+    def policies(self) -> list[Any]:
+        return [self.policy, self.learner.policy]
+
+    def holder(self) -> Any:
+        return self.learner
+
+
+class LearnerAndParent(ParentAndLearner):
+    """The same with the learner first."""
+
+    def build(self, policy: Any) -> None:
+        self.learner = Learner(self.library, policy)
+        self.policy = policy
+
+
+class Alias(Trainer):
+    def build(self, policy: Any) -> None:
+        self.policy = self.behaviour = policy
+        self.optimizer = LIBRARIES[self.library].optimizer(policy)
+
+    def policies(self) -> list[Any]:
+        return [self.policy, self.behaviour]
+
+
+class AliasInList(Trainer):
+    def build(self, policy: Any) -> None:
+        self.league = [policy]
+        self.policy = policy
+        self.learner = Learner(self.library, policy)
+
+    def policies(self) -> list[Any]:
+        return [self.policy, *self.league, self.learner.policy]
+
+    def holder(self) -> Any:
+        return self.learner
+
+
+class Siblings(Trainer):
+    def build(self, policy: Any) -> None:
+        self.actor = Actor(policy)
+        self.learner = Learner(self.library, policy)
+
+    def policies(self) -> list[Any]:
+        return [self.actor.policy, self.learner.policy]
+
+    def holder(self) -> Any:
+        return self.learner
+
+
+class OptimizerAlone(Trainer):
+    def build(self, policy: Any) -> None:
+        self.learner = Alone(self.library, policy)
+        self.policy = policy
+
+    def policies(self) -> list[Any]:
+        return [self.policy]
+
+    def holder(self) -> Any:
+        return self.learner
+
+
+class OptimizerBesideActor(Trainer):
+    def build(self, policy: Any) -> None:
+        self.actor = Actor(policy)
+        self.learner = Deep(self.library, policy)
+
+    def policies(self) -> list[Any]:
+        return [self.actor.policy]
+
+    def holder(self) -> Any:
+        return self.learner.inner
+
+
+class OptimizerInParent(Trainer):
+    def build(self, policy: Any) -> None:
+        self.actor = Actor(policy)
+        self.optimizer = LIBRARIES[self.library].optimizer(policy)
+
+    def policies(self) -> list[Any]:
+        return [self.actor.policy]
+
+
+class Given(Checkpointable):
+    """Is given the components, which share the policy, by whoever makes it."""
+
+    def __init__(self, policy: Any, learner: Learner, actor: Actor) -> None:
+        self.policy, self.learner, self.actor = policy, learner, actor
+
+
+class OptimizerAsComponent(Alias):
+    """Names the optimizer as a component."""
+
+    def get_checkpointable_components(self) -> list[tuple[str, Any]]:
+        return [("policy", self.policy), ("optimizer", self.optimizer)]
+
+
+LAYOUTS = (
+    ParentAndLearner,
+    LearnerAndParent,
+    Alias,
+    AliasInList,
+    Siblings,
+    OptimizerAlone,
+    OptimizerBesideActor,
+    OptimizerInParent,
+    OptimizerAsComponent,
+)
+
+
+def cases() -> list[Any]:
+    found = []
+    for layout, library in itertools.product(LAYOUTS, LIBRARIES):
+        marks = [] if library == "torch" or layout is OptimizerAlone else [pytest.mark.sweep]
+        if (layout, library) != (OptimizerAsComponent, "optax"):  # a tuple is no component
+            found.append(pytest.param(layout, library, id=f"{layout.__name__}-{library}", marks=marks))
+    return found
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(np.array_equal(*pair) for pair in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(("layout", "library"), cases())
+def test_training_goes_on_bit_for_bit(layout: type[Trainer], library: str, place: str) -> None:
+    trainer = layout(library)
+    trainer.train(2)
+    path = trainer.save_to_path(place)
+    state = trainer.get_state()
+    expected = trainer.train(3)
+    fresh, used, given = (layout(library, seed=seed) for seed in (1, 2, 3))
+    used.train(1)
+    for running in (fresh, used):
+        report = running.restore_from_path(path, strict=True)
+        assert report.complete
+    given.set_state(state)
+    for running in (fresh, used, given, layout.from_checkpoint(path, strict=True)):
+        assert same(running.train(3), expected)
+
+
+def test_components_that_were_given_share_what_they_shared(place: str) -> None:
+    policy = TorchPolicy(0)
+    trainer = Given(policy, Learner("torch", policy), Actor(policy))
+    LIBRARIES["torch"].update(policy, trainer.learner, np.ones((5, 3), np.float32))
+    made = Given.from_checkpoint(trainer.save_to_path(place), strict=True)
+    assert made.policy is made.learner.policy is made.actor.policy
+    values = [LIBRARIES["torch"].values(one.policy, one.learner.optimizer) for one in (trainer, made)]
+    assert same(*values)
+
+
+# ---- parts of such trees
+
+
+def test_a_learner_saved_alone_goes_on_within_a_trainer(place: str) -> None:
+    trainer = ParentAndLearner("torch")
+    trainer.train(2)
+    path = trainer.learner.save_to_path(place)  # where the policy is a component of the learner's
+    expected = trainer.train(1)
+    running = ParentAndLearner("torch", seed=1)
+    running.steps = 2
+    assert running.restore_from_path(path, component="learner", strict=True).complete
+    assert same(running.train(1), expected)
+
+
+def test_a_part_without_its_policy_is_not_complete(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = ParentAndLearner("torch")
+    trainer.train(2)
+    path = trainer.save_to_path(place)
+    running = ParentAndLearner("torch", seed=1)
+    with pytest.raises(hf.TreeMismatchError, match=r"nothing was changed:\n  learner/policy"):
+        running.restore_from_path(f"{path}/learner", component="learner", strict=True)
+    assert not running.learner.optimizer.state
+    report = running.restore_from_path(f"{path}/learner", component="learner")
+    assert report.missing == ("learner/policy",)
+    assert "components that the checkpoint does not have (1): learner/policy" in caplog.text
+    assert len(running.learner.optimizer.state) == 4
+
+
+def test_a_part_made_alone_takes_its_policy_as_an_argument(place: str) -> None:
+    trainer = ParentAndLearner("torch")
+    trainer.train(2)
+    path = trainer.save_to_path(place)
+    policy = TorchPolicy.from_checkpoint(f"{path}/policy")
+    learner = Learner.from_checkpoint(f"{path}/learner", policy=policy)
+    found = LIBRARIES["torch"].values(policy, learner.optimizer)
+    assert same(found, LIBRARIES["torch"].values(trainer.policy, trainer.learner.optimizer))
+
+
+def test_a_policy_that_the_program_no_longer_shares(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = ParentAndLearner("torch").save_to_path(place)
+    running = ParentAndLearner("torch", seed=1)
+    running.policy = TorchPolicy(2)
+    with pytest.raises(hf.TreeMismatchError, match="one object in the checkpoint and two in the program"):
+        running.restore_from_path(path, strict=True)
+    report = running.restore_from_path(path)
+    assert report.separate == (("learner/policy", "policy"),)
+    assert "two in the program (1): learner/policy and policy" in caplog.text
+
+
+class Own:
+    """Has a policy that no component holds."""
+
+    def __init__(self) -> None:
+        self.policy = TorchPolicy(0)
+
+    def learner(self) -> Alone:
+        return Alone("torch", self.policy)
+
+
+def test_a_save_that_would_lose_moments_is_an_error(place: str) -> None:
+    own = Own()
+    learner = own.learner()
+    for act in (lambda: learner.save_to_path(place), learner.get_state):
+        with pytest.raises(hf.UnsupportedLeafError, match=r"optimizer: 4 of its parameters, of shapes \[4, 3\], ") as e:
+            act()
+        assert "attribute of a component" in str(e.value)
+        assert "__untracked__" in str(e.value)
+    assert not as_location(place).exists()
+
+    class Knowing(Alone):
+        __untracked__ = ("optimizer",)
+
+    Knowing("torch", own.policy).save_to_path(place)
