@@ -112,7 +112,8 @@ def measure(processes: int, leaves: int) -> Scale:
     def fragment_of(process: int) -> bytes:
         arrays, numbers = catalog.in_tree_order(*assignment.chunks_of(process))
         files = plan_files(specs, layout, zip(arrays.tolist(), numbers.tolist(), strict=True))
-        table: NDArray[np.int64] = planned_chunks(files, specs)
+        planned = planned_chunks(files, specs)
+        table: NDArray[np.int64] = np.column_stack((planned, planned[:, 3] % (1 << 32)))  # any checksums
         sizes = [file.size for file in files]
         return make_fragment(catalog, ProcessInfo(process, processes, token), token, table, sizes)
 

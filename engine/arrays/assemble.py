@@ -17,7 +17,7 @@ from ..format import ArrayMetadata, checksums_of, crc32c, decompress_exactly
 from ..pytree import Box, whole
 from ..storage import Buffer, aligned_empty
 from .extents import ChunkTable
-from .plan import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Bytes
+from .plan import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Bytes, checksum_after
 
 # Bytes; a smaller array is copied out of what was read, so that it does not keep all of that in memory.
 COPY = 256 << 10
@@ -62,18 +62,23 @@ class ChunkDecoder:
             return ""
         return f"has {length} bytes, expected {'at most ' if self.compressed else ''}{self.stored_bytes}"
 
-    def content(self, data: Bytes, memory: Callable[[int], Bytes]) -> tuple[Bytes, str]:
-        """Return the values of a stored chunk, decompressed into ``memory``, and what is wrong with it, or ""."""
+    def content(self, data: Bytes, memory: Callable[[int], Bytes], indexed: int = -1) -> tuple[Bytes, str]:
+        """Return the values of a stored chunk, decompressed into ``memory``, and what is wrong with it, or "".
+
+        ``indexed`` is the checksum that the index has for it, or -1.
+        """
         problem = self.why_not(data.size)
         if problem:
             return data, problem
         values = data
         if self.checksummed:
             values = data[:-CHECKSUM_BYTES]
-            expected = int.from_bytes(data[-CHECKSUM_BYTES:].tobytes(), "little")
+            expected = checksum_after(data[-CHECKSUM_BYTES:].tobytes())
             found = crc32c(values)
             if found != expected:
                 return data, f"has crc32c {found:08x}, expected {expected:08x}"
+            if indexed not in (found, -1):
+                return data, f"has crc32c {found:08x}, expected {indexed:08x}: another chunk, or one of another save"
         if not self.compressed:
             return values, ""
         try:
@@ -173,11 +178,11 @@ class Assembly:
         """Mark an array as damaged: its chunks are still verified, but it takes no memory."""
         self._damaged.add(array)
 
-    def accept(self, array: int, chunk: int, data: Bytes, *, kept: bool = False) -> str:
+    def accept(self, array: int, chunk: int, data: Bytes, *, kept: bool = False, indexed: int = -1) -> str:
         """Check a chunk and copy it to its place; return what is wrong with it, or ""."""
         decoder, boxes = self.decoders[array], self.output_boxes(array)
         own = decoder.compressed and self.keep and any(self._is_chunk(decoder, chunk, one) for one in boxes)
-        values, problem = decoder.content(data, _fresh_memory if own else self._scratch)
+        values, problem = decoder.content(data, _fresh_memory if own else self._scratch, indexed)
         if problem:
             return f"chunk {chunk} {problem}"
         if not self.keep or array in self._damaged:
@@ -208,7 +213,8 @@ class Assembly:
                 some = np.flatnonzero(mask) + rows.start
                 owners = chunks.arrays[some].tolist()
                 starts = chunks.offsets[some] - base
-                made, bad = _small_arrays(data, starts, [self.decoders[array] for array in owners], keep=self.keep)
+                decoders = [self.decoders[array] for array in owners]
+                made, bad = _small_arrays(data, starts, decoders, chunks.checksums[some], keep=self.keep)
                 for array, value in zip(owners, made, strict=True):
                     self._arrays[self._outputs[array]] = value
                 others = sorted([*(np.flatnonzero(~mask) + rows.start).tolist(), *some[bad].tolist()])
@@ -216,7 +222,8 @@ class Assembly:
             start = int(chunks.offsets[row]) - base
             array, chunk = int(chunks.arrays[row]), int(chunks.numbers[row])
             stored = data[start : start + int(chunks.lengths[row])]
-            what = self.accept(array, chunk, stored, kept=kept and bool(chunks.kept[row]))
+            indexed = int(chunks.checksums[row])
+            what = self.accept(array, chunk, stored, kept=kept and bool(chunks.kept[row]), indexed=indexed)
             if what:
                 yield row, what
 
@@ -261,7 +268,12 @@ class Assembly:
 
 
 def _small_arrays(
-    data: Bytes, starts: NDArray[np.int64], decoders: Sequence[ChunkDecoder], *, keep: bool
+    data: Bytes,
+    starts: NDArray[np.int64],
+    decoders: Sequence[ChunkDecoder],
+    indexed: NDArray[np.int64],
+    *,
+    keep: bool,
 ) -> tuple[list[NDArray[Any] | None], NDArray[np.int64]]:
     """Verify chunks that are whole small arrays, and copy them out.
 
@@ -272,10 +284,11 @@ def _small_arrays(
     stops = starts + sizes
     expected = data[stops[:, None] + np.arange(CHECKSUM_BYTES)].view("<u4")[:, 0]
     found = checksums_of(data, starts, stops)
-    good = (found == expected) & ((starts - starts[0]) % CHUNK_ALIGNMENT == 0)
+    verified = (found == expected) & ((indexed == found) | (indexed == -1))
+    good = verified & ((starts - starts[0]) % CHUNK_ALIGNMENT == 0)
     arrays: list[NDArray[Any] | None] = [None] * len(decoders)
     if not keep:
-        return arrays, np.flatnonzero(found != expected)
+        return arrays, np.flatnonzero(~verified)
     rows = np.flatnonzero(good)
     first, last = starts[rows], stops[rows]
     size = _BLOCK if sizes.sum() < _LARGE_BLOCK else _LARGE_BLOCK

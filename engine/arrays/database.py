@@ -21,19 +21,21 @@ from ..format import (
     FileRecord,
     chunk_keys,
     decode_array_metadata,
+    decode_checksums,
     decode_database,
     decode_fill_value,
     metadata_key,
 )
 from ..pytree import Box
-from ..storage import DataReader, Location
+from ..storage import DataReader, Location, check_extent
 from .assemble import Assembly
 from .digests import is_missing, read_checked, required
 from .extents import ChunkTable, Extent, plausible, read_chunks
 from .plan import Bytes
-from .write import MANIFEST
+from .write import INDEX, MANIFEST
 
 _SMALL_FILE_LIMIT = 512 << 20  # bytes of a file that is read in one piece
+_INDEX_LIMIT = 8 << 30  # bytes of an index; one over ten million chunks takes some 200 MB
 _METADATA_SUFFIX = b"/zarr.json"
 # Limits for all chunks together that are not stored because they hold only their array's fill value.
 _FILLED_CHUNKS = 1 << 20
@@ -80,15 +82,19 @@ class ArrayDatabase:
         self._metadata: dict[str, ArrayMetadata | None] = {}
         self.bytes_read = 0  # so far, from all files, including gaps between chunks
         manifest = self.read_file(MANIFEST)
+        # The manifest tells where the nodes are, not what they are: that the record does, of the whole file.
+        self._index = self.read_file(INDEX, _INDEX_LIMIT) if files and INDEX in files else b""
         with naming(location):
             self._entries = decode_database(manifest, self._read_node)
+            self._checksums = decode_checksums(self._index, self._entries, INDEX)
+        self._index = b""
         self._rows = dict(zip(self._entries.keys, range(len(self._entries)), strict=True))
         self._added: dict[bytes, bytes] = {}  # contents of chunks from memory, by their keys
 
-    def read_file(self, path: str) -> bytes:
-        """Read a small file of the folder and compare it with the commit record."""
+    def read_file(self, path: str, limit: int = _SMALL_FILE_LIMIT) -> bytes:
+        """Read a file of the folder and compare it with the commit record."""
         known = None if self._files is None else self._files.get(path)
-        content = read_checked(self._location / path, known, limit=_SMALL_FILE_LIMIT)
+        content = read_checked(self._location / path, known, limit=limit)
         self.bytes_read += len(content)
         return content
 
@@ -165,12 +171,19 @@ class ArrayDatabase:
         return self._read_node(entries.files[entries.file_ids[row]], int(entries.offsets[row]), length)
 
     def _read_node(self, path: str, offset: int, length: int) -> bytes:
+        if path == INDEX and self._index:
+            check_extent(path, len(self._index), offset, length)
+            return self._index[offset : offset + length]
         with self._open(path) as file, required(self._location / path):
             self.bytes_read += length
             return file.read(offset, length).tobytes()
 
     def _open(self, path: str) -> DataReader:
         known = None if self._files is None else self._files.get(path)
+        if self._files and known is None:
+            raise DamagedCheckpointError(
+                f"{self._location / path}: the index names this file, and the commit record does not"
+            )
         with required(self._location / path):
             return (self._location / path).open_data(size=None if known is None else known.size)
 
@@ -303,4 +316,5 @@ class ArrayDatabase:
             arrays=table[:, 1],
             numbers=table[:, 2],
             kept=table[:, 3] != 0,
+            checksums=self._checksums[rows],
         )

@@ -14,12 +14,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import StateError, UnsupportedLeafError
 from ..format import compress_chunks, crc32c, extend
 from ..pytree import CastProblem, Piece, cast_checked, format_path
 from ..storage import Segment, parallel_map
-from .plan import CHECKSUM_BYTES, SEGMENT_ALIGNMENT, ArraySpec, Bytes, Layout, PlannedSegment, batches
+from .plan import CHECKSUM_BYTES, SEGMENT_ALIGNMENT, ArraySpec, Bytes, Layout, PlannedSegment, batches, checksum_after
 
 _STEP = 1 << 20  # a piece this large is still in the second-level cache when it is copied after its checksum was taken
 _SMALL = 64 << 10  # chunks up to this size are joined before they are handed on, to save a step for each
@@ -38,12 +39,12 @@ class Source(NamedTuple):
     name: str = ""  # the leaf's name, for errors
 
 
-def segment_parts(segment: PlannedSegment, sources: Sequence[Source]) -> Iterator[Bytes]:
-    """Generate the bytes of a segment: chunks, checksums and the gaps between them."""
+def segment_parts(segment: PlannedSegment, sources: Sequence[Source], checksums: NDArray[np.uint32]) -> Iterator[Bytes]:
+    """Generate the bytes of a segment: chunks, checksums and the gaps between them; note the checksums."""
     position = segment.offset
     joined: list[bytes] = []
     waiting = 0
-    for chunk in segment.chunks:
+    for place, chunk in enumerate(segment.chunks, segment.first):
         source = sources[chunk.array]
         gap = chunk.offset - position
         data = _chunk_bytes(source, chunk.number)
@@ -51,7 +52,8 @@ def segment_parts(segment: PlannedSegment, sources: Sequence[Source]) -> Iterato
         position = chunk.offset + full + CHECKSUM_BYTES
         if full <= _SMALL:
             raw = data.tobytes() if len(data) == full else data.tobytes().ljust(full, b"\0")
-            joined += (bytes(gap), raw, struct.pack("<I", crc32c(raw)))
+            checksum = checksums[place] = crc32c(raw)
+            joined += (bytes(gap), raw, struct.pack("<I", checksum))
             waiting += gap + full + CHECKSUM_BYTES
             if waiting < _STEP:
                 continue
@@ -69,6 +71,7 @@ def segment_parts(segment: PlannedSegment, sources: Sequence[Source]) -> Iterato
             part = np.zeros(min(_STEP, full - start), np.uint8)
             checksum = extend(checksum, part)
             yield part
+        checksums[place] = checksum
         yield _join([struct.pack("<I", checksum)])
     if joined:
         yield _join(joined)
@@ -162,6 +165,7 @@ class CompressedChunk(NamedTuple):
     file: int
     offset: int
     length: int
+    checksum: int
 
 
 class ChunkToCompress(NamedTuple):
@@ -192,7 +196,7 @@ def write_compressed(
         file = first_file + number
         write(file, size, segments)
         placed = [
-            CompressedChunk(chunk.array, chunk.number, file, offset, len(data))
+            CompressedChunk(chunk.array, chunk.number, file, offset, len(data), checksum_after(data))
             for chunk, offset, data in zip(files_of[number], offsets, stored, strict=True)
         ]
         return placed, size

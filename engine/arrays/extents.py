@@ -30,6 +30,7 @@ class ChunkTable:
     arrays: Column  # the wanted array of each chunk, as the caller counts them
     numbers: Column  # the chunk's number in its array's grid
     kept: NDArray[np.bool_]  # whether the caller keeps views of the bytes, which then need memory of their own
+    checksums: Column  # the CRC-32C that the index has for each chunk; -1 where it has none
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -46,6 +47,7 @@ class ChunkTable:
             arrays=self.arrays[rows],
             numbers=self.numbers[rows],
             kept=self.kept[rows],
+            checksums=self.checksums[rows],
         )
 
     def sorted(self) -> ChunkTable:
@@ -241,7 +243,8 @@ def read_ranges(
     ids = {path: number for number, path in enumerate(paths)}
     rows = [(ids[one.file], one.offset, one.length, one.array, one.chunk, one.keep) for one in ranges]
     columns = np.array(rows, np.int64).reshape(-1, 6).T
-    chunks = ChunkTable(paths, columns[0], columns[1], columns[2], columns[3], columns[4], columns[5] != 0)
+    unknown = np.full(len(ranges), -1, np.int64)
+    chunks = ChunkTable(paths, columns[0], columns[1], columns[2], columns[3], columns[4], columns[5] != 0, unknown)
 
     def use_extent(extent: Extent, data: Bytes) -> None:
         for wanted in ranges[extent.first : extent.stop]:

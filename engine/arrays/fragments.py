@@ -23,7 +23,7 @@ from .assignment import WriteAssignment
 from .plan import CHECKSUM_BYTES, Catalog, Integers
 
 _MAGIC = b"HfFragm\0"
-_VERSION = 1
+_VERSION = 2
 _DIGEST_BYTES = 16
 _TOKEN = 4  # bytes
 _DESCRIPTION_LIMIT = 1 << 30  # bytes
@@ -42,13 +42,14 @@ class Fragment:
     files: Integers  # number of the data file of each chunk; ascending
     offsets: Integers  # first byte of each chunk in its file; ascending within a file
     lengths: Integers  # bytes of each chunk there, with its checksum
+    checksums: NDArray[np.uint32]  # CRC-32C of each chunk
 
     @property
     def paths(self) -> list[str]:
         return [data_path(self.token, self.process, number) for number in range(len(self.sizes))]
 
     def encode(self) -> bytes:
-        """Return the fragment as bytes, about eight for each chunk."""
+        """Return the fragment as bytes, about twelve for each chunk."""
         same_file = np.diff(self.files, prepend=-1) == 0
         ends = np.concatenate(([0], (self.offsets + self.lengths)[:-1])) if len(self.chunks) else self.offsets
         steps = np.diff(self.chunks, prepend=0)
@@ -65,6 +66,7 @@ class Fragment:
             encode_varints(np.diff(self.files, prepend=0)),
             encode_varints(self.offsets - np.where(same_file, ends, 0)),
             encode_varints(self.lengths),
+            self.checksums.astype("<u4").tobytes(),
         )
         data = b"".join(parts)
         return data + struct.pack("<I", crc32c(data))
@@ -88,6 +90,7 @@ class Fragment:
         zigzag = cursor.varints(count)
         file_ids = np.cumsum(cursor.varints(count))
         gaps, lengths = cursor.varints(count), cursor.varints(count)
+        checksums = np.frombuffer(cursor.take(4 * count), "<u4")
         cursor.finish()
         if count and int(file_ids[-1]) >= files:
             cursor.fail(f"it places chunks in data file {int(file_ids[-1])} of {files}")
@@ -108,6 +111,7 @@ class Fragment:
             files=file_ids,
             offsets=offsets,
             lengths=lengths,
+            checksums=checksums,
         )
 
 
@@ -124,7 +128,7 @@ def short_token(token: str) -> str:
 def make_fragment(
     catalog: Catalog, member: ProcessInfo, token: str, table: NDArray[np.int64], sizes: Sequence[int]
 ) -> bytes:
-    """Encode what a process wrote: rows of array, number in the array, file, offset and length."""
+    """Encode what a process wrote: rows of array, number in the array, file, offset, length and checksum."""
     # Process 0 knows its own tree.
     digest, description = _describe(catalog.lines()) if member.index else (bytes(_DIGEST_BYTES), b"")
     return Fragment(
@@ -138,6 +142,7 @@ def make_fragment(
         files=table[:, 2],
         offsets=table[:, 3],
         lengths=table[:, 4],
+        checksums=table[:, 5].astype(np.uint32),
     ).encode()
 
 
@@ -164,6 +169,7 @@ def merge_fragments(catalog: Catalog, fragments: Sequence[bytes]) -> tuple[Array
     total = int(catalog.starts[-1])
     file_ids = np.full(total, -1, np.int32)
     offsets, lengths = np.zeros(total, np.int64), np.zeros(total, np.int64)
+    checksums = np.zeros(total, np.uint32)
     files: dict[str, FileRecord] = {}
     own: list[str] = []
     token, digest = "", b""
@@ -190,6 +196,7 @@ def merge_fragments(catalog: Catalog, fragments: Sequence[bytes]) -> tuple[Array
         file_ids[fragment.chunks] = fragment.files + len(files)
         offsets[fragment.chunks] = fragment.offsets
         lengths[fragment.chunks] = fragment.lengths
+        checksums[fragment.chunks] = fragment.checksums
         files |= {path: FileRecord(size) for path, size in zip(fragment.paths, fragment.sizes, strict=True)}
     _check_complete(catalog, file_ids, lengths, fragments)
     index = ArrayIndex(
@@ -200,6 +207,7 @@ def merge_fragments(catalog: Catalog, fragments: Sequence[bytes]) -> tuple[Array
         file_ids=file_ids,
         offsets=offsets,
         lengths=lengths,
+        checksums=checksums,
     )
     return index, files
 

@@ -43,6 +43,11 @@ _TINY = 1024  # bytes; a million chunks smaller than this are a mistake
 _TOO_SMALL = 64  # a chunk smaller than the limit by this factor is worse than one above the limit
 
 
+def checksum_after(data: bytes) -> int:
+    """Return the checksum that ends the bytes of a chunk."""
+    return int.from_bytes(data[-CHECKSUM_BYTES:], "little")
+
+
 def batches(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
     """Divide items into groups of at most ``limit`` bytes; a larger item is a group by itself."""
     group: list[T] = []
@@ -305,6 +310,7 @@ class PlannedSegment:
     offset: int
     size: int
     chunks: list[Chunk]
+    first: int  # the number of chunks in the segments and files before
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,12 +331,14 @@ def plan_files(
     files: list[PlannedFile] = []
     segments: list[PlannedSegment] = []
     placed: list[Chunk] = []
+    before = 0
     start = end = 0  # of the open segment; `end` is where its last chunk's checksum ends
 
     def close_segment() -> None:
-        nonlocal placed, start
+        nonlocal placed, before, start
         if placed:
-            segments.append(PlannedSegment(start, end - start, placed))
+            segments.append(PlannedSegment(start, end - start, placed, before))
+            before += len(placed)
             placed = []
         start = -(-end // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
 

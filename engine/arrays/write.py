@@ -103,17 +103,22 @@ class TreeWriter:
             return data_path(token, member.index, number)
 
         files = plan_files(specs, layout, plain)
+        checksums = np.zeros(len(plain), np.uint32)
         location.write_data_files(
             [
                 DataFile(
                     path(number),
                     file.size,
-                    [Segment(one.offset, one.size, partial(segment_parts, one, sources)) for one in file.segments],
+                    [
+                        Segment(one.offset, one.size, partial(segment_parts, one, sources, checksums))
+                        for one in file.segments
+                    ],
                 )
                 for number, file in enumerate(files)
             ]
         )
-        table, sizes = planned_chunks(files, specs), [file.size for file in files]
+        table = np.column_stack((planned_chunks(files, specs), checksums.astype(np.int64)))
+        sizes = [file.size for file in files]
         if packed:
 
             def write_file(number: int, size: int, segments: Sequence[Segment]) -> None:

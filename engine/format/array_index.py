@@ -39,6 +39,7 @@ class ArrayIndex:
     file_ids: NDArray[np.integer]
     offsets: NDArray[np.int64]  # where the chunk starts in its file, in bytes
     lengths: NDArray[np.int64]  # size of the chunk in its file, in bytes
+    checksums: NDArray[np.uint32]  # CRC-32C of the chunk in its file, without the checksum that follows it there
     # The number of the first chunk of each array, and the number of all chunks.
     starts: NDArray[np.int64] = field(init=False)
 
@@ -47,7 +48,7 @@ class ArrayIndex:
         starts = np.zeros(len(self.grids) + 1, np.int64)
         np.cumsum([counts[grid] for grid in self.grids], out=starts[1:])
         object.__setattr__(self, "starts", starts)
-        if {len(self.file_ids), len(self.offsets), len(self.lengths)} != {int(starts[-1])}:
+        if {len(self.file_ids), len(self.offsets), len(self.lengths), len(self.checksums)} != {int(starts[-1])}:
             raise ValueError(f"the arrays have {starts[-1]} chunks, but the columns have other lengths")
 
     def encode(
@@ -81,6 +82,7 @@ class ArrayIndex:
         total = int(self.starts[last] - bases[0]) + last - first
         shared, sizes = np.empty(total, np.int32), np.empty(total, np.int64)
         file_ids, offsets, lengths = np.zeros(total, np.int32), np.zeros(total, np.int64), np.empty(total, np.int64)
+        checksums = np.zeros(total, np.uint32)
         outside = np.ones(total, bool)
         groups: dict[Grid, list[int]] = {}
         for position, grid in enumerate(grids):
@@ -92,7 +94,12 @@ class ArrayIndex:
             chunks = bases[members][:, None] + template.order
             shared[rows] = template.shared + prefix_sizes[members][:, None]
             sizes[rows] = template.sizes
-            for column, source in ((file_ids, self.file_ids), (offsets, self.offsets), (lengths, self.lengths)):
+            for column, source in (
+                (file_ids, self.file_ids),
+                (offsets, self.offsets),
+                (lengths, self.lengths),
+                (checksums, self.checksums),
+            ):
                 column[rows[:, :-1]] = source[chunks]
             if template.longest + int(prefix_sizes[members].max()) > KEY_LIMIT:
                 raise ValueError(f"a key has more than {KEY_LIMIT} bytes")
@@ -120,6 +127,7 @@ class ArrayIndex:
             lengths=lengths,
             file_ids=file_ids,
             offsets=offsets,
+            checksums=checksums,
             inline=metadata,
             files=self.files,
         )

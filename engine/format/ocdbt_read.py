@@ -29,6 +29,7 @@ MANIFEST_MAGIC = 0x0CDB3A2A
 NODE_MAGIC = 0x0CDB20DE
 MISSING = (1 << 64) - 1  # offset and length of the root of an empty database
 SINGLE, _NUMBERED = 0, 1  # kinds of manifests
+CHECKSUMS_MAGIC = b"HfCrc32c"  # ends a node file that holds the checksums of all values that lie in data files
 
 KEY_LIMIT = 65535  # bytes of the longest key
 INLINE_LIMIT = 1 << 20  # bytes of the longest value that a node holds itself
@@ -93,6 +94,22 @@ def decode_database(
     """Decode the newest version of a database; ``read_node`` takes a file, an offset and a length."""
     root = decode_manifest(manifest, source)
     return Entries() if root is None else _TreeDecoder(read_node, memory_limit).read(root)
+
+
+def decode_checksums(nodes: bytes, entries: Entries, source: str) -> NDArray[np.int64]:
+    """Return the CRC-32C that each value in a data file must have; -1 where it is unknown, as for inline values.
+
+    holdfast writes them after the nodes, four bytes each in the order of the keys, because what a data file itself
+    says of its bytes does not tell whether they belong there.
+    """
+    found = np.full(len(entries), -1, np.int64)
+    if nodes.endswith(CHECKSUMS_MAGIC):
+        outside = np.flatnonzero(entries.lengths)
+        end = len(nodes) - len(CHECKSUMS_MAGIC)
+        if end < 4 * len(outside):
+            raise DamagedCheckpointError(f"{source} is damaged: it lacks the checksums of its {len(outside)} values")
+        found[outside] = np.frombuffer(nodes, "<u4", len(outside), end - 4 * len(outside))
+    return found
 
 
 def decode_manifest(manifest: bytes, source: str) -> Root | None:

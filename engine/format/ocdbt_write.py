@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from .codecs import crc32c
 from .ocdbt_read import (
     CHECKSUM,
+    CHECKSUMS_MAGIC,
     HEAD,
     LENGTH,
     MANIFEST_MAGIC,
@@ -50,6 +51,8 @@ class Rows:
     offsets: NDArray[np.int64]  # where the value starts in its file, in bytes; any where it is inline
     inline: Sequence[bytes]  # the values that are inline, in order
     files: Sequence[str]  # paths of the data files, relative to the directory of the database
+    # What `decode_checksums` returns for the value; any where it is inline. None writes no checksums.
+    checksums: NDArray[np.uint32] | None = None
 
     def __len__(self) -> int:
         return len(self.shared)
@@ -71,11 +74,14 @@ class Nodes:
 def encode_database(
     batches: Iterable[Rows], *, node_file: str, database_id: bytes, created_ns: int, node_limit: int = 1 << 20
 ) -> tuple[bytes, bytes]:
-    """Encode a database with one version; return its manifest and its node file."""
+    """Encode a database with one version; return its manifest and its node file, which ends with the checksums."""
     frames: list[bytes] = []
+    checksums: list[bytes] = []
     leaves: list[Nodes] = []
     end = 0
     for rows in batches:
+        if rows.checksums is not None:
+            checksums.append(rows.checksums[rows.outside].astype("<u4").tobytes())
         nodes, leaf_level = encode_leaves(rows, node_limit, end)
         frames += nodes
         leaves.append(leaf_level)
@@ -96,7 +102,9 @@ def encode_database(
         tree_bytes=int(level.tree_bytes[0]),
         value_bytes=int(level.value_bytes[0]),
     )
-    return encode_manifest(root, database_id, created_ns), b"".join(frames)
+    return encode_manifest(root, database_id, created_ns), b"".join(
+        (*frames, *checksums, CHECKSUMS_MAGIC if checksums else b"")
+    )
 
 
 def encode_manifest(root: Root | None, database_id: bytes, created_ns: int) -> bytes:

@@ -115,7 +115,7 @@ def table(*rows: tuple[int, int, int, bool]) -> ChunkTable:
     columns = np.array([row[:3] for row in rows], np.int64).reshape(-1, 3).T
     numbers = np.arange(len(rows))
     kept = np.array([row[3] for row in rows], bool)
-    return ChunkTable(["a", "b"], columns[0], columns[1], columns[2], numbers, numbers, kept)
+    return ChunkTable(["a", "b"], columns[0], columns[1], columns[2], numbers, numbers, kept, np.full(len(rows), -1))
 
 
 @pytest.mark.parametrize(

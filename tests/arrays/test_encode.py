@@ -24,11 +24,13 @@ def source_of(array: Any, limit: int, pieces: list[Piece] | None = None) -> Sour
 
 def files_of(sources: list[Source], layout: hf.Layout) -> list[bytes]:
     contents = []
-    for file in plan_files([source.spec for source in sources], layout):
+    files = plan_files([source.spec for source in sources], layout)
+    checksums = np.zeros(sum(source.spec.chunks for source in sources), np.uint32)
+    for file in files:
         content = bytearray(file.size)
         for segment in file.segments:
             parts = []
-            for part in segment_parts(segment, sources):
+            for part in segment_parts(segment, sources, checksums):
                 assert part.dtype == np.uint8
                 assert part.ndim == 1
                 parts.append(part.tobytes())  # before the next one is generated
@@ -36,6 +38,10 @@ def files_of(sources: list[Source], layout: hf.Layout) -> list[bytes]:
             assert len(data) == segment.size
             content[segment.offset : segment.offset + segment.size] = data
         contents.append(bytes(content))
+    noted = iter(checksums.tolist())
+    for whole, file in zip(contents, files, strict=True):
+        for chunk in (chunk for segment in file.segments for chunk in segment.chunks):
+            assert crc32c(whole[chunk.offset : chunk.offset + sources[chunk.array].spec.chunk_nbytes]) == next(noted)
     return contents
 
 
@@ -92,15 +98,16 @@ def test_large_chunks_come_in_parts_that_stay_in_the_cache() -> None:
     source = source_of(array, 8 << 20)
     (file,) = plan_files([source.spec], hf.Layout())
     (segment,) = file.segments
-    assert max(len(part) for part in segment_parts(segment, [source])) <= 1 << 20
-    assert np.shares_memory(next(part for part in segment_parts(segment, [source]) if len(part)), array)  # no copies
+    parts = [part for part in segment_parts(segment, [source], np.zeros(1, np.uint32)) if len(part)]
+    assert max(map(len, parts)) <= 1 << 20
+    assert np.shares_memory(parts[0], array)  # no copies
 
 
 def test_small_chunks_are_joined() -> None:
     sources = [source_of(BASE[:256], 4096)] * 5000
     (file,) = plan_files([source.spec for source in sources], hf.Layout())
     (segment,) = file.segments
-    assert len(list(segment_parts(segment, sources))) < 10
+    assert len(list(segment_parts(segment, sources, np.zeros(5000, np.uint32)))) < 10
 
 
 @settings(deadline=None, max_examples=60)

@@ -247,7 +247,7 @@ def test_fragments_of_other_processes_and_saves(place: str, shares: Any) -> None
 def test_chunks_that_are_missing_or_written_twice(place: str, shares: Any) -> None:
     writer, (zero, one, two) = shares
     fragment = Fragment.decode(one, "")
-    columns = ("chunks", "files", "offsets", "lengths")
+    columns = ("chunks", "files", "offsets", "lengths", "checksums")
     short = altered(one, **{name: getattr(fragment, name)[:-1] for name in columns})
     message = merge_error(place, writer, [zero, short, two])
     assert re.search(r"chunk \d+ of the leaf narrow was not written: expected from process 1; 1 of \d+", message)

@@ -15,6 +15,7 @@ from holdfast.engine.format import (
     Entries,
     array_index,
     chunk_keys,
+    decode_checksums,
     decode_database,
     encode_array_metadata,
     key_order,
@@ -38,7 +39,8 @@ def make_index(arrays: dict[str, Grid]) -> ArrayIndex:
         files=FILES,
         file_ids=numbers * 7 % len(FILES),
         offsets=numbers * 64,
-        lengths=numbers % 50_000,
+        lengths=numbers % 50_000 + 1,
+        checksums=(numbers * 2_654_435_761 % (1 << 32)).astype(np.uint32),
     )
 
 
@@ -66,6 +68,10 @@ def check(index: ArrayIndex, node_limit: int) -> bytes:
     found = decode_database(manifest, lambda _, offset, length: nodes[offset : offset + length])
     assert found.keys == sorted(found.keys)
     assert as_dict(found) == expected_entries(index)
+    checksums = dict(zip(found.keys, decode_checksums(nodes, found, "d/index").tolist(), strict=True))
+    chunks = [key for name, grid in zip(index.names, index.grids, strict=True) for key in chunk_keys(name, grid)]
+    assert [checksums.pop(key) for key in chunks] == index.checksums.tolist()
+    assert set(checksums.values()) <= {-1}  # of the metadata
     return nodes
 
 
@@ -134,7 +140,7 @@ def test_tensorstore_reads_it() -> None:
             offsets.append(len(content.setdefault(path, bytearray())))
             content[path] += array[number].tobytes()
     metadata = encode_array_metadata((60, 50), "float32", (1, 50)).replace(b',{"name":"crc32c"}', b"")
-    columns = (np.array(file_ids), np.array(offsets), np.full(2400, 200))
+    columns = (np.array(file_ids), np.array(offsets), np.full(2400, 200), np.zeros(2400, np.uint32))
     index = ArrayIndex(names, [(60, 1)] * 40, [metadata] * 40, list(content), *columns)
     manifest, nodes = index.encode(node_file="d/index", database_id=bytes(16), created_ns=1, node_limit=3000)
     store = ts.KvStore.open("memory://a/", context=context).result()
@@ -151,12 +157,12 @@ def test_tensorstore_reads_it() -> None:
 
 
 def test_indexes_that_cannot_be_stored() -> None:
-    nothing = np.zeros(0, np.int64)
+    nothing, none = np.zeros(0, np.int64), np.zeros(0, np.uint32)
     with pytest.raises(ValueError, match="other lengths"):
-        ArrayIndex(["a"], [(2,)], [b""], FILES, nothing, nothing, nothing)
+        ArrayIndex(["a"], [(2,)], [b""], FILES, nothing, nothing, nothing, none)
     for index, message in (
         (make_index({"a" * 65_530: (5,)}), "more than 65535 bytes"),
-        (ArrayIndex(["a"], [(0,)], [bytes((1 << 20) + 1)], FILES, nothing, nothing, nothing), "1048576 bytes"),
+        (ArrayIndex(["a"], [(0,)], [bytes((1 << 20) + 1)], FILES, nothing, nothing, nothing, none), "1048576 bytes"),
     ):
         with pytest.raises(ValueError, match=message):
             index.encode(node_file="d/index", database_id=bytes(16), created_ns=1)
