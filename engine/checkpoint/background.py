@@ -53,13 +53,13 @@ class BackgroundSave:
                 _running.discard(self)
 
         self._what, self._step = what, step
-        self._thread = Helper(run, "holdfast-save")
+        self._thread = thread = Helper(run, "holdfast-save")
         _running.add(self)
         try:
-            self._thread.start()
-        except BaseException:  # the system has no more threads
-            _running.discard(self)
-            self._thread = None
+            thread.start()
+        except BaseException:  # an interrupt, after which the thread may run, or the system has no more threads
+            if not thread.is_alive():
+                _running.discard(self)
             raise
 
     def join(self) -> None:

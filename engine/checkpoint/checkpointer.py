@@ -82,7 +82,8 @@ class Checkpointer:
             StorageConflictError: Another save to this path is under way.
             StorageError: The storage refused; nothing is left behind.
         """
-        return self._begin(path, item, force, kwargs).complete()[1]
+        done = self._begin(path, item, force, kwargs).complete()
+        return done and done[1]
 
     def restore(self, path: Place, item: Any = None, **kwargs: Any) -> Any:
         """Read an object back.
@@ -180,7 +181,11 @@ class AsyncCheckpointer(Checkpointer):
         self._save.join()
         save = self._begin(path, item, force, kwargs)
         earlier = self._save.take_error()
-        self._save.start(save.complete, what=str(as_location(path)))
+        try:
+            self._save.start(save.complete, what=str(as_location(path)))
+        except BaseException as error:  # an interrupt, or the system has no more threads
+            save.give_up(error)
+            raise
         if earlier is not None:
             raise earlier
 

@@ -117,9 +117,9 @@ class PendingCheckpoint:
         untouched = not {PARTIAL, DELETED} & names
         self._lock = SaveLock(location / PARTIAL)
         if not untouched:
-            if PARTIAL in names and not self._lock.take_over():
-                raise self._lock.conflict()
             try:
+                if PARTIAL in names and not self._lock.take_over():
+                    raise self._lock.conflict()
                 sweep(location, parts)
             finally:
                 self._lock.release()

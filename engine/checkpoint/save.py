@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -118,6 +119,7 @@ class Save:
         self._record = record
         self._location = location
         self._items: dict[str, PreparedItem] = {}
+        self._claim = threading.Lock()  # taken for good, by the thread that completes this or by who gives it up before
         # Whether :meth:`complete` may be called after the loop has gone on.
         self.in_background = any(item.background for item in items.values())
         self._role: Primary | Worker
@@ -155,8 +157,10 @@ class Save:
         files = item.handler.save(folder, item.value, **item.kwargs)
         return _BegunItem(lambda: files)
 
-    def complete(self) -> tuple[CheckpointRecord, SaveReport]:
-        """Write what is left to write and commit."""
+    def complete(self) -> tuple[CheckpointRecord, SaveReport] | None:
+        """Write what is left to write and commit; None if this was given up before."""
+        if not self._claim.acquire(blocking=False):
+            return None
         try:
             folders = self._role.open()
             fragments = {}
@@ -176,9 +180,15 @@ class Save:
             total_seconds=total,
         )
 
-    def give_up(self, error: BaseException) -> None:
-        """Remove what was written, and tell the other processes."""
+    def give_up(self, error: BaseException) -> bool:
+        """Remove what was written, and tell the other processes; not if :meth:`complete` has begun: it does so itself.
+
+        Return whether it has not begun; it never will then. After an interrupt, nothing else tells that of its thread.
+        """
+        if not self._claim.acquire(blocking=False):
+            return False
         self._role.give_up(error)
+        return True
 
     def _merge(self, fragments: Mapping[str, Sequence[bytes]]) -> CheckpointRecord:
         """Complete every item from what all processes wrote, and make the commit record."""

@@ -334,11 +334,11 @@ class RunDirectory:
     def _sweep(self, location: Location) -> None:
         lock = SaveLock(location / PARTIAL)
         try:
-            lock.take_over()
-        except (StorageConflictError, StoragePermissionError) as error:  # a save without a manager is, or may be, alive
-            _logger.warning("%s: not swept: %s", location, error)
-            return
-        try:
+            try:
+                lock.take_over()
+            except (StorageConflictError, StoragePermissionError) as error:  # a save without a manager may be alive
+                _logger.warning("%s: not swept: %s", location, error)
+                return
             if not sweep(location) and location.is_local:
                 # An earlier run may have made the folder and been killed before it locked it. Both times are those of
                 # the file system; a folder that is newer than this run may be about to be filled by another program.

@@ -122,6 +122,7 @@ class CheckpointManager:
         self._pending: _PendingSave | None = None  # the save that is under way
         self._acquired = False
         self._closed = False
+        self._changing = threading.RLock()  # held by the thread that begins a save, or takes the right to write
 
     # ---- what is in the directory
 
@@ -145,11 +146,10 @@ class CheckpointManager:
         return steps[-1] if steps else None
 
     def best_step(self) -> int | None:
-        """Return the step that ``best_fn`` ranks first; the newest if there is no ``best_fn`` or no metric."""
+        """Return the step that ``best_fn`` ranks first, or None if none has its metric; without it, the newest step."""
         if self.options.best_fn is None:
             return self.latest_step()
-        found = best(self._run.infos(), self.options.best_fn, self.options.best_mode)
-        return self.latest_step() if found is None else found
+        return best(self._run.infos(), self.options.best_fn, self.options.best_mode)
 
     def why_kept(self, step: int) -> tuple[str, ...]:
         """Return every reason for which a committed step is kept; empty if it is about to be deleted.
@@ -377,50 +377,56 @@ class CheckpointManager:
             return False
         self.acquire()
         self._background.join()
-        rendezvous = self._processes.rendezvous("save")
-        try:
-            facts = check_json("custom_metadata", custom_metadata)
-            pending = _PendingSave(step, None if metrics is None else plain_metrics(metrics), facts)
-            values = self._items.to_save(items, save_kwargs or {})
-        except BaseException as error:
-            if rendezvous is not None:
-                rendezvous.fail(error)
-            raise
-        save = Save(
-            self._run.step_location(step),
-            values,
-            overwrite=force or self._run.is_damaged(step) or self._rollback.replaces(step),
-            began=began,
-            record=lambda found: self._record(pending, found, reason or decision.reason),
-            rendezvous=rendezvous,
-            timeout=self._processes.timeout,
-        )
-        self._rollback.saving(step)
-        self._decisions.save_begins(step)
-        self._pending = pending
-        if not save.in_background:
-            self._complete(pending, save)
-        earlier = self._background.take_error()
-        if save.in_background:
-            what = f"step {step} of {self.directory}"
+        with self._changing:
+            self._background.join()  # of another thread that has saved meanwhile
+            rendezvous = self._processes.rendezvous("save")
             try:
-                self._background.start(lambda: self._complete(pending, save), what=what, step=step)
-            except BaseException as error:  # the system has no more threads
-                self._ended(pending, failed=True)
-                save.give_up(error)
+                self._run.ownership.check(at_once=True)
+                facts = check_json("custom_metadata", custom_metadata)
+                pending = _PendingSave(step, None if metrics is None else plain_metrics(metrics), facts)
+                values = self._items.to_save(items, save_kwargs or {})
+            except BaseException as error:
+                if rendezvous is not None:
+                    rendezvous.fail(error)
                 raise
-        if earlier is not None:
-            raise earlier
-        return True
+            save = Save(
+                self._run.step_location(step),
+                values,
+                overwrite=force or self._run.is_damaged(step) or self._rollback.replaces(step),
+                began=began,
+                record=lambda found: self._record(pending, found, reason or decision.reason),
+                rendezvous=rendezvous,
+                timeout=self._processes.timeout,
+            )
+            try:
+                self._rollback.saving(step)
+                self._decisions.save_begins(step)
+                self._pending = pending
+                if not save.in_background:
+                    self._complete(pending, save)
+                earlier = self._background.take_error()
+                if save.in_background:
+                    what = f"step {step} of {self.directory}"
+                    self._background.start(lambda: self._complete(pending, save), what=what, step=step)
+            except BaseException as error:  # such as an interrupt, or the system has no more threads
+                if save.give_up(error):
+                    self._ended(pending, failed=True)
+                raise
+            if earlier is not None:
+                raise earlier
+            return True
 
     def _complete(self, pending: _PendingSave, save: Save) -> None:
         """Write and commit a save, then delete what no rule keeps and call the listeners."""
         step = pending.step
         try:
-            record, report = save.complete()
+            done = save.complete()
         except BaseException:
             self._ended(pending, failed=True)
             raise
+        if done is None:  # an interrupt came before this thread, and has ended the save
+            return
+        record, report = done
         self._run.add(step, record)
         self._run.last_saved = step
         self._rollback.saved(step)
@@ -574,13 +580,14 @@ class CheckpointManager:
             OwnershipError: Another run writes to this directory.
         """
         self._check_writable()
-        if self._acquired:
-            self._run.ownership.check_not_lost()
-            return
-        self._processes.decide("acquire", lambda: self._run.acquire(self._metadata))
-        if not self._processes.is_primary:
-            self._run.reload()
-        self._acquired = True
+        with self._changing:
+            if self._acquired:
+                self._run.ownership.check_not_lost()
+                return
+            self._processes.decide("acquire", lambda: self._run.acquire(self._metadata))
+            if not self._processes.is_primary:
+                self._run.reload()
+            self._acquired = True
 
     def _check_writable(self) -> None:
         if self._closed:

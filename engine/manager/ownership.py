@@ -45,29 +45,45 @@ class Ownership:
     def take(self) -> None:
         """Take the right to write, unless it is held already."""
         self.check_not_lost()
-        if self._process is not None:
-            return
         with FileLock.handover:
+            if self._process is not None:  # perhaps since another thread has called this
+                return
             earlier = _owners.get(self._key)
             if earlier is not None and earlier.held:
                 earlier._give_up()
             self._directory.make_directory()
-            if self._directory.is_local:
-                self._lock_file()
             try:
+                if self._directory.is_local:
+                    self._lock_file()
                 self._write_file()
+                _owners[self._key] = self
+                self._process = os.getpid()
             except BaseException:
                 self._release()  # or the next attempt would meet this one's lock
                 raise
-            _owners[self._key] = self
-            self._process = os.getpid()
 
-    def check(self) -> None:
-        """Raise OwnershipError unless the right is still held; called right before a commit."""
+    def check(self, *, at_once: bool = False) -> None:
+        """Raise OwnershipError unless the right is still held; called before a save and right before a commit.
+
+        ``at_once`` asks no object store, and nothing where another process of this program holds the right.
+        """
         self.check_not_lost()
-        if self._lock.descriptor is None and self._lock.content(self._size).get("token") != self._token:
-            self._lost = True
-            self.check_not_lost()
+        if at_once and (self._process is None or not self._directory.is_local):
+            return
+        if self._lock.descriptor is not None:
+            if self._lock.is_current():
+                return
+        elif self._lock.content(self._size).get("token") == self._token:
+            return
+        if not (self._directory / OWNER).is_there():
+            gone = f"its {OWNER}" if self._directory.exists() else "the directory"
+            raise OwnershipError(
+                f"{self._directory}: {gone} was moved or deleted while this run was writing here, so another run could "
+                "take the directory unnoticed; nothing was written. Move it back, and this run goes on; or start the "
+                "run again in the directory where it is to go on"
+            )
+        self._lost = True
+        self.check_not_lost()
 
     def check_not_lost(self) -> None:
         """Raise OwnershipError if a newer manager has taken over, or if this process is a fork of the owner's."""
@@ -106,7 +122,9 @@ class Ownership:
         if self._lock.obstacle is not None:  # the token has to do
             path, obstacle = self._directory / OWNER, self._lock.obstacle
             self._lock.release()
-            _logger.warning("%s: no file locks here (%s); a second run is noticed only when it commits", path, obstacle)
+            _logger.warning(
+                "%s: no file locks here (%s); a second run is noticed only at the next save", path, obstacle
+            )
 
     def _write_file(self) -> None:
         content = json.dumps(

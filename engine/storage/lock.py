@@ -45,6 +45,7 @@ class FileLock:
             StorageConflictError: Another open file holds the lock, or the file exists and ``flags`` has ``O_EXCL``.
             StoragePermissionError: The file cannot be opened, so whether it is locked is unknown.
         """
+        self.release()  # an attempt that was interrupted may have locked it
         with os_errors(self._place.url, "open"):
             descriptor = os.open(self._place, flags | os.O_CLOEXEC, 0o666)
         self.descriptor = descriptor
@@ -61,10 +62,11 @@ class FileLock:
             self.obstacle = error
 
     def is_current(self) -> bool:
-        """Whether the locked file still has its name: another process may have replaced or removed it."""
+        """Whether the locked file still has its name: another process may have replaced, moved or removed it."""
         try:
-            return self.descriptor is not None and os.path.samestat(os.fstat(self.descriptor), os.stat(self._place))
-        except FileNotFoundError:
+            with os_errors(self._place.url, "access"):
+                return self.descriptor is not None and os.path.samestat(os.fstat(self.descriptor), os.stat(self._place))
+        except ObjectNotFoundError:
             return False
 
     def release(self) -> None:

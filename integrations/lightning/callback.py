@@ -138,7 +138,7 @@ class CheckpointCallback(ResumingCallback):
 
     @property
     def best_model_path(self) -> str:
-        """The path of the best checkpoint: the newest one without ``best_fn``; empty when there is none."""
+        """The path of the best checkpoint, the newest one without ``best_fn``; empty if there is none, or no metric."""
         step = self._store.manager.best_step()
         return "" if step is None else self._store.path_of(step)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -148,15 +149,78 @@ def test_a_manager_that_is_dropped_gives_the_directory_back(tmp_path: Path) -> N
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_without_locks_the_older_finds_out_before_it_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_the_older_finds_out_at_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.engine.storage.lock.fcntl", None)
     older = hf.CheckpointManager(tmp_path)
     older.save(1, TREE)
     older.wait_until_finished()
     (tmp_path / "owner.json").write_text('{"token": "of another", "pid": 1, "host": "elsewhere"}')
-    older.save(2, TREE)
-    with pytest.raises(hf.SaveFailedError, match="process 1 on elsewhere") as caught:
-        older.wait_until_finished()
-    assert isinstance(caught.value.__cause__, hf.OwnershipError)
+    with pytest.raises(hf.OwnershipError, match="process 1 on elsewhere"):
+        older.save(2, TREE)
     assert not (tmp_path / "2").exists()
     older.close()
+
+
+def move(run: Path) -> None:
+    run.rename(run.with_name("elsewhere"))
+
+
+def delete(run: Path) -> None:
+    shutil.rmtree(run)
+
+
+def delete_owner(run: Path) -> None:
+    (run / "owner.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("happens", "joined", "said"),
+    [
+        pytest.param(move, False, "the directory was moved or deleted", id="moved"),
+        pytest.param(delete, False, "the directory was moved or deleted", id="deleted"),
+        pytest.param(delete_owner, False, r"its owner\.json was moved or deleted", id="without its owner"),
+        pytest.param(delete_owner, True, "", id="a second run joins"),
+    ],
+)
+def test_a_run_whose_directory_is_taken_away(
+    happens: Callable[[Path], None], joined: bool, said: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with hf.CheckpointManager(run) as manager:
+        manager.save(5, TREE)
+        manager.wait_until_finished()
+        happens(run)
+        with contextlib.ExitStack() as stack:
+            if joined:
+                process, _ = stack.enter_context(other_process(run))
+                said = f"another manager has taken over .* process {process.pid} on"
+            left = sorted(tmp_path.rglob("*"))
+            for act in (lambda: manager.save(6, TREE), lambda: manager.save(7, TREE), lambda: manager.pin(5)):
+                with pytest.raises(hf.OwnershipError, match=said):
+                    act()
+            assert sorted(tmp_path.rglob("*")) == left
+    if joined:
+        assert hf.load(run / "1") == {"by": "the other process"}
+        assert hf.verify(run).ok
+
+
+def test_a_run_goes_on_when_its_directory_is_back(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with hf.CheckpointManager(run) as manager:
+        manager.save(1, TREE)
+        manager.wait_until_finished()
+        move(run)
+        with pytest.raises(hf.OwnershipError, match="Move it back, and this run goes on"):
+            manager.save(2, TREE)
+        (tmp_path / "elsewhere").rename(run)
+        manager.save(3, TREE)
+    assert hf.CheckpointManager(run).all_steps() == [1, 3]
+
+
+def test_in_an_object_store_the_commit_notices(place: str) -> None:
+    with hf.CheckpointManager(place, hf.PyTreeCheckpointer()) as manager:
+        manager.save(1, TREE)
+        (hf.as_location(place) / "owner.json").remove()
+        with pytest.raises(hf.OwnershipError, match=r"its owner\.json was moved or deleted"):
+            manager.save(2, TREE)
+    assert hf.CheckpointManager(place).all_steps() == [1]
