@@ -96,7 +96,8 @@ def takes(arguments: Callable[P, A]) -> Callable[[Callable[[S, A], None]], Calla
     """Give an ``__init__`` that takes one dataclass the fields of that dataclass as its arguments."""
 
     def decorate(init: Callable[[S, A], None]) -> Callable[Concatenate[S, P], None]:
-        vars(arguments)["__init__"].__qualname__ = init.__qualname__  # which TypeErrors name
+        made = vars(arguments)["__init__"]
+        made.__qualname__ = inspect.unwrap(made).__qualname__ = init.__qualname__  # which TypeErrors name
 
         @functools.wraps(init)
         def with_arguments(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:

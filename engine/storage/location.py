@@ -29,8 +29,8 @@ _local = LocalBackend()
 def as_location(place: str | os.PathLike[str] | Location) -> Location:
     """Return the location that a path or URL stands for.
 
-    A relative path counts from the current directory at the time of this call. ``~`` is an ordinary name. In URLs,
-    ``%20`` and its like stand for the characters they encode.
+    A relative path counts from the current directory at the time of this call. ``~`` and ``~name`` at the beginning of
+    a path are home directories, as in a shell. In URLs, ``%20`` and its like stand for the characters they encode.
 
     Args:
         place: A path, or a URL that starts with ``file:///``, ``memory://``, ``s3://bucket/`` or ``gs://bucket/``.
@@ -58,7 +58,7 @@ def as_location(place: str | os.PathLike[str] | Location) -> Location:
             raise InvalidLocationError(
                 f"{text!r} looks like a URL that lost a slash; pathlib removes it, so pass URLs as str"
             )
-        return Location(_local, os.path.abspath(text))
+        return Location(_local, os.path.abspath(os.path.expanduser(text)))
     scheme, rest = match.group(1).lower(), match.group(2)
     for mark in "?#|":
         if mark in rest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,11 +16,20 @@ from ...engine.manager import documentation, documented
 from ...engine.sources import Weights, load_weights
 from ..loop import PreemptionSignal, check_resume
 from ..options import CallbackOptions, documents, takes
-from .io import ResumePath, ResumingCallback, install, redirect_resume, silence_misleading_warnings
+from .io import (
+    ResumePath,
+    ResumingCallback,
+    install,
+    redirect_resume,
+    silence_misleading_warnings,
+    was_given_no_path,
+)
 from .saver import FitSaver
 from .stopping import AgreedStop, OwnStop, Stop, take_over_sigterm
 from .store import RunStore
 from .strategies import check_strategy
+from .trees import POSITION
+from .tuning import Searches, is_search_file
 
 if TYPE_CHECKING:
     from ...engine.manager import CheckpointManager
@@ -50,7 +60,8 @@ class CheckpointCallback(ResumingCallback):
     with ``state_dict`` and ``load_state_dict`` go on where they were; others draw the earlier batches again.
 
     A ``ckpt_path`` given to ``fit`` wins over the newest checkpoint; it may name a step of this or another directory,
-    or one of Lightning's own files. ``trainer.test(ckpt_path="best")`` and ``"last"`` work as usual.
+    or one of Lightning's own files. Without one, only this directory decides: the files of a ``ModelCheckpoint`` beside
+    this callback are never resumed from. ``trainer.test(ckpt_path="best")`` and ``"last"`` work as usual.
 
     SIGTERM only sets a flag. The next point between two batches, or within a validation, saves, waits until the files
     are durable, and ends the process with status 143. Other exceptions save nothing more, but let a save that is under
@@ -87,6 +98,8 @@ class CheckpointCallback(ResumingCallback):
         self._saver: FitSaver | None = None
         self._has_saved = False
         self._has_weights = False
+        self._searches = Searches()
+        self._decides = False  # whether a trainer was given no path, so that the directory decides
         silence_misleading_warnings()
 
     @property
@@ -114,6 +127,7 @@ class CheckpointCallback(ResumingCallback):
         Raises:
             CheckpointNotFoundError: ``resume="must"``, and there is no checkpoint.
         """
+        self._decides = was_given_no_path()
         steps = self._store.steps()
         if self._options.resume == "must":
             check_resume("must", steps, self._store.directory)
@@ -168,6 +182,10 @@ class CheckpointCallback(ResumingCallback):
         scores = {step: self._store.score(step) for step in self._store.manager.all_steps()}
         return {self._store.path_of(step): torch.tensor(score) for step, score in scores.items() if score is not None}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of this callback needs: it is one that has not begun, for the same directory."""
+        return {**vars(self), "_saver": None, "_preemption": PreemptionSignal(), "_searches": Searches()}
+
     # ---- hooks of the trainer
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -176,16 +194,19 @@ class CheckpointCallback(ResumingCallback):
         if stage != "fit":
             return
         if trainer.fast_dev_run:
+            decides, self._decides = self._decides, False
             redirect_resume(
-                trainer, lambda path: self._begin_from(trainer, None if isinstance(path, ResumePath) else path)
+                trainer,
+                lambda path: self._begin_from(trainer, None if decides or isinstance(path, ResumePath) else path),
             )
             return
         check_strategy(trainer)
         # Trainers look for a checkpoint before they ask the module for its callbacks, this one perhaps among them.
-        redirect_resume(trainer, lambda path: self._begin_from(trainer, self._chosen(path)))
+        redirect_resume(trainer, lambda path: self._begin_from(trainer, self._chosen(trainer, path)))
         if self._options.resume == "never" and not self._has_saved:
             check_resume("never", self._store.steps(), self._store.directory)
         self._store.open()
+        self._searches.begin(trainer)
         self._saver = FitSaver(
             trainer,
             self._store,
@@ -199,10 +220,13 @@ class CheckpointCallback(ResumingCallback):
         """Add the position in the data and the random generators to a checkpoint."""
         if self._saver is not None:
             self._saver.add_to(checkpoint)
+            if POSITION in checkpoint and (found := self._searches.found(trainer)):
+                checkpoint[POSITION]["found"] = found
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Take the position in the data and the random generators, for the moment when the loops need them."""
-        if self._saver is not None:
+        if self._saver is not None and not is_search_file(trainer.ckpt_path):
+            self._searches.replace(trainer, checkpoint.get(POSITION, {}).get("found", {}))
             self._saver.go_on_from(checkpoint)
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
@@ -214,6 +238,7 @@ class CheckpointCallback(ResumingCallback):
         """Take SIGTERM over."""
         if self._saver is not None:
             take_over_sigterm(trainer, self._preemption)
+            self._searches.end()
             self._saver.begin()
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
@@ -225,6 +250,11 @@ class CheckpointCallback(ResumingCallback):
         """Store the metrics of the validation."""
         if self._saver is not None and not trainer.sanity_checking:
             self._saver.notice_metrics()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Say so if a run that had ended already was started again."""
+        if self._saver is not None:
+            self._saver.finish()
 
     def on_exception(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Let a save that is under way finish; save nothing, as the exception came in the middle of something."""
@@ -242,10 +272,18 @@ class CheckpointCallback(ResumingCallback):
         """
         self._end(trainer, orderly=True)
 
-    def _chosen(self, path: Any) -> Any:
+    def _chosen(self, trainer: Any, path: Any) -> Any:
         """Return the path to resume from: the one that was named, or the one that process 0 has found for all."""
-        if path and not isinstance(path, ResumePath):
+        decides, self._decides = self._decides, False
+        named = path and not isinstance(path, ResumePath)
+        if named and not decides:
             return path
+        if self._searches.are_all(trainer):
+            return None  # a Tuner finds the same whenever the program is started, also where the fit after it resumes
+        if named:
+            # The trainer was given no path, and found the newer file of a ModelCheckpoint.
+            ours = [one.ckpt_path for one in trainer.callbacks if isinstance(one, CheckpointCallback)]
+            path = max(filter(None, ours), key=os.path.getmtime, default=None)
         found = path or self.ckpt_path
         return (found or ResumePath(self._store.directory)) if self._store.agree(found is not None) else None
 
@@ -276,6 +314,7 @@ class CheckpointCallback(ResumingCallback):
         if saver is None:
             return
         self._preemption.restore()
+        self._searches.end()
         try:
             self._store.close()
         finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Self
@@ -17,6 +18,7 @@ from ...engine.storage import Location
 from .store import RunStore, Template, is_checkpoint, read_checkpoint
 from .strategies import ShardedState, SharedState, can_save, is_sharded
 from .trees import POSITION
+from .tuning import is_search_file
 
 _PACKAGES = {
     "lightning.pytorch.callbacks": "lightning.fabric.plugins.io.checkpoint_io",
@@ -215,11 +217,28 @@ def redirect_resume(trainer: Any, choose: Callable[[Any], Any]) -> None:
     original = connector.resume_start
 
     def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+        if is_search_file(checkpoint_path):
+            original(checkpoint_path, *args, **kwargs)
+            return
         if vars(connector).get("resume_start") is resume_start:
-            del connector.resume_start  # the tuner goes back to files of its own in the same way
+            del connector.resume_start
         original(choose(checkpoint_path) if trainer.state.fn == "fit" else checkpoint_path, *args, **kwargs)
 
     connector.resume_start = resume_start
+
+
+def was_given_no_path() -> bool:
+    """Return whether the trainer that is looking for a checkpoint now was given no ``ckpt_path`` at all.
+
+    It then asks callbacks for the last checkpoint as it does for ``ckpt_path="last"``, and keeps the difference only in
+    the arguments of the call.
+    """
+    frame = sys._getframe(1)
+    while frame.f_code.co_name != "_select_ckpt_path":
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return frame.f_locals.get("ckpt_path") is None
 
 
 def _is_ours(path: str | os.PathLike[str]) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
 
 from ...engine.errors import SaveFailedError, StateError
+from ..loop import announce
 from ..options import CallbackOptions
 from .loops import LoopHooks
 from .position import Point, Position
@@ -20,8 +20,6 @@ from .strategies import release_children
 from .trees import POSITION
 
 logger = logging.getLogger("holdfast")
-
-_TUNER_FILES = (".lr_find", ".scale_batch_size")  # what the tuner goes back to after its trials
 
 
 class Preempted(SystemExit):
@@ -66,6 +64,8 @@ class FitSaver:
         self._outdated: set[int] = set()
         self._new_metrics = False
         self._resumed = False
+        self._begun = False
+        self._metrics: Mapping[str, Any] = {}  # at the point that the run resumes from
 
     def begin(self) -> None:
         """Check that training starts from the checkpoint that the directory holds.
@@ -74,6 +74,7 @@ class FitSaver:
             StateError: The directory holds checkpoints, but the trainer was not given any.
         """
         self._stop.begin()
+        self._begun = True
         if self._resumed:
             return
         if steps := self._store.manager.all_steps():
@@ -81,7 +82,18 @@ class FitSaver:
                 f"{self._store.directory} holds checkpoints up to step {steps[-1]}, but the trainer does not begin "
                 "with one. Name one with fit(ckpt_path=...), or choose another directory"
             )
-        logger.info("started fresh: no checkpoint in %s", self._store.directory)
+        self._say("started fresh: no checkpoint in %s", self._store.directory)
+
+    def finish(self) -> None:
+        """Say so if there was nothing left to do, and give the trainer the metrics of the run's end."""
+        if self._begun or not self._resumed:
+            return
+        step = self._trainer.global_step
+        why = "; it was asked to stop there, and goes on with fit(ckpt_path=...)" if self._trainer.should_stop else ""
+        self._say("nothing left to do after step %d in %s%s", step, self._store.directory, why)
+        late = self._store.manager.metrics(step) if step in self._store.manager.all_steps() else None
+        found = {name: torch.tensor(value) for name, value in (late or {}).items() if isinstance(value, int | float)}
+        self._trainer._logger_connector._callback_metrics.update({**self._metrics, **found})
 
     def detach(self, *, orderly: bool) -> None:
         """Stop watching; ``orderly`` is False when training ends with an exception."""
@@ -99,8 +111,6 @@ class FitSaver:
     def go_on_from(self, checkpoint: dict[str, Any]) -> None:
         """Take the position out of Lightning's dictionary after it was loaded."""
         path = self._trainer.ckpt_path
-        if os.path.basename(str(path)).startswith(_TUNER_FILES):
-            return
         step, saved = int(checkpoint["global_step"]), checkpoint.pop(POSITION, None)
         steps = self._store.manager.all_steps()
         self._resumed = True
@@ -109,14 +119,14 @@ class FitSaver:
         self._outdated = set(self._store.manager.note_resume(step))
         automatic = saved is not None and saved.get("automatic", False)
         if saved is not None:
-            self._ledger.observe(-1, saved["callback_metrics"])  # of some step before
+            self._metrics = saved["callback_metrics"]
+            self._ledger.observe(-1, self._metrics)  # of some step before
             self._position.resume(saved)
             if saved["point"] == "validation":
                 self._saved = None  # there is still something to do in this step
         if automatic and saved["should_stop"]:
-            logger.info("the run was asked to stop after step %d; name a ckpt_path to go on from there", step)
             self._trainer.should_stop = True
-        logger.info("resumed from step %d in %s", step, format(path))
+        self._say("resumed from step %d in %s", step, format(path))
 
     # ---- the points at which nothing is half done
 
@@ -210,9 +220,12 @@ class FitSaver:
             self._store.manager.wait_until_finished()
         finally:
             self._store.part()
-        logger.info("preempted: stopping after step %d", self._trainer.global_step)
+        self._say("preempted: stopping after step %d in %s", self._trainer.global_step, self._store.directory)
         release_children(self._trainer)
         raise Preempted
+
+    def _say(self, text: str, *args: object) -> None:
+        announce(text, *args, shown=self._trainer.is_global_zero)
 
     def _is_over(self) -> bool:
         fit = self._fit

@@ -47,6 +47,7 @@ class RunStore:
 
     def __init__(self, directory: Place, options: CallbackOptions) -> None:
         self.directory: Location = as_location(directory)
+        self._arguments = options
         self._options = options.manager_options()
         self._saves = AsyncCheckpointer(StateHandler(compression=options.compression))
         self._own = AsyncCheckpointer(PerProcessCheckpointHandler(options.tree_handler()))
@@ -56,6 +57,9 @@ class RunStore:
         self._reported: set[str] = set()
         self.reports: list[SaveReport] = []
         self.intent: Intent | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RunStore, (self.directory, self._arguments)
 
     @property
     def manager(self) -> CheckpointManager:

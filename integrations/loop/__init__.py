@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .announce import announce
 from .callback import LoopArguments, LoopCallback, StepOutcome
 from .preemption import PreemptionSignal
 from .resuming import all_steps, check_resume
@@ -14,6 +15,7 @@ __all__ = [
     "StateAdapter",
     "StepOutcome",
     "all_steps",
+    "announce",
     "check_resume",
     "is_deleted",
 ]

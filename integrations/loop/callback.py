@@ -18,6 +18,7 @@ from ...engine.errors import StateError
 from ...engine.handlers import PerProcessCheckpointHandler
 from ...engine.manager import CheckpointManager, documentation, documented
 from ..options import CallbackOptions, takes
+from .announce import announce
 from .preemption import PreemptionSignal
 from .resuming import all_steps, check_resume, restore
 from .states import Extras, StateAdapter, missing_extras
@@ -86,6 +87,7 @@ class LoopCallback:
         self._begun = False
         self._closed = False
         self._should_stop = False
+        self._restored: int | None = None
         self.extras: dict[str, Any] = {}
 
     @property
@@ -133,7 +135,7 @@ class LoopCallback:
         self._names = frozenset(extras)
         restored = None if resume == "never" else restore(self._manager, self._adapter, state, extras)
         if restored is None:
-            logger.info("started fresh: no checkpoint in %s", self._manager.directory)
+            self._announce("started fresh: no checkpoint in %s", self._manager.directory)
             self.extras = dict(extras)
             if place is not None:
                 state, taken = self._adapter.with_weights(state, place)
@@ -142,6 +144,7 @@ class LoopCallback:
         if place is not None:
             logger.info("init_from=%s is ignored, as the run resumes", place)
         self.extras = restored.extras
+        self._restored = restored.step
         return restored.state, restored.step
 
     def on_step(self, step: int, state: Any, *, metrics: Mapping[str, Any] | None = None, **extras: Any) -> StepOutcome:
@@ -216,6 +219,8 @@ class LoopCallback:
         if self._closed:
             return
         self._closed = True
+        if self._saver.step is None and self._restored is not None and not self.preempted:
+            self._announce("nothing left to do after step %d in %s", self._restored, self._manager.directory)
         try:
             if not self._saver.is_saved and (self._options.save_at_end or self.preempted):
                 self._saver.save_at_end()
@@ -243,6 +248,9 @@ class LoopCallback:
             logger.exception("a save failed while the training loop was ending with %s", type(error).__name__)
         finally:
             self._preemption.restore()
+
+    def _announce(self, text: str, *args: object) -> None:
+        announce(text, *args, shown=self._manager.process_index == 0)
 
     def _no_extras(self, extras: Mapping[str, Any]) -> str:
         return f"{type(self).__name__} saves no extras; found {', '.join(extras)}"
@@ -275,5 +283,5 @@ class LoopCallback:
             self._saver.save("preempted")
         self._manager.wait_until_finished()
         self._should_stop = True
-        logger.info("preempted: step %d is saved in %s; stopping", self._saver.step, self._manager.directory)
+        self._announce("preempted: step %d is saved in %s; stopping", self._saver.step, self._manager.directory)
         return StepOutcome(save, "preempted", should_stop=True)

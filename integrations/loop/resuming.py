@@ -12,6 +12,7 @@ from ...engine.manager import CheckpointManager, Restored, list_steps
 from ...engine.stateful import is_stream
 from ...engine.storage import Location
 from ..options import Resume
+from .announce import announce
 from .states import Extras, StateAdapter, check_names
 
 logger = logging.getLogger("holdfast")
@@ -94,7 +95,7 @@ def restore(manager: CheckpointManager, adapter: StateAdapter, state: Any, extra
         lost = ", ".join(str(skipped) for skipped, _ in restored.skipped)
         logger.warning("fell back past damaged steps (%s): resumed from step %d in %s", lost, step, manager.directory)
     else:
-        logger.info("resumed from step %d in %s", step, manager.directory)
+        announce("resumed from step %d in %s", step, manager.directory, shown=manager.process_index == 0)
     return Resumed(step, state, values)
 
 

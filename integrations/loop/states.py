@@ -102,6 +102,9 @@ def _has_params(state: Any) -> bool:
     return is_replaceable and hasattr(state, _PARAMS)
 
 
+_TAKEN = ("step", "state", "metrics")
+
+
 class Extras:
     """Saves and restores the named extras of one callback."""
 
@@ -153,7 +156,14 @@ class Extras:
         return values
 
     def check(self, extras: Mapping[str, Any]) -> None:
-        """Raise OptionError for an iterator or a loader without a state: the first save may be an hour away."""
+        """Raise OptionError for names that are taken, and for iterators and loaders without a state.
+
+        The first save may be an hour away.
+        """
+        if taken := [name for name in extras if name in _TAKEN]:
+            raise OptionError(
+                f"an extra cannot be called {taken[0]!r}, as on_step has an argument of this name; choose another name"
+            )
         for name, extra in extras.items():
             if isinstance(extra, Iterable) and not self._is_saveable(extra):
                 raise OptionError(

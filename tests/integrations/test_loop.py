@@ -15,6 +15,14 @@ import holdfast as hf
 from holdfast.integrations.loop import LoopCallback
 
 
+@pytest.mark.parametrize("name", ["step", "metrics"])
+def test_names_that_an_extra_cannot_have(tmp_path: Path, name: str) -> None:
+    checkpoint = LoopCallback(tmp_path)
+    with pytest.raises(hf.OptionError, match=f"an extra cannot be called '{name}', as on_step has an argument"):
+        checkpoint.restore_or_initialize({"w": np.zeros(2)}, **{name: 3})
+    assert list(tmp_path.iterdir()) == []
+
+
 class Pair(NamedTuple):
     params: Any
     done: int

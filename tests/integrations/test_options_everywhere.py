@@ -155,5 +155,36 @@ def test_callbacks_take_their_options_by_name(tmp_path: Path) -> None:
     for callback in (FlaxCallback, LightningCallback):
         with pytest.raises(TypeError, match=r"Callback.__init__\(\) got an unexpected keyword.*max_to_kep"):
             callback(tmp_path, max_to_kep=3)  # type: ignore[call-arg]
-        with pytest.raises(TypeError, match="positional argument"):
+        with pytest.raises(TypeError, match=r"Callback.*positional argument"):
             callback(tmp_path, 3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("save_top_k", "here it is max_to_keep"),
+        ("every_n_train_steps", "here it is save_interval_steps"),
+        ("train_time_interval", "here it is save_interval_secs"),
+        ("monitor", "here it is best_fn"),
+        ("mode", "here it is best_mode"),
+        ("filename", "named by its number"),
+        ("save_last", "the newest checkpoint is always kept"),
+        ("save_decision_policy", "here it is save_interval_steps"),
+        ("enable_async_checkpointing", "leave it out"),
+        ("max_to_kep", "did you mean max_to_keep"),
+        ("nonsense", "$"),
+    ],
+)
+def test_names_of_other_libraries_are_explained(tmp_path: Path, name: str, advice: str) -> None:
+    takes: tuple[Any, ...] = (FlaxCallback, LightningCallback)
+    for take in takes:
+        with pytest.raises(hf.UnknownArgumentError, match=f"Callback.*'{name}'.*{advice}"):
+            take(tmp_path, **{name: 1})
+    with pytest.raises(hf.UnknownArgumentError, match=f"CheckpointManagerOptions.*{advice}"):
+        hf.CheckpointManagerOptions(**{name: 1})  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_option_of_managers_only(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="only CheckpointManagerOptions takes it"):
+        FlaxCallback(tmp_path, step_prefix="step")  # type: ignore[call-arg]

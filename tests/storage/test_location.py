@@ -80,9 +80,16 @@ def test_relative_paths_count_from_here(tmp_path: pathlib.Path, monkeypatch: pyt
     assert place.url == str(tmp_path / "runs" / "x")
 
 
-def test_a_tilde_is_an_ordinary_name(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_is_the_home_directory(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    assert as_location("~/x").path == tmp_path / "~" / "x"
+    for text in ("~/x", pathlib.Path("~/x")):
+        assert as_location(text).path == tmp_path / "home" / "x"
+    assert as_location("./~/x").path == tmp_path / "~" / "x"
+    assert as_location("x/~").path == tmp_path / "x" / "~"
+    assert as_location("~nobody-of-this-name/x").path == tmp_path / "~nobody-of-this-name" / "x"
+    assert as_location("file:///~/x").path == pathlib.Path("/~/x")
+    assert as_location("memory://~/x").url == "memory://~/x"
 
 
 @pytest.mark.parametrize("root", ["/", "/runs", "memory://", "memory://runs", "s3://bucket", "s3://bucket/runs"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -428,3 +429,55 @@ def test_two_callbacks_with_directories_of_their_own(program: Any, new_directory
     resumed = program.run(often, callbacks=(second,), seed=2)
     assert resumed.final == whole.final
     assert second.manager.all_steps() == [5, 10, 15]
+
+
+# ---- a callback beyond its fit
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_fitted_callback_can_be_copied(
+    program: Any, new_directory: NewDirectory, duplicate: Callable[[Any], Any]
+) -> None:
+    class Duplicates(lightning.pytorch.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            made.append(duplicate(trainer.checkpoint_callback))
+
+    made: list[Any] = []
+    directory = new_directory()
+    callback = program.run(directory, max_steps=3, callbacks=(Duplicates(),)).trainer.checkpoint_callback
+    for one in (*made, duplicate(callback)):
+        assert one.manager.all_steps() == [1, 2, 3]
+        assert one.last_model_path == callback.last_model_path
+        assert not one.preempted
+    trainer = lightning.pytorch.Trainer(callbacks=[made[0]], **program.QUIET, max_steps=5)
+    trainer.fit(program.Model(), program.training_loader("shuffled"), program.validation_loader())
+    assert made[0].manager.all_steps() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("end", [{"max_epochs": 2}, {"max_steps": 7}])
+def test_a_finished_run_is_started_again(
+    program: Any, new_directory: NewDirectory, caplog: pytest.LogCaptureFixture, end: dict[str, int]
+) -> None:
+    directory = new_directory()
+    first = program.run(directory, **end)
+    with caplog.at_level(logging.INFO, logger="holdfast"):
+        again = program.run(directory, seed=2, **end)
+    assert again.recorder.first_step is None
+    assert {**again.final, "epoch": None} == {**first.final, "epoch": None}
+    assert again.trainer.callback_metrics == first.trainer.callback_metrics
+    step = first.trainer.global_step
+    assert f"nothing left to do after step {step} in {directory}" in caplog.messages
+
+
+def test_a_stopped_run_is_started_again(
+    program: Any, new_directory: NewDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stops(lightning.pytorch.Callback):
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.should_stop = trainer.global_step >= 10
+
+    directory = new_directory()
+    program.run(directory, callbacks=(Stops(),))
+    with caplog.at_level(logging.INFO, logger="holdfast"):
+        program.run(directory, callbacks=(Stops(),))
+    assert f"nothing left to do after step 10 in {directory}; it was asked to stop there" in caplog.text

@@ -1,0 +1,82 @@
+"""One line on stderr says where a run begins and how it ends, unless the application configures logging."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdfast.integrations.loop import LoopCallback, announce
+
+
+def unconfigure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logging as in a program that does not mention it: without the handlers of pytest."""
+    for logger in (logging.getLogger(), logging.getLogger("holdfast")):
+        monkeypatch.setattr(logger, "handlers", [])
+        monkeypatch.setattr(logger, "level", logging.WARNING if logger.parent is None else logging.NOTSET)
+    logging.getLogger("holdfast").manager._clear_cache()  # type: ignore[attr-defined] # levels are cached
+
+
+def train(place: str, last: int, *, preempt: bool = False) -> None:
+    with LoopCallback(place, save_interval_steps=2) as checkpoint:
+        state, start = checkpoint.restore_or_initialize({"w": np.zeros(2)})
+        for step in range(start + 1, last + 1):
+            if preempt:
+                checkpoint._preemption.request()
+            if checkpoint.on_step(step, state).should_stop:
+                break
+
+
+def test_a_loop_says_where_it_is(
+    place: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unconfigure(monkeypatch)
+    said = []
+    for last, preempt in ((3, False), (5, False), (5, False), (9, True)):
+        train(place, last, preempt=preempt)
+        said.append(capfd.readouterr().err.splitlines())
+    assert said == [
+        [f"holdfast: started fresh: no checkpoint in {place}"],
+        [f"holdfast: resumed from step 3 in {place}"],
+        [f"holdfast: resumed from step 5 in {place}", f"holdfast: nothing left to do after step 5 in {place}"],
+        [
+            f"holdfast: resumed from step 5 in {place}",
+            f"holdfast: preempted: step 6 is saved in {place}; stopping",
+        ],
+    ]
+
+
+def handler_of_its_own() -> None:
+    logging.getLogger("holdfast").addHandler(logging.NullHandler())
+
+
+CONFIGURED: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "not at all": (lambda: None, ["holdfast: at step 3"]),
+    "warnings": (logging.basicConfig, []),
+    "info": (lambda: logging.basicConfig(level=logging.INFO, format="%(message)s"), ["at step 3"]),
+    "a handler": (handler_of_its_own, []),
+    "our level": (lambda: logging.getLogger("holdfast").setLevel(logging.WARNING), []),
+    "the root's level": (lambda: logging.getLogger().setLevel(logging.ERROR), []),
+    "disabled": (lambda: logging.disable(logging.INFO), []),
+}
+
+
+@pytest.mark.parametrize("how", CONFIGURED)
+def test_an_application_that_configures_logging_keeps_control(
+    how: str, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unconfigure(monkeypatch)
+    configure, said = CONFIGURED[how]
+    request.addfinalizer(lambda: logging.disable(logging.NOTSET))
+    configure()
+    announce("at step %d", 3)
+    assert capfd.readouterr().err.splitlines() == said
+
+
+def test_only_the_first_process_speaks(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    unconfigure(monkeypatch)
+    announce("at step %d", 3, shown=False)
+    assert capfd.readouterr().err == ""
