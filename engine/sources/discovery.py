@@ -57,6 +57,8 @@ _FORMATS: tuple[_Entry, ...] = (
     _Entry("flax", files=("checkpoint", "checkpoint_[0-9]*", "*.msgpack"), steps=("checkpoint_[0-9]*",)),
     _Entry("torch.dcp", inside=(".metadata",)),
     _Entry("safetensors", inside=("*.safetensors", "*.safetensors.index.json"), files=("*",)),
+    _Entry("numpy_zip", files=("*.npz",)),
+    _Entry("keras", files=("*.keras", "*.h5", "*.hdf5")),
     _Entry("torch.files", files=("*",), steps=("*.ckpt",)),
     _Entry("tensorflow.v1", inside=("checkpoint",), files=("*",)),  # always refused, with the name of the format
 )
