@@ -94,6 +94,8 @@ if TYPE_CHECKING:
     from .engine.verification import CheckpointVerification as CheckpointVerification
     from .engine.verification import VerifyReport as VerifyReport
     from .engine.verification import verify as verify
+    from .integrations.loop import CheckpointCallback as CheckpointCallback
+    from .integrations.loop import StepOutcome as StepOutcome
 
 # Loaded when first asked for, so that importing the package costs next to nothing.
 _HOMES = {
@@ -122,9 +124,11 @@ _HOMES = {
     "storage": "Location as_location",
     "verification": "CheckpointVerification VerifyReport verify",
 }
+_INTEGRATED = {"integrations.loop": "CheckpointCallback StepOutcome"}
 _FRONTS = ("components", "graph")  # modules with names of their own, found without an import of their own
 _SUBMODULES = ("checkpoint_utils", "type_handlers")
-_MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
+_MODULES = {name: f"engine.{module}" for module, names in _HOMES.items() for name in names.split()}
+_MODULES |= {name: module for module, names in _INTEGRATED.items() for name in names.split()}
 
 __version__ = "0.1.0"
 __all__ = sorted([*_MODULES, *_SUBMODULES])  # noqa: PLE0605 - a list, made of the table above
@@ -137,7 +141,7 @@ def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         value: Any = importlib.import_module(f".engine.{name}", __name__)
     elif module is not None:
-        value = getattr(importlib.import_module(f".engine.{module}", __name__), name)
+        value = getattr(importlib.import_module(f".{module}", __name__), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

@@ -25,7 +25,7 @@ from ..engine.manager import (
 )
 from ..engine.storage import as_location
 
-Resume = Literal["auto", "must", "never"]
+Resume = Literal["auto", "must", "never", "best"] | int
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -53,7 +53,8 @@ class CallbackOptions(CheckpointOptions):
         default="auto",
         metadata=documentation(
             '``"auto"`` resumes if there is a checkpoint, ``"must"`` raises if there is none, and ``"never"`` raises '
-            "if there is one."
+            'if there is one. A number begins from that step, ``"best"`` from the one that ``best_fn`` ranks first. '
+            "Later steps stay until the run saves them again; remove the option before the run is started again."
         ),
     )
     init_from: Place | None = field(
@@ -76,10 +77,15 @@ class CallbackOptions(CheckpointOptions):
     def __post_init__(self) -> None:
         if self.init_from is not None:
             as_location(self.init_from)  # raises if it is not a place
-        if self.resume not in get_args(Resume):
-            close = difflib.get_close_matches(str(self.resume), get_args(Resume), n=1)
+        words: tuple[str, ...] = get_args(get_args(Resume)[0])
+        if type(self.resume) is int and self.resume < 0:
+            raise OptionError(f"resume={self.resume} must not be negative")
+        if type(self.resume) is not int and self.resume not in words:
+            close = difflib.get_close_matches(str(self.resume), words, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise OptionError(f"resume={self.resume!r} is not one of 'auto', 'must', 'never'{hint}")
+            raise OptionError(f"resume={self.resume!r} is not one of {', '.join(map(repr, words))} or a step{hint}")
+        if self.resume == "best" and self.best_fn is None:
+            raise OptionError("resume='best' needs best_fn=, the metric that ranks the steps")
         super().__post_init__()
 
     def tree_handler(self) -> PyTreeCheckpointHandler:

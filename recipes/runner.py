@@ -6,17 +6,17 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..engine.checkpoint import Place
 from ..engine.errors import CheckpointNotFoundError, DamagedCheckpointError, OptionError
 from ..engine.format import RECORD
-from ..engine.manager import CheckpointManager, CheckpointManagerOptions
+from ..engine.manager import CheckpointManager
 from ..engine.sources import open_checkpoint
 from ..engine.storage import Location, as_location
-from ..integrations.loop import PreemptionSignal, all_steps, check_resume
+from ..integrations.loop import PreemptionSignal, all_steps, check_resume, resume_step
 from .configuration import Configuration, to_yaml
 from .context import Outcome, RunContext
 from .problems import KeyPath, dotted
@@ -65,7 +65,8 @@ def run(configuration: Configuration) -> Outcome:
 
 def _check_checkpoints(configuration: Configuration, checkpoints: str) -> int:
     """Return the newest step, 0 without any, if the run may go on from it."""
-    with CheckpointManager(checkpoints, options=CheckpointManagerOptions(read_only=True)) as manager:
+    section = configuration.config.checkpoint.options()
+    with CheckpointManager(checkpoints, options=replace(section.manager_options(), read_only=True)) as manager:
         newest = manager.latest_step()
         try:
             stored = (manager.metadata() or {}).get("config")
@@ -74,8 +75,8 @@ def _check_checkpoints(configuration: Configuration, checkpoints: str) -> int:
                 f"{error}; the configuration that the checkpoints are from is unknown: if it is this one, remove "
                 f"{manager.directory}/metadata and run the same command again"
             ) from error
-    section = configuration.config.checkpoint.options()
-    if section.resume != "auto":
+        named = resume_step(section.resume, manager, option="checkpoint.resume={}")
+    if section.resume in ("must", "never"):
         check_resume(
             section.resume,
             all_steps(as_location(checkpoints)),
@@ -92,7 +93,7 @@ def _check_checkpoints(configuration: Configuration, checkpoints: str) -> int:
         return 0
     if isinstance(stored, Mapping):
         _check_identity(configuration, dict(stored), checkpoints)
-    return newest
+    return newest if named is None else named
 
 
 def _callback_arguments(configuration: Configuration) -> dict[str, Any]:

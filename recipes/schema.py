@@ -17,7 +17,7 @@ from ..engine import clock
 from ..engine.checkpoint import Place
 from ..engine.errors import OptionError
 from ..engine.manager import BestFn, documented_fields
-from ..integrations.options import CallbackOptions
+from ..integrations.options import CallbackOptions, Resume
 from .problems import KeyPath, did_you_mean
 
 
@@ -29,6 +29,13 @@ def _duration(value: Any) -> Any:
     except (OptionError, TypeError):
         pass
     raise PydanticCustomError("expected", "{expected}", {"expected": 'seconds above zero, or text such as "15m"'})
+
+
+def _resume(value: Any) -> Any:
+    if value in ("auto", "must", "never", "best") or (type(value) is int and value >= 0):
+        return value
+    expected = "'auto', 'must', 'never', 'best' or the number of a step"
+    raise PydanticCustomError("expected", "{expected}", {"expected": expected})
 
 
 def _file_name(value: str) -> str:
@@ -75,6 +82,7 @@ class CheckpointKeys(Section):
 _IN_YAML: dict[Any, Any] = {
     clock.Duration | None: Duration | None,
     BestFn | None: str | None,
+    Resume: Annotated[Any, AfterValidator(_resume)],
     Collection[int]: list[Annotated[int, Field(ge=0)]],
     Place | None: Annotated[PathOrUrl, Field(min_length=1)] | None,
 }
@@ -150,6 +158,8 @@ class Config(Section):
         best_fn, metrics = given["best_fn"], ", ".join(self.METRICS)
         if given["save_on_best"] and best_fn is None:
             yield ("checkpoint", "save_on_best"), f"expected best_fn to name a metric as well: {metrics}"
+        if given["resume"] == "best" and best_fn is None:
+            yield ("checkpoint", "resume"), f"expected best_fn to name a metric as well: {metrics}"
         if best_fn is not None and best_fn not in self.METRICS:
             text = f'expected a metric of this recipe ({metrics}), found "{best_fn}"'
             yield ("checkpoint", "best_fn"), text + did_you_mean(best_fn, self.METRICS)

@@ -72,6 +72,7 @@ def test_rooms_import_downwards(room: str) -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in sources(room)
+        if path.name != "_package.py"  # the front of the whole house, which stands above all rooms
         for name in imports(path)
         if name.startswith("holdfast.") and name.split(".")[1] in ROOMS and name.split(".")[1] not in allowed
     ]

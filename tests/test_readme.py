@@ -34,7 +34,7 @@ def test_there_are_examples_of_every_use() -> None:
     assert [shlex.split(command)[1] for command in COMMANDS] == ["recipes", "run", "run", "ls", "show", "verify"]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=["flax", "lightning", "engine", "import"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=["flax", "torch", "lightning", "engine", "import"])
 def test_a_program_runs_twice(program: str, tmp_path: Path) -> None:
     for _ in range(2):
         run([sys.executable, "-W", "ignore", "-c", program], tmp_path)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from ..distributed import current_coordinator
-from ..errors import StateError, UnmatchedObjectsError, shortened
+from ..errors import StateError, TreeMismatchError, UnmatchedObjectsError, shortened
 from ..pytree import KeyProblem, PathFilter, Patterns, collection_paused, key_segments
 from .capture import PER_PROCESS
 from .matching import Matching
@@ -217,7 +217,7 @@ class Restoration:
         graph = stored.graph.unwrapped()
         graph = graph.renamed(rename) if rename else graph
         plain = {
-            number: leaf.saved.kind
+            number
             for number, node in graph.values()
             if (leaf := stored.leaves.get(str(node.value))) is not None
             and leaf.saved.kind in PLAIN_KINDS
@@ -259,6 +259,29 @@ class Restoration:
         if root is not None:
             with collection_paused():
                 self._apply(self._matching.from_root(root))
+
+    def prepare(self, root: Node, misfits: list[str] | None = None) -> Callable[[], None]:
+        """Read everything, as `advance` does, and return the function that restores it.
+
+        Program and checkpoint have to match exactly. With ``misfits``, what fits is restored, and a line is added for
+        each value that does not.
+        """
+        with collection_paused():
+            restore, assigned = self._read(self._matching.from_root(root), misfits)
+        for one in assigned:
+            self._note(one)
+        report = self.report(root)
+        if misfits is None and not report.complete:
+            raise TreeMismatchError(
+                f"{report.checkpoint}: program and checkpoint differ; nothing was changed:",
+                [
+                    *(f"{path}: in the program, not in the checkpoint" for path in report.missing),
+                    *(f"{path}: in the checkpoint, not in the program" for path in report.pending),
+                    *(f"{path}: in the checkpoint; something else is there in the program" for path in report.unused),
+                    *(f"{path}: one object, but {one} and {two} are two" for path, one, two in report.conflicts),
+                ],
+            )
+        return restore
 
     def resume(self, holder: object, key: object = None) -> None:
         self._apply(self._matching.from_holder(holder, key))
@@ -322,8 +345,6 @@ class Restoration:
         )
 
     def _is_restored(self, node: LiveNode) -> bool:
-        if isinstance(node.view, Leaf) and node.view.opened is not None and (*node.path, "0") in self._settled:
-            return True  # element by element
         return node.path in self._settled or last_writer(node.slot) >= self._number
 
     def warn_of_missing(self, root: Node) -> None:
@@ -352,20 +373,35 @@ class Restoration:
     # ---- from values to slots
 
     def _apply(self, found: Iterable[Assignment]) -> None:
+        write, _ = self._read(found)
+        write()
+
+    def _read(
+        self, found: Iterable[Assignment], misfits: list[str] | None = None
+    ) -> tuple[Callable[[], None], list[Assignment]]:
+        """Validate and read all values, before anything changes; return the function that writes them, and for what."""
         try:
             due, known = self._sorted(found)
-            # All values are validated and read before anything changes.
-            write_slots(self._reader.read(due))
+            values = self._reader.read(due, misfits)
         except BaseException:
             self._matching.undo()
             raise
-        for one in due:
-            note_writer(one.slot, self._number)
-            if isinstance(one.slot.anchor, Proxy):
-                self._proxies.append(one.slot.anchor)  # the note about its last writer lives as long as it does
-        for one in due + known:
-            self._note(one)
-        self._wait()
+
+        def write() -> None:
+            try:
+                write_slots(values)
+            except BaseException:
+                self._matching.undo()
+                raise
+            for one in due:
+                note_writer(one.slot, self._number)
+                if isinstance(one.slot.anchor, Proxy):
+                    self._proxies.append(one.slot.anchor)  # the note about its last writer lives as long as it does
+            for one in due + known:
+                self._note(one)
+            self._wait()
+
+        return write, due + known
 
     def _sorted(self, found: Iterable[Assignment]) -> tuple[list[Assignment], list[Assignment]]:
         """Return the assignments to do, and those done by a later restore or by way of another path.

@@ -6,7 +6,6 @@ dictionary that holds nothing else, such as a history of losses, takes all value
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,9 +17,7 @@ from ..errors import TreeMismatchError
 from ..pytree import (
     MAX_DEPTH,
     NUMBER_KINDS,
-    NUMBERS,
     Saved,
-    TreeDef,
     compare,
     describe_template,
     is_python_value,
@@ -28,33 +25,27 @@ from ..pytree import (
     materialize,
     unescape_key,
 )
-from .frameworks import OptionSlot, TensorSlot, is_single_leaf, new_optimizer_tensor
+from .frameworks import OptimizerSlot, OptionSlot, TensorSlot, is_single_leaf, new_optimizer_tensor
 from .paths import Path, format_node_path, storage_name
 from .saved import SavedGraph, Transform
 from .slots import Assignment, EntrySlot, Slot, StateSlot
-from .stored import StoredGraph, keys_by_segment
+from .stored import StoredGraph
 from .tracked import TrackedDict, TrackedList
 
 # Kinds of leaves that need no object of the program.
-PLAIN_KINDS = NUMBER_KINDS | {NUMBERS, "str", "bytes", "none", "set", "frozenset", "numpy_scalar"}
+PLAIN_KINDS = NUMBER_KINDS | {"str", "bytes", "none", "set", "frozenset", "numpy_scalar"}
 
-_CONTAINERS = (list, dict, tuple, deque, TrackedList, TrackedDict)
-_SEQUENCES: dict[str, Any] = {
-    "list": list,
-    "tuple": tuple,
-    "collections.deque": deque,
-    f"{TrackedList.__module__}.{TrackedList.__name__}": list,
-}
-_KINDS = (list, tuple, deque)
+_CONTAINERS = (list, dict, tuple, TrackedList, TrackedDict)
+_SEQUENCES = {"list": list, "tuple": tuple, f"{TrackedList.__module__}.{TrackedList.__name__}": list}
 _LABELS = frozenset({*_SEQUENCES, "dict", f"{TrackedDict.__module__}.{TrackedDict.__name__}"})
 
 
 class PlainValues:
     """The nodes of a checkpoint that are plain values, or containers of nothing else."""
 
-    def __init__(self, graph: SavedGraph, kinds: Mapping[int, str]) -> None:
+    def __init__(self, graph: SavedGraph, values: set[int]) -> None:
         self._graph = graph
-        self._values = kinds  # of the values, by their nodes
+        self._values = values
         self._known: dict[int, list[tuple[int, Path]] | None] = {}
         self._sharing: set[int] = set()
 
@@ -65,10 +56,6 @@ class PlainValues:
             self._known[number] = self._search(number)
         return self._known[number]
 
-    def is_packed(self, number: int) -> bool:
-        """Whether a value is a sequence of numbers."""
-        return self._values.get(number) == NUMBERS
-
     def is_sequence(self, number: int) -> bool:
         return self._graph.nodes[number].type in _SEQUENCES
 
@@ -76,21 +63,18 @@ class PlainValues:
         """Whether other edges lead to containers in this one, too; asked after `below`."""
         return number in self._sharing
 
-    def build(self, number: int, values: Mapping[int, Any], container: Callable[[int], TreeDef | None]) -> Any:
+    def build(self, number: int, values: Mapping[int, Any], keys: Callable[[int], Mapping[str, Any]]) -> Any:
         if number in values:
             return values[number]
         node = self._graph.nodes[number]
         if node.type in _SEQUENCES:
             order = sorted(node.edges, key=int)
-            elements = [self.build(node.edges[segment], values, container) for segment in order]
-            stored = container(number)
-            is_deque = stored is not None and stored.kind == "deque"  # which knows its greatest length
-            return stored.build(elements) if stored is not None and is_deque else _SEQUENCES[node.type](elements)
-        known = keys_by_segment(container(number))
+            return _SEQUENCES[node.type](self.build(node.edges[segment], values, keys) for segment in order)
+        known = keys(number)
         order = [segment for segment in known if segment in node.edges]
         order += [segment for segment in node.edges if segment not in known]
         return {
-            known.get(segment, unescape_key(segment)): self.build(node.edges[segment], values, container)
+            known.get(segment, unescape_key(segment)): self.build(node.edges[segment], values, keys)
             for segment in order
         }
 
@@ -138,14 +122,23 @@ class ValueReader:
         self._where = where
         self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
 
-    def read(self, due: list[Assignment]) -> list[tuple[Slot, Any]]:
-        """Return the slots of assignments with their values, after comparing all of them with the program."""
+    def read(self, due: list[Assignment], misfits: list[str] | None = None) -> list[tuple[Slot, Any]]:
+        """Return the slots of assignments with their values, after comparing all of them with the program.
+
+        With ``misfits``, assignments whose values do not fit are removed from ``due``, and a line is added for each.
+        """
         trees: list[Assignment] = []
         leaves: list[Assignment] = []
         for one in due:
             whole = one.covers is not None or isinstance(one.slot, StateSlot)
             (trees if whole or self._name(one) not in self._stored.leaves else leaves).append(one)
-        values = [*self._read_leaves(leaves), *self._read_trees(trees)]
+        found = self._read_leaves(leaves, misfits)
+        if misfits is not None:
+            known = set(map(id, leaves + trees))
+            lost = [one for one in due if id(one) not in known]
+            trees = [one for one in trees if not _depends(one, lost)]
+            due[:] = leaves + trees
+        values = [*found, *self._read_trees(trees)]
         return [(one.slot, value) for one, value in zip(leaves + trees, values, strict=True)]
 
     def _name(self, one: Assignment) -> str:
@@ -168,19 +161,15 @@ class ValueReader:
         for one, group in zip(due, numbers, strict=True):
             if isinstance(one.slot, EntrySlot):
                 segment = one.slot.trail[-1]
-                keys = keys_by_segment(self._container(one.slot.holder))
-                one.slot.key = keys.get(segment, unescape_key(segment))
+                one.slot.key = self._keys(one.slot.holder).get(segment, unescape_key(segment))
             values = {number: next(loaded) for number in group}
-            if one.covers is None:
-                found.append(values[one.saved])
-            else:
-                found.append(_like(one, self._plain.build(one.saved, values, self._container)))
+            found.append(values[one.saved] if one.covers is None else self._plain.build(one.saved, values, self._keys))
         return found
 
-    def _container(self, number: int) -> TreeDef | None:
-        return self._stored.container(self._graph.container_name(number))
+    def _keys(self, number: int) -> dict[str, Any]:
+        return self._stored.keys_at(self._graph.container_name(number))
 
-    def _read_leaves(self, due: list[Assignment]) -> list[Any]:
+    def _read_leaves(self, due: list[Assignment], misfits: list[str] | None = None) -> list[Any]:
         """Return the values for leaves, each of the kind that the program has."""
         nodes = [self._graph.nodes[one.saved] for one in due]
         stored_names = list(map(self._name, due))
@@ -196,6 +185,12 @@ class ValueReader:
         targets = describe_template(names, [_template(one, leaf) for one, leaf in zip(due, saved, strict=True)])
         differences = [compare(target, leaf) for target, leaf in zip(targets, saved, strict=True)]
         differences += [self._problem(one, leaf) for one, leaf in zip(due, saved, strict=True)]
+        if misfits is not None and any(differences):
+            wrong = [one or other for one, other in zip(differences, differences[len(due) :], strict=False)]
+            misfits += [line.replace("(template)", "(program)") for line in wrong if line]
+            lost = [one for one, line in zip(due, wrong, strict=True) if line]
+            due[:] = [one for one, line in zip(due, wrong, strict=True) if not line and not _depends(one, lost)]
+            return self._read_leaves(due)
         if any(differences):
             raise TreeMismatchError(
                 f"{self._where}: {sum(map(bool, differences))} objects do not fit their values in the checkpoint; "
@@ -207,7 +202,6 @@ class ValueReader:
         with naming(self._stored.location):
             values = materialize(targets, saved, arrays, names)
         for index, (one, leaf) in enumerate(zip(due, saved, strict=True)):
-            values[index] = _like(one, values[index])
             if one.likeness is not None and leaf.kind == "torch" and not is_torch_tensor(values[index]):
                 parameter, name, group = one.likeness
                 values[index] = new_optimizer_tensor(parameter, name, values[index], group)
@@ -230,17 +224,11 @@ class ValueReader:
         return f"{where}: expected shape {list(shape)} (its parameter), found {list(leaf.shape)} (checkpoint)"
 
 
-def _like(one: Assignment, value: Any) -> Any:
-    """Return the elements of a sequence in the kind of sequence that the program has."""
-    live = one.slot.get() if isinstance(value, _KINDS) else None
-    if not isinstance(live, _KINDS):
-        return value
-    if isinstance(live, deque) and live.maxlen is not None and len(value) > live.maxlen:
-        raise TreeMismatchError(
-            f"{format_node_path(one.path)}: expected at most {live.maxlen} elements (maxlen of the deque in the "
-            f"program), found {len(value)} (checkpoint); nothing was changed"
-        )
-    return value if isinstance(live, deque) else tuple(value) if isinstance(live, tuple) else list(value)
+def _depends(one: Assignment, lost: list[Assignment]) -> bool:
+    """Whether it is a value that an optimizer keeps for a parameter together with a lost one, or for a lost one."""
+    return isinstance(one.slot, OptimizerSlot) and any(
+        other.slot.anchor is one.slot.anchor for other in lost if isinstance(other.slot, OptimizerSlot | TensorSlot)
+    )
 
 
 def _transformed(transform: Transform, array: Any, path: Path) -> NDArray[Any]:

@@ -37,8 +37,6 @@ from .protocol import (
 from .stored import (
     OPTIONAL,
     Bytes,
-    FetchedArray,
-    FetchedTree,
     Path,
     StoredArray,
     StoredPart,

@@ -1,8 +1,7 @@
-"""Checkpoints for JAX and Flax training loops: :class:`CheckpointCallback`."""
+"""Checkpoints for JAX and Flax training loops: ``holdfast.CheckpointCallback`` under its earlier name."""
 
 from __future__ import annotations
 
-from ..loop import StepOutcome
-from .callback import CheckpointCallback
+from ..loop import CheckpointCallback, StepOutcome
 
 __all__ = ["CheckpointCallback", "StepOutcome"]

@@ -14,7 +14,7 @@ from ...engine.checkpoint import Place
 from ...engine.errors import HoldfastError, OptionError
 from ...engine.manager import documentation, documented
 from ...engine.sources import Weights, load_weights
-from ..loop import PreemptionSignal, check_resume
+from ..loop import PreemptionSignal, check_resume, resume_step
 from ..options import CallbackOptions, documents, takes
 from .io import (
     ResumePath,
@@ -125,13 +125,15 @@ class CheckpointCallback(ResumingCallback):
         """The path that a trainer resumes from when it is given none; None when there is nothing to resume from.
 
         Raises:
-            CheckpointNotFoundError: ``resume="must"``, and there is no checkpoint.
+            CheckpointNotFoundError: ``resume="must"``, and there is no checkpoint; or ``resume`` names a step that is
+                not there.
         """
         self._decides = was_given_no_path()
         steps = self._store.steps()
         if self._options.resume == "must":
             check_resume("must", steps, self._store.directory)
-        return ResumePath(self._store.directory) if steps else None
+        step = None if self._has_saved else resume_step(self._options.resume, self._store.manager)
+        return ResumePath(self._store.directory, step) if steps else None
 
     # ---- what trainers and loggers ask of a ModelCheckpoint; scores are 0-d tensors, and None without best_fn
 

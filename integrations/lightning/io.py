@@ -72,17 +72,19 @@ else:
 
 
 class ResumePath(str):
-    """The path that a trainer resumes from by itself: the newest whole checkpoint of a directory.
+    """The path that a trainer resumes from by itself: the newest whole checkpoint of a directory, or one of its steps.
 
     A trainer takes only paths that its own file systems find. Where the directory is not on this machine, the path is
     some directory that is; messages show the real one.
     """
 
     directory: Location
+    step: int | None
 
-    def __new__(cls, directory: Location) -> Self:
+    def __new__(cls, directory: Location, step: int | None = None) -> Self:
         path = super().__new__(cls, os.fspath(directory) if directory.is_local else os.path.dirname(__file__))
         path.directory = directory
+        path.step = step
         return path
 
     def __format__(self, _: str) -> str:
@@ -130,6 +132,8 @@ class EngineCheckpointIO(CheckpointIO):
         if isinstance(path, ResumePath):
             if path.directory != self.store.directory:
                 return None
+            if path.step is not None:
+                return self.store.load(path.step, template=template())
             checkpoint = self.store.load_newest(template=template())
             checkpoint.get(POSITION, {})["automatic"] = True
             return checkpoint

@@ -1,21 +1,24 @@
-"""What the callbacks of all training loops have in common: the callback itself, when to resume, preemption."""
+"""The callback of any training loop, and what it shares with those of trainers: when to resume, preemption."""
 
 from __future__ import annotations
 
 from .announce import announce
-from .callback import LoopArguments, LoopCallback, StepOutcome
+from .callback import CheckpointCallback, StepOutcome
+from .objects import ComponentAdapter
 from .preemption import PreemptionSignal
-from .resuming import all_steps, check_resume
-from .states import StateAdapter, is_deleted
+from .resuming import all_steps, check_resume, resume_step
+from .states import LoopArguments, Misfits, StateAdapter
 
 __all__ = [
+    "CheckpointCallback",
+    "ComponentAdapter",
     "LoopArguments",
-    "LoopCallback",
+    "Misfits",
     "PreemptionSignal",
     "StateAdapter",
     "StepOutcome",
     "all_steps",
     "announce",
     "check_resume",
-    "is_deleted",
+    "resume_step",
 ]

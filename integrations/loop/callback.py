@@ -1,30 +1,45 @@
 """The callback of a training loop: saves, keeps, resumes.
 
-:class:`LoopCallback` knows no framework: its :class:`StateAdapter` knows the states.
+:class:`CheckpointCallback` knows no framework: a :class:`StateAdapter`, which the state chooses, knows the states.
 """
 
 from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self, TypeVar, overload
 
-from ...engine.checkpoint import AsyncCheckpointer, Checkpointer, Place
-from ...engine.clock import Clock
+from ...engine.checkpoint import AsyncCheckpointer
 from ...engine.errors import StateError
-from ...engine.handlers import PerProcessCheckpointHandler
-from ...engine.manager import CheckpointManager, documentation, documented
-from ..options import CallbackOptions, takes
+from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHandler
+from ...engine.manager import CheckpointManager
+from ..options import documents, takes
 from .announce import announce
+from .extras import check_extras, missing_extras
+from .initial import InitialState
+from .objects import adapter_for
 from .preemption import PreemptionSignal
 from .resuming import all_steps, check_resume, restore
-from .states import Extras, StateAdapter, missing_extras
+from .states import LoopArguments, Misfits, StateAdapter
 from .steps import StepSaver, check_metrics
 
 logger = logging.getLogger("holdfast")
+
+T = TypeVar("T")
+
+
+class HasStateDict(Protocol):
+    """A torch module or optimizer, or an object like them: a state, although it may be callable."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return its values by name."""
+        ...
+
+
+Live = TypeVar("Live", bound=HasStateDict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,42 +61,84 @@ class StepOutcome:
 _NOTHING_DUE = StepOutcome(saved=False, reason="nothing is due", should_stop=False)
 
 
-@documented
-@dataclass(frozen=True, kw_only=True)
-class LoopArguments(CallbackOptions):
-    """The arguments of a callback for training loops."""
-
-    directory: Place = field(kw_only=False, metadata=documentation("Where the checkpoints go: a path or a URL."))
-    clock: Clock | None = field(default=None, metadata=documentation("Where the time comes from, for tests."))
-    metadata: Mapping[str, Any] | None = field(
-        default=None,
-        metadata=documentation("JSON about the run, such as its configuration, stored with the checkpoints."),
-    )
-
-
-class LoopCallback:
+@documents(LoopArguments)
+class CheckpointCallback:
     """Saves a training loop's state, keeps the right checkpoints, and brings the loop back where it was.
 
-    Classes for a framework derive from it and name their adapter.
+    ::
+
+        with CheckpointCallback("runs/digits/checkpoints", save_interval_steps=100, max_to_keep=3) as checkpoint:
+            state, start = checkpoint.restore_or_initialize(state, data=batches)
+            for step in range(start, total_steps):
+                state, metrics = train_step(state, next(batches))
+                if checkpoint.on_step(step + 1, state, metrics=metrics, data=batches).should_stop:
+                    break
+
+    Step N means that N optimizer updates are in the state, so ``on_step(step + 1, ...)`` comes after the update. A run
+    that is interrupted anywhere and resumed ends bit for bit where the uninterrupted run does, provided that the
+    state and the extras have everything that the loop depends on.
+
+    The state is one of these:
+
+    - a pytree of arrays of jax, numpy or torch and plain values, such as a ``TrainState``: the state that is passed is
+      never changed, a new one is returned;
+    - nnx objects, or dicts, lists and tuples of them: updated in place;
+    - torch modules and optimizers, such as ``{"model": model, "optimizer": optimizer}``, and all else that
+      ``holdfast.graph`` saves (its nodes, objects with attributes): restored in place, and nothing changes unless
+      everything in the state and in the checkpoint matches;
+    - a component of ``holdfast.components``: restored in place.
+
+    ``init_from`` takes the ``params`` of a pytree, or the weights of the one module in the state. With
+    ``save_on_best``, the metric is fetched from the device at every step that reports it.
+
+    Extras are named as you like, and are any of these:
+
+    - an object with ``get_state`` and ``set_state``, or ``state_dict`` and ``load_state_dict``, a numpy ``Generator``
+      or a ``random.Random``: restored in place;
+    - nnx objects, such as ``nnx.Rngs``: restored in place;
+    - pytrees with arrays or typed PRNG keys: ``checkpoint.extras[name]`` is the restored value, with the types, dtypes
+      and shardings of what was passed;
+    - plain data (None, numbers, strings, bytes, and dicts, lists and tuples of them): ``checkpoint.extras[name]`` is
+      the restored value as it was saved; the passed value is no template.
+
+    SIGTERM only sets a flag. The next ``on_step`` saves, waits until the files are durable, and asks to stop. Leaving
+    the ``with`` block saves the last step if it is not saved yet, waits for the files and closes. Leaving it by an
+    exception saves nothing more, but lets a save that is under way finish.
+
+    In a program of several processes (``jax.distributed`` or ``torch.distributed``), each makes a callback and calls it
+    at every step. All save the arrays together; each process saves and restores its own of the other extras, such as
+    data iterators.
+
+    Args:
+        {arguments}
+
+    Attributes:
+        extras: The extras by name as they were restored; as they were passed, after a fresh start.
+
+    Raises:
+        OptionError: The value of an option is invalid.
     """
 
-    _adapter_type: ClassVar[type[StateAdapter]] = StateAdapter
+    _item: ClassVar[str] = "state"
 
     @takes(LoopArguments)
     def __init__(self, options: LoopArguments) -> None:
         self._options = options
-        self._adapter = self._adapter_type()
-        self._extras = Extras(self._adapter)
-        items: dict[str, Checkpointer] = {self._adapter.item: AsyncCheckpointer(self._adapter.handler(options))}
-        if self._adapter.takes_extras:
-            extras = options.tree_handler()
-            extras.optional = True  # a run that was imported has none
-            items["extras"] = AsyncCheckpointer(extras)
-            items["process"] = AsyncCheckpointer(PerProcessCheckpointHandler())
+        self._state_checkpointer = AsyncCheckpointer(options.tree_handler())
         self._manager = CheckpointManager(
-            options.directory, items, options.manager_options(), metadata=options.metadata, clock=options.clock
+            options.directory,
+            {
+                self._item: self._state_checkpointer,
+                "extras": AsyncCheckpointer(self._extras_handler()),
+                "process": AsyncCheckpointer(PerProcessCheckpointHandler()),
+            },
+            options.manager_options(),
+            metadata=options.metadata,
+            clock=options.clock,
         )
-        self._saver = StepSaver(self._manager, self._adapter)
+        self._adapter: StateAdapter = StateAdapter()  # until a state is seen
+        self._saver = StepSaver(self._manager, self._adapter, self._item)
+        self._is_adapted = False
         self._preemption = PreemptionSignal()
         self._names: frozenset[str] = frozenset()
         self._begun = False
@@ -105,47 +162,73 @@ class LoopCallback:
         """Whether ``on_step`` has saved because of a preemption and asked to stop."""
         return self._should_stop
 
-    def restore_or_initialize(self, state: Any, **extras: Any) -> tuple[Any, int]:
-        """Restore the newest whole checkpoint, or leaves everything as it is when there is none.
+    @overload
+    def restore_or_initialize(self, state: Live, *, like: Any = None, **extras: Any) -> tuple[Live, int]: ...
+
+    @overload
+    def restore_or_initialize(self, state: Callable[[], T], *, like: Any = None, **extras: Any) -> tuple[T, int]: ...
+
+    @overload
+    def restore_or_initialize(self, state: T, *, like: Any = None, **extras: Any) -> tuple[T, int]: ...
+
+    def restore_or_initialize(self, state: Any, *, like: Any = None, **extras: Any) -> tuple[Any, int]:
+        """Restore the newest whole checkpoint, or the step that ``resume`` names; initialize when there is none.
 
         Args:
-            state: The freshly initialized state: the template for what is restored.
+            state: The freshly initialized state: the template for what is restored. Or a function without arguments
+                that makes it with jax: its shapes are found with ``jax.eval_shape``, and it is called on a fresh start
+                only, so that there are never two states in memory.
+            like: For a function: the template, such as an abstract state with shardings. A fresh start calls the
+                function under ``jax.jit`` with the shardings of the template.
             **extras: What else to restore. Each of them must be passed to every ``on_step``, too.
 
         Returns:
             The state and the number of updates that are in it, which is the index of the next update to do.
 
         Raises:
-            CheckpointNotFoundError: ``resume="must"``, and there is no checkpoint.
+            CheckpointNotFoundError: ``resume="must"``, and there is no checkpoint; or ``resume`` names a step that is
+                not there.
             CheckpointExistsError: ``resume="never"``, and there are checkpoints.
             TreeMismatchError: The state or the extras differ in structure, shapes or dtypes from the checkpoint, or
                 the parameters from those of ``init_from``.
             NoWholeCheckpointError: There are checkpoints, but all of them are damaged.
+            DamagedCheckpointError: The step that ``resume`` names is damaged.
             OwnershipError: Another live run writes to the directory.
-            OptionError: An extra is an iterator or a loader whose state can be neither saved nor restored.
+            OptionError: An extra is an iterator or a loader whose state can be neither saved nor restored; or the state
+                is abstract, and there is no checkpoint.
         """
         resume, place = self._options.resume, self._options.init_from
-        if extras and not self._adapter.takes_extras:
-            raise StateError(self._no_extras(extras))
-        self._extras.check(extras)
-        if resume != "auto":
+        initial = InitialState(state, like)
+        template = initial.template()
+        adapter = self._adapt(template)
+        check_extras(extras)
+        if resume in ("must", "never"):
             check_resume(resume, all_steps(self._manager.directory), self._manager.directory)
+        if resume == "never" or self._manager.latest_step() is None:
+            initial.check_fresh(adapter)
         self._begin()
-        self._manager.acquire()
-        self._names = frozenset(extras)
-        restored = None if resume == "never" else restore(self._manager, self._adapter, state, extras)
+        try:
+            self._manager.acquire()
+            self._names = frozenset(extras)
+            restored = None
+            if resume != "never":
+                restored = restore(self._manager, adapter, self._item, template, extras, resume)
+        except BaseException:
+            self._begun = False  # or the loop could go on without what it has not restored
+            raise
         if restored is None:
             self._announce("started fresh: no checkpoint in %s", self._manager.directory)
             self.extras = dict(extras)
+            state = initial.make()
             if place is not None:
-                state, taken = self._adapter.with_weights(state, place)
+                state, taken = adapter.with_weights(state, place)
                 logger.info("took the weights from %s; everything else starts fresh", taken)
             return state, 0
         if place is not None:
             logger.info("init_from=%s is ignored, as the run resumes", place)
         self.extras = restored.extras
         self._restored = restored.step
-        return restored.state, restored.step
+        return initial.completed(adapter, restored.state), restored.step
 
     def on_step(self, step: int, state: Any, *, metrics: Mapping[str, Any] | None = None, **extras: Any) -> StepOutcome:
         """Report that an update is done, and save if a save is due. Call it after every update.
@@ -169,12 +252,10 @@ class LoopCallback:
         if type(step) is not int:
             step = operator.index(step)
         if not self._begun or self._closed:
-            self._begin_without_restore()
+            self._begin_without_restore(state)
         if metrics is not None:
             check_metrics(metrics)
         self._adapter.check_step(step, state)
-        if extras and not self._adapter.takes_extras:
-            raise StateError(self._no_extras(extras))
         if not self._names <= extras.keys():
             raise StateError(missing_extras(self._names - extras.keys()))
         self._saver.update(step, state, metrics, extras)
@@ -252,8 +333,22 @@ class LoopCallback:
     def _announce(self, text: str, *args: object) -> None:
         announce(text, *args, shown=self._manager.process_index == 0)
 
-    def _no_extras(self, extras: Mapping[str, Any]) -> str:
-        return f"{type(self).__name__} saves no extras; found {', '.join(extras)}"
+    def _adapt(self, state: Any) -> StateAdapter:
+        """Get to know the kind of the state, once."""
+        if not self._is_adapted:
+            self._adapter = self._make_adapter(state, None if self._options.partial is None else Misfits())
+            self._state_checkpointer.handler = self._adapter.handler(self._options)
+            self._saver = StepSaver(self._manager, self._adapter, self._item)
+            self._is_adapted = True
+        return self._adapter
+
+    def _extras_handler(self) -> PyTreeCheckpointHandler:
+        handler = self._options.tree_handler()
+        handler.optional = True  # trees of components have the item only if there are extras
+        return handler
+
+    def _make_adapter(self, state: Any, misfits: Misfits | None) -> StateAdapter:
+        return adapter_for(state, misfits)
 
     def _begin(self) -> None:
         if self._closed:
@@ -261,7 +356,7 @@ class LoopCallback:
         self._preemption.install()
         self._begun = True
 
-    def _begin_without_restore(self) -> None:
+    def _begin_without_restore(self, state: Any) -> None:
         if self._options.init_from is not None and not self._closed:
             raise StateError("init_from= takes effect in restore_or_initialize: call it before the loop")
         self._begin()
@@ -272,6 +367,7 @@ class LoopCallback:
                 f"{self._manager.directory} holds checkpoints up to step {newest} that this run has not restored; call "
                 "restore_or_initialize before the loop, or choose another directory"
             )
+        self._adapt(state)
 
     def _on_preemption(self, due: bool, why: str) -> StepOutcome:
         if self._should_stop:  # asked before, and the loop goes on: save by the ordinary rules

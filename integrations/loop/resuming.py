@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...engine.errors import CheckpointExistsError, CheckpointNotFoundError, TreeMismatchError
+from ...engine.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    TreeMismatchError,
+    shortened_steps,
+)
 from ...engine.manager import CheckpointManager, Restored, list_steps
 from ...engine.stateful import is_stream
 from ...engine.storage import Location
 from ..options import Resume
 from .announce import announce
-from .states import Extras, StateAdapter, check_names
+from .extras import check_names, restore_extras, templates_of
+from .states import StateAdapter
 
 logger = logging.getLogger("holdfast")
 
 _CHANGED = (
     "A run resumes with the state that it had, or not at all. To go on with another model or optimizer, begin a run in "
-    "another directory: init_from= takes weights whose names all agree, hf.load_transformed takes what fits."
+    "another directory: init_from= takes weights whose names all agree. partial='initialize' restores what fits, and "
+    "keeps the rest as it was initialized."
 )
 
 
@@ -71,16 +78,57 @@ def check_resume(
         )
 
 
-def restore(manager: CheckpointManager, adapter: StateAdapter, state: Any, extras: Mapping[str, Any]) -> Resumed | None:
-    """Restore the newest whole checkpoint, or returns None when there is none.
+def resume_step(resume: Resume, manager: CheckpointManager, *, option: str = "resume={!r}") -> int | None:
+    """Return the step that ``resume`` names, by its number or as the best one; None for the newest.
 
-    Everything is read before anything is changed in place.
+    Args:
+        resume: The rule.
+        manager: The manager of the checkpoints.
+        option: How the user writes the option.
+
+    Raises:
+        CheckpointNotFoundError: There is no such step, or no step has the metric that ranks them.
     """
-    templates: dict[str, Any] = {adapter.item: adapter.to_tree(state)}
+    if resume != "best" and type(resume) is not int:
+        return None
+    steps = manager.all_steps()
+    step = resume
+    if resume == "best":
+        ranked = any(manager.metrics(one) for one in steps)
+        step = (manager.best_step() if ranked else None) or "best"
+    if step in steps:
+        return int(step)
+    there = f"it has the steps {shortened_steps(steps)}" if steps else "it has no checkpoint"
+    what = "no step has the metric that ranks them" if resume == "best" and steps else there
+    raise CheckpointNotFoundError(
+        f"{option.format(resume)}, but {manager.directory} has no such step: {what}. Name one that is there, or set "
+        f"{option.format('auto')} to go on from the newest"
+    )
+
+
+def restore(
+    manager: CheckpointManager,
+    adapter: StateAdapter,
+    item: str,
+    template: Any,
+    extras: Mapping[str, Any],
+    resume: Resume,
+) -> Resumed | None:
+    """Restore the newest whole checkpoint, or the step that ``resume`` names; return None when there is none.
+
+    Everything is read before anything is changed in place, except in trees of components. A step that is named is
+    restored or the run ends: there is no fallback.
+    """
+    chosen = resume_step(resume, manager)
+    templates: dict[str, Any] = {item: adapter.template(template)}
+    kwargs = {item: adapter.restore_kwargs()}
     if extras:
         templates |= {"extras": None, "process": None}
     try:
-        restored = manager.restore_latest(templates)
+        if chosen is None:
+            restored = manager.restore_latest(templates, restore_kwargs=kwargs)
+        else:
+            restored = Restored(chosen, manager.restore(chosen, templates, restore_kwargs=kwargs))
     except TreeMismatchError as error:
         error.add_note(_CHANGED)
         raise
@@ -89,13 +137,17 @@ def restore(manager: CheckpointManager, adapter: StateAdapter, state: Any, extra
     step, values = restored.step, {}
     if extras:
         saved, fresh = _saved_extras(manager, restored, extras)
-        values = Extras(adapter).restore(extras, _read_extras(manager, adapter, step, extras, saved), fresh)
-    state = adapter.from_tree(state, restored.items[adapter.item])
+        values = _restore_extras(manager, adapter, step, extras, saved, fresh)
+    state = adapter.from_tree(template, restored.items[item])
     if restored.skipped:
         lost = ", ".join(str(skipped) for skipped, _ in restored.skipped)
         logger.warning("fell back past damaged steps (%s): resumed from step %d in %s", lost, step, manager.directory)
     else:
         announce("resumed from step %d in %s", step, manager.directory, shown=manager.process_index == 0)
+    if chosen is not None:
+        manager.note_resume(chosen)  # warns of the later steps
+    if adapter.misfits is not None and (text := str(adapter.misfits)):
+        logger.warning("step %d does not have all of the state (partial='initialize'):%s", step, text)
     return Resumed(step, state, values)
 
 
@@ -121,14 +173,25 @@ def _saved_extras(
     return {**common, **(own or {})}, fresh
 
 
-def _read_extras(
-    manager: CheckpointManager, adapter: StateAdapter, step: int, extras: Mapping[str, Any], saved: dict[str, Any]
+def _restore_extras(
+    manager: CheckpointManager,
+    adapter: StateAdapter,
+    step: int,
+    extras: Mapping[str, Any],
+    saved: dict[str, Any],
+    fresh: Collection[str],
 ) -> dict[str, Any]:
-    """Read the extras with templates again, with these; take the others as they were saved."""
+    """Restore the extras: those with templates are read again, with these; the others are taken as they were saved."""
+    kept = {name: extras[name] for name in fresh}
+    if adapter.misfits is not None:
+        new = {name: extra for name, extra in extras.items() if name not in saved and name not in fresh}
+        adapter.misfits.kept += [f"{name}=: not in the checkpoint" for name in new]
+        kept |= new
+    extras = {name: extra for name, extra in extras.items() if name not in kept}
     check_names(extras, saved, f"step {step} in {manager.directory}")
-    templates = Extras(adapter).templates_of(extras)
-    if not templates:
-        return saved
-    patterns = [f"{name}/**" if isinstance(saved[name], (dict, list, tuple)) else name for name in templates]
-    typed = manager.restore(step, {"extras": templates}, restore_kwargs={"extras": {"select": patterns}})
-    return {**saved, **typed["extras"]}
+    templates = templates_of(extras)
+    if templates:
+        patterns = [f"{name}/**" if isinstance(saved[name], (dict, list, tuple)) else name for name in templates]
+        typed = manager.restore(step, {"extras": templates}, restore_kwargs={"extras": {"select": patterns}})
+        saved = {**saved, **typed["extras"]}
+    return {**restore_extras(extras, saved), **kept}

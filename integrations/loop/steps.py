@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from ...engine.errors import CheckpointNotFoundError, OptionError, SaveFailedError
 from ...engine.manager import CheckpointManager
 from ...engine.stateful import state_of
-from .states import Extras, StateAdapter, is_deleted
+from .extras import changes_in_place, is_own, moves, tree_of
+from .objects import TensorVersions, is_versioned
+from .states import StateAdapter, is_deleted
 
 if TYPE_CHECKING:
     from ...engine.manager import Decision
@@ -29,17 +31,19 @@ class LastStep:
     before it ends; so their positions are taken at every step, whatever that costs.
     """
 
-    def __init__(self, step: int, adapter: StateAdapter) -> None:
+    def __init__(self, step: int, adapter: StateAdapter, item: str) -> None:
         self.step = step
         self.metrics: Mapping[str, Any] | None = None
         self.state: Any = None
         self._adapter = adapter
-        self._kinds = Extras(adapter)
+        self._item = item
+        self._versions = TensorVersions()  # of extras that are torch modules or optimizers
         self._extras: Mapping[str, Any] = {}
         self._positions: dict[str, Any] = {}
         self._slow = 0  # how many of the last steps were slow
         self._passed: list[tuple[str, type]] = []
         self._moving: Mapping[str, Callable[[Any], Any]] = {}
+        self._watched: list[str] = []
 
     def update(self, step: int, state: Any, metrics: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
         """Replace the step with the one that the loop has just finished."""
@@ -56,13 +60,12 @@ class LastStep:
 
         Where several processes save, each keeps its own extras but for arrays, which all of them hold together.
         """
-        found = {self._adapter.item: self._adapter.to_tree(self.state)}
-        if not self._adapter.takes_extras:
-            return found
-        taken, kinds = self._positions, self._kinds
-        extras = {name: taken[name] if name in taken else kinds.tree_of(extra) for name, extra in self._extras.items()}
-        own = {} if alone else {name: extras.pop(name) for name, extra in self._extras.items() if kinds.is_own(extra)}
-        found["extras"] = extras
+        found = {self._item: self._adapter.to_tree(self.state)}
+        taken = self._positions
+        extras = {name: taken[name] if name in taken else tree_of(extra) for name, extra in self._extras.items()}
+        own = {} if alone else {name: extras.pop(name) for name, extra in self._extras.items() if is_own(extra)}
+        if extras or not self._adapter.is_component_tree:
+            found["extras"] = extras
         return {**found, "process": own} if own else found
 
     def why_lost(self) -> str | None:
@@ -71,12 +74,14 @@ class LastStep:
             return lost
         if is_deleted([extra for name, extra in self._extras.items() if name not in self._positions]):
             return "arrays of its extras were donated since; call on_step after every update"
-        return None
+        return self._versions.why_lost()
 
     def _take_positions(self) -> None:
         moving = self._moving_extras()
         begin = time.perf_counter()
         self._positions = {name: take(self._extras[name]) for name, take in moving.items()}
+        if self._watched:
+            self._versions.note([self._extras[name] for name in self._watched])
         cost = time.perf_counter() - begin
         self._slow = self._slow + 1 if cost > _SLOW or self._slow < 0 else 0
         if self._slow == _SAMPLES:
@@ -94,19 +99,21 @@ class LastStep:
         if passed != self._passed:
             self._passed = passed
             self._moving = {
-                name: state_of if self._kinds.changes_in_place(extra) else self._kinds.tree_of
+                name: state_of if changes_in_place(extra) else tree_of
                 for name, extra in self._extras.items()
-                if self._kinds.moves(extra)
+                if moves(extra)
             }
+            self._watched = [name for name, extra in self._extras.items() if is_versioned(extra)]
         return self._moving
 
 
 class StepSaver:
     """Saves the last step that the loop has reported."""
 
-    def __init__(self, manager: CheckpointManager, adapter: StateAdapter) -> None:
+    def __init__(self, manager: CheckpointManager, adapter: StateAdapter, item: str) -> None:
         self._manager = manager
         self._adapter = adapter
+        self._item = item
         self._last: LastStep | None = None
         self._saved: int | None = None
 
@@ -124,7 +131,7 @@ class StepSaver:
         """Take note of a step that the loop has finished."""
         last = self._last
         if last is None:
-            last = self._last = LastStep(step, self._adapter)
+            last = self._last = LastStep(step, self._adapter, self._item)
         last.update(step, state, metrics, extras)
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> bool:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ...engine.checkpoint import Place, read_record
-from ...engine.components import ComponentCheckpointHandler
 from ...engine.format import RECORD
-from ...engine.handlers import AsyncCheckpointHandler
 from ...engine.sources import find_checkpoint, load_weights
 from ...engine.storage import Location, as_location
-from ...integrations.loop import LoopCallback, StateAdapter
-from ...integrations.options import CallbackOptions
+from ...integrations.loop import CheckpointCallback, ComponentAdapter, Misfits, StateAdapter
 from .trainer import NAMES, Trainer
 
 ITEM = "trainer"
@@ -20,14 +17,8 @@ POLICIES = "learner/policies"
 """The path of the policies in the trainer."""
 
 
-class TrainerAdapter(StateAdapter):
-    """Knows trainers: trees of components, saved as directories and restored in place."""
-
-    item = ITEM
-    takes_extras = False
-
-    def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
-        return ComponentCheckpointHandler(compression=options.compression)
+class TrainerAdapter(ComponentAdapter):
+    """Knows trainers, which count their steps and hold several policies."""
 
     def why_lost(self, step: int, state: Trainer) -> str | None:
         if state.step == step:
@@ -38,10 +29,13 @@ class TrainerAdapter(StateAdapter):
         return state, take_weights(state, place)
 
 
-class TrainerCallback(LoopCallback):
+class TrainerCallback(CheckpointCallback):
     """The callback of a loop whose state is a trainer."""
 
-    _adapter_type: ClassVar[type[StateAdapter]] = TrainerAdapter
+    _item: ClassVar[str] = ITEM
+
+    def _make_adapter(self, state: Trainer, misfits: Misfits | None) -> StateAdapter:
+        return TrainerAdapter(misfits)
 
 
 def take_weights(trainer: Trainer, place: Place) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.integrations.loop import LoopCallback, announce
+from holdfast.integrations.loop import CheckpointCallback, announce
 
 
 def unconfigure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,7 +21,7 @@ def unconfigure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(place: str, last: int, *, preempt: bool = False) -> None:
-    with LoopCallback(place, save_interval_steps=2) as checkpoint:
+    with CheckpointCallback(place, save_interval_steps=2) as checkpoint:
         state, start = checkpoint.restore_or_initialize({"w": np.zeros(2)})
         for step in range(start + 1, last + 1):
             if preempt:

@@ -30,10 +30,8 @@ from tests.fixtures import StoredFiles
 
 import holdfast as hf
 from holdfast.engine.checkpoint.save import Save
-from holdfast.integrations.flax import CheckpointCallback as FlaxCallback
 from holdfast.integrations.lightning import CheckpointCallback as LightningCallback
 from holdfast.integrations.lightning import Preempted
-from holdfast.integrations.loop import LoopCallback
 from holdfast.integrations.options import CallbackOptions
 from holdfast.recipes.self_play import Rules, Trainer
 from holdfast.recipes.self_play.checkpoints import TrainerCallback
@@ -98,7 +96,7 @@ class Driver(ABC):
 class LoopDriver(Driver):
     """A loop that the user writes."""
 
-    callback: type[LoopCallback]
+    callback: type[hf.CheckpointCallback]
 
     @abstractmethod
     def make(self, seed: int) -> Any: ...
@@ -124,7 +122,7 @@ class LoopDriver(Driver):
 
 
 class NumpyDriver(LoopDriver):
-    callback = LoopCallback
+    callback = hf.CheckpointCallback
 
     def make(self, seed: int) -> Any:
         return {"params": {"w": np.full(3, seed, np.float32)}, "momentum": np.zeros(3, np.float32)}
@@ -150,7 +148,7 @@ class TorchDriver(NumpyDriver):
 
 
 class FlaxDriver(LoopDriver):
-    callback = FlaxCallback
+    callback = hf.CheckpointCallback
 
     def make(self, seed: int) -> Any:
         create: Any = TrainState.create

@@ -321,7 +321,8 @@ def test_an_nnx_module_alone_and_mixed_with_plain_values(directory: Path) -> Non
     with CheckpointCallback(directory / "mixed") as checkpoint:
         checkpoint.on_step(1, {"model": model, "average": [jnp.ones(2)], "epoch": 4})
     with CheckpointCallback(directory / "mixed") as checkpoint:
-        mixed, _ = checkpoint.restore_or_initialize({"model": model, "average": [jnp.zeros(2)], "epoch": 0})
+        fresh: dict[str, Any] = {"model": model, "average": [jnp.zeros(2)], "epoch": 0}
+        mixed, _ = checkpoint.restore_or_initialize(fresh)
     assert mixed["model"] is model
     assert isinstance(mixed["average"][0], jax.Array)
     assert (mixed["average"][0].tolist(), mixed["epoch"]) == ([1, 1], 4)

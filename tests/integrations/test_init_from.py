@@ -141,7 +141,8 @@ def test_states_of_other_kinds(tmp_path: Path) -> None:
     hf.save(tmp_path / "ckpt", {"w": jnp.ones(2)})
 
     with CheckpointCallback(tmp_path / "a", init_from=tmp_path / "ckpt") as callback:
-        state, _ = callback.restore_or_initialize({"params": {"w": jnp.zeros(2)}, "other": 3})
+        fresh: dict[str, Any] = {"params": {"w": jnp.zeros(2)}, "other": 3}
+        state, _ = callback.restore_or_initialize(fresh)
     assert (state["params"]["w"].tolist(), state["other"]) == ([1, 1], 3)
     with (
         pytest.raises(hf.OptionError, match="a list without params"),

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.integrations.loop import LoopCallback
+from holdfast.integrations.loop import CheckpointCallback
 
 
 @pytest.mark.parametrize("name", ["step", "metrics"])
 def test_names_that_an_extra_cannot_have(tmp_path: Path, name: str) -> None:
-    checkpoint = LoopCallback(tmp_path)
+    checkpoint = CheckpointCallback(tmp_path)
     with pytest.raises(hf.OptionError, match=f"an extra cannot be called '{name}', as on_step has an argument"):
         checkpoint.restore_or_initialize({"w": np.zeros(2)}, **{name: 3})
     assert list(tmp_path.iterdir()) == []
@@ -37,10 +37,10 @@ class Data:
 _PROGRAM = """
 import sys
 import numpy as np
-from holdfast.integrations.loop import LoopCallback
+from holdfast.integrations.loop import CheckpointCallback
 
 for first, last in ((0, 3), (3, 5)):
-    with LoopCallback(sys.argv[1], save_interval_steps=2) as checkpoint:
+    with CheckpointCallback(sys.argv[1], save_interval_steps=2) as checkpoint:
         state, start = checkpoint.restore_or_initialize({"w": np.zeros(2)}, note="x")
         assert start == first, start
         for step in range(start + 1, last + 1):
@@ -58,7 +58,7 @@ def test_it_saves_and_resumes_without_any_framework(tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", [dict, Pair, Data])
 def test_weights_of_another_checkpoint(make: Any, tmp_path: Path) -> None:
     hf.save(tmp_path / "weights", {"params": {"w": np.ones(2)}})
-    with LoopCallback(tmp_path / "run", init_from=tmp_path / "weights", save_at_end=False) as checkpoint:
+    with CheckpointCallback(tmp_path / "run", init_from=tmp_path / "weights", save_at_end=False) as checkpoint:
         state, start = checkpoint.restore_or_initialize(make(params={"w": np.zeros(2)}, done=7))
     found = state if make is dict else {"params": state.params, "done": state.done}
     assert (found["params"]["w"].tolist(), found["done"], start) == ([1, 1], 7, 0)
@@ -68,7 +68,7 @@ def test_weights_of_another_checkpoint(make: Any, tmp_path: Path) -> None:
 def test_weights_for_a_state_without_params(tmp_path: Path) -> None:
     hf.save(tmp_path / "weights", {"params": {"w": np.ones(2)}})
     with (
-        LoopCallback(tmp_path / "run", init_from=tmp_path / "weights", save_at_end=False) as checkpoint,
-        pytest.raises(hf.OptionError, match="needs a state with params, and this is a list without params"),
+        CheckpointCallback(tmp_path / "run", init_from=tmp_path / "weights", save_at_end=False) as checkpoint,
+        pytest.raises(hf.OptionError, match="or one module of nnx, and this is a list without params"),
     ):
         checkpoint.restore_or_initialize([np.zeros(2)])

@@ -43,13 +43,16 @@ def test_never_with_a_checkpoint_even_a_damaged_one(damaged: Path) -> None:
         recipe(damaged, "never")
 
 
-def test_a_trainer_has_no_extras(tmp_path: Path) -> None:
-    trainer = Trainer(Rules(), [6], games=6)
+def test_extras_beside_a_trainer(tmp_path: Path) -> None:
+    trainer, rng = Trainer(Rules(), [6], games=6), np.random.default_rng(3)
+    with TrainerCallback(tmp_path, save_interval_steps=1) as checkpoint:
+        checkpoint.restore_or_initialize(trainer, rng=rng)
+        trainer.train_step()
+        checkpoint.on_step(1, trainer, rng=rng)
+    expected, rng = rng.random(), np.random.default_rng(4)
     with TrainerCallback(tmp_path) as checkpoint:
-        with pytest.raises(hf.StateError, match="TrainerCallback saves no extras; found data"):
-            checkpoint.restore_or_initialize(trainer, data=[1])
-        with pytest.raises(hf.StateError, match="TrainerCallback saves no extras; found data"):
-            checkpoint.on_step(0, trainer, data=[1])
+        assert checkpoint.restore_or_initialize(trainer, rng=rng) == (trainer, 1)
+    assert rng.random() == expected
 
 
 def test_a_trainer_that_has_gone_on_is_not_saved_under_an_older_step(

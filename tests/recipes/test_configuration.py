@@ -88,7 +88,8 @@ ERRORS = {
     ),
     "one of three": (
         "checkpoint: {resume: always}",
-        "FILE:2: checkpoint.resume: expected 'auto', 'must' or 'never', found the text \"always\"",
+        "FILE:2: checkpoint.resume: expected 'auto', 'must', 'never', 'best' or the number of a step, "
+        'found the text "always"',
     ),
     "duration": (
         "checkpoint: {save_interval_secs: soon}",

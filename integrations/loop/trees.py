@@ -1,45 +1,46 @@
-"""States of JAX and Flax loops: pytrees as they are, nnx objects through their variables.
+"""States that are trees: pytrees as they are, nnx objects through their variables.
 
-flax is never imported here unless a state is made of its objects, and has imported it already.
+A loop replaces a pytree and never changes it. flax is never imported here unless a state is made of its objects, and
+has imported it already.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from ...engine.checkpoint import Place
 from ...engine.errors import OptionError
+from ...engine.handlers import AsyncCheckpointHandler
 from ...engine.pytree import flatten, split
 from ...engine.sources import Weights, load_weights
-from ..loop import StateAdapter, is_deleted
+from ..options import CallbackOptions
+from .partial import FittingHandler
+from .states import Misfits, StateAdapter, is_deleted, located
 
 logger = logging.getLogger("holdfast")
 
 
-class FlaxAdapter(StateAdapter):
+class TreeAdapter(StateAdapter):
     """Knows pytrees, ``TrainState`` with its counter, and nnx objects, alone or in dicts, lists and tuples."""
 
     needs = "a state with params, or one module of nnx"
 
-    def __init__(self) -> None:
+    def __init__(self, misfits: Misfits | None = None) -> None:
+        super().__init__(misfits)
         self._counter = UpdateCounter()
 
-    def is_live(self, value: object) -> bool:
-        return is_nnx(value)
-
-    def is_stream(self, value: object) -> bool:
-        return is_nnx(value) and isinstance(value, sys.modules["flax.nnx"].Rngs)
+    def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
+        return options.tree_handler() if self.misfits is None else FittingHandler(self.misfits, options.compression)
 
     def to_tree(self, state: Any) -> Any:
         return to_tree(state)
 
-    def from_tree(self, state: Any, tree: Any) -> Any:
-        return from_tree(state, tree)
+    def from_tree(self, state: Any, restored: Any) -> Any:
+        return from_tree(state, restored)
 
     def check_step(self, step: int, state: Any) -> None:
         if type(getattr(state, "step", None)) is int and state.step != step and is_train_state(state):
@@ -64,14 +65,16 @@ class FlaxAdapter(StateAdapter):
     def why_lost(self, step: int, state: Any) -> str | None:
         if self._counter.has_moved(state):
             return "its objects were updated since; call on_step after every update"
-        return super().why_lost(step, state)
+        if is_deleted(to_tree(state)):
+            return "its arrays were donated to a later update; call on_step after every update"
+        return None
 
     def describe(self, state: Any) -> str:
-        count = len(list(_modules(state)))
+        count = len(list(located(state, _is_module)))
         return f"{count} modules of nnx" if count else super().describe(state)
 
     def with_weights(self, state: Any, place: Place) -> tuple[Any, str]:
-        modules = list(_modules(state))
+        modules = list(located(state, _is_module))
         if len(modules) != 1:
             return super().with_weights(state, place)
         path, module = modules[0]
@@ -91,6 +94,11 @@ def is_nnx(value: object) -> bool:
     """Return whether a value is an nnx object, such as a Module, an Optimizer or Rngs."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(value, _nnx_types(nnx))
+
+
+def is_stream(value: object) -> bool:
+    """Return whether a value is a random stream of nnx, whose variables are few and whose arrays never change."""
+    return is_nnx(value) and isinstance(value, sys.modules["flax.nnx"].Rngs)
 
 
 def is_train_state(value: object) -> bool:
@@ -229,14 +237,8 @@ def _merge(value: Any, tree: Any) -> Any:
     return tree
 
 
-def _modules(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the nnx modules in dicts, lists and tuples, each with its keys joined by dots."""
-    if is_nnx(value):
-        if isinstance(value, sys.modules["flax.nnx"].Module):
-            yield path, value
-    elif type(value) in (dict, list, tuple):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _modules(item, f"{path}.{key}" if path else str(key))
+def _is_module(value: object) -> bool:
+    return is_nnx(value) and isinstance(value, sys.modules["flax.nnx"].Module)
 
 
 def _fill(module: Any, path: str, place: Place) -> Weights:

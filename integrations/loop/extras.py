@@ -1,0 +1,102 @@
+"""The extras beside a state: data positions, random keys, averages, plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from ...engine.errors import OptionError, TreeMismatchError
+from ...engine.handlers import DEFAULT_REGISTRY
+from ...engine.pytree import flatten
+from ...engine.stateful import is_plain, is_stateful, restore_state, state_of
+from .objects import is_versioned
+from .trees import from_tree, is_nnx, is_stream, to_tree
+
+_TAKEN = ("step", "state", "metrics")
+
+
+def tree_of(extra: Any) -> Any:
+    """Return what a checkpoint holds of one extra: a snapshot of stateful objects, the values of anything else."""
+    if is_nnx(extra):
+        return to_tree(extra)
+    return state_of(extra) if is_stateful(extra) else extra
+
+
+def changes_in_place(extra: Any) -> bool:
+    return is_stateful(extra) and not is_nnx(extra)
+
+
+def moves(extra: Any) -> bool:
+    """Return whether a snapshot of the extra is taken at every step: of what a loop may draw from before it ends."""
+    return (changes_in_place(extra) and not is_versioned(extra)) or is_stream(extra)
+
+
+def is_own(extra: Any) -> bool:
+    """Return whether each of several processes has its own, such as the position of its data iterator."""
+    return changes_in_place(extra) or is_plain(extra)
+
+
+def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the extras that are restored into the types, dtypes and shardings of what was passed."""
+    # Stateful objects and plain data may change their structure, as a list grows, so they come back as saved.
+    return {
+        name: to_tree(extra)
+        for name, extra in extras.items()
+        if is_nnx(extra) or not (is_stateful(extra) or is_plain(extra))
+    }
+
+
+def restore_extras(extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return by name the same object where it was changed in place, and the restored value otherwise."""
+    values = {name: saved[name] for name in extras}
+    for name, extra in extras.items():
+        if is_nnx(extra):
+            values[name] = from_tree(extra, saved[name])
+        elif is_stateful(extra) or is_plain(extra):
+            values[name] = restore_state(extra, saved[name])
+    return values
+
+
+def check_extras(extras: Mapping[str, Any]) -> None:
+    """Raise OptionError for names that are taken, and for iterators and loaders without a state.
+
+    The first save may be an hour away.
+    """
+    if taken := [name for name in extras if name in _TAKEN]:
+        raise OptionError(
+            f"an extra cannot be called {taken[0]!r}, as on_step has an argument of this name; choose another name"
+        )
+    for name, extra in extras.items():
+        if isinstance(extra, Iterable) and not _is_saveable(extra):
+            raise OptionError(
+                f"{name}= is a {type(extra).__qualname__}, whose position can be neither saved nor restored: pass "
+                "an object with get_state and set_state, or state_dict and load_state_dict, such as an iterator of "
+                f"Grain or a StatefulDataLoader of torchdata, or leave {name}= out and begin the data anew after a "
+                "resume"
+            )
+
+
+def _is_saveable(extra: Any) -> bool:
+    if hasattr(extra, "dtype") or is_nnx(extra) or is_stateful(extra) or is_plain(extra):
+        return True
+    is_container = not any(leaf is extra for leaf in flatten(extra).values)
+    return is_container or DEFAULT_REGISTRY.find(extra) is not None
+
+
+def check_names(extras: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
+    """Raise TreeMismatchError if a checkpoint lacks an extra that is asked for."""
+    missing = [name for name in extras if name not in saved]
+    if missing:
+        held = ", ".join(saved) or "none"
+        names = ", ".join(f"{name}=" for name in missing)
+        raise TreeMismatchError(
+            f"{where} does not hold all extras that are to be restored (it holds: {held}). Leave {names} out of "
+            "restore_or_initialize and pass it to on_step only, to begin saving it from now on",
+            [f"{name}: expected an extra of this name, found none" for name in missing],
+        )
+
+
+def missing_extras(names: Collection[str]) -> str:
+    """Return the message about extras that were restored and are not passed on."""
+    listed = ", ".join(f"{name}=" for name in sorted(names))
+    return f"restore_or_initialize was given {listed} but on_step was not: pass it at every step, so that it is saved"

@@ -1,0 +1,112 @@
+"""The state with which a loop begins: given, or made by a function on a fresh start only."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from typing import Any
+
+from ...engine.errors import OptionError, TreeMismatchError, shortened
+from ...engine.pytree import LeafMetadata, flatten, format_path, is_jax_abstract, template_sharding, unflatten
+from .objects import is_versioned
+from .states import StateAdapter
+from .trees import TreeAdapter, from_tree, is_nnx, to_tree
+
+
+class InitialState:
+    """What ``restore_or_initialize`` was given: a state, or a function that makes one and perhaps a template."""
+
+    def __init__(self, given: Any, like: Any = None) -> None:
+        self._given = given
+        self._like = like
+        self._is_function = _is_function(given)
+        if like is not None and not self._is_function:
+            raise OptionError("like= is the template of a function that makes the state; a state is its own template")
+
+    def template(self) -> Any:
+        """Return what to restore into; a function is not called, its shapes are traced."""
+        if not self._is_function:
+            return self._given
+        return _abstract(self._given) if self._like is None else self._like
+
+    def check_fresh(self, adapter: StateAdapter) -> None:
+        """Raise OptionError if there is no checkpoint, and the state that was given has no values."""
+        if not self._is_function and (names := _abstract_leaves(adapter, self._given)):
+            raise OptionError(
+                f"the state is abstract, and there is no checkpoint to take its values from: {shortened(names)}. Pass "
+                "the function that makes it: restore_or_initialize(init), with like= for shardings"
+            )
+
+    def make(self) -> Any:
+        """Return the state of a fresh start."""
+        if not self._is_function:
+            return self._given
+        return self._given() if self._like is None else _sharded(self._given, self._like)
+
+    def completed(self, adapter: StateAdapter, state: Any) -> Any:
+        """Return a restored state with the values that the checkpoint did not have."""
+        names = _abstract_leaves(adapter, state) if adapter.misfits is not None else []
+        if not names:
+            return state
+        if not self._is_function:
+            raise TreeMismatchError(
+                "these leaves are not in the checkpoint, and the state that was given is abstract. Pass the function "
+                "that makes it: restore_or_initialize(init)",
+                names,
+            )
+        flat = flatten(adapter.to_tree(state))
+        fresh = flatten(adapter.to_tree(self.make()))
+        values = dict(zip(fresh.names, fresh.values, strict=True))
+        merged = [
+            values[name] if _is_abstract(value) else value for name, value in zip(flat.names, flat.values, strict=True)
+        ]
+        return adapter.from_tree(state, unflatten(flat.structure, merged))
+
+
+def _is_function(given: object) -> bool:
+    if is_versioned(given) or is_nnx(given):
+        return False
+    wrapped = callable(given) and hasattr(given, "__wrapped__")  # by jax.jit and the like
+    return inspect.isroutine(given) or isinstance(given, functools.partial) or wrapped
+
+
+def _is_abstract(value: object) -> bool:
+    return is_jax_abstract(value) or value is ... or isinstance(value, LeafMetadata)
+
+
+def _abstract_leaves(adapter: StateAdapter, state: Any) -> list[str]:
+    if not isinstance(adapter, TreeAdapter):
+        return []
+    flat = flatten(to_tree(state))
+    return [format_path(name) for name, value in zip(flat.names, flat.values, strict=True) if _is_abstract(value)]
+
+
+def _abstract(init: Any) -> Any:
+    """Return the state that a function makes, with abstract leaves."""
+    try:
+        import jax
+
+        state = jax.eval_shape(init)
+        nnx: Any = sys.modules.get("flax.nnx")
+        if nnx is None or flatten(to_tree(state)).names == flatten(state).names:
+            return state
+        return nnx.eval_shape(init)  # which keeps variables that several modules share
+    except (ImportError, TypeError) as error:
+        name = getattr(init, "__qualname__", type(init).__qualname__)
+        raise OptionError(
+            f"{name} was passed as the function that makes the state with jax, and jax.eval_shape cannot trace it: "
+            f"{error}. Pass the state itself"
+        ) from error
+
+
+def _sharded(init: Any, like: Any) -> Any:
+    """Call a function under jit, so that every array is made where the template wants it."""
+    jax: Any = importlib.import_module("jax")
+    wanted = jax.tree.leaves(to_tree(like))
+    shardings = [template_sharding(leaf) if hasattr(leaf, "sharding") else None for leaf in wanted]
+    state = _abstract(init)
+    made = jax.jit(lambda: jax.tree.leaves(to_tree(init())), out_shardings=shardings)()
+    # The template has other static fields than what the function makes.
+    return from_tree(state, jax.tree.unflatten(jax.tree.structure(to_tree(state)), made))

@@ -1,0 +1,248 @@
+"""States of live objects, which are restored in place: torch modules and optimizers, graphs, trees of components.
+
+No framework is imported here unless a state is made of its objects, and has imported it already.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...engine.checkpoint import Place
+from ...engine.handlers import DEFAULT_REGISTRY, AsyncCheckpointHandler
+from ...engine.pytree import expand, is_jax_abstract, is_jax_array, is_python_value, is_torch_tensor, loaded
+from ...engine.sources import load_weights
+from ..options import CallbackOptions
+from .states import Misfits, StateAdapter, located
+from .trees import TreeAdapter, is_nnx
+
+if TYPE_CHECKING:
+    from ...engine.graph import Checkpoint, StoredGraph
+
+# Packages whose objects are not searched for tensors.
+_FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "jax", "jaxlib", "flax", "optax"}
+
+
+def is_versioned(value: object) -> bool:
+    """Return whether a value is a torch module or optimizer, whose tensors count their changes."""
+    torch: Any = loaded("torch")
+    return torch is not None and isinstance(value, (torch.nn.Module, torch.optim.Optimizer))
+
+
+def is_component(value: object) -> bool:
+    components: Any = _engine("components")
+    return components is not None and isinstance(value, components.Checkpointable)
+
+
+def holds_objects(state: Any) -> bool:
+    """Return whether a state is a live object, or has one in its dicts, lists and tuples."""
+    if type(state) in (dict, list, tuple) or (isinstance(state, tuple) and hasattr(state, "_fields")):
+        return any(map(_holds, state.values() if type(state) is dict else state))
+    return _is_object(state) or _is_plain_object(state)
+
+
+def _holds(value: Any) -> bool:
+    if type(value) in (dict, list, tuple):
+        return any(map(_holds, value.values() if type(value) is dict else value))
+    return _is_object(value)
+
+
+def _is_object(value: object) -> bool:
+    graph: Any = _engine("graph")
+    return is_versioned(value) or (
+        graph is not None and isinstance(value, (graph.Node, graph.Value, graph.TrackedList))
+    )
+
+
+def adapter_for(state: Any, misfits: Misfits | None) -> StateAdapter:
+    """Return the adapter of a new callback, which knows states of this kind."""
+    if is_component(state):
+        return ComponentAdapter(misfits)
+    return ObjectsAdapter(misfits) if holds_objects(state) else TreeAdapter(misfits)
+
+
+def _is_plain_object(value: object) -> bool:
+    """Return whether a value is an object of the program with attributes, and no tree."""
+    if is_python_value(value) or is_jax_array(value) or is_jax_abstract(value) or is_torch_tensor(value):
+        return False
+    if hasattr(value, "dtype") or is_nnx(value) or expand(value) is not None or DEFAULT_REGISTRY.find(value):
+        return False
+    return hasattr(value, "__dict__")
+
+
+def _engine(room: str) -> Any:
+    """Return a room of the engine if the program has imported it."""
+    return sys.modules.get(f"{__package__.rpartition('.integrations')[0]}.engine.{room}")
+
+
+class ObjectsAdapter(StateAdapter):
+    """Knows live objects, alone or in dicts, lists and tuples, as a graph: saved by path, restored in place.
+
+    Everything in the state and in the checkpoint has to match, and nothing changes unless it does.
+    """
+
+    needs = "one torch module in the state"
+
+    def __init__(self, misfits: Misfits | None = None) -> None:
+        super().__init__(misfits)
+        self._holder: Checkpoint | None = None
+        self._versions = TensorVersions()
+
+    def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
+        from ...engine.graph import GraphCheckpointHandler
+
+        return GraphCheckpointHandler(compression=options.compression)
+
+    def to_tree(self, state: Any) -> Any:
+        return self._graph(state)._capture()
+
+    def template(self, state: Any) -> Any:
+        return functools.partial(self._prepare, self._graph(state))
+
+    def from_tree(self, state: Any, restored: Any) -> Any:
+        restored()
+        if not isinstance(state, tuple):
+            return state
+        values = self._graph_root().values()
+        return type(state)._make(values) if hasattr(state, "_make") else type(state)(values)
+
+    def note(self, state: Any) -> None:
+        self._versions.note(state)
+
+    def why_lost(self, step: int, state: Any) -> str | None:
+        return self._versions.why_lost()
+
+    def describe(self, state: Any) -> str:
+        return f"{len(list(located(state, _is_module)))} torch modules"
+
+    def with_weights(self, state: Any, place: Place) -> tuple[Any, str]:
+        modules = list(located(state, _is_module))
+        if len(modules) != 1:
+            return super().with_weights(state, place)
+        path, module = modules[0]
+        weights = load_weights(place, dict(module.state_dict()), containers=[path] if path else ())
+        module.load_state_dict(weights.tree, strict=True)
+        return state, str(weights)
+
+    def _graph(self, state: Any) -> Checkpoint:
+        """Return the object that stands for the state in the graph; what is in the state keeps its own path."""
+        from ...engine.graph import Checkpoint
+
+        if isinstance(state, Checkpoint):
+            return state
+        root = state
+        if isinstance(state, tuple):
+            names = getattr(state, "_fields", range(len(state)))
+            root = dict(zip(names, state, strict=True))
+        if self._holder is None:
+            self._holder = Checkpoint(root=root)
+        else:  # the same one, which remembers what it has warned of
+            object.__setattr__(self._holder, "_holdfast_root", root)
+        return self._holder
+
+    def _graph_root(self) -> Any:
+        assert self._holder is not None
+        return self._holder.__holdfast_root__()
+
+    def _prepare(self, graph: Checkpoint, stored: StoredGraph) -> Callable[[], None]:
+        """Read everything that is saved, and return the function that puts it into the objects."""
+        from ...engine.graph import Restoration
+
+        restoration = Restoration(stored, graph, ignore={("save_counter",)})
+        restoration.progress.partial = True  # it is complete, or fails
+        if self.misfits is None:
+            return restoration.prepare(graph)
+        restore = restoration.prepare(graph, self.misfits.kept)
+        report = restoration.report(graph)
+        known = {line.partition(":")[0] for line in self.misfits.kept}
+        self.misfits.kept += [f"{path}: not in the checkpoint" for path in report.missing if path not in known]
+        self.misfits.left += [path for path in (*report.pending, *report.unused) if path not in known]
+        return restore
+
+
+class ComponentAdapter(StateAdapter):
+    """Knows trees of components, saved as directories and restored in place."""
+
+    is_component_tree = True
+
+    def __init__(self, misfits: Misfits | None = None) -> None:
+        super().__init__(misfits)
+        self._versions = TensorVersions()
+
+    def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
+        from ...engine.components import ComponentCheckpointHandler
+
+        return ComponentCheckpointHandler(compression=options.compression)
+
+    def restore_kwargs(self) -> Mapping[str, Any]:
+        return {} if self.misfits is None else {"strict": False}
+
+    def note(self, state: Any) -> None:
+        self._versions.note(state)
+
+    def why_lost(self, step: int, state: Any) -> str | None:
+        return self._versions.why_lost()
+
+
+class TensorVersions:
+    """Watches the torch tensors of live objects, which count their changes in place."""
+
+    def __init__(self) -> None:
+        self._parts: list[Any] = []
+        self._tensors: list[Any] = []
+        self._noted: list[int] = []
+
+    def note(self, state: Any) -> None:
+        """Remember the versions as they are now."""
+        parts = [part for _, part in located(state, _is_watched)]
+        if len(parts) != len(self._parts) or any(map(_differ, parts, self._parts)):
+            self._parts = parts  # searched once, not at every step
+            self._tensors = list({id(one): one for part in parts for one in _tensors(part)}.values())
+        self._noted = [tensor._version for tensor in self._tensors]
+
+    def why_lost(self) -> str | None:
+        if [tensor._version for tensor in self._tensors] == self._noted:
+            return None
+        return "its tensors were changed since; call on_step after every update"
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return one is not other
+
+
+def _is_module(value: object) -> bool:
+    torch: Any = loaded("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)
+
+
+def _is_watched(value: object) -> bool:
+    return is_versioned(value) or is_component(value) or _is_object(value) or _is_plain_object(value)
+
+
+def _tensors(part: Any) -> Iterator[Any]:
+    """Generate the tensors that count their changes, of everything that an object of the program holds."""
+    torch: Any = loaded("torch")
+    if torch is None:
+        return
+    found, seen = [part], {id(part)}
+    for value in found:
+        if is_torch_tensor(value):
+            if not value.is_inference():
+                yield value
+            continue
+        below: Iterable[Any] = ()
+        if isinstance(value, torch.nn.Module):
+            below = (*value.parameters(), *value.buffers())
+        elif isinstance(value, torch.optim.Optimizer):
+            below = (one for group in value.param_groups for one in group["params"])
+        elif isinstance(value, dict):
+            below = value.values()
+        elif isinstance(value, (list, tuple)):
+            below = value
+        elif type(value).__module__.partition(".")[0] not in _FOREIGN:
+            below = getattr(value, "__dict__", {}).values()
+        new = [one for one in below if id(one) not in seen and not is_python_value(one)]
+        seen.update(map(id, new))
+        found += new

@@ -1,0 +1,141 @@
+"""What a changed state takes from a checkpoint: leaves of the same path, also where a chain of optimizers has grown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from difflib import SequenceMatcher
+from typing import Any
+
+from ...engine.arrays import PartialTree, SavedLeaf, TreeReader, load_tree
+from ...engine.errors import TreeMismatchError
+from ...engine.handlers import Files, PyTreeCheckpointHandler
+from ...engine.pytree import (
+    Flattened,
+    TreeDef,
+    collection_paused,
+    compare,
+    describe_template,
+    flatten,
+    format_path,
+    key_segments,
+    unflatten,
+)
+from ...engine.storage import Location
+from .states import Misfits
+
+_Place = tuple[str, TreeDef | None]  # the name of a container or leaf, and its definition; None for a leaf
+
+
+class FittingHandler(PyTreeCheckpointHandler):
+    """Restores the leaves that fit a template; the others stay as they are in the template, and are listed."""
+
+    def __init__(self, misfits: Misfits, compression: int | None) -> None:
+        super().__init__(compression=compression)
+        self._misfits = misfits
+
+    def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
+        """Read the tree; where a template differs from it, read what fits."""
+        try:
+            return super().restore(directory, item, files=files, **kwargs)
+        except TreeMismatchError:
+            if item is None:
+                raise
+        with collection_paused():
+            return self._fitting(TreeReader(directory, files), self._template(item))
+
+    def _fitting(self, reader: TreeReader, flat: Flattened) -> Any:
+        leaves = {leaf.name: leaf for leaf in reader.leaves}
+        templates = dict(zip(flat.names, describe_template(flat.names, flat.values), strict=True))
+        taken: dict[str, SavedLeaf] = {}
+        kept: dict[str, str] = {}
+        for saved, wanted in _pairs(("", reader.tree.structure), ("", flat.structure)):
+            difference = compare(templates[wanted], leaves[saved].saved)
+            if difference is None:
+                taken[wanted] = leaves[saved]
+            else:
+                kept[wanted] = difference
+        for name, template in templates.items():
+            if name not in taken:
+                kept.setdefault(name, f"{format_path(name)}: expected {template} (template), not in the checkpoint")
+        if not taken:
+            raise TreeMismatchError(f"{reader.location}: nothing in the checkpoint fits:", list(kept.values()))
+        used = {leaf.name for leaf in taken.values()}
+        self._misfits.kept += kept.values()
+        self._misfits.left += [format_path(name) for name in leaves if name not in used]
+        self._misfits.moved += [
+            f"{format_path(name)}, from {format_path(leaf.name)}" for name, leaf in taken.items() if name != leaf.name
+        ]
+        chosen = [(name, value) for name, value in zip(flat.names, flat.values, strict=True) if name in taken]
+        names, values = [name for name, _ in chosen], [value for _, value in chosen]
+        like = Flattened(names, values, flatten(values).structure)
+        found = dict(zip(names, load_tree(PartialTree(reader, taken, reader.tree), like=like), strict=True))
+        return unflatten(
+            flat.structure, [found.get(name, value) for name, value in zip(flat.names, flat.values, strict=True)]
+        )
+
+
+def _pairs(saved: _Place, wanted: _Place) -> Iterator[tuple[str, str]]:
+    """Generate the names of leaves that are in the same place of two trees.
+
+    Entries of dictionaries and attributes go by their keys. Chains of optimizers are tuples that may have grown and may
+    be nested otherwise: the states in them go by their order and by the names of their classes.
+    """
+    if _is_tuple(saved[1]) or _is_tuple(wanted[1]):
+        ours, theirs = list(_parts(saved)), list(_parts(wanted))
+        kinds = [_kind(part, len(saved[0])) for part in ours]
+        others = [_kind(part, len(wanted[0])) for part in theirs]
+        for mine, yours, count in SequenceMatcher(None, kinds, others, autojunk=False).get_matching_blocks():
+            for index in range(count):
+                yield from _entries(ours[mine + index], theirs[yours + index])
+    else:
+        yield from _entries(saved, wanted)
+
+
+def _entries(saved: _Place, wanted: _Place) -> Iterator[tuple[str, str]]:
+    (_, one), (_, other) = saved, wanted
+    if one is None or other is None:
+        if one is other:
+            yield saved[0], wanted[0]
+        return
+    if _optax(one) != _optax(other):
+        return  # the states of two different transformations
+    found = dict(_children(saved))
+    for segment, child in _children(wanted):
+        if segment in found:
+            yield from _pairs(found[segment], child)
+
+
+def _children(place: _Place) -> Iterator[tuple[str, _Place]]:
+    name, node = place
+    assert node is not None
+    prefix = f"{name}." if name else ""
+    for segment, child in zip(key_segments(node.keys, len(node.children)), node.children, strict=True):
+        yield segment, (prefix + segment, child)
+
+
+def _is_tuple(node: TreeDef | None) -> bool:
+    return node is not None and node.kind == "tuple"
+
+
+def _parts(place: _Place) -> Iterator[_Place]:
+    """Generate what a tuple holds, tuples in it opened, without what holds no leaf."""
+    if _is_tuple(place[1]):
+        for _, child in _children(place):
+            yield from _parts(child)
+    elif place[1] is None or _has_leaves(place[1]):
+        yield place
+
+
+def _has_leaves(node: TreeDef) -> bool:
+    return any(child is None or _has_leaves(child) for child in node.children)
+
+
+def _kind(part: _Place, prefix: int) -> str:
+    name, node = part
+    return (None if node is None else _optax(node)) or name[prefix:]
+
+
+def _optax(node: TreeDef) -> str | None:
+    """Return the name of the class, if it is a state of optax."""
+    label = node.label or ""
+    return label.rpartition(".")[2] if label.startswith("optax.") else None

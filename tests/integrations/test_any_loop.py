@@ -1,0 +1,415 @@
+"""One callback for any loop: states of every kind, killed and resumed bit for bit, refused where they do not match."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax  # type: ignore[import-untyped]  # it ships no types
+import pytest
+import torch
+from flax import nnx
+from tests.versions import nnx_update
+
+import holdfast as hf
+from holdfast import graph
+from holdfast.components import Checkpointable
+
+pytestmark = pytest.mark.usefixtures("default_sigterm")
+
+TOTAL = 7
+
+
+class Net(torch.nn.Module):
+    """A module with a buffer that moves and a mask that is drawn."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = torch.nn.Linear(3, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.last = torch.nn.Linear(4, 1)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+def torch_update(net: Any, optimizer: Any, x: Any) -> None:
+    optimizer.zero_grad()
+    (net(x) ** 2).mean().backward()
+    optimizer.step()
+
+
+class Drawn:
+    """A step of training that draws its batch from a generator of torch."""
+
+    def __init__(self, seed: int) -> None:
+        self.net = Net(seed)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.1, amsgrad=True)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+        self.updates = 0
+        self.history: list[float] = []
+
+    def update(self, x: Any) -> None:
+        torch_update(self.net, self.optimizer, x)
+        self.schedule.step()
+        self.updates += 1
+        self.history.append(float(self.net.last.bias.detach()))
+
+
+class Pair(NamedTuple):
+    net: Any
+    optimizer: Any
+
+
+class Agent(Checkpointable):
+    """A component with everything of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.inner = Drawn(seed)
+        self.noise = np.random.default_rng(seed)
+
+    def update(self, x: Any) -> None:
+        self.inner.update(x + float(self.noise.random()))
+
+
+class Kind(ABC):
+    """How one kind of state is made, updated and compared."""
+
+    @abstractmethod
+    def make(self, seed: int) -> Any: ...
+    @abstractmethod
+    def update(self, state: Any, x: Any) -> Any: ...
+    @abstractmethod
+    def values(self, state: Any) -> Any: ...
+
+
+def module_values(net: Any, optimizer: Any) -> list[Any]:
+    moments = [optimizer.state[parameter] for parameter in net.parameters()]
+    return [*net.state_dict().values(), *(value for state in moments for value in state.values())]
+
+
+class DictOfTorch(Kind):
+    def make(self, seed: int) -> Any:
+        drawn = Drawn(seed)
+        return {"net": drawn.net, "optimizer": drawn.optimizer, "schedule": drawn.schedule, "done": 0, "seen": []}
+
+    def update(self, state: Any, x: Any) -> Any:
+        torch_update(state["net"], state["optimizer"], x)
+        state["schedule"].step()
+        state["seen"].append(state["done"])
+        state["done"] += 1
+        return state
+
+    def values(self, state: Any) -> Any:
+        rates = [group["lr"] for group in state["optimizer"].param_groups]
+        return [*module_values(state["net"], state["optimizer"]), state["done"], state["seen"], rates]
+
+
+class DictMadeEveryStep(DictOfTorch):
+    def update(self, state: Any, x: Any) -> Any:
+        return dict(super().update(state, x))
+
+
+class TupleOfTorch(Kind):
+    def make(self, seed: int) -> Any:
+        drawn = Drawn(seed)
+        return Pair(drawn.net, drawn.optimizer)
+
+    def update(self, state: Any, x: Any) -> Any:
+        torch_update(state.net, state.optimizer, x)
+        return state
+
+    def values(self, state: Any) -> Any:
+        assert type(state) is Pair
+        return module_values(*state)
+
+
+class Module(Kind):
+    """A module alone, trained without an optimizer."""
+
+    def make(self, seed: int) -> Any:
+        return Net(seed)
+
+    def update(self, state: Any, x: Any) -> Any:
+        torch_update(state, torch.optim.SGD(state.parameters(), lr=0.1), x)
+        return state
+
+    def values(self, state: Any) -> Any:
+        return list(state.state_dict().values())
+
+
+class PlainObject(Kind):
+    def make(self, seed: int) -> Any:
+        return Drawn(seed)
+
+    def update(self, state: Any, x: Any) -> Any:
+        state.update(x)
+        return state
+
+    def values(self, state: Any) -> Any:
+        return [*module_values(state.net, state.optimizer), state.updates, state.history]
+
+
+class GraphNode(PlainObject):
+    def make(self, seed: int) -> Any:
+        drawn = Drawn(seed)
+        return graph.Node(net=drawn.net, optimizer=drawn.optimizer, updates=graph.Value(0), history=[])
+
+    def update(self, state: Any, x: Any) -> Any:
+        torch_update(state.net, state.optimizer, x)
+        state.updates.assign(state.updates.value + 1)
+        state.history.append(1.5)
+        return state
+
+    def values(self, state: Any) -> Any:
+        return [*module_values(state.net, state.optimizer), state.updates.value, list(state.history)]
+
+
+class GraphCheckpoint(GraphNode):
+    def make(self, seed: int) -> Any:
+        node = super().make(seed)
+        return graph.Checkpoint(net=node.net, optimizer=node.optimizer, updates=node.updates, history=[])
+
+
+class Component(Kind):
+    def make(self, seed: int) -> Any:
+        return Agent(seed)
+
+    def update(self, state: Any, x: Any) -> Any:
+        state.update(x)
+        return state
+
+    def values(self, state: Any) -> Any:
+        inner = state.inner
+        return [
+            *module_values(inner.net, inner.optimizer),
+            inner.updates,
+            inner.history,
+            copy.copy(state.noise).random(),
+        ]
+
+
+class Numpy(Kind):
+    def make(self, seed: int) -> Any:
+        return {"w": np.full(3, seed, np.float32), "t": 0}
+
+    def update(self, state: Any, x: Any) -> Any:
+        return {"w": state["w"] + np.float32(0.1) * x.numpy().mean(0), "t": state["t"] + 1}
+
+    def values(self, state: Any) -> Any:
+        return [state["w"], state["t"]]
+
+
+class Jax(Kind):
+    def make(self, seed: int) -> Any:
+        params = {"w": jnp.full(3, seed, jnp.float32)}
+        return {"params": params, "opt": optax.adam(0.1).init(params), "key": jax.random.key(seed)}
+
+    def update(self, state: Any, x: Any) -> Any:
+        key, noise = jax.random.split(state["key"])
+        gradients = {"w": jnp.asarray(x.numpy()).mean(0) + jax.random.normal(noise, (3,))}
+        updates, opt = optax.adam(0.1).update(gradients, state["opt"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt, "key": key}
+
+    def values(self, state: Any) -> Any:
+        return [*jax.tree.leaves((state["params"], state["opt"])), jax.random.key_data(state["key"])]
+
+
+class Nnx(Kind):
+    def make(self, seed: int) -> Any:
+        model = nnx.Linear(3, 1, rngs=nnx.Rngs(seed))
+        return {"model": model, "optimizer": nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)}
+
+    def update(self, state: Any, x: Any) -> Any:
+        inputs = jnp.asarray(x.numpy())
+        gradients = nnx.grad(lambda model: (model(inputs) ** 2).mean())(state["model"])
+        nnx_update(state["optimizer"], state["model"], gradients)
+        return state
+
+    def values(self, state: Any) -> Any:
+        return jax.tree.leaves(nnx.to_pure_dict(nnx.state((state["model"], state["optimizer"]))))
+
+
+KINDS: dict[str, Kind] = {
+    "dict of torch": DictOfTorch(),
+    "dict made at every step": DictMadeEveryStep(),
+    "tuple of torch": TupleOfTorch(),
+    "module": Module(),
+    "object": PlainObject(),
+    "graph node": GraphNode(),
+    "graph checkpoint": GraphCheckpoint(),
+    "component": Component(),
+    "numpy": Numpy(),
+    "jax": Jax(),
+    "nnx": Nnx(),
+}
+
+
+class Killed(BaseException):
+    """Ends a loop in the middle, as an error does: nothing more is saved."""
+
+
+def run(kind: Kind, directory: Path | str, last: int, *, seed: int = 1, killed: bool = False, **options: Any) -> Any:
+    """Trains in a loop as its author writes it; returns the first step and the state."""
+    generator = torch.Generator().manual_seed(7)
+    options = {"save_interval_steps": 2, **options}
+    state = kind.make(seed)
+    with hf.CheckpointCallback(directory, **options) as checkpoint:
+        state, start = checkpoint.restore_or_initialize(state, rng=generator)
+        for step in range(start, last):
+            state = kind.update(state, torch.randn(4, 3, generator=generator))
+            checkpoint.on_step(step + 1, state, metrics={"loss": abs(step + 1 - 4)}, rng=generator)
+        if killed:
+            raise Killed
+    return start, state
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or hasattr(one, "dtype"):
+        return (
+            type(one) is type(other)
+            and np.asarray(one.detach() if isinstance(one, torch.Tensor) else one).tobytes()
+            == np.asarray(other.detach() if isinstance(other, torch.Tensor) else other).tobytes()
+        )
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_loop_ends_with_the_same_bits(kind: str, how: str, place: str) -> None:
+    driver = KINDS[kind]
+    _, whole = run(driver, f"{place}/whole", TOTAL)
+    if how == "killed":
+        with pytest.raises(Killed):
+            run(driver, f"{place}/run", 5, killed=True)
+    else:
+        run(driver, f"{place}/run", 5)
+    start, resumed = run(driver, f"{place}/run", TOTAL, seed=2)
+    assert start == (4 if how == "killed" else 5)
+    assert same(driver.values(resumed), driver.values(whole))
+    assert hf.verify(f"{place}/run").ok
+
+
+def test_what_is_saved_reads_without_the_program(place: str) -> None:
+    run(KINDS["dict of torch"], place, 2)
+    found = hf.load(place, item="state")
+    assert found["net"]["first"]["weight"].shape == (4, 3)
+    assert (found["done"], found["seen"]) == (2, [0, 1])
+
+
+class Other(torch.nn.Module):
+    def __init__(self, width: int = 4, extra: bool = False) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(3, width)
+        self.norm = torch.nn.BatchNorm1d(width)
+        if extra:
+            self.more = torch.nn.Linear(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("state", "lines"),
+    [
+        ({"net": Other(extra=True)}, ["net/more/bias: in the program", "net/last/bias: in the checkpoint"]),
+        ({"net": Other(width=5)}, ["net/first/weight: expected", "[5, 3]", "[4, 3]"]),
+        ({"model": Net(1)}, ["model/first/weight: in the program", "net/first/weight: in the checkpoint"]),
+    ],
+    ids=["parts", "shapes", "names"],
+)
+def test_objects_that_do_not_match_stay_as_they_are(place: str, state: Any, lines: list[str]) -> None:
+    with hf.CheckpointCallback(place, save_interval_steps=1) as checkpoint:
+        checkpoint.on_step(1, {"net": Net(1)})
+    (net,) = state.values()
+    before = copy.deepcopy(net.state_dict())
+    with hf.CheckpointCallback(place) as checkpoint:
+        with pytest.raises(hf.TreeMismatchError) as caught:
+            checkpoint.restore_or_initialize(state)
+        assert all(line in str(caught.value) for line in lines), str(caught.value)
+        assert all(map(torch.equal, before.values(), net.state_dict().values()))
+        with pytest.raises(hf.StateError, match="has not restored"):  # and the loop cannot go on without it
+            checkpoint.on_step(2, state)
+
+
+def test_a_damaged_step_is_passed_over(place: str, stored: Any, caplog: pytest.LogCaptureFixture) -> None:
+    driver = KINDS["dict of torch"]
+    _, whole = run(driver, f"{place}/whole", TOTAL)
+    run(driver, f"{place}/run", 5)
+    files = stored(f"{place}/run/5")
+    files.write("state/d/0", bytes(len(files.read()["state/d/0"])))
+    start, resumed = run(driver, f"{place}/run", TOTAL, seed=2)
+    assert start == 4
+    assert same(driver.values(resumed), driver.values(whole))
+
+
+@pytest.mark.parametrize("kind", ["dict of torch", "module", "object", "component"])
+def test_a_state_that_has_moved_on_is_not_saved_under_the_last_step(
+    kind: str, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = KINDS[kind]
+    state = driver.make(1)
+    with hf.CheckpointCallback(place, save_interval_steps=2) as checkpoint:
+        for step in (1, 2, 3):
+            state = driver.update(state, torch.ones(4, 3))
+            checkpoint.on_step(step, state)
+        driver.update(state, torch.ones(4, 3))  # and the loop ends before it reports the step
+    assert hf.CheckpointManager(place).all_steps() == [2]
+    assert "step 3 is not saved at the end: its tensors were changed since; call on_step" in caplog.text
+
+
+def test_an_optimizer_as_an_extra(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    def train(name: str, last: int, seed: int) -> Any:
+        drawn = Drawn(seed)
+        with hf.CheckpointCallback(f"{place}/{name}", save_interval_steps=100) as checkpoint:
+            _, start = checkpoint.restore_or_initialize(drawn.net, optimizer=drawn.optimizer)
+            for step in range(start, last):
+                torch_update(drawn.net, drawn.optimizer, torch.full((4, 3), float(step)).cumsum(0))
+                checkpoint.on_step(step + 1, drawn.net, optimizer=drawn.optimizer)
+        return start, module_values(drawn.net, drawn.optimizer)
+
+    _, whole = train("whole", 5, 1)
+    train("run", 3, 1)
+    start, resumed = train("run", 5, 2)
+    assert start == 3
+    assert same(resumed, whole)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("modules", [0, 2])
+def test_weights_of_another_checkpoint_need_one_module(place: str, modules: int) -> None:
+    hf.save(f"{place}/weights", dict(Net(3).state_dict()))
+    net = Net(1)
+    with hf.CheckpointCallback(f"{place}/run", init_from=f"{place}/weights", save_at_end=False) as checkpoint:
+        checkpoint.restore_or_initialize({"net": net, "optimizer": torch.optim.SGD(net.parameters(), lr=1.0)})
+    assert all(map(torch.equal, net.state_dict().values(), Net(3).state_dict().values()))
+    state: Any = {str(number): Net(number) for number in range(modules)} if modules else graph.Node(a=graph.Value(1))
+    with (
+        hf.CheckpointCallback(f"{place}/other", init_from=f"{place}/weights", save_at_end=False) as checkpoint,
+        pytest.raises(
+            hf.OptionError, match=f"needs one torch module in the state, and this is {modules} torch modules"
+        ),
+    ):
+        checkpoint.restore_or_initialize(state)
+
+
+def test_the_callback_of_flax_is_the_same_class() -> None:
+    from holdfast.integrations.flax import CheckpointCallback
+
+    assert CheckpointCallback is hf.CheckpointCallback
+
+
+def test_messages_of_a_run_of_torch(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "holdfast")
+    for last in (3, 6):
+        run(KINDS["dict of torch"], place, last)
+    assert caplog.messages == []
+    mapping: Mapping[str, Any] = hf.load(place, item="state")
+    assert mapping["done"] == 6
