@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .callback import CheckpointCallback
+from .io import HoldfastCheckpointIO
+from .loading import load_checkpoint, load_from_checkpoint
 from .saver import Preempted
-from .store import load_checkpoint
 
-__all__ = ["CheckpointCallback", "Preempted", "load_checkpoint"]
+__all__ = ["CheckpointCallback", "HoldfastCheckpointIO", "Preempted", "load_checkpoint", "load_from_checkpoint"]

@@ -6,6 +6,7 @@ the callbacks of the other. The base classes here derive from those of each pack
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -91,26 +92,29 @@ class ResumePath(str):
         return str(self.directory)
 
 
-class EngineCheckpointIO(CheckpointIO):
-    """Saves and loads the checkpoints of one run with the engine, and leaves every other path to the plugin before it.
+class HoldfastCheckpointIO(CheckpointIO):
+    """Lets a trainer without the callback load its checkpoints: all that ``ckpt_path`` takes, and steps of a run.
 
-    Other paths are those of the tuner, of SLURM's requeueing, and files that the user names. Checkpoints of the engine
-    in other directories are read as well.
+    ::
+
+        trainer = L.Trainer(plugins=[HoldfastCheckpointIO()])
+        trainer.test(model, ckpt_path="runs/x/checkpoints/1200")  # or the directory, for the newest
+
+    It writes nothing of its own. With a strategy that loads by itself, such as ``ModelParallelStrategy``, Lightning
+    takes no such plugin.
+
+    Args:
+        inner: What writes, and reads all other paths; None is Lightning's own ``TorchCheckpointIO``.
     """
 
-    def __init__(self, store: RunStore, inner: Any) -> None:
-        self.store = store
-        self.inner = inner
+    def __init__(self, inner: Any = None) -> None:
+        self.inner = _torch_io() if inner is None else inner
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Save a step of the run; the files are written in the background."""
-        step = self.step_of(path)
-        if step is None:
-            self.inner.save_checkpoint(checkpoint, path, storage_options)
-        else:
-            self.store.save(step, checkpoint)
+        """Save as the inner plugin does."""
+        self.inner.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
@@ -124,6 +128,42 @@ class EngineCheckpointIO(CheckpointIO):
         else:
             loaded = self.inner.load_checkpoint(path, map_location, weights_only=weights_only)
         return loaded
+
+    def read(
+        self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
+    ) -> dict[str, Any] | None:
+        """Load a checkpoint of the engine, with templates for some entries; None if it is not one."""
+        return read_checkpoint(path, with_position=False, template=template()) if _is_ours(path) else None
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove a file as the inner plugin does."""
+        self.inner.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """Let the inner plugin end."""
+        self.inner.teardown()
+
+
+class EngineCheckpointIO(HoldfastCheckpointIO):
+    """Saves and loads the checkpoints of one run with the engine, and leaves every other path to the plugin before it.
+
+    Other paths are those of the tuner, of SLURM's requeueing, and files that the user names. Checkpoints of the engine
+    in other directories are read as well.
+    """
+
+    def __init__(self, store: RunStore, inner: Any) -> None:
+        super().__init__(inner)
+        self.store = store
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Save a step of the run; the files are written in the background."""
+        step = self.step_of(path)
+        if step is None:
+            self.inner.save_checkpoint(checkpoint, path, storage_options)
+        else:
+            self.store.save(step, checkpoint)
 
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
@@ -150,15 +190,19 @@ class EngineCheckpointIO(CheckpointIO):
         else:
             self.store.manager.delete(step)
 
-    def teardown(self) -> None:
-        self.inner.teardown()
-
     def step_of(self, path: str | os.PathLike[str]) -> int | None:
         """Return the step of the run that a path stands for, or None."""
         try:
             return self.store.step_of(path)
         except InvalidLocationError:
             return None
+
+
+def _torch_io() -> Any:
+    for fabric in ("lightning.fabric", "lightning_fabric"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(f"{fabric}.plugins.io.torch_io").TorchCheckpointIO()
+    raise ImportError("Lightning is not installed")
 
 
 def install(strategy: Any, store: RunStore) -> None:

@@ -227,30 +227,8 @@ class RunStore:
         return tree
 
 
-def load_checkpoint(path: Place) -> dict[str, Any]:
-    """Read a checkpoint into the dictionary that Lightning's own ``.ckpt`` files hold.
-
-    ::
-
-        model.load_state_dict(load_checkpoint("runs/x/checkpoints/1200")["state_dict"])
-
-    Args:
-        path: A checkpoint, or a directory of steps, whose newest whole one is read.
-
-    Returns:
-        The dictionary; arrays are tensors on the CPU.
-
-    Raises:
-        CheckpointNotFoundError: There is no checkpoint.
-        DamagedCheckpointError: It does not verify.
-        NoWholeCheckpointError: It is a directory of steps, and all of them are damaged.
-        StateError: It was not saved from a Lightning trainer.
-    """
-    return read_checkpoint(path, with_position=False)
-
-
 def read_checkpoint(path: Place, *, with_position: bool, template: Template = None) -> dict[str, Any]:
-    """Read a checkpoint, or the newest whole one of a directory, as :func:`load_checkpoint` does."""
+    """Read a checkpoint, or the newest whole one of a directory, into Lightning's dictionary."""
     location = as_location(path)
     if not (location / RECORD).exists():
         store = RunStore(location, CallbackOptions())
@@ -292,7 +270,7 @@ def _checkpoint(found: Any, place: Place, first: Callable[[], Any] | None = None
         raise StateError(
             f"{place} was not saved from a Lightning trainer; load it with hf.load, or with the callback that saved it"
         )
-    checkpoint = from_tree({**tree, **own})
+    checkpoint = {**from_tree(tree), **from_tree(own)}
     if POSITION in checkpoint and not has_own:
         checkpoint[POSITION]["of_process_0"] = True
     return checkpoint

@@ -2,13 +2,14 @@
 
 The tree has the keys of the dictionary that Lightning makes: ``state_dict``, ``optimizer_states``, ``lr_schedulers``,
 ``loops``, ``callbacks``, ``hyper_parameters`` and what modules and plugins add. Arrays come back as tensors, as nearly
-all of them are; a numpy array lies in a dictionary with the one key ``numpy.ndarray``.
+all of them are. The entry ``value_types`` says which values are of other types: numpy arrays, paths, namespaces.
 """
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -16,14 +17,17 @@ import numpy as np
 import torch
 
 from ...engine.errors import UnsupportedLeafError
+from .values import as_plain, from_plain
 
 POSITION = "holdfast"
 """Where a checkpoint keeps what Lightning's own does not have: the position in the data, and random generators."""
 
-_NUMPY = "numpy.ndarray"
 _VERSIONS = "state_dict_versions"
+_NUMPY = "numpy.ndarray"
+_TYPES = "value_types"  # of values that are saved as plain data: the keys that lead to each, and its type
 _FIRST = ("state_dict", "optimizer_states", "lr_schedulers")  # what people look for in a listing
 _REQUIRED = ("state_dict", "optimizer_states", "loops", POSITION)
+_Keys = tuple[str | int, ...]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -37,17 +41,17 @@ class _Left:
 def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return a checkpoint of Lightning as a tree that the engine saves, and a line for each entry that was left out.
 
-    An entry is left out when it is, or holds, an object that is neither an array nor plain data; its line is such as
+    An entry is left out when it is, or holds, an object that is neither an array nor data; its line is such as
     ``hyper_parameters/loss (torch.nn.modules.loss.MSELoss)``. The checkpoint is not changed.
 
     Raises:
         UnsupportedLeafError: There is such an object where a run could not be resumed without it.
     """
-    left: list[str] = []
+    plain = _Plain()
     first = [name for name in _FIRST if name in checkpoint]
     order = [*first, *(name for name in checkpoint if name not in first)]
-    tree = _dict({name: checkpoint[name] for name in order}, "", left)
-    lost = [line for line in left if line.partition("/")[0].partition(" ")[0] in _REQUIRED]
+    tree = plain.entries({name: checkpoint[name] for name in order}, ())
+    lost = [line for line in plain.left if line.partition("/")[0].partition(" ")[0] in _REQUIRED]
     if lost:
         raise UnsupportedLeafError(
             "the run could not be resumed without these parts of its state, which are neither arrays nor plain data: "
@@ -57,12 +61,17 @@ def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if versions:
         # The versions of the modules, which they may need to load older states. One leaf, not one for every module.
         tree[_VERSIONS] = json.dumps({name: facts.get("version") for name, facts in versions.items()})
-    return tree, left
+    if plain.types:
+        tree[_TYPES] = json.dumps(plain.types)
+    return tree, plain.left
 
 
 def from_tree(tree: dict[str, Any]) -> dict[str, Any]:
     """Return what was loaded without a template as a checkpoint of Lightning; tensors share the arrays' memory."""
-    checkpoint: dict[str, Any] = {name: _value(value) for name, value in tree.items() if name != _VERSIONS}
+    types = {tuple(keys): kind for keys, kind in json.loads(tree.get(_TYPES, "[]"))}
+    checkpoint: dict[str, Any] = {
+        name: _value(value, (name,), types) for name, value in tree.items() if name not in (_VERSIONS, _TYPES)
+    }
     versions = tree.get(_VERSIONS)
     if versions is not None:
         state = OrderedDict(checkpoint["state_dict"])
@@ -75,69 +84,96 @@ def from_tree(tree: dict[str, Any]) -> dict[str, Any]:
 
 def is_plain_tree(value: Any) -> bool:
     """Return whether a value would be saved in full."""
-    left: list[str] = []
-    return not isinstance(_plain(value, "", left), _Left) and not left
+    plain = _Plain()
+    return not isinstance(plain.value(value, ()), _Left) and not plain.left
 
 
-def _dict(value: dict[Any, Any], path: str, left: list[str]) -> dict[Any, Any]:
-    kept: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
-    for key, item in value.items():
-        inner = f"{path}{key}"
-        if type(key) not in (str, int):
-            left.append(f"{inner} (its key is a {type(key).__qualname__})")
-            continue
-        if type(key) is int and not -(2**63) <= key < 2**63:
-            left.append(f"{inner} (its key is a number of more than 64 bits)")
-            continue
-        found = _plain(item, inner, left)
+class _Plain:
+    """Turns values into plain data and arrays, and notes what was left out and what was of another type."""
+
+    def __init__(self) -> None:
+        self.left: list[str] = []
+        self.types: list[tuple[_Keys, str]] = []
+
+    def entries(self, value: dict[Any, Any], keys: _Keys) -> dict[Any, Any]:
+        kept: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        for key, item in value.items():
+            inner = "/".join(map(str, (*keys, key)))
+            if type(key) not in (str, int):
+                self.left.append(f"{inner} (its key is a {type(key).__qualname__})")
+                continue
+            if type(key) is int and not -(2**63) <= key < 2**63:
+                self.left.append(f"{inner} (its key is a number of more than 64 bits)")
+                continue
+            found = self.value(item, (*keys, key))
+            if isinstance(found, _Left):
+                self.left.append(f"{inner} ({found.kind})")
+            else:
+                kept[key] = found
+        return kept
+
+    def value(self, value: Any, keys: _Keys) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if isinstance(value, torch.Tensor):
+            unusual = value.layout != torch.strided or value.is_quantized or value.is_meta
+            return _Left(value) if unusual else value.detach()
+        if isinstance(value, dict):
+            return self.entries(value, keys)
+        if kind in (list, tuple, set, frozenset):
+            return self._sequence(value, keys)
+        if isinstance(value, np.ndarray):
+            if value.dtype.hasobject or value.dtype.names:
+                return _Left(value)
+            self.types.append((keys, _NUMPY))
+            return value
+        if isinstance(value, np.generic):
+            return _Left(value) if value.dtype.hasobject or value.dtype.names else value
+        if isinstance(value, str) and not isinstance(value, Enum):
+            return str(value)
+        if (other := as_plain(value)) is None:
+            return _Left(value)
+        data, name = other
+        count = len(self.types)
+        found = self.value(data, keys)
         if isinstance(found, _Left):
-            left.append(f"{inner} ({found.kind})")
+            del self.types[count:]
         else:
-            kept[key] = found
-    return kept
+            self.types.append((keys, name))
+        return found
+
+    def _sequence(self, value: Any, keys: _Keys) -> Any:
+        items, count = [], len(self.types)
+        for index, item in enumerate(value):
+            found = self.value(item, (*keys, index))
+            if isinstance(found, _Left):
+                del self.types[count:]
+                return found  # leaving one element out would move the others: the whole entry goes
+            items.append(found)
+        if isinstance(value, set | frozenset):
+            return type(value)(items) if all(type(item) in _PLAIN for item in value) else _Left(value)
+        return items if isinstance(value, list) else tuple(items)
 
 
-def _plain(value: Any, path: str, left: list[str]) -> Any:
-    kind = type(value)
-    if kind in _PLAIN:
+def _value(value: Any, keys: _Keys, types: Mapping[_Keys, str]) -> Any:
+    kind = types.get(keys)
+    if kind == _NUMPY and isinstance(value, np.ndarray):
         return value
-    if isinstance(value, torch.Tensor):
-        return _Left(value) if value.layout != torch.strided or value.is_quantized or value.is_meta else value.detach()
-    if isinstance(value, dict):
-        return _dict(value, f"{path}/", left)
-    if kind in (list, tuple, set, frozenset, torch.Size):
-        return _sequence(value, path, left)
-    if isinstance(value, np.ndarray):
-        return _Left(value) if value.dtype.hasobject or value.dtype.names else {_NUMPY: value}
-    if isinstance(value, np.generic):
-        return _Left(value) if value.dtype.hasobject or value.dtype.names else value
-    if isinstance(value, str) and not isinstance(value, Enum):
-        return str(value)
-    return _Left(value)
+    found = _contents(value, keys, types)
+    return found if kind is None else from_plain(found, kind)
 
 
-def _sequence(value: Any, path: str, left: list[str]) -> Any:
-    items = []
-    for index, item in enumerate(value):
-        found = _plain(item, f"{path}/{index}", left)
-        if isinstance(found, _Left):
-            return found  # leaving one element out would move the others: the whole entry goes
-        items.append(found)
-    if isinstance(value, set | frozenset):
-        return type(value)(items) if all(type(item) in _PLAIN for item in items) else _Left(value)
-    return items if isinstance(value, list) else tuple(items)
-
-
-def _value(value: Any) -> Any:
+def _contents(value: Any, keys: _Keys, types: Mapping[_Keys, str]) -> Any:
     if isinstance(value, np.ndarray):
         return _tensor(value)
     if isinstance(value, dict):
-        if value.keys() == {_NUMPY} and isinstance(value[_NUMPY], np.ndarray):
+        if value.keys() == {_NUMPY} and isinstance(value[_NUMPY], np.ndarray):  # as in earlier checkpoints
             return value[_NUMPY]
-        entries = {key: _value(item) for key, item in value.items()}
+        entries = {key: _value(item, (*keys, key), types) for key, item in value.items()}
         return OrderedDict(entries) if isinstance(value, OrderedDict) else entries
     if isinstance(value, list | tuple):
-        return type(value)(map(_value, value))
+        return type(value)(_value(item, (*keys, index), types) for index, item in enumerate(value))
     return value
 
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import random
+import sys
+from argparse import Namespace
 from collections import OrderedDict
-from pathlib import Path, PurePath
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -48,10 +55,87 @@ def test_every_kind_of_state_comes_back_as_what_it_was(tmp_path: Any) -> None:
         "shape": torch.Size([2, 3]),
     }
     found = through_disk(checkpoint, tmp_path / "checkpoint")
-    expected = {**checkpoint, "shape": (2, 3)}
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
+    assert found.keys() == checkpoint.keys()
+    for name, value in checkpoint.items():
         assert_same(found[name], value, name)
+
+
+class Color(Enum):
+    RED = "#f00"
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    width: int
+    act: type
+    where: Path | None = None
+
+
+VALUES: dict[str, tuple[Any, Any]] = {  # and what a reader that knows nothing of them gets
+    "path": (Path("data/x"), "data/x"),
+    "namespace": (Namespace(lr=0.1, inner=Namespace(path=Path("y"))), {"lr": 0.1, "inner": {"path": "y"}}),
+    "dataclass": (
+        [Network(3, torch.nn.ReLU, Path("z"))],
+        [{"width": 3, "act": "torch.nn.modules.activation.ReLU", "where": "z"}],
+    ),
+    "dtype": (torch.bfloat16, "torch.bfloat16"),
+    "memory format": (torch.channels_last, "torch.channels_last"),
+    "device": (torch.device("cuda:1"), "cuda:1"),
+    "numpy dtype": (np.dtype("<f4"), "<f4"),
+    "numpy type": (np.float32, "numpy.float32"),
+    "numpy scalar": (np.int64(3), np.int64(3)),
+    "enum": ({"color": Color.RED}, {"color": "RED"}),
+    "size": (torch.Size([2, 3]), [2, 3]),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_of_other_types_are_kept(tmp_path: Path, name: str) -> None:
+    value, plain = VALUES[name]
+    found = through_disk({"hyper_parameters": {"one": value, "other": 1}}, tmp_path / "checkpoint")
+    assert found == {"hyper_parameters": {"one": value, "other": 1}}
+    assert type(found["hyper_parameters"]["one"]) is type(value)
+    read = hf.load(tmp_path / "checkpoint")["hyper_parameters"]
+    assert read == {"one": plain, "other": 1}
+
+
+def test_a_class_that_the_program_has_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree, _ = to_tree({"network": Network(3, torch.nn.ReLU), "color": Color.RED})
+    monkeypatch.delattr(f"{__name__}.Network")
+    monkeypatch.delattr(f"{__name__}.Color")
+    assert from_tree(tree) == {"network": {"width": 3, "act": torch.nn.ReLU, "where": None}, "color": "RED"}
+
+
+def test_names_in_a_checkpoint_run_nothing() -> None:
+    for kind in ("class os:system", "dataclass subprocess:Popen", "class subprocess:Popen", "enum argparse:Namespace"):
+        forged = {"one": "x", "value_types": json.dumps([[["one"], kind]])}
+        assert from_tree(forged) == {"one": "x"}
+
+
+def test_configurations_of_omegaconf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class DictConfig:
+        __module__ = "omegaconf.dictconfig"
+
+        def __init__(self, content: Any) -> None:
+            self.content = content
+
+    class OmegaConf:
+        create = DictConfig
+
+        @staticmethod
+        def to_container(config: DictConfig, *, resolve: bool) -> Any:
+            assert not resolve
+            return config.content
+
+    stand_in = ModuleType("omegaconf")
+    vars(stand_in).update(OmegaConf=OmegaConf)
+    monkeypatch.setitem(sys.modules, "omegaconf", stand_in)
+    content = {"lr": 0.1, "twice": "${lr}", "data": {"path": Path("x")}}
+    found = through_disk({"hyper_parameters": DictConfig(content)}, tmp_path / "checkpoint")["hyper_parameters"]
+    assert type(found) is DictConfig
+    assert found.content == content
+    monkeypatch.setitem(sys.modules, "omegaconf", None)  # not installed
+    assert from_tree(hf.load(tmp_path / "checkpoint"))["hyper_parameters"] == content
 
 
 _LEAVES = (
@@ -89,7 +173,7 @@ def test_any_tree_comes_back(checkpoint: dict[str, Any]) -> None:
     ("entry", "named"),
     [
         (object(), "extra (object)"),
-        ({"deep": {"path": PurePath("x")}}, "extra/deep/path (pathlib."),
+        ({"deep": {"part": partial(print)}}, "extra/deep/part (functools.partial)"),
         ([1, torch.relu], "extra (builtin_function_or_method)"),
         ([{"inner": torch.nn.ReLU()}], "extra/0/inner (torch.nn.modules.activation.ReLU)"),
         ({2.5: 1}, "extra/2.5 (its key is a float)"),

@@ -187,7 +187,7 @@ def test_a_trainer_that_starts_the_others_itself(
 def test_the_page(run_together: Run, tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "lightning.md").read_text(encoding="utf-8")
     assert "$ torchrun --nproc-per-node 2 train_lightning.py" in page
-    [program] = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    program, *_ = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     ended = run_together(tmp_path, page=program)
     assert [status for status, _, _ in ended] == [0, 0], ended[0][2]
     assert "\n80 steps\n" in ended[0][2]
