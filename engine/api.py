@@ -49,8 +49,9 @@ def load(path: Place, *, like: Any = None, select: Patterns | None = None, item:
     Args:
         path: A checkpoint, or a directory of steps, of which the newest is loaded. It may be one of another library:
             Orbax, safetensors (a file, or a folder with an index), a file of ``torch.save`` or Lightning, a folder of
-            torch.distributed.checkpoint, a msgpack file of Flax, TensorFlow's (a prefix such as ``dir/ckpt-5``). Or a
-            folder of arrays that TensorStore wrote (zarr v3 in OCDBT), which gives a dictionary of them.
+            torch.distributed.checkpoint, a msgpack file of Flax, TensorFlow's (a prefix such as ``dir/ckpt-5``), the
+            weights in a ``.keras`` or ``.h5`` file (with the extra ``keras``), a ``.npz`` file, a directory of RLlib.
+            Or a folder of arrays that TensorStore wrote (zarr v3 in OCDBT), which gives a dictionary of them.
         like: A template. Its containers, array libraries and shardings decide what is returned, and its dtypes and
             shapes are checked. Leaves may be arrays or abstract, such as ``jax.ShapeDtypeStruct``. Without it the saved
             containers are returned with numpy arrays, namedtuples and dataclasses as dictionaries.

@@ -6,22 +6,31 @@ An object is *stateful* if it has ``get_state``/``set_state`` (Grain iterators, 
 restores it from a tree that was loaded without a template.
 
 Arrays of torch and jax are wrapped in a one-entry dict that names their library, because a checkpoint loads as numpy
-arrays without a template.
+arrays without a template. So are named tuples and dataclasses, in one that names their class, which the program must
+have defined already: nothing is imported, and no constructor is called.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import sys
+from collections import deque
+from collections.abc import Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
-from .errors import DamagedCheckpointError, OptionError
+from .errors import DamagedCheckpointError, OptionError, StateError
+from .pytree import expand
 
 _TORCH = "torch.Tensor"
 _JAX = "jax.Array"
 _KEY = "jax.random.key"
+_CLASS = "holdfast.class"  # key of the name of a class, beside its fields
+_FIELDS = "fields"
+_classes: WeakValueDictionary[str, type] = WeakValueDictionary()  # of the instances that were seen, by their names
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
@@ -75,7 +84,12 @@ def restore_state(thing: object, state: Any) -> Any:
         return thing
     methods = _methods(thing)
     if methods is not None:
-        getattr(thing, methods[1])(decode_state(state))
+        try:
+            decoded = decode_state(state)
+        except StateError:
+            encode_state(getattr(thing, methods[0])())  # a class in a function is known by its instances only
+            decoded = decode_state(state)
+        getattr(thing, methods[1])(decoded)
         return thing
     return decode_state(state)
 
@@ -108,6 +122,8 @@ def encode_state(value: Any) -> Any:
         return entries if type(value) is dict else _like(value, entries)
     if type(value) in (list, tuple):
         return type(value)(map(encode_state, value))
+    if type(value) is deque:
+        return deque(map(encode_state, value), value.maxlen)
     if isinstance(value, np.ndarray):
         return value.copy()
     torch = sys.modules.get("torch")
@@ -118,6 +134,12 @@ def encode_state(value: Any) -> Any:
         if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
             return {_KEY: jax.random.key_data(value), "impl": str(jax.random.key_impl(value))}
         return {_JAX: value}
+    contents = None if isinstance(value, type) else expand(value)
+    if contents is not None and contents.kind in ("namedtuple", "dataclass"):
+        fields = dict(zip(contents.keys or (), map(encode_state, contents.values), strict=True))
+        name = f"{type(value).__module__}:{type(value).__qualname__}"
+        _classes[name] = type(value)
+        return {_CLASS: name, _FIELDS: fields}
     return value
 
 
@@ -141,11 +163,38 @@ def decode_state(value: Any) -> Any:
             import jax
 
             return jax.random.wrap_key_data(jax.numpy.asarray(value[_KEY]), impl=value["impl"])
+        if value.keys() == {_CLASS, _FIELDS}:
+            return _instance(value[_CLASS], {name: decode_state(field) for name, field in value[_FIELDS].items()})
         entries = {key: decode_state(item) for key, item in value.items()}
         return entries if type(value) is dict else _like(value, entries)
     if type(value) in (list, tuple):
         return type(value)(map(decode_state, value))
+    if type(value) is deque:
+        return deque(map(decode_state, value), value.maxlen)
     return value
+
+
+def _instance(name: str, fields: Mapping[str, Any]) -> Any:
+    """Return a named tuple or dataclass with these fields, of a class that the program has defined."""
+    module, _, path = name.partition(":")
+    kind: Any = sys.modules.get(module)
+    for part in path.split("."):
+        # A class in a function is not an attribute of anything.
+        kind = vars(kind).get(part) if isinstance(kind, type) or hasattr(kind, "__dict__") else None
+    kind = _classes.get(name) if kind is None else kind
+    if isinstance(kind, type) and issubclass(kind, tuple) and getattr(kind, "_fields", None) == tuple(fields):
+        return tuple.__new__(kind, fields.values())
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        known = {field.name for field in dataclasses.fields(kind)}
+        if fields.keys() <= known:
+            found = object.__new__(kind)
+            for field, value in fields.items():
+                object.__setattr__(found, field, value)
+            return found
+    raise StateError(
+        f"a state holds a {name} with the fields {', '.join(fields)}, and the program has no such class; define or "
+        "import it before the restore, at the top of its module, or return plain dictionaries from get_state"
+    )
 
 
 def _tensor(array: Any) -> Any:

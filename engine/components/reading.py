@@ -11,12 +11,13 @@ from ..arrays import TreeReader, load_tree, read_checked, tree_metadata
 from ..checkpoint import Place, read_record
 from ..errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError
 from ..format import COMPONENT, COMPONENTS, DOCUMENT_LIMIT, RECORD, CheckpointRecord, ItemRecord
+from ..formats.rllib import looks_like_rllib
 from ..graph import Path
 from ..pytree import LeafRequest, collection_paused
 from ..storage import Location, as_location
 from .layout import Description, below, part_records, parts_of, whole_around
 from .names import STATE, format_component_path, name_of
-from .rllib import RLlibComponent, looks_like_rllib
+from .rllib import RLlibComponent
 
 _SEARCHED = 100  # directories in which a message looks for a tree to name
 _FRAMEWORKS = {"jax": "jax", "torch": "torch", "key": "jax"}

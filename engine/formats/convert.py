@@ -89,8 +89,8 @@ def import_checkpoint(
     In a program of several processes that all call this, process 0 does it and the others wait.
 
     Args:
-        source: A checkpoint of Orbax, safetensors, torch, Lightning, torch.distributed.checkpoint, Flax or TensorFlow,
-            or a directory of steps.
+        source: A checkpoint of Orbax, safetensors, torch, Lightning, torch.distributed.checkpoint, Flax, TensorFlow,
+            Keras, numpy or RLlib, or a directory of steps.
         destination: A path or a URL; nothing may be there yet.
         overwrite: Replace a checkpoint that is there, or steps of the same numbers.
         coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..errors import UnsupportedLeafError
@@ -39,10 +41,10 @@ def capture(graph: LiveGraph, *, apart: bool = False) -> CapturedGraph:
         )
     flat = flatten(_nested(graph.root, numbers, {id(node) for node in states}) or {})
     names = dict(zip(flat.values, flat.names, strict=True))
-    tree = unflatten(flat.structure, [graph.nodes[number].slot.get() for number in flat.values])
+    tree = unflatten(flat.structure, [graph.nodes[number].stored_value() for number in flat.values])
     names.update({numbers[id(node)]: PER_PROCESS + escape_key(storage_name(node.path)) for node in states})
     nodes = [_node_document(node, numbers, names) for node in graph.nodes]
-    per_process = {storage_name(node.path): node.slot.get() for node in states} if apart else None
+    per_process = {storage_name(node.path): node.stored_value() for node in states} if apart else None
     return CapturedGraph(tree, {"nodes": nodes}, graph.skipped, graph.notes, per_process)
 
 
@@ -68,7 +70,9 @@ def _nested(node: LiveNode, numbers: Mapping[int, int], elsewhere: Collection[in
         for segment in value.path[len(node.path) : -1]:
             branch = branch.setdefault(unescape_key(segment), {})
         branch[unescape_key(value.path[-1])] = numbers[id(value)]
-    sequence: type = tuple if node.view.label == "tuple" else list
+    sequence: Any = tuple if node.view.label == "tuple" else list
+    if isinstance(node.value, deque):
+        sequence = partial(deque, maxlen=node.value.maxlen)
     if found:
         is_sequence = node.view.sequence and complete and list(found) == list(range(len(found)))
         return sequence(found.values()) if is_sequence else found

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..pytree import is_jax_array, is_python_value, is_torch_tensor, loaded
+from ..pytree import is_jax_array, is_python_value, is_torch_tensor, loaded, pack_tree
 from ..stateful import decode_state, encode_state
 from .paths import Path
 from .slots import StateSlot
@@ -103,7 +103,7 @@ class _ExtraState(StateSlot):
         super().__init__(module, module, ("_extra_state",))
 
     def get(self) -> Any:
-        return encode_state(self.thing.get_extra_state())
+        return pack_tree(encode_state(self.thing.get_extra_state()))
 
     def set(self, value: Any) -> None:
         self.thing.set_extra_state(decode_state(value))

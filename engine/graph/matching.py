@@ -10,17 +10,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 from ..pytree import is_torch_tensor, unescape_key
 from .frameworks import OptimizerSlot, OptionSlot, group_options, is_optimizer
 from .paths import Path, format_node_path
 from .saved import SavedGraph
-from .slots import Assignment, BoxSlot, EntrySlot
+from .slots import Assignment, EntrySlot, Slot
 from .tracked import Node
 from .values import PlainValues, is_plain
-from .views import Branch, Leaf, Position, View, classify, edge_at, root_view
+from .views import Branch, Leaf, Position, View, classify, edge_at, is_growing, root_view, sequence_slot
 from .walk import GROUPS, OPTIMIZER_SLOTS
 
 _logger = logging.getLogger("holdfast")
@@ -88,6 +87,8 @@ class Matching:
         while queue:
             visit = queue.popleft()
             number, value, view = visit.number, visit.value, visit.view
+            if isinstance(view, Leaf) and view.opened is not None and not self._holds_numbers(number):
+                view = view.opened()
             if isinstance(view, Leaf):
                 yield from self._leaf(visit, view)
             # The parts of an immutable container are visited wherever they are, as each place is built anew.
@@ -102,30 +103,34 @@ class Matching:
                 continue
             seen.add((number, id(value)))
             kept.append(value)
-            if self.graph.nodes[number].value is not None:
-                self.unused[number] = visit.path
-            else:
+            if self.graph.nodes[number].value is None:
                 yield from self._branch(visit, view, queue)
+            elif self.plain.is_packed(number) and (slot := _slot_of_elements(visit)) is not None:
+                yield Assignment(number, slot, visit.path, covers=[(number, ())])
+            else:
+                self.unused[number] = visit.path
+
+    def _holds_numbers(self, number: int) -> bool:
+        """Whether a node may be the elements of a sequence, packed or one by one."""
+        return self.plain.is_packed(number) or (self.plain.is_sequence(number) and self.plain.below(number) is not None)
 
     def _leaf(self, visit: _Visit, leaf: Leaf) -> Iterator[Assignment]:
         if not self.bindings.bind(visit.number, visit.value, visit.path, fixed=leaf.in_place):
             return
         if self.graph.nodes[visit.number].value is not None:
             yield Assignment(visit.number, leaf.slot, visit.path)
-        elif visit.value is None and (covers := self.plain.below(visit.number)) is not None:
+        elif (visit.value is None or leaf.opened) and (covers := self.plain.below(visit.number)) is not None:
             yield Assignment(visit.number, leaf.slot, visit.path, covers=covers)
 
     def _branch(self, visit: _Visit, view: Branch, queue: deque[_Visit]) -> Iterator[Assignment]:
         """Follow the edges that both graphs have; plain values need none in the program."""
         value, path = visit.value, visit.path
         grows = None if view.functional else visit.position
-        if grows is not None and isinstance(value, list):
-            covers = self.plain.below(visit.number) if self.plain.is_sequence(visit.number) else None
-            # Elements that other objects hold, too, have to stay the same objects, as far as they exist.
-            kept = self.plain.shares(visit.number) and len(value) == len(self.graph.nodes[visit.number].edges)
-            if covers is not None and is_plain(value, {}) and not kept:
-                replace_all = partial(list.__setitem__, value, slice(None))
-                slot = BoxSlot(grows.anchor, grows.trail, lambda: value, replace_all)
+        if self.plain.is_sequence(visit.number) and (slot := _slot_of_elements(visit)) is not None:
+            covers, changes = self.plain.below(visit.number), len(value) != len(self.graph.nodes[visit.number].edges)
+            # Elements that other objects hold, too, have to stay the same objects, as far as they exist; so do those
+            # of a tuple, which is a part of something.
+            if covers is not None and (changes or not (self.plain.shares(visit.number) or isinstance(value, tuple))):
                 yield Assignment(visit.number, slot, path, covers=covers)
                 return
         edges = {edge.segment: edge for edge in view.edges}
@@ -145,6 +150,14 @@ class Matching:
                 yield Assignment(child, entry, below, covers=covers)
             elif segment not in special and child in self.graph.with_values:
                 self.waiting.append(value)
+
+
+def _slot_of_elements(visit: _Visit) -> Slot | None:
+    """Return the slot of all elements of a plain sequence of the program; None for anything else."""
+    value, position = visit.value, visit.position
+    if position is None or not isinstance(value, list | tuple | deque) or not is_plain(value, {}):
+        return None
+    return sequence_slot(value, position) if is_growing(value, position) else position.slot(value)
 
 
 # ---- bindings

@@ -217,7 +217,7 @@ class Restoration:
         graph = stored.graph.unwrapped()
         graph = graph.renamed(rename) if rename else graph
         plain = {
-            number
+            number: leaf.saved.kind
             for number, node in graph.values()
             if (leaf := stored.leaves.get(str(node.value))) is not None
             and leaf.saved.kind in PLAIN_KINDS
@@ -345,6 +345,8 @@ class Restoration:
         )
 
     def _is_restored(self, node: LiveNode) -> bool:
+        if isinstance(node.view, Leaf) and node.view.opened is not None and (*node.path, "0") in self._settled:
+            return True  # element by element
         return node.path in self._settled or last_writer(node.slot) >= self._number
 
     def warn_of_missing(self, root: Node) -> None:

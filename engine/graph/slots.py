@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..pytree import expand, key_segments
+from ..pytree import expand, key_segments, pack_tree
 from ..stateful import is_stream, restore_state, state_of
 from .paths import Path
 
@@ -55,7 +55,7 @@ class StateSlot:
         return is_stream(self.thing)
 
     def get(self) -> Any:
-        return state_of(self.thing)
+        return pack_tree(state_of(self.thing))
 
     def set(self, value: Any) -> None:
         restore_state(self.thing, value)

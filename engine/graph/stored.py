@@ -99,13 +99,17 @@ class StoredGraph:
             return [name]
         return [leaf for child in _names(self._containers[name], name) for leaf in self.leaves_of(child)]
 
-    def keys_at(self, name: str) -> dict[str, Any]:
-        """Return the keys of a container by the names of its edges; none where there is no such container."""
-        container = self._containers.get(name)
-        if container is None:
-            return {}
-        keys = range(len(container.children)) if container.keys is None else container.keys
-        return dict(zip(key_segments(container.keys, len(container.children)), keys, strict=True))
+    def container(self, name: str) -> TreeDef | None:
+        """Return the container of this storage name, or None."""
+        return self._containers.get(name)
+
+
+def keys_by_segment(container: TreeDef | None) -> dict[str, Any]:
+    """Return the keys of a container by the names of its edges; none where there is no container."""
+    if container is None:
+        return {}
+    keys = range(len(container.children)) if container.keys is None else container.keys
+    return dict(zip(key_segments(container.keys, len(container.children)), keys, strict=True))
 
 
 def open_graph(location: Location) -> StoredGraph:

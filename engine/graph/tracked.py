@@ -8,6 +8,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, SupportsIndex
 
 from ..errors import OptionError, UnsupportedLeafError
+from ..pytree import loaded, opens_as
 from .wrappers import unwrapped
 
 
@@ -179,6 +180,7 @@ class TrackedList(list[Any]):
     """
 
     def __init__(self, elements: Iterable[Any] = ()) -> None:
+        _register_pytrees()
         super().__init__(elements)
         self._holdfast_pending: list[Resumable] = []
         self._holdfast_origin = (elements, _contents(self)) if type(elements) is list else None
@@ -220,6 +222,7 @@ class TrackedDict(dict[Any, Any]):
     """
 
     def __init__(self, entries: Mapping[Any, Any] | Iterable[tuple[Any, Any]] = ()) -> None:
+        _register_pytrees()
         super().__init__(entries)
         self._holdfast_pending: list[Resumable] = []
         self._holdfast_origin = (entries, _contents(self)) if type(entries) is dict else None
@@ -246,6 +249,49 @@ class TrackedDict(dict[Any, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
+
+
+opens_as(TrackedList, "list")
+opens_as(TrackedDict, "dict")
+
+
+def _register_pytrees() -> None:
+    """Make tracked containers pytrees of the frameworks that the program has: parameters in them are trained."""
+    if "jax" not in _registered and (jax := loaded("jax")) is not None:
+        _registered.add("jax")
+        util = jax.tree_util
+        util.register_pytree_with_keys(TrackedList, lambda one: _keyed(one, range(len(one)), util.SequenceKey), _list)
+        util.register_pytree_with_keys(TrackedDict, lambda one: _keyed(one, _sorted(one), util.DictKey), _dict)
+    if "torch" not in _registered and (torch := loaded("torch")) is not None:
+        _registered.add("torch")
+        register = torch.utils._pytree.register_pytree_node
+        register(TrackedList, lambda one: (list(one), None), lambda children, _: TrackedList(iter(children)))
+        register(
+            TrackedDict, lambda one: (list(one.values()), tuple(one)), lambda children, keys: _dict(keys, children)
+        )
+
+
+def _keyed(one: Any, keys: Iterable[Any], kind: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    keys = tuple(keys)
+    return [(kind(key), one[key]) for key in keys], keys
+
+
+def _sorted(one: TrackedDict) -> list[Any]:
+    try:
+        return sorted(one)  # as jax does with dictionaries
+    except TypeError:
+        return list(one)
+
+
+def _list(_: Any, children: Iterable[Any]) -> TrackedList:
+    return TrackedList(iter(children))
+
+
+def _dict(keys: Iterable[Any], children: Iterable[Any]) -> TrackedDict:
+    return TrackedDict(zip(keys, children, strict=True))
+
+
+_registered: set[str] = set()
 
 
 def tracked_attributes(value: object) -> list[tuple[str, Any]]:

@@ -6,6 +6,7 @@ dictionary that holds nothing else, such as a history of losses, takes all value
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +18,9 @@ from ..errors import TreeMismatchError
 from ..pytree import (
     MAX_DEPTH,
     NUMBER_KINDS,
+    NUMBERS,
     Saved,
+    TreeDef,
     compare,
     describe_template,
     is_python_value,
@@ -29,23 +32,29 @@ from .frameworks import OptimizerSlot, OptionSlot, TensorSlot, is_single_leaf, n
 from .paths import Path, format_node_path, storage_name
 from .saved import SavedGraph, Transform
 from .slots import Assignment, EntrySlot, Slot, StateSlot
-from .stored import StoredGraph
+from .stored import StoredGraph, keys_by_segment
 from .tracked import TrackedDict, TrackedList
 
 # Kinds of leaves that need no object of the program.
-PLAIN_KINDS = NUMBER_KINDS | {"str", "bytes", "none", "set", "frozenset", "numpy_scalar"}
+PLAIN_KINDS = NUMBER_KINDS | {NUMBERS, "str", "bytes", "none", "set", "frozenset", "numpy_scalar"}
 
-_CONTAINERS = (list, dict, tuple, TrackedList, TrackedDict)
-_SEQUENCES = {"list": list, "tuple": tuple, f"{TrackedList.__module__}.{TrackedList.__name__}": list}
+_CONTAINERS = (list, dict, tuple, deque, TrackedList, TrackedDict)
+_SEQUENCES: dict[str, Any] = {
+    "list": list,
+    "tuple": tuple,
+    "collections.deque": deque,
+    f"{TrackedList.__module__}.{TrackedList.__name__}": list,
+}
+_KINDS = (list, tuple, deque)
 _LABELS = frozenset({*_SEQUENCES, "dict", f"{TrackedDict.__module__}.{TrackedDict.__name__}"})
 
 
 class PlainValues:
     """The nodes of a checkpoint that are plain values, or containers of nothing else."""
 
-    def __init__(self, graph: SavedGraph, values: set[int]) -> None:
+    def __init__(self, graph: SavedGraph, kinds: Mapping[int, str]) -> None:
         self._graph = graph
-        self._values = values
+        self._values = kinds  # of the values, by their nodes
         self._known: dict[int, list[tuple[int, Path]] | None] = {}
         self._sharing: set[int] = set()
 
@@ -56,6 +65,10 @@ class PlainValues:
             self._known[number] = self._search(number)
         return self._known[number]
 
+    def is_packed(self, number: int) -> bool:
+        """Whether a value is a sequence of numbers."""
+        return self._values.get(number) == NUMBERS
+
     def is_sequence(self, number: int) -> bool:
         return self._graph.nodes[number].type in _SEQUENCES
 
@@ -63,18 +76,21 @@ class PlainValues:
         """Whether other edges lead to containers in this one, too; asked after `below`."""
         return number in self._sharing
 
-    def build(self, number: int, values: Mapping[int, Any], keys: Callable[[int], Mapping[str, Any]]) -> Any:
+    def build(self, number: int, values: Mapping[int, Any], container: Callable[[int], TreeDef | None]) -> Any:
         if number in values:
             return values[number]
         node = self._graph.nodes[number]
         if node.type in _SEQUENCES:
             order = sorted(node.edges, key=int)
-            return _SEQUENCES[node.type](self.build(node.edges[segment], values, keys) for segment in order)
-        known = keys(number)
+            elements = [self.build(node.edges[segment], values, container) for segment in order]
+            stored = container(number)
+            is_deque = stored is not None and stored.kind == "deque"  # which knows its greatest length
+            return stored.build(elements) if stored is not None and is_deque else _SEQUENCES[node.type](elements)
+        known = keys_by_segment(container(number))
         order = [segment for segment in known if segment in node.edges]
         order += [segment for segment in node.edges if segment not in known]
         return {
-            known.get(segment, unescape_key(segment)): self.build(node.edges[segment], values, keys)
+            known.get(segment, unescape_key(segment)): self.build(node.edges[segment], values, container)
             for segment in order
         }
 
@@ -161,13 +177,17 @@ class ValueReader:
         for one, group in zip(due, numbers, strict=True):
             if isinstance(one.slot, EntrySlot):
                 segment = one.slot.trail[-1]
-                one.slot.key = self._keys(one.slot.holder).get(segment, unescape_key(segment))
+                keys = keys_by_segment(self._container(one.slot.holder))
+                one.slot.key = keys.get(segment, unescape_key(segment))
             values = {number: next(loaded) for number in group}
-            found.append(values[one.saved] if one.covers is None else self._plain.build(one.saved, values, self._keys))
+            if one.covers is None:
+                found.append(values[one.saved])
+            else:
+                found.append(_like(one, self._plain.build(one.saved, values, self._container)))
         return found
 
-    def _keys(self, number: int) -> dict[str, Any]:
-        return self._stored.keys_at(self._graph.container_name(number))
+    def _container(self, number: int) -> TreeDef | None:
+        return self._stored.container(self._graph.container_name(number))
 
     def _read_leaves(self, due: list[Assignment], misfits: list[str] | None = None) -> list[Any]:
         """Return the values for leaves, each of the kind that the program has."""
@@ -202,6 +222,7 @@ class ValueReader:
         with naming(self._stored.location):
             values = materialize(targets, saved, arrays, names)
         for index, (one, leaf) in enumerate(zip(due, saved, strict=True)):
+            values[index] = _like(one, values[index])
             if one.likeness is not None and leaf.kind == "torch" and not is_torch_tensor(values[index]):
                 parameter, name, group = one.likeness
                 values[index] = new_optimizer_tensor(parameter, name, values[index], group)
@@ -222,6 +243,19 @@ class ValueReader:
             return None
         where = format_node_path(one.path)
         return f"{where}: expected shape {list(shape)} (its parameter), found {list(leaf.shape)} (checkpoint)"
+
+
+def _like(one: Assignment, value: Any) -> Any:
+    """Return the elements of a sequence in the kind of sequence that the program has."""
+    live = one.slot.get() if isinstance(value, _KINDS) else None
+    if not isinstance(live, _KINDS):
+        return value
+    if isinstance(live, deque) and live.maxlen is not None and len(value) > live.maxlen:
+        raise TreeMismatchError(
+            f"{format_node_path(one.path)}: expected at most {live.maxlen} elements (maxlen of the deque in the "
+            f"program), found {len(value)} (checkpoint); nothing was changed"
+        )
+    return value if isinstance(live, deque) else tuple(value) if isinstance(live, tuple) else list(value)
 
 
 def _depends(one: Assignment, lost: list[Assignment]) -> bool:

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +17,7 @@ import numpy as np
 from ..errors import OptionError
 from ..pytree import (
     KeyProblem,
+    PackedNumbers,
     class_name,
     expand,
     is_jax_abstract,
@@ -23,6 +25,7 @@ from ..pytree import (
     is_python_value,
     is_torch_tensor,
     key_segments,
+    pack_numbers,
 )
 from ..stateful import is_stateful
 from .frameworks import (
@@ -91,6 +94,9 @@ class Leaf:
     shared: bool  # whether it is one object wherever it is reached, to be stored once
     ready: bool = True  # whether it has a value already; parameters of lazy modules do not
     in_place: bool = True  # whether a restore changes the object itself, not the place where it hangs
+    # Of a long sequence of numbers, which is one value: its elements, and what opens it as a container instead.
+    packed: PackedNumbers | None = None
+    opened: Callable[[], View] | None = None
 
 
 @dataclass(slots=True)
@@ -146,6 +152,8 @@ def edge_at(holder: Any, key: object) -> Edge | None:
 def _classify_object(value: Any, position: Position) -> View:
     if isinstance(value, Node):
         return _node(value, position)
+    if (packed := _packed(value)) is not None:
+        return _numbers(value, packed, position)
     if isinstance(value, dict | list) and expand(value) is not None and position.part is None:
         return _container(value, position)
     if is_module(value):
@@ -208,7 +216,7 @@ def _container(value: Any, position: Position) -> View:
         segments = key_segments(contents.keys, len(keys))
     except KeyProblem as problem:
         return Unsaved(f"is a {class_name(value)} that {problem}")
-    mutable = position.part is None and isinstance(value, dict | list) and contents.kind != "node"
+    mutable = position.part is None and isinstance(value, dict | list | deque) and contents.kind != "node"
     positions = []
     if mutable:
         anchor, trail = _anchor(value, position)
@@ -222,6 +230,38 @@ def _container(value: Any, position: Position) -> View:
             positions.append(Position(part.anchor, part.trail, None, part))
     edges = list(map(Edge, segments, keys, contents.values, positions))
     return Branch(class_name(value), edges, sequence=contents.keys is None, functional=not mutable)
+
+
+def _packed(value: Any) -> PackedNumbers | None:
+    return pack_numbers(list(value) if type(value) is TrackedList else value)
+
+
+def _numbers(value: Any, packed: PackedNumbers, position: Position) -> Leaf:
+    """Return a long sequence of numbers as one value."""
+    opened = partial(_container, value, position)
+    if not is_growing(value, position):
+        shared = type(value) is not tuple
+        return Leaf(position.slot(value), shared=shared, in_place=False, packed=packed, opened=opened)
+    return Leaf(sequence_slot(value, position), shared=True, packed=packed, opened=opened)
+
+
+def is_growing(value: Any, position: Position) -> bool:
+    """Whether a value is a list or deque that takes other elements in place."""
+    return isinstance(value, list | deque) and position.part is None
+
+
+def sequence_slot(value: Any, position: Position) -> BoxSlot:
+    """Return the slot of all elements of a list or deque, which stays the same object."""
+    anchor, trail = _anchor(value, position)
+    return BoxSlot(anchor, trail, lambda: value, partial(_refill, value))
+
+
+def _refill(sequence: Any, elements: Any) -> None:
+    if isinstance(sequence, list):
+        list.__setitem__(sequence, slice(None), elements)
+    else:
+        sequence.clear()
+        sequence.extend(elements)
 
 
 def _variable(value: Any) -> View:
@@ -270,7 +310,8 @@ def _set_attribute(holder: Any, name: str, value: Any) -> None:
 
 
 def _set_item(container: Any, key: Any, value: Any) -> None:
-    (dict if isinstance(container, dict) else list).__setitem__(container, key, value)
+    kind: Any = dict if isinstance(container, dict) else list if isinstance(container, list) else deque
+    kind.__setitem__(container, key, value)
 
 
 def _refuse(_: Any) -> None:

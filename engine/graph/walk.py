@@ -42,6 +42,11 @@ class LiveNode:
         assert isinstance(self.view, Leaf)
         return self.view.slot
 
+    def stored_value(self) -> Any:
+        """Return what a checkpoint holds of it."""
+        assert isinstance(self.view, Leaf)
+        return self.slot.get() if self.view.packed is None else self.view.packed
+
     def add(self, segment: str, key: Any, child: LiveNode) -> None:
         self.keys[segment], self.edges[segment] = key, child
 
@@ -97,10 +102,10 @@ class _Walk:
         while queue:
             node, lenient = queue.popleft()
             view = node.view
+            check_origin(node.value, format_node_path(node.path))
             if not isinstance(view, Branch):
                 continue
             lenient = lenient or view.lenient
-            check_origin(node.value, format_node_path(node.path))
             for segment, note in view.notes.items():
                 self.notes[*node.path, segment] = note
             for edge in view.edges:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .cast import CastProblem, cast_checked
-from .containers import class_name, expand
+from .containers import class_name, expand, opens_as
 from .describe import describe
 from .document import TreeDocument, from_document, to_document
 from .flatten import MAX_DEPTH, Flattened, Key, KeyProblem, TreeDef, collection_paused, flatten, key_segments, unflatten

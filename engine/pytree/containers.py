@@ -108,6 +108,11 @@ _EXACT: dict[type, Callable[[Any], Contents]] = {
 }
 
 
+def opens_as(subclass: type, kind: str) -> None:
+    """Have a class derived from dict or list be a container of that kind, also where jax knows it."""
+    _EXACT[subclass] = partial(_open_subclass, kind=kind)
+
+
 def _open_registered(value: object, jax: Any) -> Contents | None:
     """Open one level of a type that is registered with jax; static fields stay in the treedef."""
     children, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)

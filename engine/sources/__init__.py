@@ -37,6 +37,8 @@ from .protocol import (
 from .stored import (
     OPTIONAL,
     Bytes,
+    FetchedArray,
+    FetchedTree,
     Path,
     StoredArray,
     StoredPart,

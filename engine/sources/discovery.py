@@ -55,8 +55,11 @@ _FORMATS: tuple[_Entry, ...] = (
     _Entry("tensorflow.checkpoint", inside=("*.index", "saved_model.pb"), files=("*",), steps=("*-[0-9]*.index",)),
     _Entry("orbax.checkpoint", inside=("*",), steps=("*[0-9]",)),
     _Entry("flax", files=("checkpoint", "checkpoint_[0-9]*", "*.msgpack"), steps=("checkpoint_[0-9]*",)),
+    _Entry("rllib", inside=("*state.pkl", "*state.msgpack"), steps=("checkpoint_[0-9]*",)),
     _Entry("torch.dcp", inside=(".metadata",)),
     _Entry("safetensors", inside=("*.safetensors", "*.safetensors.index.json"), files=("*",)),
+    _Entry("numpy_zip", files=("*.npz",)),
+    _Entry("keras", files=("*.keras", "*.h5", "*.hdf5")),
     _Entry("torch.files", files=("*",), steps=("*.ckpt",)),
     _Entry("tensorflow.v1", inside=("checkpoint",), files=("*",)),  # always refused, with the name of the format
 )

@@ -5,17 +5,19 @@ Only the leaves that are asked for are read.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays import PartialTree, Problem, Range, SavedLeaf, TreeSource, damaged_leaves, read_ranges
+from ..arrays import PartialTree, Problem, Range, SavedLeaf, TreeSource, damaged_leaves, naming, read_ranges
 from ..errors import DamagedCheckpointError, UnsupportedLeafError, itemized
 from ..pytree import MAX_DEPTH, PLACEHOLDER, Saved, TreeDocument, ValueLeaf, describe, flatten, format_path, join, split
 from ..storage import Location
@@ -256,7 +258,7 @@ class StoredTree(TreeSource):
         return cls(location, TreeDocument(flat.structure), leaves, values, nbytes, **more)
 
     def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
-        self._refuse(leaves)
+        refuse_unreadable(self, leaves)
         if self.left_out and len(leaves) == len(self.leaves):
             _logger.warning("%s: left out, as they are not data: %s", self.location, ", ".join(self.left_out))
         arrays: list[NDArray[Any] | None] = [None] * len(leaves)
@@ -308,20 +310,7 @@ class StoredTree(TreeSource):
         return arrays
 
     def for_template(self, names: Sequence[str]) -> TreeSource:
-        """Return the tree with the names of a template, where joining keys by dots gives the same.
-
-        So ``layers/0/weight`` stands for ``layers.0.weight``, and the other way round: formats without containers, and
-        the state dicts of modules, do not tell one from the other.
-        """
-        ours = {".".join(split(leaf.name)): leaf for leaf in self.leaves}
-        theirs = {".".join(split(name)): name for name in names}
-        if len(ours) != len(self.leaves) or len(theirs) != len(names):
-            return self
-        kept = set(names)
-        renamed = {
-            leaf.name if leaf.name in kept else theirs.get(joined, leaf.name): leaf for joined, leaf in ours.items()
-        }
-        return self if len(renamed) != len(ours) else PartialTree(self, renamed, self.tree)
+        return renamed_for(self, names)
 
     def verify(self) -> list[Problem]:
         return [*(() if self._check is None else self._check()), *super().verify()]
@@ -330,14 +319,81 @@ class StoredTree(TreeSource):
         """Return the location of a file whose path a :class:`StoredPart` gives."""
         return self.location / path if path else self.location
 
-    def _refuse(self, leaves: Sequence[SavedLeaf]) -> None:
-        names = [leaf.name for leaf in leaves if leaf.name in self.unreadable]
-        lines = [f"{format_path(name)}: {self.unreadable[name]}" for name in names]
-        if lines:
-            headline = (
-                f"{self.location}: these leaves would run code of the file's choice; load the others with select=:"
-            )
-            raise UnsupportedLeafError(itemized(headline, lines))
+
+class FetchedArray(NamedTuple):
+    """An array that a library reads out of a file."""
+
+    path: Path
+    name: str  # in the file
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    obstacle: str = ""  # what it is, if holdfast does not read it
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class FetchedTree(TreeSource):
+    """A tree whose arrays are read one by one, through :meth:`opened`."""
+
+    def __init__(self, location: Location, arrays: Sequence[FetchedArray]) -> None:
+        self.location = location
+        with naming(location):
+            self.tree, order = nested_tree([one.path for one in arrays])
+        self._arrays = {storage_name(one.path): one for one in arrays}
+        self.unreadable = {name: one.obstacle for name, one in self._arrays.items() if one.obstacle}
+        self.leaves = []
+        for one in (arrays[index] for index in order):
+            saved = not_read(one.obstacle) if one.obstacle else Saved({"kind": "numpy"}, one.dtype, one.shape)
+            self.leaves.append(SavedLeaf(storage_name(one.path), saved))
+
+    @abc.abstractmethod
+    def opened(self) -> AbstractContextManager[Callable[[str], NDArray[Any]]]:
+        """Open the file; yield what reads an array by its name."""
+
+    def for_template(self, names: Sequence[str]) -> TreeSource:
+        return renamed_for(self, names)
+
+    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+        refuse_unreadable(self, leaves)
+        found: list[NDArray[Any] | None] = []
+        with self.opened() as fetch:
+            for leaf in leaves:
+                try:
+                    array = fetch(self._arrays[leaf.name].name)
+                except Exception as error:
+                    raise damaged_leaves(self.location, [(format_path(leaf.name), str(error))]) from error
+                if array.shape != leaf.saved.shape:
+                    raise damaged_leaves(self.location, [(format_path(leaf.name), f"it has the shape {array.shape}")])
+                dtype: Any = leaf.saved.dtype
+                raw = array.dtype.kind == "V"  # a type that the file's format does not have
+                found.append(_own(np.asarray(array).view(dtype) if raw else np.asarray(array, dtype), None))
+        return found
+
+
+def renamed_for(source: TreeSource, names: Sequence[str]) -> TreeSource:
+    """Return a tree with the names of a template, where joining keys by dots gives the same.
+
+    So ``layers/0/weight`` stands for ``layers.0.weight``, and the other way round: formats without containers, and the
+    state dicts of modules, do not tell one from the other.
+    """
+    ours = {".".join(split(leaf.name)): leaf for leaf in source.leaves}
+    theirs = {".".join(split(name)): name for name in names}
+    if len(ours) != len(source.leaves) or len(theirs) != len(names):
+        return source
+    kept = set(names)
+    renamed = {leaf.name if leaf.name in kept else theirs.get(joined, leaf.name): leaf for joined, leaf in ours.items()}
+    return source if len(renamed) != len(ours) else PartialTree(source, renamed, source.tree)
+
+
+def refuse_unreadable(source: TreeSource, leaves: Sequence[SavedLeaf]) -> None:
+    names = [leaf.name for leaf in leaves if leaf.name in source.unreadable]
+    if names:
+        headline = f"{source.location}: these leaves are not data that holdfast reads; load the others with select=:"
+        raise UnsupportedLeafError(
+            itemized(headline, [f"{format_path(one)}: {source.unreadable[one]}" for one in names])
+        )
 
 
 def _apart(ranges: Sequence[Range]) -> list[Range]:

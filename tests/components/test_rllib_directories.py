@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import json
 import logging
-import os
 import pickle
 import struct
 import sys
@@ -20,7 +19,7 @@ import torch
 
 import holdfast as hf
 from holdfast.components import Checkpointable, read_state
-from holdfast.engine.components.rllib import decode_state
+from holdfast.engine.formats.rllib import decode_state
 
 RAN: list[str] = []
 
@@ -79,6 +78,7 @@ WEIGHTS = {"net.0.weight": np.arange(6, dtype=np.float32).reshape(2, 3), "net.0.
 
 def write(path: Path, kind: type, form: str, name: str = "state") -> Path:
     """Writes a learner with one module."""
+    path.parent.mkdir(exist_ok=True)
     pack = packed if form == "msgpack" else pickled
     counters: dict[Any, Any] = {"updates": 7, "rate": 0.5, "mean": np.zeros(3), 4: [1.5, "x", None, True]}
     for part, state, args in (
@@ -273,8 +273,7 @@ def test_msgpack_of_every_width(value: Any) -> None:
 
 
 def test_numpy_in_every_pickle_protocol() -> None:
-    from holdfast.engine.components.rllib import _plain
-    from holdfast.engine.storage import as_location
+    from holdfast.engine.formats.rllib import plain_state
 
     state = {
         "array": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
@@ -285,7 +284,7 @@ def test_numpy_in_every_pickle_protocol() -> None:
         "tuple": (1, (2,)),
     }
     for protocol in (2, 4, 5):
-        found = _plain(pickle.dumps(state, protocol=protocol), as_location(os.curdir))
+        found = plain_state(pickle.dumps(state, protocol=protocol), [])
         assert np.array_equal(found["array"], state["array"])  # type: ignore[arg-type]  # an array
         assert found["scalar"] == 2
         assert (found["deque"], found["tuple"], dict(found["ordered"])) == ([1, 2], (1, (2,)), {"x": 1})
@@ -293,3 +292,29 @@ def test_numpy_in_every_pickle_protocol() -> None:
 
 def test_floats_are_those_of_struct() -> None:
     assert decode_state(b"\xca" + struct.pack(">f", 0.1)) == struct.unpack(">f", struct.pack(">f", 0.1))[0]
+
+
+@pytest.mark.parametrize("form", ["pkl", "msgpack"])
+def test_every_front_knows_the_directories(
+    tmp_path: Path, form: str, ray_class: type, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (0, 12):
+        write(tmp_path / "trial" / f"checkpoint_{step:06}", ray_class, form)
+    path = tmp_path / "trial" / "checkpoint_000012"
+    expected = read_state(path)
+    found = hf.load(path)
+    assert found["updates"] == hf.load(tmp_path / "trial")["updates"] == expected["updates"] == 7
+    assert found[4] == expected[4] == [1.5, "x", None, True]
+    assert found["rl_module"]["p0"].keys() == WEIGHTS.keys()
+    like = {name: torch.from_numpy(np.zeros_like(value)) for name, value in WEIGHTS.items()}
+    taken = hf.load(path, select="rl_module/p0/**", like={"rl_module": {"p0": like}})["rl_module"]["p0"]
+    assert all(taken[name].numpy().tobytes() == value.tobytes() for name, value in WEIGHTS.items())
+    assert [(one.step, one.reason) for one in hf.list_checkpoints(tmp_path / "trial")] == [
+        (0, "written by RLlib"),
+        (12, "written by RLlib"),
+    ]
+    assert {leaf.path for leaf in hf.describe(path)} >= {"updates", "4/1", "rl_module/p0/net.0.weight"}
+    assert [done.step for done in hf.import_checkpoint(tmp_path / "trial", tmp_path / "ours")] == [0, 12]
+    assert hf.load(tmp_path / "ours")["rl_module"]["p0"]["net.0.bias"].tolist() == [1, 1]
+    with pytest.raises(hf.CheckpointExistsError, match="2 checkpoints of RLlib, the newest checkpoint_000012"):
+        hf.CheckpointManager(tmp_path / "trial")

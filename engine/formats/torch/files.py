@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays import Problem, SavedLeaf, TreeSource, load_tree
-from ...errors import DamagedCheckpointError, OptionError, UnsupportedLeafError
+from ...errors import DamagedCheckpointError, OptionError, UnsupportedLeafError, shortened
 from ...pytree import MAX_DEPTH, NUMBERS, format_path
 from ...sources import (
     SingleTree,
@@ -63,7 +63,7 @@ class TorchArchive:
     """An archive inside a file."""
 
     def __init__(self, reader: DataReader, offset: int = 0, length: int | None = None) -> None:
-        window = _Window(reader, offset, reader.size - offset if length is None else length)
+        window = Window(reader, offset, reader.size - offset if length is None else length)
         if window.at(0, len(ZIP_MAGIC)) != ZIP_MAGIC:
             raise NoArchive("it does not begin as an archive of torch.save does")
         try:
@@ -84,12 +84,15 @@ class TorchArchive:
                 raise DamagedCheckpointError(f"record {one.filename!r:.200} occurs twice")
             self.records[name] = _record(window, one)
         if _PICKLE not in self.records:
-            raise DamagedCheckpointError(f"it holds no {_PICKLE}, as archives of torch.save do")
+            raise DamagedCheckpointError(
+                f"it is a zip archive of {shortened([one.filename for one in found], 4) or 'nothing'}, without the "
+                f"{_PICKLE} of torch.save"
+            )
         self.pickle = self._small(window, _PICKLE, _PICKLE_LIMIT)
         order = self._small(window, "byteorder", 16) if "byteorder" in self.records else b"little"
         self.byte_order: ByteOrder = ">" if order == b"big" else "<"
 
-    def _small(self, window: _Window, name: str, limit: int) -> bytes:
+    def _small(self, window: Window, name: str, limit: int) -> bytes:
         record = self.records[name]
         if record.length > limit:
             raise DamagedCheckpointError(f"record {name} has {record.length} bytes, more than the {limit} allowed")
@@ -116,7 +119,7 @@ def check_records(reader: DataReader, archive: TorchArchive) -> list[tuple[str, 
     return problems
 
 
-def _record(window: _Window, info: zipfile.ZipInfo) -> Record:
+def _record(window: Window, info: zipfile.ZipInfo) -> Record:
     """Locate the bytes of a record: behind a header of its own, whose length only that header gives."""
     header = window.at(info.header_offset, _LOCAL_HEADER.size)
     if len(header) < _LOCAL_HEADER.size or header[:4] != ZIP_MAGIC:
@@ -129,8 +132,8 @@ def _record(window: _Window, info: zipfile.ZipInfo) -> Record:
     return Record(window.offset + begin, info.file_size, info.CRC or None)
 
 
-class _Window:
-    """A stretch of a file as a file of its own, for Python's zipfile."""
+class Window:
+    """A stretch of a file as a file of its own, for libraries that read files of Python."""
 
     def __init__(self, reader: DataReader, offset: int, size: int) -> None:
         self.offset = offset
@@ -163,6 +166,9 @@ class _Window:
             raise ValueError("a place before the archive")
         self._position = base + offset
         return self._position
+
+    def seekable(self) -> bool:
+        return True
 
     def tell(self) -> int:
         return self._position

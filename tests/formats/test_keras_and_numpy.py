@@ -1,0 +1,159 @@
+"""Files of Keras 3, other HDF5, and of numpy.savez: written in the layout that those programs write."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import holdfast as hf
+
+h5py: Any = pytest.importorskip("h5py")
+
+KERNEL = np.arange(6, dtype=np.float32).reshape(2, 3)
+BIAS = np.array([1, 2, 3], np.float32)
+HALF = np.array([1.5, -2.0], ml_dtypes.bfloat16)
+
+
+def weights_h5(path: Path) -> Path:
+    """What ``model.save_weights`` of Keras 3 writes for two layers and an optimizer."""
+    with h5py.File(path, "w") as file:
+        dense = file.create_group("layers/dense/vars")
+        dense.create_dataset("0", data=KERNEL)
+        dense.create_dataset("1", data=BIAS)
+        file.create_group("layers/dropout")
+        half = file.create_group("layers/embedding/vars").create_dataset("0", data=HALF)
+        half.attrs["dtype"] = "bfloat16"
+        optimizer = file.create_group("optimizer/vars")
+        for number in range(11):
+            optimizer.create_dataset(str(number), data=np.int64(number), compression=None)
+    return path
+
+
+def keras(path: Path) -> Path:
+    weights = weights_h5(path.with_suffix(".inside"))
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("metadata.json", json.dumps({"keras_version": "3.8.0"}))
+        archive.writestr("config.json", json.dumps({"class_name": "Sequential"}))
+        archive.write(weights, "model.weights.h5")
+    return path
+
+
+@pytest.mark.parametrize(("write", "name"), [(weights_h5, "m.weights.h5"), (keras, "m.keras")])
+def test_weights_of_keras(tmp_path: Path, write: Callable[[Path], Path], name: str) -> None:
+    path = write(tmp_path / name)
+    found = hf.load(path)
+    kernel, bias = found["layers"]["dense"]["vars"]
+    assert (kernel.dtype, kernel.tolist(), bias.tolist()) == (np.float32, KERNEL.tolist(), BIAS.tolist())
+    (half,) = found["layers"]["embedding"]["vars"]
+    assert (half.dtype, half.tobytes()) == (ml_dtypes.bfloat16, HALF.tobytes())
+    assert [int(one) for one in found["optimizer"]["vars"]] == list(range(11))
+    assert hf.load(path, select="layers/dense/vars/1")["layers"]["dense"]["vars"][1].tolist() == BIAS.tolist()
+    like = {"layers": {"dense": {"vars": [torch.empty(2, 3), torch.empty(3)]}}}
+    taken = hf.load(path, like=like, select="layers/dense/**")
+    assert torch.equal(taken["layers"]["dense"]["vars"][0], torch.from_numpy(KERNEL))
+    assert hf.verify(path).ok
+    assert "layers/dense/vars/0" in {leaf.path for leaf in hf.describe(path)}
+
+    (done,) = hf.import_checkpoint(path, tmp_path / "ours")
+    assert (done.format, done.leaves, done.left_out) == ("Keras", 14, ())
+    again = hf.load(tmp_path / "ours", item="state")
+    assert again["layers"]["dense"]["vars"][0].tolist() == KERNEL.tolist()
+    if name.endswith(".keras"):
+        assert hf.load(path, item="config") == hf.load(tmp_path / "ours", item="config") == {"class_name": "Sequential"}
+
+
+def test_without_h5py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [weights_h5(tmp_path / "m.weights.h5"), keras(tmp_path / "m.keras")]
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    for path in paths:
+        with pytest.raises(hf.OptionError, match=rf"{path.name} is a file of Keras.*pip install 'holdfast\[keras\]'"):
+            hf.load(path)
+
+
+def test_a_file_of_hdf5_does_not_lead_outside(tmp_path: Path) -> None:
+    weights_h5(tmp_path / "secret.h5")
+    (tmp_path / "raw").write_bytes(b"secret")
+    path = tmp_path / "m.h5"
+    with h5py.File(path, "w") as file:
+        file["w"] = KERNEL
+        file["text"] = "text"
+        file["elsewhere"] = h5py.ExternalLink(str(tmp_path / "secret.h5"), "/layers/dense/vars/0")
+        file.create_dataset("raw", (6,), np.uint8, external=[(str(tmp_path / "raw"), 0, 6)])
+        layout = h5py.VirtualLayout((3,), np.float32)
+        layout[:] = h5py.VirtualSource(str(tmp_path / "secret.h5"), "/layers/dense/vars/1", (3,))
+        file.create_virtual_dataset("virtual", layout)
+    others = ["elsewhere", "raw", "text", "virtual"]
+    with pytest.raises(hf.UnsupportedLeafError) as raised:
+        hf.load(path)
+    assert [line.strip().partition(":")[0] for line in str(raised.value).splitlines()[1:]] == others
+    assert hf.load(path, select="w")["w"].tolist() == KERNEL.tolist()
+    (done,) = hf.import_checkpoint(path, tmp_path / "ours")
+    assert [line.partition(" ")[0] for line in done.left_out] == others
+    assert done.format == "HDF5"
+
+
+def test_groups_in_a_circle_and_claims_are_refused(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "circle.h5", "w") as file:
+        file["a/w"] = KERNEL
+        file["a/again"] = file["a"]
+    with h5py.File(tmp_path / "large.h5", "w") as file:
+        file.create_dataset("w", (1 << 40,), np.float32, chunks=(1024,))
+    (tmp_path / "cut.h5").write_bytes(weights_h5(tmp_path / "m.h5").read_bytes()[:700])
+    for name, what in [("circle", "in a circle"), ("large", "w claims 4398046511104 bytes"), ("cut", "is damaged")]:
+        with pytest.raises(hf.DamagedCheckpointError, match=what):
+            hf.load(tmp_path / f"{name}.h5")
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_arrays_of_numpy(tmp_path: Path, save: Any) -> None:
+    arrays: dict[str, Any] = {
+        "params/w": KERNEL,
+        "params/b": BIAS,
+        "order": np.asfortranarray(KERNEL),
+        "n": np.int32(7),
+    }
+    arrays["swapped"] = BIAS.astype(">f4")
+    save(tmp_path / "a.npz", **arrays)
+    found = hf.load(tmp_path / "a.npz")
+    assert found["params"]["w"].tobytes() == KERNEL.tobytes()
+    assert found["order"].tolist() == KERNEL.tolist()
+    assert (found["swapped"].tolist(), int(found["n"])) == (BIAS.tolist(), 7)
+    like = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(3, np.float32)}
+    assert (
+        hf.load(tmp_path / "a.npz", like={"params": like}, select="params/**")["params"]["b"].tolist() == BIAS.tolist()
+    )
+    assert hf.verify(tmp_path / "a.npz").ok
+    (done,) = hf.import_checkpoint(tmp_path / "a.npz", tmp_path / "ours")
+    assert (done.format, done.leaves) == ("NumPy", 5)
+
+    content = bytearray((tmp_path / "a.npz").read_bytes())
+    with zipfile.ZipFile(tmp_path / "a.npz") as archive:
+        content[archive.getinfo("swapped.npy").header_offset - 2] ^= 1  # in the data of the member before
+    (tmp_path / "b.npz").write_bytes(bytes(content))
+    with pytest.raises(hf.DamagedCheckpointError, match=r"b\.npz"):
+        hf.load(tmp_path / "b.npz")
+
+
+def test_objects_of_numpy_are_not_unpickled(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", w=KERNEL, odd=np.array([print], object))
+    with pytest.raises(hf.UnsupportedLeafError, match="odd: pickled Python objects"):
+        hf.load(tmp_path / "a.npz")
+    assert hf.load(tmp_path / "a.npz", select="w")["w"].tolist() == KERNEL.tolist()
+
+
+def test_other_zip_archives_are_named(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "notes.zip", "w") as archive:
+        archive.writestr("a.txt", "text")
+    with pytest.raises(
+        hf.DamagedCheckpointError, match=r"a zip archive of a\.txt, without the data\.pkl of torch\.save"
+    ):
+        hf.load(tmp_path / "notes.zip")

@@ -1,0 +1,228 @@
+"""Histories of numbers, queues, and states with classes: what a training loop keeps beside its arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax  # type: ignore[import-untyped]  # it ships no types
+import pytest
+import torch
+
+import holdfast as hf
+from holdfast import graph
+from holdfast.engine.graph import views
+
+LONG = [math.sin(number) for number in range(500)]
+MIXED = [True, 1, 1.0, -0.0, float("inf"), 2**62] * 20
+
+# As saved, as it is in the program before the restore; the program's kind of sequence stays.
+SEQUENCES: dict[str, tuple[Any, Any, Any]] = {
+    "floats": (LONG, [], LONG),
+    "into others": (LONG, [0.0] * 40, LONG),
+    "mixed": (MIXED, [], MIXED),
+    "shorter": (LONG[:3], LONG, LONG[:3]),
+    "empty": ([], LONG, []),
+    "a tuple": (tuple(LONG), (0.0,) * 33, tuple(LONG)),
+    "a short tuple": (tuple(LONG), (), tuple(LONG)),
+    "a queue": (deque(LONG, 600), deque(maxlen=600), deque(LONG, 600)),
+    "a queue of few": (deque([1.0, 2.0], 5), deque(maxlen=5), deque([1.0, 2.0], 5)),
+    "a queue from a list": (LONG, deque(maxlen=500), deque(LONG, 500)),
+    "nothing yet": (deque(LONG, 700), None, deque(LONG, 700)),
+    "tracked": (graph.TrackedList(LONG), graph.TrackedList(), LONG),
+    "nested": ({"a": {"b": LONG}}, {"a": {}}, {"a": {"b": LONG}}),
+    "an entry to be": ({"a": deque(LONG[:40], 41)}, {}, {"a": deque(LONG[:40], 41)}),
+    "text": ([str(number) for number in LONG[:40]], [], [str(number) for number in LONG[:40]]),
+    "big": ([2**70] * 40, [], [2**70] * 40),
+}
+
+
+def as_text(value: Any) -> str:
+    """Types and values, exactly: True is no 1, and 1 is no 1.0."""
+    if isinstance(value, dict):
+        return repr({key: as_text(child) for key, child in value.items()})
+    return repr((list(value), getattr(value, "maxlen", None)))
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["now", "saved by an earlier version"])
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_sequences_come_back(place: str, name: str, earlier: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, live, expected = SEQUENCES[name]
+    live = live.copy() if isinstance(live, list | dict | deque) else live
+    with monkeypatch.context() as patched:
+        if earlier:  # a leaf for each element
+            patched.setattr(views, "pack_numbers", lambda value: None)
+        path = graph.Checkpoint(history=saved, step=1).write(f"{place}/x")
+    checkpoint = graph.Checkpoint(history=live, step=0)
+    checkpoint.restore(path).assert_consumed()
+    assert as_text(checkpoint.history) == as_text(expected)
+    if live is not None:
+        assert type(checkpoint.history) is type(live)
+    if isinstance(live, list | deque | dict):
+        assert checkpoint.history is live  # others may hold it, too
+    checkpoint.write(f"{place}/again")
+    again = graph.Checkpoint(history=type(expected)(), step=0) if not isinstance(expected, deque) else None
+    if again is not None:
+        again.restore(f"{place}/again").assert_consumed()
+        assert as_text(again.history) == as_text(expected)
+
+
+def test_a_long_history_costs_what_an_array_costs(tmp_path: Path) -> None:
+    size: dict[str, int] = {}
+    numbers = np.random.default_rng(0).random(50_000)
+    for name, history in {"array": numbers, "list": numbers.tolist(), "queue": deque(numbers.tolist(), 60_000)}.items():
+        graph.Checkpoint(history=history, state=Batches(numbers.tolist()[:100])).write(tmp_path / name)
+        size[name] = sum(file.stat().st_size for file in (tmp_path / name).rglob("*") if file.is_file())
+        assert len(hf.describe(tmp_path / name)) < 8  # the work goes with the number of leaves
+    assert max(size.values()) < 1.5 * size["array"]
+    assert hf.load(tmp_path / "list")["history"] == numbers.tolist()
+    assert graph.load_checkpoint(tmp_path / "list").get_tensor("history") == numbers.tolist()
+
+
+def test_a_queue_that_is_too_short(place: str) -> None:
+    for number, saved in enumerate((deque(LONG, 500), deque(LONG[:5], 500))):
+        path = graph.Checkpoint(returns=saved, step=1).write(f"{place}/{number}")
+        checkpoint = graph.Checkpoint(returns=deque(maxlen=3), step=0)
+        with pytest.raises(hf.TreeMismatchError, match="returns: expected at most 3 elements"):
+            checkpoint.restore(path)
+        assert (list(checkpoint.returns), checkpoint.step) == ([], 0)
+
+
+def test_shared_histories_stay_one_object(place: str) -> None:
+    history = [1.0] * 50
+    path = graph.Checkpoint(a={"losses": history}, b={"losses": history}).write(f"{place}/x")
+    live = [0.0] * 40
+    checkpoint = graph.Checkpoint(a={"losses": live}, b={"losses": live})
+    checkpoint.restore(path).assert_consumed()
+    assert live == history
+    assert checkpoint.a["losses"] is checkpoint.b["losses"] is live
+
+
+def test_arrays_among_many_elements_are_objects(place: str) -> None:
+    """A list of many scalars of jax was saved; the program has numbers there: each takes its own."""
+    path = graph.Checkpoint(history=[jnp.float32(number) for number in range(40)]).write(f"{place}/x")
+    checkpoint = graph.Checkpoint(history=[0.5] * 40)
+    checkpoint.restore(path).assert_consumed()
+    assert checkpoint.history == [float(number) for number in range(40)]
+
+
+# ---- states
+
+
+class Transition(NamedTuple):
+    observation: np.ndarray[Any, Any]
+    reward: float
+
+
+@dataclasses.dataclass
+class Statistics:
+    count: int
+    best: Transition | None = None
+    recent: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=3))
+
+    def __post_init__(self) -> None:
+        assert self.count >= 0, "is not called for what was saved"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fixed:
+    value: torch.Tensor
+
+
+class Batches:
+    def __init__(self, history: list[float] | None = None) -> None:
+        self.state: dict[str, Any] = {"history": history or []}
+
+    def get_state(self) -> dict[str, Any]:
+        return self.state
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_classes_in_a_state_come_back(place: str, assert_same: Callable[[Any, Any], None]) -> None:
+    class Local(NamedTuple):
+        a: int
+
+    transition = Transition(np.arange(3.0), 0.5)
+    saved = Batches()
+    saved.state = {
+        "buffer": [transition, Transition(np.zeros(2), 1.0)],
+        "statistics": Statistics(3, transition, deque([1.0, 2.0], 3)),
+        "fixed": Fixed(torch.ones(2)),
+        "history": list(LONG),
+        "local": Local(3),
+        "moments": optax.EmptyState(),
+    }
+    path = graph.Checkpoint(batches=saved).write(f"{place}/x")
+    live = Batches()
+    live.state["local"] = Local(0)
+    graph.Checkpoint(batches=live).restore(path).assert_consumed()
+    found = live.state
+    assert [type(one) for one in found["buffer"]] == [Transition] * 2
+    assert_same(found["buffer"][0]._asdict(), transition._asdict())
+    assert type(found["statistics"]) is Statistics
+    assert found["statistics"].count == 3
+    assert found["statistics"].recent == deque([1.0, 2.0])
+    assert found["statistics"].recent.maxlen == 3
+    assert type(found["statistics"].best) is Transition
+    assert type(found["fixed"]) is Fixed
+    assert found["fixed"].value.tolist() == [1, 1]
+    assert found["history"] == LONG
+    assert found["local"] == Local(3)
+    assert type(found["moments"]) is optax.EmptyState
+
+
+def test_a_class_that_is_gone_is_named(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = Batches()
+    saved.state["one"] = Transition(np.zeros(1), 2.0)
+    path = graph.Checkpoint(batches=saved).write(f"{place}/x")
+    monkeypatch.delitem(globals(), "Transition")
+    monkeypatch.setattr("holdfast.engine.stateful._classes", {})
+    with pytest.raises(hf.StateError, match=r"test_graph_sequences:Transition with the fields observation, reward"):
+        graph.Checkpoint(batches=Batches()).restore(path)
+
+
+# ---- parameters in tracked containers
+
+
+def test_parameters_that_are_attached_late_are_trained(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    params = {"dense": {"kernel": jnp.arange(3.0), "bias": jnp.ones(1)}, "scales": [jnp.ones(2)]}
+    path = graph.Checkpoint(net=graph.Node(params=params), step=1).write(f"{place}/x")
+    net = graph.Node()
+    graph.Checkpoint(net=net, step=0).restore(path)
+    net.params = jax.tree.map(jnp.zeros_like, params)  # the values come now
+    assert type(net.params) is graph.TrackedDict
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(params["dense"]["kernel"] * x) + params["dense"]["bias"][0] + params["scales"][0].sum()
+
+    optimizer = optax.adam(0.1)
+    state = optimizer.init(net.params)
+    gradients = jax.jit(jax.grad(loss))(net.params, 2.0)
+    updates, state = optimizer.update(gradients, state, net.params)
+    net.params = optax.apply_updates(net.params, updates)
+    expected = optax.apply_updates(params, optimizer.update(jax.grad(loss)(params, 2.0), optimizer.init(params))[0])
+    assert list(map(str, jax.tree.leaves(net.params))) == list(map(str, jax.tree.leaves(expected)))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(net.params)]
+    assert paths == [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+
+    tracked = graph.TrackedDict({"w": torch.ones(2), "more": graph.TrackedList([torch.ones(1)])})
+    found = torch.func.grad(lambda one: (3 * one["w"]).sum() + one["more"][0].sum())(tracked)
+    assert found["w"].tolist() == [3, 3]
+    assert type(found) is graph.TrackedDict
+    assert type(found["more"]) is graph.TrackedList
+
+    # They are dictionaries and lists on disk, as they were.
+    hf.save(f"{place}/tree", {"net": net.params})
+    assert type(hf.load(f"{place}/tree")["net"]) is dict
+    assert type(hf.load(f"{place}/tree")["net"]["scales"]) is list

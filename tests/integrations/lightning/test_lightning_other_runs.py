@@ -1,0 +1,57 @@
+"""A directory in which Lightning's ModelCheckpoint has saved: refused by a fresh run, imported, and gone on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+import holdfast as hf
+from holdfast.integrations.lightning import CheckpointCallback
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed from"),
+]
+
+
+def fit(program: Any, callbacks: list[Any], epochs: int, **options: Any) -> Any:
+    torch.manual_seed(epochs)
+    model = program.Model("epoch")
+    trainer = lightning.Trainer(callbacks=callbacks, **{**program.QUIET, "max_epochs": epochs})
+    trainer.fit(model, program.training_loader("shuffled"), program.validation_loader(), **options)
+    return trainer, model.state_dict()
+
+
+def test_a_run_of_lightning_goes_on(program: Any, tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    fit(program, [ModelCheckpoint(theirs, save_top_k=-1, save_last=True)], 2)
+    before = sorted(theirs.rglob("*"))
+    said = rf"{theirs} holds 2 checkpoints of Lightning, the newest epoch=1-step=10\.ckpt of step 10.*holdfast import"
+    with pytest.raises(hf.CheckpointExistsError, match=said):
+        fit(program, [CheckpointCallback(theirs)], 3)
+    assert sorted(theirs.rglob("*")) == before
+
+    hf.import_checkpoint(theirs, ours)
+    trainer, weights = fit(program, [CheckpointCallback(ours)], 3)
+    _, expected = fit(program, [ModelCheckpoint(tmp_path / "expected")], 3, ckpt_path=theirs / "last.ckpt")
+    assert trainer.global_step == 15
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    assert [one.step for one in hf.list_checkpoints(ours)] == [5, 10, 15]
+
+
+def test_both_callbacks_in_one_directory(program: Any, tmp_path: Path) -> None:
+    def callbacks() -> list[Any]:
+        return [CheckpointCallback(tmp_path, save_interval_steps=5), ModelCheckpoint(tmp_path, save_top_k=-1)]
+
+    fit(program, callbacks(), 1)
+    trainer, _ = fit(program, callbacks(), 2)
+    assert trainer.global_step == 10
+    assert [one.step for one in hf.list_checkpoints(tmp_path)] == [5, 10]
