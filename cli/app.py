@@ -111,8 +111,9 @@ def import_(
     """Import checkpoints of another library.
 
     Reads Orbax (one checkpoint or a whole run), safetensors (a file, or a folder with an index), files of torch.save
-    and Lightning, folders of torch.distributed.checkpoint, Flax's msgpack files, and TensorFlow's checkpoints (a
-    prefix such as dir/ckpt-5, or their directory). Nothing in them is ever executed.
+    and Lightning, folders of torch.distributed.checkpoint, Flax's msgpack files, TensorFlow's checkpoints (a prefix
+    such as dir/ckpt-5, or their directory), Keras's .keras and .h5 files, .npz files, and directories of RLlib.
+    Nothing in them is ever executed.
     """
     from .convert import import_checkpoints
 
@@ -131,6 +132,10 @@ def export(
     ] = False,
     step: Annotated[int | None, typer.Option("--step", help="The step; by default the newest.", min=0)] = None,
     item: Annotated[str | None, typer.Option("--item", help="The item, if there are several.")] = None,
+    select: Annotated[
+        list[str] | None,
+        typer.Option("--select", metavar="PATTERN", help="Only leaves whose paths match, such as '**/lora_A/**'."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     as_json: AsJson = False,
 ) -> int:
@@ -141,5 +146,13 @@ def export(
     from .convert import export_checkpoints
 
     return export_checkpoints(
-        source, destination, to, in_place=in_place, step=step, item=item, overwrite=overwrite, as_json=as_json
+        source,
+        destination,
+        to,
+        in_place=in_place,
+        step=step,
+        item=item,
+        select=select,
+        overwrite=overwrite,
+        as_json=as_json,
     )

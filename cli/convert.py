@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import cast, get_args
 
-from ..engine.errors import CheckpointExistsError, OptionError
+from ..engine.errors import CheckpointExistsError, OptionError, TreeMismatchError
 from ..engine.formats.convert import Conversion, ExportFormat, export_checkpoint, import_checkpoint
 from .log import configure_logging
 from .places import checkpoints_at
@@ -35,6 +35,7 @@ def export_checkpoints(
     in_place: bool,
     step: int | None,
     item: str | None,
+    select: Sequence[str] | None,
     overwrite: bool,
     as_json: bool,
 ) -> int:
@@ -48,7 +49,7 @@ def export_checkpoints(
     if to not in formats:
         raise OptionError(f"--to {to}: expected one of {', '.join(formats)}")
     if in_place:
-        if to != "orbax" or destination is not None or item is not None or overwrite:
+        if to != "orbax" or destination is not None or item is not None or select or overwrite:
             raise OptionError("--in-place takes --to orbax and --step, and neither DST nor another option")
         return _add_metadata(source, step, as_json=as_json)
     if destination is None:
@@ -58,7 +59,9 @@ def export_checkpoints(
     place = checkpoints_at(source)
     chosen = cast("ExportFormat", to)
     with _command_options_in_errors():
-        conversions = export_checkpoint(place, destination, chosen, step=step, item=item, overwrite=overwrite)
+        conversions = export_checkpoint(
+            place, destination, chosen, step=step, item=item, select=select or None, overwrite=overwrite
+        )
     _print(conversions, as_json=as_json)
     return DONE
 
@@ -68,9 +71,9 @@ def _command_options_in_errors() -> Iterator[None]:
     """Name the option of the command where an error names the argument of the function."""
     try:
         yield
-    except (CheckpointExistsError, OptionError) as error:
+    except (CheckpointExistsError, OptionError, TreeMismatchError) as error:
         message = str(error).replace("overwrite=True", "--overwrite").replace("item=", "--item")
-        raise type(error)(message) from error
+        raise type(error)(message.replace("select=", "--select ")) from error
 
 
 def _add_metadata(source: str, step: int | None, *, as_json: bool) -> int:

@@ -25,7 +25,7 @@ from ..errors import (
 from ..format import CheckpointRecord
 from ..handlers import JsonCheckpointHandler, PreparedItem, PyTreeCheckpointHandler
 from ..manager import store_metadata
-from ..pytree import EXTERNAL, PLACEHOLDER, ArrayLeaf, Piece, TreeDef, ValueLeaf, format_path
+from ..pytree import EXTERNAL, PLACEHOLDER, ArrayLeaf, Patterns, Piece, TreeDef, ValueLeaf, format_path
 from ..sources import (
     JSON,
     METRICS,
@@ -40,6 +40,7 @@ from ..sources import (
     is_foreign,
     open_at,
     open_checkpoint,
+    selected,
     without_placeholders,
     without_unreadable,
 )
@@ -133,6 +134,7 @@ def export_checkpoint(
     *,
     step: int | None = None,
     item: str | None = None,
+    select: Patterns | None = None,
     overwrite: bool = False,
     coordinator: Coordinator | None = None,
 ) -> list[Conversion]:
@@ -148,6 +150,7 @@ def export_checkpoint(
             that orbax-checkpoint restores, with all steps unless one is given.
         step: Which step of a directory of steps; None is the newest, and for Orbax all of them.
         item: Which item, if the checkpoint has several trees; for Orbax None is all of them.
+        select: Patterns of leaf paths, as for :func:`~holdfast.load`; only leaves that match are written.
         overwrite: Replace a file that is there.
         coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
             initialized; ``hf.Alone()`` does it in this process alone.
@@ -171,10 +174,12 @@ def export_checkpoint(
 
     def work() -> list[Conversion]:
         if to == "orbax":
-            return _export_orbax(origin, target, step, item)
-        return _export_file(origin, target, to, step, item, overwrite)
+            return _export_orbax(origin, target, step, item, select)
+        return _export_file(origin, target, to, step, item, select, overwrite)
 
-    return _once("export_checkpoint", [origin.url, target.url, to, step, item, overwrite], work, coordinator)
+    patterns = [select] if isinstance(select, str) or select is None else list(select)
+    about = [origin.url, target.url, to, step, item, patterns, overwrite]
+    return _once("export_checkpoint", about, work, coordinator)
 
 
 def _once(
@@ -185,10 +190,16 @@ def _once(
 
 
 def _export_file(
-    origin: Location, target: Location, to: ExportFormat, step: int | None, item: str | None, overwrite: bool
+    origin: Location,
+    target: Location,
+    to: ExportFormat,
+    step: int | None,
+    item: str | None,
+    select: Patterns | None,
+    overwrite: bool,
 ) -> list[Conversion]:
     checkpoint = open_at(find_checkpoint(origin, step))
-    tree, left_out = without_placeholders(checkpoint.tree(checkpoint.only_tree(item)))
+    tree, left_out = without_placeholders(selected(checkpoint.tree(checkpoint.only_tree(item)), select))
     external = [format_path(leaf.name) for leaf in tree.leaves if leaf.saved.kind == EXTERNAL]
     if external:
         raise UnsupportedLeafError(
@@ -264,15 +275,18 @@ def _verify(target: Location) -> None:
         raise DamagedCheckpointError(itemized(f"{target} does not read as it was written:", problems))
 
 
-def _export_orbax(origin: Location, target: Location, step: int | None, item: str | None) -> list[Conversion]:
+def _export_orbax(
+    origin: Location, target: Location, step: int | None, item: str | None, select: Patterns | None
+) -> list[Conversion]:
     from .orbax.export import export_orbax
 
     found = []
-    for path in export_orbax(origin, target, step=step, item=item):
+    for path in export_orbax(origin, target, step=step, item=item, select=select):
         number = None if path == target else int(path.name)
         checkpoint = open_at(find_checkpoint(origin, number))
         names = [name for name, kind in checkpoint.items.items() if kind == TREE and item in (None, name)]
-        found.append(_conversion(checkpoint, path, "orbax", number, [checkpoint.tree(name) for name in names], ()))
+        trees = [selected(checkpoint.tree(name), select) for name in names]
+        found.append(_conversion(checkpoint, path, "orbax", number, trees, ()))
     return found
 
 

@@ -6,6 +6,7 @@ each key. The bare leaf, a tree that has no containers, has the empty name.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence
@@ -95,7 +96,10 @@ def format_path(name: str) -> str:
 
 Patterns = str | Sequence[str]
 """Patterns of paths such as ``"params/**"``: ``*``, ``?`` and ``[ab]`` match within one key, ``**`` matches any number
-of whole keys."""
+of whole keys. A key with dots, such as ``encoder.0.weight`` of a module's state dict, counts as one key and also as the
+keys between its dots, so that ``encoder/**`` and ``**/weight`` match it."""
+
+_CLOSE = 2000  # paths that are compared with a pattern that matches none
 
 
 class PathFilter:
@@ -109,42 +113,75 @@ class PathFilter:
         """Return whether a path is selected and not excluded."""
         if self._select is None and not self._exclude:
             return True
-        keys = _shown(path).split("/")
-        if any(pattern.matches(keys) for pattern in self._exclude):
+        found = _Path(_shown(path))
+        if any(pattern.matches(found) for pattern in self._exclude):
             return False
-        return self._select is None or any(pattern.matches(keys) for pattern in self._select)
+        return self._select is None or any(pattern.matches(found) for pattern in self._select)
 
     def check(self, paths: Iterable[Sequence[str]]) -> None:
         patterns = [*(self._select or ()), *self._exclude]
         if not patterns:
             return
-        every = [_shown(path) for path in paths]
-        keys = [path.split("/") for path in every]
+        every = [_Path(_shown(path)) for path in paths]
         for pattern in patterns:
-            if not any(map(pattern.matches, keys)):
-                known = shortened([repr(path) for path in every]) or "no leaves"
-                raise TreeMismatchError(f"{pattern} matches no leaf; the checkpoint has {known}")
+            if not any(map(pattern.matches, every)):
+                known = shortened([repr(path.text) for path in every]) or "no leaves"
+                near = _nearest(pattern, every)
+                hint = "" if near is None else f"; did you mean {near!r}?"
+                raise TreeMismatchError(f"{pattern} matches no leaf; the checkpoint has {known}{hint}")
+
+
+class _Path:
+    """A path, and the keys that may follow each of its beginnings, each with the beginning that it leads to."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.steps: list[list[tuple[str, int]]] = []
+        for key in text.split("/"):
+            parts = key.split(".") if "." in key else [key]
+            begin = len(self.steps)
+            self.steps += [[(part, begin + number + 1)] for number, part in enumerate(parts)]
+            if len(parts) > 1:
+                self.steps[begin].append((key, len(self.steps)))
 
 
 class _Pattern:
     def __init__(self, option: str, text: str) -> None:
+        self.text = text
         self._label = f"{option}={text!r}"
         self._keys = [None if key == "**" else re.compile(fnmatch.translate(key)) for key in text.split("/")]
 
     def __str__(self) -> str:
         return self._label
 
-    def matches(self, path: Sequence[str]) -> bool:
+    def matches(self, path: _Path) -> bool:
         """Return whether a whole path matches, in time proportional to the product of both lengths."""
-        lengths = {0}  # of the beginnings of the path that match the pattern so far
+        steps = path.steps
+        found = {0}  # the beginnings of the path that match the pattern so far
         for key in self._keys:
             if key is None:
-                lengths = set(range(min(lengths), len(path) + 1))
+                found = set(range(min(found), len(steps) + 1))
             else:
-                lengths = {length + 1 for length in lengths if length < len(path) and key.fullmatch(path[length])}
-            if not lengths:
+                found = {
+                    end for begin in found if begin < len(steps) for text, end in steps[begin] if key.fullmatch(text)
+                }
+            if not found:
                 return False
-        return len(path) in lengths
+        return len(steps) in found
+
+
+def _nearest(pattern: _Pattern, paths: Sequence[_Path]) -> str | None:
+    """Return a pattern that matches something and is close to one that matches nothing."""
+    for text in (f"{pattern.text}/**", f"**/{pattern.text}", f"**/{pattern.text}/**"):
+        if any(map(_Pattern("", text).matches, paths)):
+            return text
+    known: dict[str, None] = {}  # containers first, as there are fewer
+    for path in paths[:_CLOSE]:
+        keys = path.text.split("/")
+        known |= {"/".join([*keys[:length], "**"]): None for length in range(1, len(keys))}
+    known |= {path.text: None for path in paths[:_CLOSE]}
+    close = difflib.get_close_matches(pattern.text, list(known)[: 2 * _CLOSE], n=1)
+    return close[0] if close else None
 
 
 def _compiled(patterns: Patterns, option: str) -> list[_Pattern]:

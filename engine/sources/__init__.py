@@ -47,6 +47,7 @@ from .stored import (
     nested,
     nested_tree,
     not_read,
+    selected,
     storage_name,
     without_leaves,
     without_placeholders,

@@ -19,7 +19,20 @@ from numpy.typing import NDArray
 
 from ..arrays import PartialTree, Problem, Range, SavedLeaf, TreeSource, damaged_leaves, naming, read_ranges
 from ..errors import DamagedCheckpointError, UnsupportedLeafError, itemized
-from ..pytree import MAX_DEPTH, PLACEHOLDER, Saved, TreeDocument, ValueLeaf, describe, flatten, format_path, join, split
+from ..pytree import (
+    MAX_DEPTH,
+    PLACEHOLDER,
+    PathFilter,
+    Patterns,
+    Saved,
+    TreeDocument,
+    ValueLeaf,
+    describe,
+    flatten,
+    format_path,
+    join,
+    split,
+)
 from ..storage import Location
 
 # The keys from the root to a leaf: int for a place in a list, str for a key of a dictionary.
@@ -93,6 +106,16 @@ def without_leaves(source: TreeSource, left_out: set[str]) -> TreeSource:
         return source
     kept = {leaf.name: leaf for leaf in source.leaves if leaf.name not in left_out}
     return PartialTree(source, kept, source.tree.select([leaf.name in kept for leaf in source.leaves]))
+
+
+def selected(source: TreeSource, select: Patterns | None) -> TreeSource:
+    """Return a tree with only the leaves that match patterns."""
+    if select is None:
+        return source
+    chosen = PathFilter(select)
+    paths = {leaf.name: leaf.name.split(".") for leaf in source.leaves}
+    chosen.check(paths.values())
+    return without_leaves(source, {name for name, path in paths.items() if not chosen.chooses(path)})
 
 
 def without_placeholders(source: TreeSource) -> tuple[TreeSource, list[str]]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 from tests.ids import plain_id
 
 import holdfast as hf
@@ -74,9 +77,11 @@ PATTERNS: dict[str, tuple[Any, list[str]]] = {
     "some_characters": ("params/Dense_[1-9]/*", ["params/Dense_1/kernel", "params/Dense_1/bias"]),
     "not_some_characters": ("params/Dense_[!0]/*", ["params/Dense_1/kernel", "params/Dense_1/bias"]),
     "stars_stay_in_a_key": ("params/*", ["params/scale"]),
-    "one_key_each": ("*/*/*", matching(lambda path: path.count("/") == 2)),
+    "one_key_each": ("*/*/*", matching(lambda path: path.count("/") == 2 or path.startswith("a.b"))),
     "indices": ("opt/2/**", ["opt/2/nu/0", "opt/2/nu/1"]),
-    "dots_are_no_separators": ("a.b/*", ["a.b/c%2Fd", "a.b/e%25f"]),
+    "a_key_with_dots_is_one_key": ("a.b/*", ["a.b/c%2Fd", "a.b/e%25f"]),
+    "and_the_keys_between_its_dots": ("a/b/*", ["a.b/c%2Fd", "a.b/e%25f"]),
+    "below_the_first_of_them": ("a/**", ["a.b/c%2Fd", "a.b/e%25f"]),
     "escaped": ("a.b/c%2Fd", ["a.b/c%2Fd"]),
     "several": (["step", "**/nu/1"], ["opt/2/nu/1", "step"]),
     "overlapping": (["params/**", "**/bias"], matching(lambda path: path.startswith("params"))),
@@ -88,6 +93,50 @@ PATTERNS: dict[str, tuple[Any, list[str]]] = {
 def test_patterns(name: str, saved: str) -> None:
     pattern, expected = PATTERNS[name]
     assert paths(hf.load(saved, select=pattern)) == expected
+
+
+def test_patterns_cross_the_dots_of_a_state_dict(tmp_path: Path) -> None:
+    """As torch.save and Lightning write it, or a module's state dict saved with hf.save."""
+    block = {"attention.lora_A.weight": torch.ones(2), "attention.weight": torch.zeros(3), "norm.bias": torch.ones(1)}
+    model = {f"encoder.layer.{number}.{name}": value for number in range(2) for name, value in block.items()}
+    torch.save({"state_dict": model, "epoch": 3}, tmp_path / "m.pt")
+    hf.save(tmp_path / "ours", {"state_dict": model, "epoch": 3})
+
+    def names(select: Any) -> list[str]:
+        (found, again) = (hf.load(tmp_path / place, select=select)["state_dict"] for place in ("m.pt", "ours"))
+        assert list(found) == list(again)
+        return [name.removeprefix("encoder.layer.") for name in found]
+
+    every = [name.removeprefix("encoder.layer.") for name in model]
+    assert names("state_dict/encoder/**") == names("state_dict/*") == names("**/layer/**") == every
+    assert names("state_dict/encoder/layer/1/**") == names("state_dict/encoder.layer.1.*") == every[3:]
+    assert names("**/weight") == [name for name in every if name.endswith("weight")]
+    assert names(["**/lora_A/**", "**/norm/bias"]) == [name for name in every if "lora" in name or "norm" in name]
+    with pytest.raises(hf.TreeMismatchError, match=r"did you mean 'state_dict/encoder\.layer\.0\.norm\.bias'\?"):
+        hf.load(tmp_path / "m.pt", select="state_dict/encoder.layer.0.nrm.bias")
+
+    hf.export_checkpoint(tmp_path / "m.pt", tmp_path / "lora.safetensors", "safetensors", select="**/lora_A/*")
+    assert sorted(safetensors.torch.load_file(tmp_path / "lora.safetensors")) == [
+        f"state_dict.encoder.layer.{number}.attention.lora_A.weight" for number in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    [
+        ("params", "params/**"),
+        ("Dense_0/*", "**/Dense_0/*"),
+        ("Dense_0", "**/Dense_0/**"),
+        ("parms/**", "params/**"),
+        ("params/Dense_2/**", "params/Dense_1/**"),
+        ("stpe", "step"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_says_what_would(pattern: str, near: str, saved: str) -> None:
+    with pytest.raises(hf.TreeMismatchError) as raised:
+        hf.load(saved, select=["step", pattern])
+    assert str(raised.value).endswith(f"; did you mean {near!r}?")
+    assert hf.load(saved, select=near)
 
 
 # "?" must not stand for the "/" between keys, nor "." for anything; a path is matched as a whole.

@@ -68,6 +68,15 @@ def test_import_refuses(capsys: pytest.CaptureFixture[str], model: Path, run: Pa
     assert "cannot be read as a file of torch.save" in error_of(capsys, "import", model, run / "x", status=1)
 
 
+def test_a_part_is_exported(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    target = model.parent / "part.safetensors"
+    output_of(capsys, "export", model, target, "--select", "state_dict/w", "--select", "**/global_step")
+    assert hf.load(target).keys() == {"state_dict", "global_step"}
+    said = error_of(capsys, "export", model, target, "--overwrite", "--select", "state_dict/v", status=1)
+    assert "--select 'state_dict/v' matches no leaf" in said
+    assert "did you mean 'state_dict/w'?" in said
+
+
 def test_import_overwrites_when_asked(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     output_of(capsys, "import", model, model.parent / "ckpt")
 

@@ -83,8 +83,15 @@ def test_a_pattern_without_a_match_is_named_with_its_option() -> None:
         PathFilter("b").check([])
 
 
-def test_keys_keep_their_dots_and_the_bare_leaf_has_a_name() -> None:
-    assert PathFilter("a.b/*").chooses(("a%2Eb", "c"))
-    assert not PathFilter("a/**").chooses(("a%2Eb", "c"))
+def test_a_key_with_dots_is_one_key_and_the_keys_between_them() -> None:
+    path = ("x", "a%2Eb%2Ec", "d")
+    for pattern in ("x/a.b.c/d", "x/a/b/c/d", "x/*/d", "x/a/**", "**/b/**", "x/a.*/d", "x/?/?/c/d", "*/**/c/*"):
+        assert PathFilter(pattern).chooses(path), pattern
+        assert not PathFilter(exclude=pattern).chooses(path), pattern
+    for pattern in ("x/a.b/c/d", "x/a/b.c/d", "x/*/*/d", "a/**", "x/a/b/c", "x.a/**"):
+        assert not PathFilter(pattern).chooses(path), pattern
+
+
+def test_the_bare_leaf_has_a_name() -> None:
     assert PathFilter("(root)").chooses(())
     assert PathFilter("(root)").chooses(("",))

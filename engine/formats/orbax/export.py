@@ -21,7 +21,7 @@ from ...checkpoint import Place
 from ...distributed import Coordinator, run_on_primary
 from ...errors import CheckpointExistsError, CheckpointNotFoundError, OptionError, StorageError, UnsupportedLeafError
 from ...format import RECORD, encode_array_metadata, storage_dtype
-from ...pytree import PLACEHOLDER, Saved, TreeDef, format_path, materialize
+from ...pytree import PLACEHOLDER, Patterns, Saved, TreeDef, format_path, materialize
 from ...sources import (
     JSON,
     METRICS,
@@ -33,6 +33,7 @@ from ...sources import (
     is_run,
     open_at,
     open_checkpoint,
+    selected,
 )
 from ...storage import Location, as_location, map_status
 from .arrays import directory_spec, new_context
@@ -229,7 +230,12 @@ def json_file(value: Any) -> bytes:
 
 
 def export_orbax(
-    source: Place, destination: Place, *, step: int | None = None, item: str | None = None
+    source: Place,
+    destination: Place,
+    *,
+    step: int | None = None,
+    item: str | None = None,
+    select: Patterns | None = None,
 ) -> list[Location]:
     """Write a copy of a checkpoint that Orbax restores.
 
@@ -239,7 +245,7 @@ def export_orbax(
     origin, target = as_location(source), as_location(destination)
     metadata: Mapping[str, Any] | None = None
     if step is None and not is_run(origin):
-        _export(open_checkpoint(origin), target, item, managed=False)
+        _export(open_checkpoint(origin), target, item, select, managed=False)
         return [target]
     if step is not None:
         places = {step: find_checkpoint(origin, step)}
@@ -253,7 +259,7 @@ def export_orbax(
     if taken:
         raise CheckpointExistsError(f"{taken[0]} exists already; choose another destination")
     for number, place in places.items():
-        _export(open_at(place), target / str(number), item, managed=True)
+        _export(open_at(place), target / str(number), item, select, managed=True)
     if metadata:
         document = {"internal_metadata": {}, "custom_metadata": dict(metadata)}
         _write_files(target, {f"{RUN_METADATA}/{RUN_METADATA_FILE}": json_file(document)})
@@ -339,9 +345,11 @@ def _files(checkpoint: CheckpointSource, places: Mapping[str, str], plans: Mappi
     return files | checkpoint_document(handlers, checkpoint.time, checkpoint.custom_metadata)
 
 
-def _export(checkpoint: CheckpointSource, target: Location, item: str | None, *, managed: bool) -> None:
-    wanted = _wanted(checkpoint, item)
-    trees = {name: checkpoint.tree(name) for name, kind in wanted.items() if kind == TREE}
+def _export(
+    checkpoint: CheckpointSource, target: Location, item: str | None, select: Patterns | None, *, managed: bool
+) -> None:
+    wanted = _wanted(checkpoint, item if select is None else checkpoint.only_tree(item))
+    trees = {name: selected(checkpoint.tree(name), select) for name, kind in wanted.items() if kind == TREE}
     plans = {name: plan_orbax(tree, in_place=False) for name, tree in trees.items()}
     # Items that each process has for itself are called loader/0; the names of Orbax's items have no slash.
     places = {name: ONLY_ITEM if managed and len(wanted) == 1 else name.replace("/", "_") for name in wanted}
