@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from .arrays import MANIFEST, ArrayDatabase, Layout
 from .checkpoint import Checkpointer, Place, SaveReport
@@ -11,6 +11,8 @@ from .handlers import PyTreeCheckpointHandler
 from .pytree import Patterns
 from .sources import CheckpointSource, NativeCheckpoint, open_checkpoint, recognise
 from .storage import Location, as_location
+
+T = TypeVar("T")
 
 
 def save(path: Place, tree: Any, *, overwrite: bool = False, layout: Layout | None = None) -> SaveReport:
@@ -41,6 +43,14 @@ def save(path: Place, tree: Any, *, overwrite: bool = False, layout: Layout | No
     report = Checkpointer(PyTreeCheckpointHandler(layout=layout)).save(path, tree, force=overwrite)
     assert report is not None
     return report
+
+
+@overload
+def load(path: Place, *, like: None = None, select: Patterns | None = None, item: str | None = None) -> Any: ...
+
+
+@overload
+def load(path: Place, *, like: T, select: Patterns | None = None, item: str | None = None) -> T: ...
 
 
 def load(path: Place, *, like: Any = None, select: Patterns | None = None, item: str | None = None) -> Any:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar, overload
 
 from ..checkpoint import (
     ITEM,
@@ -42,6 +42,8 @@ from .retention import StepInfo, best
 from .triggers import Decision
 
 _logger = logging.getLogger("holdfast")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +211,25 @@ class CheckpointManager:
         self._run.reload(forget=True)
 
     # ---- restoring
+
+    @overload
+    def restore(
+        self, step: int | None = None, items: None = None, *, restore_kwargs: Mapping[str, Any] | None = None
+    ) -> Any: ...
+
+    @overload  # items that are named without a template
+    def restore(
+        self,
+        step: int | None = None,
+        items: Mapping[str, None] = ...,
+        *,
+        restore_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]: ...
+
+    @overload
+    def restore(
+        self, step: int | None = None, items: T = ..., *, restore_kwargs: Mapping[str, Any] | None = None
+    ) -> T: ...
 
     def restore(
         self, step: int | None = None, items: Any = None, *, restore_kwargs: Mapping[str, Any] | None = None

@@ -34,7 +34,7 @@ def test_import_keeps_kinds_and_values(tmp_path: Path) -> None:
     (done,) = import_checkpoint(pt(tmp_path, value), tmp_path / "ckpt")
 
     assert (done.format, done.leaves, done.bytes, done.left_out) == ("torch", 5, 24, ())
-    found = hf.load(tmp_path / "ckpt", like=value)
+    found: Any = hf.load(tmp_path / "ckpt", like=value)
     assert torch.equal(found["w"], weight)
     assert found["n"] == [1, "text", None]
     assert [leaf.kind for leaf in hf.describe(tmp_path / "ckpt")] == ["torch", "int", "str", "none", "torch"]

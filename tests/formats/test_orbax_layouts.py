@@ -289,7 +289,7 @@ def test_integer_keys_come_back_as_the_template_has_them(tmp_path: Path) -> None
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(path, {0: jnp.ones(2), 1: {2: jnp.zeros(1)}})
     assert sorted(hf.load(path)) == ["0", "1"]
-    found = hf.load(path, like={0: np.zeros(2, np.float32), 1: {2: np.ones(1, np.float32)}})
+    found: Any = hf.load(path, like={0: np.zeros(2, np.float32), 1: {2: np.ones(1, np.float32)}})
     assert found[0].tolist() == [1, 1]
     assert found[1][2].tolist() == [0]
 

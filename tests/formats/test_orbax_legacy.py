@@ -65,7 +65,7 @@ def test_arrays_beside_the_file(tmp_path: Path, with_metadata: bool, use_ocdbt: 
     assert found["params"]["w"].tolist() == list(range(6))
     assert found["small"]["v"].tolist() == [1, 1]
     assert found["step"] == 7
-    like = {"params": {"w": jnp.zeros(6)}, "small": {"v": np.zeros(2)}, "step": 0}
+    like: Any = {"params": {"w": jnp.zeros(6)}, "small": {"v": np.zeros(2)}, "step": 0}
     assert isinstance(hf.load(path, like=like)["params"]["w"], jax.Array)
     assert hf.verify(path).ok
 

@@ -85,7 +85,7 @@ def test_files_in_an_object_store(tmp_path: Path, kind: str) -> None:
     for file in [path] if path.is_file() else path.iterdir():
         (place / path.name / file.name if path.is_dir() else place / path.name).write_bytes(file.read_bytes())
 
-    found = hf.load(place / path.name, like={"a": {"b": np.zeros(3, np.int64)}, "c": np.zeros(2, np.float32)})
+    found: Any = hf.load(place / path.name, like={"a": {"b": np.zeros(3, np.int64)}, "c": np.zeros(2, np.float32)})
 
     assert found["a"]["b"].tolist() == [0, 1, 2]
     hf.import_checkpoint(place / path.name, place / "ckpt")

@@ -98,7 +98,7 @@ def test_the_other_leaves_load_and_are_imported(tmp_path: Path, write: Any, capl
     place = tmp_path / "theirs"
     leaf = write(place)
     rest = ["params/**", "step", "note"]
-    like = {"params": {"w": np.zeros(3, np.float32), "b": np.zeros(2, np.float32)}, "step": 0, "note": ""}
+    like: Any = {"params": {"w": np.zeros(3, np.float32), "b": np.zeros(2, np.float32)}, "step": 0, "note": ""}
     for select in (None, f"**/{leaf}", leaf):
         for template in (None, {**like, leaf: np.zeros(4, np.float32)}):
             with pytest.raises(kind, match=what) as raised:
@@ -115,7 +115,7 @@ def test_the_other_leaves_load_and_are_imported(tmp_path: Path, write: Any, capl
     (done,) = hf.import_checkpoint(place, tmp_path / "ours")
     assert (done.leaves, [line.partition(" ")[0] for line in done.left_out]) == (4, [leaf])
     assert f"left out: {leaf} (" in caplog.text
-    again = hf.load(tmp_path / "ours", like=like)
+    again: Any = hf.load(tmp_path / "ours", like=like)
     assert again["params"]["w"].tolist() == [0, 1, 2]
     with pytest.raises(hf.TreeMismatchError, match=f"{leaf}: expected .* not in the checkpoint"):
         hf.load(tmp_path / "ours", like={**like, leaf: np.zeros(4, np.float32)})

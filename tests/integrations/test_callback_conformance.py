@@ -306,6 +306,42 @@ def test_a_finished_run_has_nothing_to_do(driver: Driver, place: str) -> None:
     assert driver.train(place, 5, seed=2, **NEVER).first == whole.last
 
 
+@pytest.mark.parametrize(("resume", "first"), [(3, 3), ("best", 5)])
+def test_a_run_begins_from_a_step_that_is_named(
+    driver: Driver, place: str, resume: Any, first: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is deleted by hand: a later step stays until the run saves it again."""
+    options = {**EVERY_STEP, **BEST, "best_mode": "max", "save_at_end": False}
+    whole = driver.train(f"{place}/whole", 7, **EVERY_STEP)
+    driver.train(f"{place}/run", 7, during={first + 1: lambda: None}, **options)
+    before = StoredFiles(f"{place}/run/7").read()["checkpoint.json"]
+    caplog.clear()
+    again = driver.train(f"{place}/run", 6, seed=2, resume=resume, **options)
+    assert (again.first, again.last) == (first, 6)
+    assert steps_in(f"{place}/run") == [1, 2, 3, 4, 5, 6, 7]
+    assert StoredFiles(f"{place}/run/7").read()["checkpoint.json"] == before
+    told = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert [text for text in told if f"went back to step {first}, and later steps are there" in text] == told[:1]
+    assert driver.train(f"{place}/run", 7, seed=3, resume=6, **options).final == whole.final
+
+
+def test_a_step_that_is_named_and_not_there(driver: Driver, place: str) -> None:
+    driver.train(place, 2, **EVERY_STEP)
+    with pytest.raises(hf.CheckpointNotFoundError, match=r"resume=9, but .* has no such step: it has the steps 1, 2\."):
+        driver.train(place, 3, resume=9)
+    with pytest.raises(hf.CheckpointNotFoundError, match=r"resume='best', but .*: no step has the metric that ranks"):
+        driver.train(place, 3, resume="best", best_fn="other")
+    with pytest.raises(hf.CheckpointNotFoundError, match=r"resume=1, but .*: it has no checkpoint"):
+        driver.train(f"{place}/other", 3, resume=1)
+    StoredFiles(f"{place}/1").write("checkpoint.json", b"{")
+    with pytest.raises(hf.HoldfastError, match="1"):
+        driver.train(place, 3, resume=1)
+    with pytest.raises(hf.OptionError, match="resume='best' needs best_fn="):
+        driver.train(place, 3, resume="best")
+    with pytest.raises(hf.OptionError, match="resume=-1 must not be negative"):
+        driver.train(place, 3, resume=-1)
+
+
 def test_must_needs_a_checkpoint(driver: Driver, tmp_path: Path) -> None:
     message = r"resume='must', but there is no checkpoint in .*checkpoints.*auto"
     with pytest.raises(hf.CheckpointNotFoundError, match=message):

@@ -43,6 +43,25 @@ def test_never_with_a_checkpoint_even_a_damaged_one(damaged: Path) -> None:
         recipe(damaged, "never")
 
 
+def test_a_recipe_begins_from_a_step(tmp_path: Path) -> None:
+    def train(**checkpoint: Any) -> Any:
+        keys = {"save_interval_steps": 1, "best_fn": "loss", **checkpoint}
+        small = ["model.hidden=[4]", "game.batch_size=4", "train.steps=4", f"run_dir={tmp_path}"]
+        return run(load_configuration("self_play", [*small, *(f"checkpoint.{key}={keys[key]}" for key in keys)]))
+
+    assert train().step == 4
+    manager = hf.CheckpointManager(
+        tmp_path / "checkpoints", options=hf.CheckpointManagerOptions(read_only=True, best_fn="loss")
+    )
+    best = manager.best_step()
+    assert best is not None
+    assert [train(resume=resume).start for resume in (2, "best", "auto")] == [2, best, 4]
+    with pytest.raises(hf.CheckpointNotFoundError, match=r"checkpoint\.resume=9, but .* has no such step.*1, 2, 3, 4"):
+        train(resume=9)
+    with pytest.raises(hf.OptionError, match=r"checkpoint\.resume: expected best_fn to name a metric as well"):
+        train(resume="best", best_fn="null")
+
+
 def test_extras_beside_a_trainer(tmp_path: Path) -> None:
     trainer, rng = Trainer(Rules(), [6], games=6), np.random.default_rng(3)
     with TrainerCallback(tmp_path, save_interval_steps=1) as checkpoint:

@@ -178,7 +178,7 @@ def test_steps_may_be_numpy_numbers(tmp_path: Path) -> None:
         manager.save(np.int64(3), tree(3))  # type: ignore[arg-type]  # at run time any whole number will do
         manager.wait_until_finished()
         assert manager.all_steps() == [3]
-        assert manager.restore(np.int32(3))["a"] == 3  # type: ignore[arg-type]
+        assert manager.restore(np.int32(3))["a"] == 3  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("prefix", ["ckpt", "my_run", "9"])

@@ -73,7 +73,7 @@ def test_other_sequences_stay_what_they_are(name: str) -> None:
 
 def test_elements_of_one_type_load_as_an_array_where_one_is_asked_for(tmp_path: Path) -> None:
     hf.save(tmp_path / "x", pack_tree({"one": [1.5] * N, "mixed": [1, 2.5] * N}))
-    found = hf.load(tmp_path / "x", like={"one": np.zeros(N), "mixed": ...})
+    found: Any = hf.load(tmp_path / "x", like={"one": np.zeros(N), "mixed": ...})
     assert np.array_equal(found["one"], np.full(N, 1.5))
     assert found["mixed"] == [1, 2.5] * N
     with pytest.raises(hf.TreeMismatchError, match=f"mixed: expected .*, found {2 * N} numbers"):
@@ -90,7 +90,8 @@ def test_deques_are_containers(tmp_path: Path) -> None:
         "free": (deque, None, 1),
     }
     assert found["window"][0].tolist() == [0, 1]
-    assert hf.load(tmp_path / "x", like=tree)["window"].maxlen == 5
+    like: Any = tree
+    assert hf.load(tmp_path / "x", like=like)["window"].maxlen == 5
 
 
 @pytest.mark.parametrize(
