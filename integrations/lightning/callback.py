@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...engine.checkpoint import Place
 from ...engine.errors import HoldfastError, OptionError
-from ...engine.manager import documentation, documented
 from ...engine.sources import Weights, load_weights
 from ..loop import PreemptionSignal, check_resume, resume_step
-from ..options import CallbackOptions, documents, takes
+from ..options import documents, takes
+from .arguments import CallbackArguments
 from .io import (
     ResumePath,
     ResumingCallback,
@@ -24,6 +23,7 @@ from .io import (
     silence_misleading_warnings,
     was_given_no_path,
 )
+from .published import Published
 from .saver import FitSaver
 from .stopping import AgreedStop, OwnStop, Stop, take_over_sigterm
 from .store import RunStore
@@ -35,14 +35,6 @@ if TYPE_CHECKING:
     from ...engine.manager import CheckpointManager
 
 logger = logging.getLogger("holdfast")
-
-
-@documented
-@dataclass(frozen=True, kw_only=True)
-class CallbackArguments(CallbackOptions):
-    """The arguments of :class:`CheckpointCallback`."""
-
-    dirpath: Place = field(kw_only=False, metadata=documentation("Where the checkpoints go: a path or a URL."))
 
 
 @documents(CallbackArguments)
@@ -93,6 +85,7 @@ class CheckpointCallback(ResumingCallback):
         # The base class is not initialized: it only notes the one file that it would save on an exception.
         self._options = options
         self._store = RunStore(options.dirpath, options)
+        self._published = Published(self._store.directory, options)
         self.dirpath = str(self._store.directory)
         self._preemption = PreemptionSignal()
         self._saver: FitSaver | None = None
@@ -208,6 +201,7 @@ class CheckpointCallback(ResumingCallback):
         if self._options.resume == "never" and not self._has_saved:
             check_resume("never", self._store.steps(), self._store.directory)
         self._store.open()
+        self._publish(trainer)  # what a process that was killed has not
         self._searches.begin(trainer)
         self._saver = FitSaver(
             trainer,
@@ -328,6 +322,9 @@ class CheckpointCallback(ResumingCallback):
     def _announce(self, trainer: Any) -> None:
         """Inform loggers about committed checkpoints, from the trainer's thread."""
         reports = self._store.reports
+        if reports or self._store.has_late_metrics:
+            self._store.has_late_metrics = False
+            self._publish(trainer)
         if not reports:
             return
         del reports[: len(reports)]
@@ -336,6 +333,10 @@ class CheckpointCallback(ResumingCallback):
             return
         for listener in trainer.loggers:
             listener.after_save_checkpoint(weakref.proxy(self))
+
+    def _publish(self, trainer: Any) -> None:
+        if trainer.is_global_zero:
+            self._published.update(self._store.manager)
 
 
 def _tensor(score: float | None) -> torch.Tensor | None:

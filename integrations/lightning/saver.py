@@ -11,7 +11,7 @@ import torch
 
 from ...engine.errors import SaveFailedError, StateError
 from ..loop import announce
-from ..options import CallbackOptions
+from .arguments import CallbackArguments
 from .loops import LoopHooks
 from .position import Point, Position
 from .stopping import Stop
@@ -41,7 +41,7 @@ class FitSaver:
         self,
         trainer: Any,
         store: RunStore,
-        options: CallbackOptions,
+        options: CallbackArguments,
         stop: Stop,
         attached: Callable[[], bool],
         announce: Callable[[], None],
@@ -191,6 +191,8 @@ class FitSaver:
         decision = self._store.manager.decide(step, metrics=metrics)
         if decision.save:
             self._save(step, point, decision.reason)
+        elif point == "epoch" and (due := self._options.epoch_reason(self._fit.epoch_progress.current.processed)):
+            self._save(step, point, due)
         elif ended and self._options.save_at_end:
             self._save(step, point, "at the end")
         elif step in self._outdated:

@@ -53,6 +53,7 @@ class RunStore:
         self._own = AsyncCheckpointer(PerProcessCheckpointHandler(options.tree_handler()))
         self._manager: CheckpointManager | None = None
         self.is_open = False
+        self.has_late_metrics = False
         self._has_positions = False
         self._reported: set[str] = set()
         self.reports: list[SaveReport] = []
@@ -103,6 +104,7 @@ class RunStore:
         """Store metrics that came after their step was saved, those of process 0; return them."""
         late: dict[str, float] = self.processes.decide("late metrics", lambda: metrics)
         if late:
+            self.has_late_metrics = True
             self.manager.record_metrics(step, late)
         return late
 

@@ -82,6 +82,11 @@ def from_tree(tree: dict[str, Any]) -> dict[str, Any]:
     return checkpoint
 
 
+def plain_weights(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a part of what was loaded as a checkpoint of Lightning that holds tensors and plain data only."""
+    return from_tree({name: value for name, value in tree.items() if name != _TYPES})
+
+
 def is_plain_tree(value: Any) -> bool:
     """Return whether a value would be saved in full."""
     plain = _Plain()

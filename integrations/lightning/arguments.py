@@ -1,0 +1,73 @@
+"""The arguments of the callback."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, replace
+
+from ...engine.checkpoint import Place
+from ...engine.errors import OptionError
+from ...engine.manager import CheckpointManagerOptions, documentation, documented
+from ...engine.storage import Location, as_location
+from ..options import CallbackOptions
+
+_EXPORTS = (".safetensors", ".ckpt")
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class CallbackArguments(CallbackOptions):
+    """The arguments of :class:`~holdfast.integrations.lightning.CheckpointCallback`."""
+
+    dirpath: Place = field(kw_only=False, metadata=documentation("Where the checkpoints go: a path or a URL."))
+    every_n_epochs: int | None = field(
+        default=None,
+        metadata=documentation("Save at the end of every epoch whose number is a multiple of this.", least=1),
+    )
+    export_best: Place | None = field(
+        default=None,
+        metadata=documentation(
+            "Keep a file with the weights of the best checkpoint, which ``best_fn`` names: ``best.safetensors``, or "
+            "``best.ckpt`` for Lightning's ``load_from_checkpoint``. A relative path counts from ``dirpath``."
+        ),
+    )
+    links: bool = field(
+        default=True,
+        metadata=documentation(
+            "Keep links ``last``, and with ``best_fn`` ``best``, to the newest and the best checkpoint, on local disks."
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.export_best is not None:
+            if self.best_fn is None:
+                raise OptionError("export_best= needs best_fn: the name of a metric, or a function of the metrics")
+            if not self.export_place.name.endswith(_EXPORTS):
+                raise OptionError(f"export_best={self.export_best!r} must end in {' or '.join(_EXPORTS)}")
+
+    @property
+    def has_triggers(self) -> bool:
+        """Whether any option sets when to save; otherwise the default trigger holds."""
+        return self.every_n_epochs is not None or super().has_triggers
+
+    @property
+    def export_place(self) -> Location:
+        """The file of ``export_best``."""
+        assert self.export_best is not None
+        text = str(self.export_best)
+        is_relative = "://" not in text and not text.startswith(("/", "~"))
+        return as_location(self.dirpath) / text if is_relative else as_location(self.export_best)
+
+    def manager_options(self) -> CheckpointManagerOptions:
+        """Return the same options for a manager, which does not count epochs."""
+        options = super().manager_options()
+        if super().has_triggers or self.every_n_epochs is None:
+            return options
+        return replace(options, save_interval_steps=sys.maxsize)  # without any trigger, it would save every step
+
+    def epoch_reason(self, epochs: int) -> str | None:
+        """Return why a save is due after so many epochs, or None."""
+        if self.every_n_epochs is None or epochs % self.every_n_epochs:
+            return None
+        return "every epoch" if self.every_n_epochs == 1 else f"every {self.every_n_epochs} epochs"
