@@ -14,7 +14,7 @@ from ..pytree import ARRAY_KINDS, escape_key
 from .constructor_spec import ConstructorFailed, Missing, SpecDecoder, check_spec, construct, on_this_machine
 from .live import live_tree
 from .names import format_component_path
-from .permissions import Permissions, import_path
+from .permissions import Permissions, import_path, was_main
 from .reading import SavedComponent
 from .restoring import descend, restore_saved
 
@@ -30,6 +30,8 @@ def build(
     strict: bool = False,
     overrides: Mapping[str, Any],
 ) -> Any:
+    if was_main(saved.description.type, base):
+        permissions.main = base.__module__
     try:
         value = _Building(saved, base, permissions, fallback).make(saved, base, overrides)
     except ConstructorFailed as failed:
@@ -76,7 +78,7 @@ class _Building:
         return value
 
     def _class(self, path: str, base: type, where: str) -> Any | None:
-        if path == import_path(base):
+        if path == import_path(base) or was_main(path, base):
             return base
         try:
             kind = self._permissions.resolve(path, where, made=True)

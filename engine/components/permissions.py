@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 _NAME = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*(?:\.(?:[^\W\d]\w*|<locals>))*")
 _LONGEST = 500
+_MAIN = "__main__:"  # how the names of classes begin that the program itself defined, rather than a module of it
 _FRAMEWORK_CLASSES = (("torch.nn.modules.", "torch.nn", "Module"), ("torch.optim.", "torch.optim", "Optimizer"))
 
 _allowed: dict[str, Any] = {}
@@ -25,6 +26,11 @@ _renamed: dict[str, Any] = {}
 def import_path(thing: Any) -> str:
     """Return the name of a class or function in constructor specs: ``"module:qualified.name"``."""
     return f"{thing.__module__}:{thing.__qualname__}"
+
+
+def was_main(path: str, kind: type) -> bool:
+    """Whether an import path names a class by its qualified name, in the program that was run."""
+    return path == f"{_MAIN}{kind.__qualname__}"
 
 
 def allow(thing: T) -> T:
@@ -43,6 +49,11 @@ def allow(thing: T) -> T:
     """
     _add(thing, _allowed, _patterns, "")
     return thing
+
+
+def allowed_objects() -> list[Any]:
+    """Return the classes and functions that every checkpoint may name."""
+    return list(_allowed.values())
 
 
 def _add(thing: Any, allowed: dict[str, Any], patterns: list[str], option: str) -> None:
@@ -95,6 +106,7 @@ class Permissions:
             _add(thing, self._allowed, self._patterns, "allowed=")
         self._renamed = {**_renamed, **{_checked(old): new for old, new in (renamed or {}).items()}}
         self._base = base
+        self.main: str | None = None  # the name that the module ``__main__`` of the program that saved has here
 
     def resolve(self, path: Any, where: str, *, made: bool = False) -> Any:
         """Return the class or function of an import path; ``made`` if the checkpoint wants an instance made."""
@@ -107,6 +119,9 @@ class Permissions:
                 return new
             path = _checked(new)
             named += f", now {path}"
+        elif self.main is not None and path.startswith(_MAIN):
+            path = self.main + path.removeprefix("__main__")
+            named += f", here {path}"
         if path in self._allowed:
             return self._allowed[path]
         found = self._loaded(path, made)

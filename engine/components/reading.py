@@ -17,6 +17,7 @@ from ..pytree import LeafRequest, collection_paused
 from ..storage import Location, as_location
 from .layout import Description, below, part_records, parts_of, whole_around
 from .names import STATE, format_component_path, name_of
+from .records import has_records, with_records
 from .rllib import RLlibComponent
 
 _SEARCHED = 100  # directories in which a message looks for a tree to name
@@ -37,8 +38,11 @@ class SavedComponent(Protocol):
         """The components below it by their paths from it."""
         ...
 
-    def state(self) -> Any:
-        """Read its own state, without those of the components below; raise DamagedCheckpointError."""
+    def state(self, component: Any = None) -> Any:
+        """Read its own state, without those of the components below; raise DamagedCheckpointError.
+
+        Named tuples and dataclasses in it are dictionaries, unless a component of the program shows their classes.
+        """
         ...
 
 
@@ -65,7 +69,7 @@ class NativeComponent:
             found[path] = NativeComponent(self._root, self._items, (*self.path, *path))
         return found
 
-    def state(self) -> Any:
+    def state(self, component: Any = None) -> Any:
         # Arrays are of the libraries that they were saved from.
         with collection_paused():
             reader = TreeReader(self._folder, self._item.files)
@@ -74,7 +78,10 @@ class NativeComponent:
                 for leaf in reader.leaves
                 if leaf.saved.kind in _FRAMEWORKS
             }
-            return load_tree(reader, requests=requests)
+            tree, structure = load_tree(reader, requests=requests), reader.tree.structure
+            if component is None or not has_records(structure):
+                return tree
+            return with_records(tree, structure, component, str(self.location))
 
     def structure(self) -> Any:
         """Return its own state with a description of every leaf in its place; no data is read."""

@@ -14,7 +14,7 @@ from ..pytree import PathFilter, Patterns, flatten
 from .live import LiveComponent, again, paths_of
 from .names import find, format_component_path
 from .reading import SavedComponent, all_components
-from .states import Keep, OwnReport, match_kept, own_state, set_own_state
+from .states import Keep, OwnReport, has_own, match_kept, own_state, set_own_state
 
 _logger = logging.getLogger("holdfast")
 
@@ -117,7 +117,8 @@ class _Restore:
                 f"{saved.location} does not have all components of the program (strict=True); nothing was changed:",
                 missing,
             )
-        self._states = {path: origin.state() for path, origin in self._origins.items()}
+        live = paths_of(target.root)
+        self._states = {path: _read(origin, live[path]) for path, origin in self._origins.items()}
         if isinstance(keep, KeepPatterns):
             self._check(keep)
         self._done: dict[Path, OwnReport] = {}
@@ -183,7 +184,7 @@ class _Restore:
             while new := self._new_origins():
                 live = paths_of(self._target.root)
                 for path, origin in new.items():
-                    self._set(live[path], origin.state(), origin, last=False)
+                    self._set(live[path], _read(origin, live[path]), origin, last=False)
         except BaseException:
             self._take_back()
             raise
@@ -241,6 +242,10 @@ class _Restore:
                 pair = by_path.get((*path, *relative)), by_path.get(other)
                 if goal[: len(start)] == start and None not in pair and pair[0] is not pair[1]:
                     yield format_component_path((*path, *relative)), format_component_path(other)
+
+
+def _read(origin: SavedComponent, one: LiveComponent) -> Any:
+    return origin.state(one.value if has_own(one.value, "set_state") else None)
 
 
 def locate(live: LiveComponent, component: str) -> LiveComponent:

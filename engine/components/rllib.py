@@ -31,6 +31,9 @@ class RLlibComponent(RLlibDirectory):
             metadata=self.metadata,
         )
 
+    def state(self, component: Any = None) -> Any:
+        return super().state()
+
     def _constructor(self) -> tuple[str, dict[str, Any] | None, str]:
         """Return the name of the class, the constructor spec, and why there is none."""
         place = self.location / CONSTRUCTOR

@@ -36,7 +36,19 @@ from ..graph import (
     is_optimizer,
     walk,
 )
-from ..pytree import ArrayLeaf, Saved, TreeDocument, describe, expand, flatten, is_torch_tensor, unescape_key
+from ..pytree import (
+    ArrayLeaf,
+    PackedNumbers,
+    Saved,
+    TreeDocument,
+    describe,
+    expand,
+    flatten,
+    is_leaf,
+    is_torch_tensor,
+    pack_tree,
+    unescape_key,
+)
 from ..storage import LocalBackend, Location
 from .live import LiveComponent, attributes_of, attributes_with_state, is_component
 from .names import STATE, Names, format_component_path
@@ -86,7 +98,7 @@ def overrides(value: Any, method: str) -> bool:
     return found is not None and found not in _inherited
 
 
-def _has_own(value: Any, method: str) -> bool:
+def has_own(value: Any, method: str) -> bool:
     # Modules and optimizers have a state_dict, but the walk names their values better.
     return overrides(value, method) and not is_optimizer(value)
 
@@ -112,13 +124,13 @@ def call_get_state(value: Any, components: Names | None, not_components: Names |
 
 def own_state(component: LiveComponent, *, snapshot: bool, partial: bool = False) -> Any:
     """Take the state of a component; ``partial`` allows that values for parameters outside of the tree are left out."""
-    if not _has_own(component.value, "get_state"):
+    if not has_own(component.value, "get_state"):
         return default_state(component, snapshot=snapshot, partial=partial)
     names = {child.name for child in component.children}
     state = call_get_state(component.value, None, sorted(names) or None)
     if isinstance(state, Mapping) and names & state.keys():
         state = {key: value for key, value in state.items() if key not in names}
-    return copied(state) if snapshot else state
+    return copied(state) if snapshot else pack_tree(state)
 
 
 def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = False) -> dict[str, Any]:
@@ -173,10 +185,11 @@ def copied(tree: Any) -> Any:
         return tree.copy()
     if is_torch_tensor(tree):
         return tree.detach().clone()
-    if isinstance(tree, dict | list) or type(tree) is tuple:
-        contents = expand(tree)
-        if contents is not None:
-            return contents.build([copied(child) for child in contents.values])
+    if isinstance(tree, PackedNumbers):
+        return tree.unpack()
+    contents = None if is_leaf(tree) else expand(tree)
+    if contents is not None and contents.kind != "mapping":  # which may not be made from a dictionary
+        return contents.build([copied(child) for child in contents.values])
     return copy.copy(tree) if isinstance(tree, set) else tree
 
 
@@ -186,7 +199,7 @@ def copied(tree: Any) -> Any:
 def set_own_state(
     component: LiveComponent, state: Any, source: Location | None = None, keep: Keep | None = None
 ) -> OwnReport:
-    if _has_own(component.value, "set_state"):
+    if has_own(component.value, "set_state"):
         component.value.set_state(state)
         return OwnReport()
     return set_default_state(component, state, source, keep)
@@ -232,7 +245,7 @@ def set_default_state(
 
 def match_kept(component: LiveComponent, state: Any, source: Location, keep: Keep) -> None:
     """Call ``keep`` for every value that a component is about to get; change nothing."""
-    if isinstance(state, Mapping) and not _has_own(component.value, "set_state"):
+    if isinstance(state, Mapping) and not has_own(component.value, "set_state"):
         _kept(_stored(component, state, source), keep)
 
 

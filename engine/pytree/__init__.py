@@ -6,7 +6,18 @@ from .cast import CastProblem, cast_checked
 from .containers import class_name, expand, opens_as
 from .describe import describe
 from .document import TreeDocument, from_document, to_document
-from .flatten import MAX_DEPTH, Flattened, Key, KeyProblem, TreeDef, collection_paused, flatten, key_segments, unflatten
+from .flatten import (
+    MAX_DEPTH,
+    Flattened,
+    Key,
+    KeyProblem,
+    TreeDef,
+    collection_paused,
+    flatten,
+    is_leaf,
+    key_segments,
+    unflatten,
+)
 from .host_leaves import encode_value, is_python_value, number_kind
 from .jax_leaves import is_key, template_sharding
 from .leaves import (

@@ -627,10 +627,12 @@ def test_r16_released_versions_load(form: str) -> None:
     path = Path(__file__).parent / "released" / "1.0" / form
     assert hf.verify(path).ok
     with pytest.raises(hf.NotAllowedError, match="__main__:Counters"):
-        Counters.from_checkpoint(path)
-    found = Counters.from_checkpoint(path, renamed={"__main__:Counters": Counters}, strict=True)
-    assert [counter.count for counter in found.counters.values()] == [3, 0]
-    assert found.counters["a"].array.tolist() == [0, 1, 2, 3]
+        Checkpointable.from_checkpoint(path)
+    renamed = Checkpointable.from_checkpoint(path, renamed={"__main__:Counters": Counters}, strict=True)
+    for found in (renamed, Counters.from_checkpoint(path, strict=True)):
+        assert isinstance(found, Counters)
+        assert [counter.count for counter in found.counters.values()] == [3, 0]
+        assert found.counters["a"].array.tolist() == [0, 1, 2, 3]
 
 
 def test_r16_the_callers_configuration_wins(place: str) -> None:

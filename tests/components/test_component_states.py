@@ -1,0 +1,234 @@
+"""Components with a get_state of their own: what it returns is what set_state gets, types included."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import subprocess
+import sys
+import uuid
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from flax import struct
+
+import holdfast as hf
+from holdfast.components import Checkpointable, read_state
+from holdfast.engine.storage import as_location
+
+
+@pytest.fixture
+def place() -> Iterator[str]:
+    url = f"memory://tests/{uuid.uuid4().hex}"
+    yield url
+    as_location(url).remove_tree()
+
+
+class Transition(NamedTuple):
+    observation: Any
+    reward: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    step: int
+    weights: Any
+    note: str = "none"
+
+    def __post_init__(self) -> None:
+        raise AssertionError("its constructor is never called on a restore")
+
+
+@dataclasses.dataclass
+class Meter:
+    total: float = 0.0
+    history: list[float] = dataclasses.field(default_factory=list)
+
+
+@struct.dataclass
+class Norm:
+    mean: Any
+    count: Any
+
+
+def best(step: int) -> Best:
+    found = object.__new__(Best)
+    for name, value in {"step": step, "weights": torch.ones(2) * step, "note": "x"}.items():
+        object.__setattr__(found, name, value)
+    return found
+
+
+class Stateful(Checkpointable):
+    """Returns whatever it holds, and takes it back."""
+
+    def __init__(self, held: Any = None) -> None:
+        self.held = held
+
+    def get_state(self, *_: Any, **__: Any) -> Any:
+        return {"held": self.held}
+
+    def set_state(self, state: Any) -> None:
+        self.held = state["held"]
+
+
+class Tree(Checkpointable):
+    def __init__(self) -> None:
+        self.part = Stateful()
+
+
+def holding(held: Any) -> Tree:
+    tree = Tree()
+    tree.part.held = held
+    return tree
+
+
+HELD: dict[str, Any] = {
+    "named tuples": [Transition(np.arange(2.0), 0.5), Transition(None, 1)],
+    "a dataclass": Meter(1.5, [1.0, 2.0]),
+    "a frozen dataclass with a tensor": {"best": best(3)},
+    "a dataclass of flax's": (Norm(np.zeros(2), 1),),
+    "a deque": deque([Transition(1, 2.0)], maxlen=3),
+    "nested": Meter(0.0, [Transition(best(1), 2.0)]),  # type: ignore[list-item]  # anything may be in a list
+    "a long deque": deque([0.5, 1] * 40, maxlen=100),
+    "a long list": [True, 1, 1.5] * 40,
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_state_comes_back_as_what_it_is(name: str, place: str) -> None:
+    held = HELD[name]
+    path = holding(held).save_to_path(place)
+    running = Tree()
+    running.restore_from_path(path, strict=True)
+    given = Tree()
+    given.set_state(holding(held).get_state())
+    for one in (running, Tree.from_checkpoint(path), given):
+        assert alike(one.part.held, held), one.part.held
+    assert getattr(running.part.held, "maxlen", None) == getattr(held, "maxlen", None)
+
+
+def alike(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    if dataclasses.is_dataclass(one):
+        return alike(vars(one), vars(other))
+    if isinstance(one, list | tuple | deque):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(np.array_equal(one, other)) if hasattr(one, "dtype") else bool(one == other)
+
+
+class InPlace(Stateful):
+    """Takes a state into the arrays that it has."""
+
+    def set_state(self, state: Any) -> None:
+        self.held[0].observation[:] = state["held"][0].observation
+
+
+def test_a_state_is_taken_back_where_another_does_not_fit(place: str) -> None:
+    class Two(Checkpointable):
+        def __init__(self, size: int = 2) -> None:
+            self.part = InPlace([Transition(np.zeros(2), 0.0)])
+            self.last = np.zeros(size)
+
+    path = Two(3).save_to_path(place)
+    running = Two()
+    running.part.held[0].observation[:] = 5
+    with pytest.raises(hf.TreeMismatchError, match="last"):
+        running.restore_from_path(path)
+    assert running.part.held[0].observation.tolist() == [5, 5]
+
+
+def test_a_class_that_the_component_does_not_show(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    Hidden = NamedTuple("Hidden", [("a", int)])  # noqa: UP014 - in a function, where no module names it
+    path = holding([Hidden(1)]).save_to_path(place)
+    showing = holding([Hidden(0)])
+    showing.restore_from_path(path)
+    assert type(showing.part.held[0]) is Hidden
+    running = Tree()
+    with caplog.at_level(logging.WARNING):
+        running.restore_from_path(path)
+    assert running.part.held == [{"a": 1}]
+    assert "Hidden, and Stateful shows no such class with the same fields" in caplog.text
+    assert read_state(path)["part"]["held"] == [{"a": 1}]
+
+
+class Dangerous(NamedTuple):
+    """A class that a checkpoint names, and that is no class of the component."""
+
+    command: str
+
+
+def test_a_checkpoint_names_no_other_class(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    fake = type("CompletedProcess", (Dangerous,), {"__module__": "subprocess"})
+    path = holding([fake("rm")]).save_to_path(place)
+    running = Tree()
+    running.restore_from_path(path)
+    assert running.part.held == [{"command": "rm"}]
+    assert "subprocess.CompletedProcess" in caplog.text
+
+
+def test_long_lists_take_the_space_of_an_array(tmp_path: Path) -> None:
+    floats = np.random.default_rng(0).normal(size=5_000)
+
+    def size(held: Any, name: str) -> int:
+        path = holding(held).save_to_path(tmp_path / name)
+        return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
+
+    array = size(floats, "array")
+    assert size(floats.tolist(), "floats") <= 1.1 * array
+    assert size([1, *floats.tolist()], "mixed") <= 1.2 * array
+    [leaf] = [leaf for leaf in hf.describe(tmp_path / "floats") if leaf.bytes > 1000]
+    assert (leaf.kind, leaf.path) == ("numbers", "held")
+
+
+# ---- a class of a program that is run
+
+PROGRAM = """
+import sys
+import numpy as np
+from holdfast.components import Checkpointable
+
+class Policy(Checkpointable):
+    def __init__(self, size):
+        self.weights = np.zeros(size)
+
+class League(Checkpointable):
+    class Member(Policy):
+        pass
+
+    def __init__(self, policies):
+        self.policies = policies
+
+if __name__ == "__main__":
+    league = League({"a": Policy(3), "b": League.Member(2)})
+    for policy in league.policies.values():
+        policy.weights += 7
+    league.save_to_path(sys.argv[1])
+"""
+
+
+def test_a_class_of_a_program_is_found_by_its_qualified_name(tmp_path: Path) -> None:
+    (tmp_path / "train_policy_program.py").write_text(PROGRAM)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH")]))}
+    command = [sys.executable, "train_policy_program.py", str(tmp_path / "saved")]
+    subprocess.run(command, cwd=tmp_path, check=True, env=environment, timeout=60)
+    sys.path.insert(0, str(tmp_path))
+    try:
+        import train_policy_program as program  # type: ignore[import-not-found]  # written above
+    finally:
+        sys.path.remove(str(tmp_path))
+    league = program.League.from_checkpoint(tmp_path / "saved", strict=True)
+    assert [type(one) for one in league.policies.values()] == [program.Policy, program.League.Member]
+    members = tmp_path / "saved" / "policies"
+    assert program.Policy.from_checkpoint(members / "a").weights.tolist() == [7, 7, 7]
+    assert program.League.Member.from_checkpoint(members / "b").weights.tolist() == [7, 7]
+    with pytest.raises(hf.NotAllowedError, match=r"__main__:League.Member, which is not allowed"):
+        program.Policy.from_checkpoint(members / "b")
