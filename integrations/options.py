@@ -9,11 +9,13 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import signal
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar, get_args
 
 from ..engine.checkpoint import Place
+from ..engine.clock import Duration, seconds
 from ..engine.errors import OptionError
 from ..engine.handlers import PyTreeCheckpointHandler
 from ..engine.manager import (
@@ -74,7 +76,24 @@ class CallbackOptions(CheckpointOptions):
         ),
     )
 
+    signals: Collection[str | signal.Signals] = field(
+        default=("SIGTERM",),
+        metadata=documentation(
+            "The signals that announce a preemption, by name: the run finishes its step, saves it, and ends."
+        ),
+    )
+    grace_secs: Duration | None = field(
+        default=None,
+        metadata=documentation(
+            "The time between the signal and the end of the process, as the scheduler grants it. A save that takes "
+            "longer is reported with a warning."
+        ),
+    )
+
     def __post_init__(self) -> None:
+        self.preemption_signals()
+        if self.grace_secs is not None:
+            seconds(self.grace_secs, name="grace_secs")
         if self.init_from is not None:
             as_location(self.init_from)  # raises if it is not a place
         words: tuple[str, ...] = get_args(get_args(Resume)[0])
@@ -92,10 +111,30 @@ class CallbackOptions(CheckpointOptions):
         """Return the handler that saves a tree with these options."""
         return PyTreeCheckpointHandler(compression=self.compression)
 
+    def preemption_signals(self) -> tuple[signal.Signals, ...]:
+        """Return the signals that announce a preemption.
+
+        Raises:
+            OptionError: There is no such signal, or no process can handle it.
+        """
+        names = [self.signals] if isinstance(self.signals, str) else list(self.signals)
+        return tuple(dict.fromkeys(_signal(name) for name in names))
+
     def manager_options(self) -> CheckpointManagerOptions:
         """Return the same options for a :class:`~holdfast.CheckpointManager`."""
         shared = {one.name: getattr(self, one.name) for one in fields(CheckpointOptions)}
         return CheckpointManagerOptions(**shared if self.has_triggers else {**shared, **self.DEFAULT_TRIGGER})
+
+
+def _signal(name: Any) -> signal.Signals:
+    text = str(getattr(name, "name", name))
+    found = signal.Signals.__members__.get(text if text.startswith("SIG") else f"SIG{text}")
+    if found is None or text in ("SIGKILL", "SIGSTOP"):
+        raise OptionError(
+            f"signals: {name!r} is not a signal that a process can handle; give names such as 'SIGTERM', 'SIGINT' or "
+            "'SIGUSR1'"
+        )
+    return found
 
 
 def takes(arguments: Callable[P, A]) -> Callable[[Callable[[S, A], None]], Callable[Concatenate[S, P], None]]:

@@ -40,7 +40,7 @@ def run(configuration: Configuration) -> Outcome:
     run_dir = Path(config.run_dir or os.path.join("runs", config.name))
     checkpoints = config.checkpoint.directory or str(run_dir / "checkpoints")
     logger.info("%s: %d steps of %s in %s", config.name, config.train.steps, configuration.recipe.name, run_dir)
-    with PreemptionSignal() as preemption:
+    with PreemptionSignal(config.checkpoint.options().preemption_signals()) as preemption:
         # Until the program handles preemptions itself, there is nothing to save.
         newest = _check_checkpoints(configuration, checkpoints)
         if newest >= config.train.steps:

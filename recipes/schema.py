@@ -7,6 +7,7 @@ field is its documentation, with units; ``holdfast recipes NAME`` prints it.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_type_hints
 
@@ -84,6 +85,7 @@ _IN_YAML: dict[Any, Any] = {
     BestFn | None: str | None,
     Resume: Annotated[Any, AfterValidator(_resume)],
     Collection[int]: list[Annotated[int, Field(ge=0)]],
+    Collection[str | signal.Signals]: list[str],
     Place | None: Annotated[PathOrUrl, Field(min_length=1)] | None,
 }
 """Types of options, and how YAML writes them where that differs."""
@@ -93,11 +95,12 @@ def _checkpoint_keys() -> Iterator[tuple[str, Any]]:
     """Yield a key of the ``checkpoint:`` section for every option of the callbacks."""
     kinds = get_type_hints(CallbackOptions)
     for option in documented_fields(CallbackOptions):
-        kind, default = kinds[option.name], option.default
+        kind = kinds[option.name]
+        default = list(option.default) if isinstance(option.default, tuple) else option.default
         description = option.metadata["documentation"].replace("``", "").replace("None", "null")
         limits = {"ge": option.metadata["least"], "le": option.metadata["greatest"]}
         written = _IN_YAML.get(kind, kind)
-        yield option.name, (written, Field([] if default == () else default, description=description, **limits))
+        yield option.name, (written, Field(default, description=description, **limits))
 
 
 if TYPE_CHECKING:

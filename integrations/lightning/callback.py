@@ -12,7 +12,7 @@ import torch
 from ...engine.checkpoint import Place
 from ...engine.errors import HoldfastError, OptionError
 from ...engine.sources import Weights, load_weights
-from ..loop import PreemptionSignal, check_resume, resume_step
+from ..loop import PREEMPTED, PreemptionSignal, announce, check_resume, resume_step
 from ..options import documents, takes
 from .arguments import CallbackArguments
 from .io import (
@@ -25,7 +25,8 @@ from .io import (
 )
 from .published import Published
 from .saver import FitSaver
-from .stopping import AgreedStop, OwnStop, Stop, take_over_sigterm
+from .slurm import requeue, take_over_requeue
+from .stopping import AgreedStop, OwnStop, Signals, Stop, leave
 from .store import RunStore
 from .strategies import check_strategy
 from .trees import POSITION
@@ -56,8 +57,9 @@ class CheckpointCallback(ResumingCallback):
     this callback are never resumed from. ``trainer.test(ckpt_path="best")`` and ``"last"`` work as usual.
 
     SIGTERM only sets a flag. The next point between two batches, or within a validation, saves, waits until the files
-    are durable, and ends the process with status 143. Other exceptions save nothing more, but let a save that is under
-    way finish.
+    are durable, and ends the process with status 143; workers of data loaders survive until then. Other exceptions save
+    nothing more, but let a save that is under way finish. Under SLURM, the signal for requeueing saves in the same way,
+    requeues the job, and ends the process with status 75; files that Lightning has saved for requeueing are left alone.
 
     Under DDP (``strategy="ddp"``) and ``ModelParallelStrategy`` (FSDP2) all processes save one checkpoint, each
     a share of the parameters and of the optimizers, and each its own random generators and place in the data; SIGTERM
@@ -87,7 +89,9 @@ class CheckpointCallback(ResumingCallback):
         self._store = RunStore(options.dirpath, options)
         self._published = Published(self._store.directory, options)
         self.dirpath = str(self._store.directory)
-        self._preemption = PreemptionSignal()
+        self._preemption = PreemptionSignal(options.preemption_signals())
+        self._signals: Signals | None = None
+        self._evaluation: Stop | None = None
         self._saver: FitSaver | None = None
         self._has_saved = False
         self._has_weights = False
@@ -110,7 +114,7 @@ class CheckpointCallback(ResumingCallback):
 
     @property
     def preempted(self) -> bool:
-        """Whether SIGTERM has arrived."""
+        """Whether a signal of ``signals=`` has arrived, or the one for requeueing."""
         return self._preemption.received
 
     @property
@@ -187,6 +191,9 @@ class CheckpointCallback(ResumingCallback):
         """Connect the trainer with its checkpoints, before any is loaded."""
         install(trainer.strategy, self._store)
         if stage != "fit":
+            self._take_over_signals(trainer)
+            self._evaluation = self._stop(trainer, getattr(trainer, f"{stage}_loop"))
+            self._evaluation.begin()
             return
         if trainer.fast_dev_run:
             decides, self._decides = self._decides, False
@@ -203,11 +210,15 @@ class CheckpointCallback(ResumingCallback):
         self._store.open()
         self._publish(trainer)  # what a process that was killed has not
         self._searches.begin(trainer)
+        self._take_over_signals(trainer)
+        stop = self._stop(trainer, trainer.fit_loop.epoch_loop.val_loop)
+        if isinstance(stop, OwnStop):  # others agree as soon as training has begun, after the first batch
+            self._evaluation = stop
         self._saver = FitSaver(
             trainer,
             self._store,
             self._options,
-            self._stop(trainer),
+            stop,
             attached=lambda: any(callback is self for callback in trainer.callbacks),
             announce=lambda: self._announce(trainer),
         )
@@ -225,22 +236,26 @@ class CheckpointCallback(ResumingCallback):
             self._searches.replace(trainer, checkpoint.get(POSITION, {}).get("found", {}))
             self._saver.go_on_from(checkpoint)
 
-    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
-        """Take SIGTERM over, as another handler would wait for other processes in the middle of a batch."""
-        if self._saver is not None and trainer.world_size > 1:
-            take_over_sigterm(trainer, self._preemption)
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Take SIGTERM over."""
+        """Begin to save."""
         if self._saver is not None:
-            take_over_sigterm(trainer, self._preemption)
             self._searches.end()
             self._saver.begin()
 
-    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Leave a validation that would outlast the time that a preempted process has."""
-        if self._saver is not None:
+        if self._saver is None or trainer.sanity_checking:
+            self._leave_evaluation(trainer)
+        else:
             self._saver.during_validation()
+
+    def on_test_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """Leave a test in which the process was asked to end."""
+        self._leave_evaluation(trainer)
+
+    def on_predict_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """Leave predictions in which the process was asked to end."""
+        self._leave_evaluation(trainer)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Store the metrics of the validation."""
@@ -255,7 +270,7 @@ class CheckpointCallback(ResumingCallback):
     def on_exception(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Let a save that is under way finish; save nothing, as the exception came in the middle of something."""
         try:
-            self._end(trainer, orderly=False)
+            self._end(trainer, orderly=False, error=args[-1] if args else None)
         except HoldfastError:
             # The exception under way matters more; this one must not take its place.
             logger.exception("a save failed in the background while training was ending with an exception")
@@ -283,12 +298,27 @@ class CheckpointCallback(ResumingCallback):
         found = path or self.ckpt_path
         return (found or ResumePath(self._store.directory)) if self._store.agree(found is not None) else None
 
-    def _stop(self, trainer: Any) -> Stop:
+    def _take_over_signals(self, trainer: Any) -> None:
+        number = take_over_requeue(trainer)
+        if number is not None:
+            self._preemption.add(number, PREEMPTED)
+
+        def finish() -> None:
+            if number is not None and self._preemption.number == number:
+                requeue(self._store.processes)
+
+        self._signals = Signals(trainer, self._preemption, finish)
+
+    def _stop(self, trainer: Any, evaluation: Any) -> Stop:
         group = self._store.processes.rendezvous("where to stop")
         if group is None:
             return OwnStop(self._preemption)
-        validation = trainer.fit_loop.epoch_loop.val_loop
-        return AgreedStop(group, self._preemption, lambda: sum(validation.max_batches))
+        return AgreedStop(group, self._preemption, lambda: sum(evaluation.max_batches))
+
+    def _leave_evaluation(self, trainer: Any) -> None:
+        if self._evaluation is not None and self._evaluation.in_validation():
+            logger.info("preempted: stopping; there is nothing new to save")
+            leave(trainer, self._evaluation)
 
     def _begin_from(self, trainer: Any, path: Any) -> Any:
         """Take the weights of a fresh start, once; return the path to resume from."""
@@ -305,11 +335,16 @@ class CheckpointCallback(ResumingCallback):
         self._has_weights = True
         return path
 
-    def _end(self, trainer: Any, *, orderly: bool) -> None:
+    def _end(self, trainer: Any, *, orderly: bool, error: object = None) -> None:
+        signals, self._signals = self._signals, None
+        if signals is not None:
+            signals.end(error)
         saver, self._saver = self._saver, None
+        evaluation, self._evaluation = self._evaluation, None
         if saver is None:
+            if evaluation is not None:
+                evaluation.end(orderly=orderly)
             return
-        self._preemption.restore()
         self._searches.end()
         try:
             self._store.close()

@@ -14,19 +14,11 @@ from ..loop import announce
 from .arguments import CallbackArguments
 from .loops import LoopHooks
 from .position import Point, Position
-from .stopping import Stop
+from .stopping import Stop, leave
 from .store import Intent, RunStore
-from .strategies import release_children
 from .trees import POSITION
 
 logger = logging.getLogger("holdfast")
-
-
-class Preempted(SystemExit):
-    """Ends the process with the status of SIGTERM, after the run was asked to end and has saved."""
-
-    def __init__(self) -> None:
-        super().__init__(143)
 
 
 class FitSaver:
@@ -223,8 +215,7 @@ class FitSaver:
         finally:
             self._store.part()
         self._say("preempted: stopping after step %d in %s", self._trainer.global_step, self._store.directory)
-        release_children(self._trainer)
-        raise Preempted
+        leave(self._trainer, self._stop)
 
     def _say(self, text: str, *args: object) -> None:
         announce(text, *args, shown=self._trainer.is_global_zero)

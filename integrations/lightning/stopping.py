@@ -1,4 +1,4 @@
-"""SIGTERM, taken over from Lightning, and where a run then stops: at the next point, or where all processes agree."""
+"""Signals, taken over from Lightning, and where a run then stops: at the next point, or where all processes agree."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 from urllib.parse import quote
 
 from ...engine.distributed import Rendezvous
 from ..loop import PreemptionSignal
+from .loops import LoopHooks
+from .strategies import release_children
 
 logger = logging.getLogger("holdfast")
 
@@ -24,8 +26,26 @@ _CAN_BLOCK = hasattr(signal, "pthread_sigmask")  # not on Windows
 _Progress = tuple[int, int]  # batches and epochs that were finished, and batches of a validation since then
 
 
+class Preempted(SystemExit):
+    """Ends the process after the run was asked to end and has saved: as the signal would, or with 75 if requeued."""
+
+    def __init__(self, code: int = 128 + signal.SIGTERM) -> None:
+        super().__init__(code)
+
+
+def leave(trainer: Any, stop: Stop) -> NoReturn:
+    """End a run that was asked to end, and has nothing left to save."""
+    release_children(trainer)
+    raise Preempted(stop.exit_status)
+
+
 class Stop(Protocol):
     """Decides at each point where a run can leave whether it has to."""
+
+    @property
+    def exit_status(self) -> int:
+        """The status of a process that leaves."""
+        ...
 
     def begin(self) -> None:
         """Start when training begins."""
@@ -49,6 +69,10 @@ class OwnStop:
 
     def __init__(self, preemption: PreemptionSignal) -> None:
         self._preemption = preemption
+
+    @property
+    def exit_status(self) -> int:
+        return self._preemption.exit_status
 
     def begin(self) -> None:
         pass
@@ -81,9 +105,14 @@ class AgreedStop:
         self._lock = threading.Lock()
         self._passed: _Progress = (0, 0)
         self._stop: _Progress | None = None
+        self._number: int = signal.SIGTERM
         self._answered = False
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+
+    @property
+    def exit_status(self) -> int:
+        return self._preemption.exit_status
 
     def begin(self) -> None:
         self._thread = threading.Thread(target=self._watch, name="holdfast-preemption", daemon=True)
@@ -114,7 +143,7 @@ class AgreedStop:
     def _is_due(self) -> bool:
         if self._stop is None or self._passed < self._stop:
             return False
-        self._preemption.request()
+        self._preemption.request(self._number)
         return True
 
     def _watch(self) -> None:
@@ -123,9 +152,11 @@ class AgreedStop:
         try:
             while not self._ended.wait(interval):
                 if self._preemption.received and not announced:
-                    self._group.coordinator.put(self._alarm, b"1")
+                    self._group.coordinator.put(self._alarm, str(self._preemption.number).encode())
                     announced = True
-                if announced or self._group.coordinator.try_get(self._alarm) is not None:
+                alarm = self._group.coordinator.try_get(self._alarm)
+                if announced or alarm is not None:
+                    self._number = int(alarm) if alarm is not None else self._preemption.number
                     self._agree()
                     return
         except Exception as error:  # a process is gone: training ends by that
@@ -168,18 +199,53 @@ def _first_open(answers: list[Any]) -> list[int] | None:
     return [batches + 1, 0]  # some would find it in the middle of a validation, others at its end
 
 
-def take_over_sigterm(trainer: Any, preemption: PreemptionSignal) -> None:
-    """Put a flag in the place of Lightning's own handler, on top of the handler before that.
+class Signals:
+    """The signals of one call of ``fit``, ``validate``, ``test`` or ``predict``, from ``setup`` to its end.
 
-    Lightning ends a run after any batch, also after one whose gradients are still being accumulated, which no
-    checkpoint holds. When the run ends it puts back what was there before its own handler, as always.
+    They are taken over where Lightning installs handlers of its own, which end a run after any batch, also after one
+    whose gradients are still being accumulated, which no checkpoint holds.
+
+    Args:
+        trainer: The trainer.
+        preemption: The flag that the signals set.
+        finish: Called last, when Lightning has ended a run that was left.
     """
-    connector = trainer._signal_connector
-    if connector.received_sigterm:
-        connector.received_sigterm = False
-        preemption.request()
+
+    def __init__(self, trainer: Any, preemption: PreemptionSignal, finish: Callable[[], None]) -> None:
+        self._connector = trainer._signal_connector
+        self._preemption = preemption
+        self._finish = finish
+        self._left = False
+        self._hooks = LoopHooks()
+        self._hooks.place(self._connector, "register_signal_handlers", self._register)
+        self._hooks.place(self._connector, "teardown", self._teardown)
+
+    def _register(self, original: Callable[[], None]) -> None:
+        original()
+        take_over(self._connector, self._preemption)
+
+    def end(self, error: object = None) -> None:
+        """End the handling of signals, after an error perhaps."""
+        self._left = isinstance(error, Preempted)
+        self._preemption.restore()
+        if not self._left:
+            self._hooks.remove()
+
+    def _teardown(self, original: Callable[[], None]) -> None:
+        original()
+        if self._left:
+            self._hooks.remove()
+            self._finish()
+
+
+def take_over(connector: Any, preemption: PreemptionSignal) -> None:
+    """Put a flag in the place of Lightning's own handler of SIGTERM, on top of the handler before that.
+
+    When the run ends Lightning puts back what was there before its own handler, as always.
+    """
     is_lightnings = type(signal.getsignal(signal.SIGTERM)).__name__ == "_HandlersCompose"
-    if not is_lightnings or threading.current_thread() is not threading.main_thread():
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if signal.SIGTERM not in preemption.signals or not is_lightnings or not in_main_thread:
         preemption.install()
         return
     before = connector._original_handlers.get(signal.SIGTERM)
@@ -188,6 +254,9 @@ def take_over_sigterm(trainer: Any, preemption: PreemptionSignal) -> None:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
         preemption.install()
+        if connector.received_sigterm:
+            connector.received_sigterm = False
+            preemption.request()
     finally:
         if _CAN_BLOCK:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

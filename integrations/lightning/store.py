@@ -18,7 +18,7 @@ from ...engine.format import RECORD
 from ...engine.handlers import PerProcessCheckpointHandler
 from ...engine.manager import CheckpointManager, CheckpointManagerOptions, list_steps, metric_value
 from ...engine.storage import Location, as_location
-from ..loop import all_steps
+from ..loop import GraceCheck, all_steps
 from ..options import CallbackOptions
 from .strategies import SharedState, StateHandler
 from .trees import POSITION, from_tree, to_tree
@@ -49,6 +49,7 @@ class RunStore:
         self.directory: Location = as_location(directory)
         self._arguments = options
         self._options = options.manager_options()
+        self._grace = None if options.grace_secs is None else GraceCheck(seconds(options.grace_secs))
         self._saves = AsyncCheckpointer(StateHandler(compression=options.compression))
         self._own = AsyncCheckpointer(PerProcessCheckpointHandler(options.tree_handler()))
         self._manager: CheckpointManager | None = None
@@ -84,6 +85,8 @@ class RunStore:
         manager = self._make(self._options)
         manager.acquire()
         manager.add_listener(self.reports.append)
+        if self._grace is not None:
+            manager.add_listener(self._grace)
         self._manager, self.is_open = manager, True
 
     def close(self) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from .announce import announce
 from .callback import CheckpointCallback, StepOutcome
 from .objects import ComponentAdapter
-from .preemption import PreemptionSignal
+from .preemption import PREEMPTED, GraceCheck, PreemptionSignal
 from .resuming import all_steps, check_resume, resume_step
 from .states import LoopArguments, Misfits, StateAdapter
 
 __all__ = [
+    "PREEMPTED",
     "CheckpointCallback",
     "ComponentAdapter",
+    "GraceCheck",
     "LoopArguments",
     "Misfits",
     "PreemptionSignal",

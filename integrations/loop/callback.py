@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Protocol, Self, TypeVar, overload
 
 from ...engine.checkpoint import AsyncCheckpointer
+from ...engine.clock import seconds
 from ...engine.errors import StateError
 from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHandler
 from ...engine.manager import CheckpointManager
@@ -21,7 +22,7 @@ from .announce import announce
 from .extras import check_extras, missing_extras
 from .initial import InitialState
 from .objects import adapter_for
-from .preemption import PreemptionSignal
+from .preemption import PREEMPTED, GraceCheck, PreemptionSignal
 from .resuming import all_steps, check_resume, restore
 from .states import LoopArguments, Misfits, StateAdapter
 from .steps import StepSaver, check_metrics
@@ -101,9 +102,11 @@ class CheckpointCallback:
     - plain data (None, numbers, strings, bytes, and dicts, lists and tuples of them): ``checkpoint.extras[name]`` is
       the restored value as it was saved; the passed value is no template.
 
-    SIGTERM only sets a flag. The next ``on_step`` saves, waits until the files are durable, and asks to stop. Leaving
-    the ``with`` block saves the last step if it is not saved yet, waits for the files and closes. Leaving it by an
-    exception saves nothing more, but lets a save that is under way finish.
+    SIGTERM only sets a flag. The next ``on_step`` saves, waits until the files are durable, and asks to stop;
+    ``sys.exit(checkpoint.exit_status)`` then informs the scheduler. Leaving the ``with`` block saves the last step if
+    it is not saved yet, waits for the files and closes. Leaving it by an exception saves nothing more, but lets a save
+    that is under way finish. Worker processes that are started after the callback was made survive a signal to the
+    whole job.
 
     In a program of several processes (``jax.distributed`` or ``torch.distributed``), each makes a callback and calls it
     at every step. All save the arrays together; each process saves and restores its own of the other extras, such as
@@ -136,10 +139,12 @@ class CheckpointCallback:
             metadata=options.metadata,
             clock=options.clock,
         )
+        if options.grace_secs is not None:
+            self._manager.add_listener(GraceCheck(seconds(options.grace_secs)))
         self._adapter: StateAdapter = StateAdapter()  # until a state is seen
         self._saver = StepSaver(self._manager, self._adapter, self._item)
         self._is_adapted = False
-        self._preemption = PreemptionSignal()
+        self._preemption = PreemptionSignal(options.preemption_signals())
         self._names: frozenset[str] = frozenset()
         self._begun = False
         self._closed = False
@@ -154,13 +159,21 @@ class CheckpointCallback:
 
     @property
     def preempted(self) -> bool:
-        """Whether SIGTERM has arrived. It costs next to nothing, so evaluation loops may ask it as well."""
+        """Whether one of the signals has arrived. It costs next to nothing, so evaluation loops may ask it as well."""
         return self._preemption.received
 
     @property
     def should_stop(self) -> bool:
         """Whether ``on_step`` has saved because of a preemption and asked to stop."""
         return self._should_stop
+
+    @property
+    def exit_status(self) -> int:
+        """The status to end the program with: 75 (``EX_TEMPFAIL``: run the same command again) after a preemption.
+
+        Otherwise it is 0. Ask for it after the ``with`` block, when the last step is saved.
+        """
+        return PREEMPTED if self.preempted else 0
 
     @overload
     def restore_or_initialize(self, state: Live, *, like: Any = None, **extras: Any) -> tuple[Live, int]: ...

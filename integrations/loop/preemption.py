@@ -11,7 +11,13 @@ from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from ...engine.checkpoint import SaveReport
+from ..workers import expose_workers, exposed_workers, protect_workers
+
 logger = logging.getLogger("holdfast")
+
+PREEMPTED = 75
+"""The exit status of a program that was preempted and has saved: run the same command again (``EX_TEMPFAIL``)."""
 
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
@@ -24,7 +30,9 @@ class PreemptionSignal:
     It is installed from the main thread only, as Python allows, and never beside ``jax.distributed``, whose own
     handler makes all processes agree on one step: there, :meth:`reached` asks it.
 
-    Processes forked while the handler is installed, such as data-loading workers, still end at SIGTERM.
+    Schedulers send the signal to every process of a job. Processes that :mod:`multiprocessing` starts from now until
+    :meth:`restore`, such as the workers of data loaders, survive it, since the step that is to be saved may need them;
+    they end with this process. Those of a bare ``os.fork`` end at the signal.
 
     Args:
         signals: The signals that announce a preemption.
@@ -37,23 +45,47 @@ class PreemptionSignal:
 
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM,)) -> None:
         self._signals = tuple(signals)
-        self._received = False
+        self._received: int | None = None
+        self._statuses: dict[int, int] = {}
         self._process: int | None = None
         self._previous: dict[int, Handler] = {}
+        protect_workers(self)
+
+    @property
+    def signals(self) -> tuple[signal.Signals, ...]:
+        """The signals that announce a preemption."""
+        return self._signals
 
     @property
     def received(self) -> bool:
         """Whether the signal has arrived; costs an attribute, so evaluation loops may ask for it as well."""
-        return self._received
+        return self._received is not None
+
+    @property
+    def number(self) -> int:
+        """The signal that has arrived; SIGTERM where it is not known, or none has."""
+        return self._received or signal.SIGTERM
+
+    @property
+    def exit_status(self) -> int:
+        """The status of a process that ends as the signal that has arrived would end it."""
+        return self._statuses.get(self.number, 128 + self.number)
 
     @property
     def installed(self) -> bool:
         """Whether the handler is in place, in this process."""
         return self._process == os.getpid()
 
-    def request(self) -> None:
+    def request(self, number: int = signal.SIGTERM) -> None:
         """Set the flag as the signal would: for tests, and for other sources of preemptions."""
-        self._received = True
+        if self._received is None:
+            self._received = number
+
+    def add(self, number: signal.Signals, status: int) -> None:
+        """Let one more signal announce a preemption, with an exit status of its own; call it before :meth:`install`."""
+        self._statuses[number] = status
+        if number not in self._signals:
+            self._signals = (*self._signals, number)
 
     def reached(self, step: int) -> bool:
         """Return whether to save and stop at this step, the same on every process of a ``jax.distributed`` run.
@@ -61,11 +93,12 @@ class PreemptionSignal:
         Args:
             step: The step just finished. In a ``jax.distributed`` run every process must ask for every step.
         """
-        if not self._received and _jax_is_distributed():
+        if not self.received and _jax_is_distributed():
             from jax.experimental import multihost_utils
 
-            self._received = bool(multihost_utils.reached_preemption_sync_point(step))
-        return self._received
+            if multihost_utils.reached_preemption_sync_point(step):
+                self.request()
+        return self.received
 
     def install(self) -> bool:
         """Install the handler; once is enough.
@@ -76,12 +109,21 @@ class PreemptionSignal:
         """
         if self.installed:
             return True
+        protect_workers(self)
+        if exposed := exposed_workers():
+            logger.warning(
+                "%d worker processes were started before the checkpoint callback was made: a %s to the whole job ends "
+                "them, and then the step may not be saved; make the callback before anything that starts workers",
+                len(exposed),
+                self._names(),
+            )
         if _jax_is_distributed():
             return False
         if threading.current_thread() is not threading.main_thread():
             logger.warning(
-                "SIGTERM is not handled: signal handlers can only be installed from the main thread; "
-                "a preemption loses the steps since the last save"
+                "%s is not handled: signal handlers can only be installed from the main thread; "
+                "a preemption loses the steps since the last save",
+                self._names(),
             )
             return False
         self._process = os.getpid()
@@ -94,6 +136,7 @@ class PreemptionSignal:
 
         A handler that was installed later, on top of this one, stays; signals that it passes on go to the earlier one.
         """
+        expose_workers(self)
         if not self.installed:
             return
         self._process = None
@@ -103,15 +146,18 @@ class PreemptionSignal:
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
+    def _names(self) -> str:
+        return " or ".join(one.name for one in self._signals)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous.get(number)
         active = self.installed
         if active:
-            self._received = True
+            self.request(number)
         if callable(previous):
             previous(number, frame)
         elif not active and previous != signal.SIG_IGN:
-            # A forked worker, or a handler on top of ours that outlived it: the signal has its usual effect.
+            # A forked process, or a handler on top of ours that outlived it: the signal has its usual effect.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -123,6 +169,27 @@ class PreemptionSignal:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.restore()
+
+
+class GraceCheck:
+    """Warns of saves that take longer than a process has after the signal; a listener of a manager."""
+
+    def __init__(self, grace: float) -> None:
+        self._grace = grace
+        self._exceeded = False
+
+    def __call__(self, report: SaveReport) -> None:
+        """Look at a save; several long ones in a row are reported once."""
+        exceeded = report.total_seconds > self._grace
+        if exceeded and not self._exceeded:
+            logger.warning(
+                "saving step %s took %.1f s, longer than grace_secs=%g: after a preemption the process may be killed "
+                "before its last step is durable. Save more often, ask the scheduler for more time, or save less",
+                report.step,
+                report.total_seconds,
+                self._grace,
+            )
+        self._exceeded = exceeded
 
 
 def _jax_is_distributed() -> bool:

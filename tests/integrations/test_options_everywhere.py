@@ -136,7 +136,7 @@ def test_defaults_are_the_same_everywhere() -> None:
     manager = inspect.signature(hf.CheckpointManagerOptions).parameters
     assert {name: manager[name].default for name in SHARED} == {name: declared[name] for name in SHARED}
     section = CheckpointSection().callback_arguments()
-    assert section == {**declared, "keep_steps": []}
+    assert section == {**declared, "keep_steps": [], "signals": ["SIGTERM"]}
 
 
 @pytest.mark.parametrize("place", [hf.CheckpointManagerOptions, FlaxCallback, LightningCallback])

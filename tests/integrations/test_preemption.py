@@ -1,16 +1,17 @@
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from holdfast.integrations.loop import PreemptionSignal
+from holdfast.engine.checkpoint import SaveReport
+from holdfast.integrations.loop import GraceCheck, PreemptionSignal
 
 
 @pytest.fixture(autouse=True)
@@ -107,30 +108,116 @@ def test_other_signals_can_be_watched() -> None:
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
-_FORKED_WORKER = """
-import os, signal
+_WORKERS = """
+import logging, multiprocessing, os, signal, sys
+logging.disable()  # of the worker that is started too early
 from holdfast.integrations.loop import PreemptionSignal
 
-with PreemptionSignal() as preemption:
-    ready, tell = os.pipe()
-    worker = os.fork()
-    if worker == 0:
-        os.write(tell, b".")
-        signal.pause()
-        os._exit(0)
-    os.read(ready, 1)
-    os.kill(worker, signal.SIGTERM)
-    _, status = os.waitpid(worker, 0)
-    assert os.WTERMSIG(status) == signal.SIGTERM, status
-    assert not preemption.received
-print("ended")
+
+def work(pipe):
+    while pipe.poll(None):
+        pipe.send(2 * pipe.recv())
+
+
+def start(context, daemon):
+    ours, theirs = context.Pipe()
+    worker = context.Process(target=work, args=(theirs,), daemon=daemon)
+    worker.start()
+    return worker, ours
+
+
+def ask(pipe):
+    pipe.send(21)
+    return pipe.recv()
+
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    before, held = start(context, True)
+    with PreemptionSignal([signal.SIGTERM, signal.SIGUSR1]) as preemption:
+        workers = [start(context, daemon) for daemon in (True, False, True)]
+        for worker, pipe in workers:
+            assert ask(pipe) == 42
+            os.kill(worker.pid, signal.SIGTERM)
+            os.kill(worker.pid, signal.SIGUSR1)
+            os.kill(worker.pid, signal.SIGTERM)
+            assert ask(pipe) == 42, "it survives"
+        for worker, _ in workers[:2]:
+            worker.terminate()
+            worker.join()
+            assert worker.exitcode == -signal.SIGTERM, worker.exitcode
+        assert not preemption.received
+    after, pipe = start(context, True)
+    assert ask(pipe) == 42
+    for worker in (before, after):
+        os.kill(worker.pid, signal.SIGTERM)
+        worker.join()
+        assert worker.exitcode == -signal.SIGTERM, worker.exitcode
+    print("done")  # a worker is left, which multiprocessing terminates
+"""
+
+_LEFT_ALONE = """
+import multiprocessing, os, signal
+from holdfast.integrations.loop import PreemptionSignal
+
+
+def work(pipe):
+    pipe.send(os.getpid())
+    signal.pause()  # for as long as nothing but a signal comes
+    signal.pause()
+
+
+ours, theirs = multiprocessing.get_context("fork").Pipe()
+preemption = PreemptionSignal()
+worker = multiprocessing.get_context("fork").Process(target=work, args=(theirs,), daemon=True)
+worker.start()
+os.kill(ours.recv(), signal.SIGTERM)
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.skipif(multiprocessing.get_start_method() == "spawn", reason="needs os.fork")
-def test_forked_workers_still_end_at_the_signal() -> None:
-    done = subprocess.run([sys.executable, "-c", _FORKED_WORKER], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
+@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.sweep)])
+def test_workers_survive_the_signal_and_end_when_they_are_told_to(method: str, tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(_WORKERS)
+    done = subprocess.run([sys.executable, str(script), method], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_worker_ends_with_its_parent() -> None:
+    # The worker holds the other end of the pipe, so that its end is the end of the output.
+    done = subprocess.run([sys.executable, "-c", _LEFT_ALONE], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+
+
+_LATE = """
+import logging, multiprocessing
+logging.basicConfig(format="%(levelname)s %(message)s")
+from holdfast.integrations.loop import PreemptionSignal
+
+worker = multiprocessing.get_context("fork").Process(target=multiprocessing.Event().wait, daemon=True)
+worker.start()
+with PreemptionSignal():
+    pass
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_workers_that_were_started_too_early_are_reported() -> None:
+    done = subprocess.run([sys.executable, "-c", _LATE], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.startswith("WARNING 1 worker processes were started before the checkpoint callback was made: ")
+
+
+def test_a_save_that_outlasts_the_grace_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    check = GraceCheck(30.0)
+    for step, seconds in enumerate([29.0, 41.0, 42.0, 3.0, 31.5]):
+        check(SaveReport(step=step, path="runs/x", reason="due", bytes=0, blocked_seconds=0.0, total_seconds=seconds))
+    assert [message.split(", longer")[0] for message in caplog.messages] == [
+        "saving step 1 took 41.0 s",
+        "saving step 4 took 31.5 s",
+    ]
 
 
 def test_jax_distributed_keeps_its_own_handler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,134 @@
+"""Programs with worker processes, as their authors would write them, run as jobs of their own; served line by line.
+
+A request is a line of JSON: ``[kind of program, directory, number of the signal's step]``. The job is a session of its
+own, as a scheduler starts it. Before the batch that follows the given step it prints ``ready`` and its process group,
+and waits for a line: meanwhile the signal is sent. At its end the server prints its status.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+STEPS = 6
+HELD: list[Any] = []  # what a program holds at its end, as one does that is written without functions
+
+
+class Samples:
+    """A data set: 32 batches of two numbers."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> float:
+        return float(index)
+
+
+def produce(queue: Any) -> None:
+    """Loads data in a process that was spawned, as Grain does."""
+    for index in itertools.count():
+        queue.put(2.0 * (index % 8))
+
+
+def loaded_by_torch(**options: Any) -> Iterator[float]:
+    from torch.utils.data import DataLoader
+
+    loader: Any = DataLoader(Samples(), 2, num_workers=2, **options)  # type: ignore[arg-type]
+    while True:
+        iterator = iter(loader)
+        HELD[:] = [iterator]
+        for batch in iterator:
+            yield float(batch.sum())
+
+
+def loaded_by_a_process(method: str) -> Iterator[float]:
+    context = multiprocessing.get_context(method)
+    queue = context.Queue(2)
+    process: Any = context.Process(target=produce, args=(queue,), daemon=True)  # type: ignore[attr-defined]
+    process.start()
+    HELD[:] = [process, queue]
+    while True:
+        yield queue.get(timeout=30)
+
+
+LOADERS: dict[str, Any] = {
+    "torch": loaded_by_torch,
+    "torch, persistent": lambda: loaded_by_torch(persistent_workers=True),
+    "torch, spawned": lambda: loaded_by_torch(persistent_workers=True, multiprocessing_context="spawn"),
+    "torch, by a fork server": lambda: loaded_by_torch(persistent_workers=True, multiprocessing_context="forkserver"),
+    "a process": lambda: loaded_by_a_process("fork"),
+    "a spawned process": lambda: loaded_by_a_process("spawn"),
+    "a process of a fork server": lambda: loaded_by_a_process("forkserver"),
+}
+
+
+def wait_for_signal() -> None:
+    print("ready", os.getpgid(0), flush=True)
+    while os.read(0, 1) != b"\n":
+        pass
+
+
+def loop(kind: str, directory: str, signal_at: int | None) -> None:
+    """A training loop of no framework."""
+    import numpy as np
+
+    from holdfast.integrations.loop import LoopCallback
+
+    with LoopCallback(directory, save_interval_steps=1000) as checkpoint:
+        state, start = checkpoint.restore_or_initialize({"sum": np.zeros(())})
+        batches = LOADERS[kind]()
+        for step in range(start, STEPS):
+            batch = next(batches)
+            if step == signal_at:
+                wait_for_signal()
+            for _ in range(8):  # of one update; more batches than are loaded ahead
+                batch += next(batches)
+            state = {"sum": state["sum"] + batch}
+            if checkpoint.on_step(step + 1, state).should_stop:
+                break
+    sys.exit(checkpoint.exit_status)
+
+
+def train(kind: str, directory: str, signal_at: int | None) -> None:
+    """A Lightning trainer, with workers for training and validation."""
+    import lightning.pytorch as lightning
+    from tests.integrations.lightning import program
+    from torch.utils.data import DataLoader
+
+    from holdfast.integrations.lightning import CheckpointCallback
+
+    class Signal(lightning.Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == signal_at and trainer.fit_loop.batch_idx % 5 == 0:
+                wait_for_signal()
+
+    data = program.samples(40, seed=1)
+    options_of_trainer: dict[str, Any] = {**program.QUIET, "max_epochs": 3, "accumulate_grad_batches": 5}
+    options: dict[str, Any] = {"num_workers": 2, "persistent_workers": "persistent" in kind}
+    checkpoint = CheckpointCallback(directory, save_interval_steps=1000)
+    # Accumulated, so that the update after the signal needs more batches than the loader has loaded already.
+    trainer = lightning.Trainer(callbacks=[checkpoint, Signal()], **options_of_trainer)
+    trainer.fit(program.Model(), DataLoader(data, 2, **options), DataLoader(data, 2, **options))
+
+
+def serve() -> None:
+    importlib.import_module("torch")
+    importlib.import_module("lightning.pytorch")
+    for line in iter(sys.stdin.readline, ""):
+        kind, directory, signal_at = json.loads(line)
+        job = os.fork()
+        if job == 0:
+            os.setsid()
+            (train if kind.startswith("lightning") else loop)(kind, directory, signal_at)
+            return
+        print("ended", os.waitstatus_to_exitcode(os.waitpid(job, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    serve()
