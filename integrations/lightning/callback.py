@@ -192,7 +192,7 @@ class CheckpointCallback(ResumingCallback):
         install(trainer.strategy, self._store)
         if stage != "fit":
             self._take_over_signals(trainer)
-            self._evaluation = self._stop(trainer, getattr(trainer, f"{stage}_loop"))
+            self._evaluation = self._stop(trainer, getattr(trainer, f"{trainer.state.fn.value}_loop"))
             self._evaluation.begin()
             return
         if trainer.fast_dev_run:

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as lightning
 import pytest
 
 import holdfast as hf
-from holdfast.integrations.lightning import Preempted
+from holdfast.integrations.lightning import CheckpointCallback, Preempted
 
 pytestmark = [
     # Lightning's advice on any data loader without worker processes
@@ -96,6 +97,44 @@ def test_signal_when_the_step_is_saved_already(program: Any, new_directory: NewD
         program.run(directory, recorder=recorder, accumulate_grad_batches=3)
     manager = hf.CheckpointManager(directory, options=hf.CheckpointManagerOptions(read_only=True))
     assert manager.all_steps() == [1, 2]
+
+
+class SignalIn(lightning.Callback):
+    """Sends SIGTERM in the first batch of a hook, and counts the batches that follow."""
+
+    def __init__(self, hook: str) -> None:
+        self.batches = 0
+        setattr(self, hook, self.send)
+
+    def send(self, *args: Any, **kwargs: Any) -> None:
+        self.batches += 1
+        if self.batches == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("function", "hook"),
+    [
+        pytest.param("fit", "on_validation_batch_start", id="sanity check"),
+        pytest.param("validate", "on_validation_batch_start", id="validate"),
+        pytest.param("test", "on_test_batch_start", id="test"),
+        pytest.param("predict", "on_predict_batch_start", id="predict"),
+    ],
+)
+@pytest.mark.usefixtures("default_sigterm")
+def test_nothing_to_save_yet(program: Any, new_directory: NewDirectory, function: str, hook: str) -> None:
+    sender = SignalIn(hook)
+    callback = CheckpointCallback(new_directory(), **NEVER)
+    trainer: Any = lightning.Trainer(callbacks=[callback, sender], max_epochs=1, **program.QUIET)
+    loaders = [program.validation_loader()]
+    if function == "fit":
+        loaders.insert(0, program.training_loader("shuffled"))
+    model = program.Model()
+    model.predict_step = model.loss
+    with pytest.raises(Preempted) as caught:
+        getattr(trainer, function)(model, *loaders)
+    assert (caught.value.code, sender.batches) == (143, 1)
+    assert callback.manager.all_steps() == []
 
 
 def test_training_in_another_thread(

@@ -1,0 +1,190 @@
+"""SLURM's signal for requeueing, and the files that Lightning saves at it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as lightning
+import pytest
+import torch
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+import holdfast as hf
+from holdfast.integrations.lightning import CheckpointCallback, Preempted
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*was called without a model"),
+]
+
+NEVER = {"save_interval_steps": 1000, "save_at_end": False}
+SCONTROL = """#!{python}
+import os, sys
+done = os.path.exists(os.path.join({run!r}, "4", "checkpoint.json"))
+with open({log!r}, "a") as file:
+    print(*sys.argv[1:], "after the commit" if done else "too early", file=file)
+"""
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A job of SLURM with one process; returns the file in which ``scontrol`` notes how it was called."""
+    for name in list(os.environ):
+        if name.startswith("SLURM_"):
+            monkeypatch.delenv(name)
+    variables = {"SLURM_JOB_ID": "4321", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    for name, value in {**variables, "SLURM_NODEID": "0", "SLURM_JOB_NAME": "train"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):  # which Lightning sets
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    programs, log = tmp_path / "bin", tmp_path / "scontrol.log"
+    programs.mkdir()
+    scontrol = programs / "scontrol"
+    scontrol.write_text(SCONTROL.format(python=sys.executable, run=str(tmp_path / "run"), log=str(log)))
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+    monkeypatch.chdir(tmp_path)
+    return log
+
+
+class Signal(lightning.Callback):
+    """Sends a signal in the batch after a step, and notes what the logger hears at the end."""
+
+    def __init__(self, number: int, after: int, hook: str = "on_train_batch_start") -> None:
+        self.number, self.after = number, after
+        setattr(self, hook, self.send)
+
+    def send(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.after:
+            os.kill(os.getpid(), self.number)
+
+
+def trainer_of(directory: Path, *callbacks: Any, environment: Any = None, **options: Any) -> Any:
+    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    plugins = [environment or SLURMEnvironment()]
+    callback = CheckpointCallback(directory, **{**NEVER, **options})
+    return lightning.Trainer(callbacks=[callback, *callbacks], plugins=plugins, max_epochs=2, **quiet)
+
+
+@pytest.mark.parametrize("array", [False, True], ids=["job", "task of an array"])
+def test_the_requeue_signal_saves_and_requeues(
+    slurm: Path, program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: bool
+) -> None:
+    if array:
+        monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "5")
+    before = signal.getsignal(signal.SIGUSR1)
+    trainer = trainer_of(tmp_path / "run", Signal(signal.SIGUSR1, after=3))
+    teardown = trainer.strategy.teardown
+
+    def note_teardown() -> None:
+        teardown()
+        slurm.write_text("ended\n")
+
+    trainer.strategy.teardown = note_teardown
+    with pytest.raises(Preempted) as caught:
+        trainer.fit(program.Model(), program.training_loader("shuffled"), program.validation_loader())
+    assert caught.value.code == 75
+    assert signal.getsignal(signal.SIGUSR1) == before
+    assert slurm.read_text() == f"ended\nrequeue {'77_5' if array else '4321'} after the commit\n"
+    assert [entry.reason for entry in hf.list_checkpoints(tmp_path / "run")] == ["preempted"]
+    assert not list(tmp_path.glob("hpc_ckpt*"))
+
+    # The requeued job goes on to its end, and is not requeued again.
+    trainer = trainer_of(tmp_path / "run", environment=SLURMEnvironment(), save_at_end=True)
+    trainer.fit(program.Model(), program.training_loader("shuffled"), program.validation_loader())
+    assert trainer.global_step == 10
+    assert [entry.step for entry in hf.list_checkpoints(tmp_path / "run")] == [4, 10]
+    assert len(slurm.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "environment", "status"),
+    [
+        pytest.param(signal.SIGTERM, {}, 143, id="SIGTERM"),
+        pytest.param(signal.SIGUSR2, {"requeue_signal": signal.SIGUSR2}, 75, id="another signal"),
+    ],
+)
+def test_signals_of_a_job(
+    slurm: Path, program: Any, tmp_path: Path, number: int, environment: dict[str, Any], status: int
+) -> None:
+    trainer = trainer_of(tmp_path / "run", Signal(number, after=3), environment=SLURMEnvironment(**environment))
+    with pytest.raises(Preempted) as caught:
+        trainer.fit(program.Model(), program.training_loader("shuffled"), program.validation_loader())
+    assert caught.value.code == status
+    assert slurm.exists() == (status == 75)
+
+
+def test_a_signal_without_slurm_saves_as_sigterm_does(program: Any, tmp_path: Path) -> None:
+    recorder = Signal(signal.SIGUSR1, after=3)
+    with pytest.raises(Preempted) as caught:
+        program.run(str(tmp_path / "run"), callbacks=(recorder,), checkpoint={**NEVER, "signals": ["SIGUSR1"]})
+    assert caught.value.code == 128 + signal.SIGUSR1
+    assert [entry.step for entry in hf.list_checkpoints(tmp_path / "run")] == [4]
+
+
+def test_a_job_that_cannot_be_requeued_ends_all_the_same(
+    slurm: Path, program: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\necho 'Job is not requeueable' >&2\nexit 1\n")
+    with pytest.raises(Preempted) as caught:
+        trainer_of(tmp_path / "run", Signal(signal.SIGUSR1, after=3)).fit(
+            program.Model(), program.training_loader("shuffled"), program.validation_loader()
+        )
+    assert caught.value.code == 75
+    assert "scontrol requeue 4321 failed: Job is not requeueable. The run is saved" in caplog.text
+
+
+def test_the_requeue_signal_in_a_test(slurm: Path, program: Any, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path / "run", Signal(signal.SIGUSR1, after=0, hook="on_test_batch_start"))
+    with pytest.raises(Preempted) as caught:
+        trainer.test(program.Model(), program.validation_loader(), verbose=False)
+    assert caught.value.code == 75
+    assert slurm.read_text().startswith("requeue 4321")
+
+
+@pytest.fixture
+def file_of_lightning(slurm: Path, program: Any, tmp_path: Path) -> None:
+    """A job that Lightning has requeued by itself, with a weight that is in its file only."""
+    model = program.Model()
+    torch.nn.init.constant_(model.output.bias, 41.0)
+    trainer = lightning.Trainer(max_steps=1, plugins=[SLURMEnvironment()], enable_checkpointing=False, **program.QUIET)
+    trainer.fit(model, program.training_loader("shuffled"), program.validation_loader())
+    trainer.save_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")
+
+
+@pytest.mark.usefixtures("file_of_lightning")
+def test_a_file_of_lightning_never_wins(program: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def biases(use: Callable[[Any, Any], Any]) -> list[float]:
+        trainer, model = trainer_of(tmp_path / "run", save_at_end=True), program.Model()
+        use(trainer, model)
+        return [float(model.output.bias.detach()[0]), trainer.global_step]
+
+    loaders = program.training_loader("shuffled"), program.validation_loader()
+    bias, step = biases(lambda trainer, model: trainer.fit(model, *loaders))
+    assert (step, bias < 30.0) == (10, True)
+    assert "hpc_ckpt_1.ckpt is left alone" in caplog.text
+    assert biases(lambda trainer, model: trainer.fit(model, *loaders)) == [bias, 10]
+
+    for name in ("validate", "test"):
+
+        def given(trainer: Any, model: Any, name: str = name) -> None:
+            torch.nn.init.constant_(model.output.bias, 7.0)
+            getattr(trainer, name)(model, loaders[1], verbose=False)
+
+        assert biases(given) == [7.0, 0]
+
+        def fitted(trainer: Any, model: Any, name: str = name) -> None:
+            trainer.fit(model, *loaders)
+            torch.nn.init.constant_(model.output.bias, 7.0)
+            getattr(trainer, name)(dataloaders=loaders[1], verbose=False)
+
+        assert biases(fitted)[0] == bias, "the best is loaded"
+    assert biases(lambda trainer, model: trainer.validate(model, loaders[1], ckpt_path="hpc", verbose=False))[0] > 30.0
