@@ -129,7 +129,7 @@ class CallbackOptions(CheckpointOptions):
 def _signal(name: Any) -> signal.Signals:
     text = str(getattr(name, "name", name))
     found = signal.Signals.__members__.get(text if text.startswith("SIG") else f"SIG{text}")
-    if found is None or text in ("SIGKILL", "SIGSTOP"):
+    if found is None or found.name in ("SIGKILL", "SIGSTOP"):
         raise OptionError(
             f"signals: {name!r} is not a signal that a process can handle; give names such as 'SIGTERM', 'SIGINT' or "
             "'SIGUSR1'"

@@ -317,7 +317,7 @@ class CheckpointCallback(ResumingCallback):
 
     def _leave_evaluation(self, trainer: Any) -> None:
         if self._evaluation is not None and self._evaluation.in_validation():
-            logger.info("preempted: stopping; there is nothing new to save")
+            announce("preempted: stopping; there is nothing new to save", shown=trainer.is_global_zero)
             leave(trainer, self._evaluation)
 
     def _begin_from(self, trainer: Any, path: Any) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +74,21 @@ def test_weights_for_a_state_without_params(tmp_path: Path) -> None:
         pytest.raises(hf.OptionError, match="or one module of nnx, and this is a list without params"),
     ):
         checkpoint.restore_or_initialize([np.zeros(2)])
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_the_exit_status_after_a_preemption(tmp_path: Path) -> None:
+    statuses = []
+    for last in (2, 5):
+        with LoopCallback(tmp_path, signals=["SIGUSR1"], grace_secs="1h") as checkpoint:
+            state, start = checkpoint.restore_or_initialize({"w": np.zeros(2)})
+            for step in range(start + 1, 6):
+                if last == step == 2:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                state = {"w": state["w"] + step}
+                if checkpoint.on_step(step, state).should_stop:
+                    break
+        statuses.append((checkpoint.exit_status, step))
+    assert statuses == [(75, 2), (0, 5)]
+    assert [entry.reason for entry in hf.list_checkpoints(tmp_path)] == ["preempted", "at the end"]
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import signal
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -188,3 +189,28 @@ def test_names_of_other_libraries_are_explained(tmp_path: Path, name: str, advic
 def test_an_option_of_managers_only(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="only CheckpointManagerOptions takes it"):
         FlaxCallback(tmp_path, step_prefix="step")  # type: ignore[call-arg]
+
+
+TAKERS: dict[str, Callable[..., CallbackOptions]] = {
+    "flax": lambda path, **options: FlaxCallback(path, **options)._options,
+    "lightning": lambda path, **options: LightningCallback(path, **options)._options,
+    "recipe": lambda path, **options: CheckpointSection(**options).options(),
+}
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+def test_signals_are_given_by_name(taker: str, tmp_path: Path) -> None:
+    assert TAKERS[taker](tmp_path).preemption_signals() == (signal.SIGTERM,)
+    several = TAKERS[taker](tmp_path, signals=["SIGTERM", "USR1", "SIGTERM"], grace_secs="30s")
+    assert several.preemption_signals() == (signal.SIGTERM, signal.SIGUSR1)
+    for refused in ("SIGKILL", "STOP", "SIGNAL"):
+        with pytest.raises(hf.OptionError, match=f"signals: '{refused}' is not a signal that a process can handle"):
+            TAKERS[taker](tmp_path, signals=[refused])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_signals_are_given_by_number_and_alone(tmp_path: Path) -> None:
+    assert FlaxCallback(tmp_path, signals=[signal.SIGINT])._options.preemption_signals() == (signal.SIGINT,)
+    assert FlaxCallback(tmp_path, signals="SIGINT")._options.preemption_signals() == (signal.SIGINT,)
+    with pytest.raises(hf.OptionError, match="grace_secs=0 is not a duration"):
+        FlaxCallback(tmp_path, grace_secs=0)

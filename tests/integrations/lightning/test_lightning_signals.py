@@ -25,7 +25,7 @@ pytestmark = [
 
 NewDirectory = Callable[[], str]
 
-NEVER = {"save_interval_steps": 1000, "save_at_end": False}
+NEVER: dict[str, Any] = {"save_interval_steps": 1000, "save_at_end": False}
 
 
 @pytest.mark.parametrize(

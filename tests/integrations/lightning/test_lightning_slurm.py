@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as lightning
 import pytest
 import torch
-from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback, Preempted
@@ -67,7 +67,12 @@ class Signal(lightning.Callback):
 
 
 def trainer_of(directory: Path, *callbacks: Any, environment: Any = None, **options: Any) -> Any:
-    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet: dict[str, Any] = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     plugins = [environment or SLURMEnvironment()]
     callback = CheckpointCallback(directory, **{**NEVER, **options})
     return lightning.Trainer(callbacks=[callback, *callbacks], plugins=plugins, max_epochs=2, **quiet)
