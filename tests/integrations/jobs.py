@@ -78,9 +78,9 @@ def loop(kind: str, directory: str, signal_at: int | None) -> None:
     """A training loop of no framework."""
     import numpy as np
 
-    from holdfast.integrations.loop import LoopCallback
+    from holdfast import CheckpointCallback
 
-    with LoopCallback(directory, save_interval_steps=1000) as checkpoint:
+    with CheckpointCallback(directory, save_interval_steps=1000) as checkpoint:
         state, start = checkpoint.restore_or_initialize({"sum": np.zeros(())})
         batches = LOADERS[kind]()
         for step in range(start, STEPS):
