@@ -1,0 +1,169 @@
+"""Ctrl-C in the middle of a call to save: the save happens or does not, nothing is lost, and no lock is kept."""
+
+from __future__ import annotations
+
+import fcntl
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+
+TREE = {"weights": np.arange(300.0)}
+NEW = {"weights": -np.arange(300.0)}
+
+Start = Callable[[], None]
+
+
+class Interrupt:
+    """Interrupts the start of the thread that saves, and waits for that thread in the end."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+        self.go = threading.Event()  # the writing of data waits for it
+        self.go.set()
+        self.writes = threading.Event()
+        self.rest: list[Start] = []
+
+    def never(self, start: Start, thread: threading.Thread) -> None:
+        """Before there is a thread."""
+
+    def later(self, start: Start, thread: threading.Thread) -> None:
+        """The thread is there, and begins to run after the call has ended."""
+        self.rest.append(start)
+
+    def writing(self, start: Start, thread: threading.Thread) -> None:
+        """The thread writes until the call has ended."""
+        self.go.clear()
+        self.writes.clear()
+        start()
+        assert self.writes.wait(30)
+        self.rest.append(self.go.set)
+
+    def committed(self, start: Start, thread: threading.Thread) -> None:
+        """The thread has ended."""
+        start()
+        thread.join()
+
+
+@pytest.fixture
+def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Interrupt]]:
+    found = Interrupt()
+    real, write = threading.Thread.start, hf.Location.write_data_files
+
+    def write_data_files(self: hf.Location, files: Any) -> None:
+        found.writes.set()
+        assert found.go.wait(30)
+        write(self, files)
+
+    def at(instant: str) -> Interrupt:
+        def start(thread: threading.Thread) -> None:
+            if thread.name != "holdfast-save" or found.threads:
+                real(thread)
+                return
+            found.threads.append(thread)
+            getattr(found, instant)(lambda: real(thread), thread)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(threading.Thread, "start", start)
+        return found
+
+    monkeypatch.setattr(hf.Location, "write_data_files", write_data_files)
+    yield at
+    for thread in found.threads:
+        if thread.ident is not None:
+            thread.join()
+
+
+INSTANTS = {"never": False, "later": False, "writing": True, "committed": True}  # whether the step is saved
+
+
+@pytest.mark.parametrize("instant", INSTANTS)
+@pytest.mark.parametrize("replaces", [False, True], ids=["a new step", "a step that is replaced"])
+def test_an_interrupt_while_the_thread_starts(instant: str, replaces: bool, tmp_path: Path, interrupt: Any) -> None:
+    saved = INSTANTS[instant]
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.save(1, TREE)
+        manager.wait_until_finished()
+        step = 1 if replaces else 2
+        found = interrupt(instant)
+        with pytest.raises(KeyboardInterrupt) as kept:  # as a notebook keeps the last error
+            manager.save(step, NEW, force=replaces)
+        for rest in found.rest:
+            rest()
+        for thread in found.threads:
+            if thread.ident is not None:
+                thread.join()
+        manager.wait_until_finished()
+        steps = [1, 2] if saved and not replaces else [1]
+        assert manager.all_steps() == steps
+        expected = NEW if saved else TREE
+        np.testing.assert_array_equal(hf.load(tmp_path)["weights"], expected["weights"])
+        assert not list(tmp_path.glob("*/checkpoint.partial"))
+        manager.save(step, TREE, force=True)
+        manager.save(3, NEW)
+    assert kept.value is not None
+    assert hf.verify(tmp_path).ok
+    assert hf.CheckpointManager(tmp_path).all_steps() == sorted({1, step, 3})
+
+
+def test_a_save_without_a_manager(tmp_path: Path, interrupt: Any) -> None:
+    with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "saved", TREE)
+        checkpointer.wait_until_finished()
+        found = interrupt("writing")
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.save(tmp_path / "saved", NEW, force=True)
+        found.go.set()
+    np.testing.assert_array_equal(hf.load(tmp_path / "saved")["weights"], NEW["weights"])
+
+
+@pytest.mark.parametrize("locked", ["owner.json", "1/checkpoint.partial", "2/checkpoint.partial"])
+def test_a_lock_that_is_taken_when_the_interrupt_comes(
+    locked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner's file, what a killed save has left, and the marker of a new save."""
+    if locked.startswith("1"):
+        (tmp_path / "1").mkdir()
+        (tmp_path / "1/checkpoint.partial").write_text("{}")
+    real = fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        real(descriptor, operation)
+        if Path(f"/proc/self/fd/{descriptor}").resolve() == tmp_path / locked:
+            monkeypatch.setattr(fcntl, "flock", real)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    interrupted = hf.CheckpointManager(tmp_path, hf.PyTreeCheckpointer())
+    with pytest.raises(KeyboardInterrupt) as kept:
+        interrupted.save(2, TREE)
+    for manager in (interrupted, hf.CheckpointManager(tmp_path, hf.PyTreeCheckpointer())):
+        assert manager.save(2, TREE, force=True)
+    assert kept.value is not None  # and with it all that the call had
+
+
+@pytest.mark.parametrize("checkpointer", [hf.PyTreeCheckpointer, None], ids=["foreground", "background"])
+def test_the_first_saves_of_two_threads(checkpointer: Any, tmp_path: Path) -> None:
+    barrier = threading.Barrier(2, timeout=30)
+    errors: list[BaseException] = []
+    with hf.CheckpointManager(tmp_path, checkpointer and checkpointer()) as manager:
+
+        def save(step: int) -> None:
+            barrier.wait()
+            try:
+                manager.save(step, {"step": step}, force=True)
+            except BaseException as error:  # handed to the test
+                errors.append(error)
+
+        threads = [threading.Thread(target=save, args=(step,)) for step in (1, 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+    assert [hf.load(tmp_path / str(step)) for step in (1, 2)] == [{"step": 1}, {"step": 2}]
