@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, TypeVar, overload
 
 from .arrays import MANIFEST, ArrayDatabase, Layout
-from .checkpoint import Checkpointer, Place, SaveReport
+from .checkpoint import Checkpointer, Place, SaveReport, has_record
 from .errors import CheckpointNotFoundError, DamagedCheckpointError, OptionError, itemized
 from .handlers import PyTreeCheckpointHandler
 from .pytree import Patterns
-from .sources import CheckpointSource, NativeCheckpoint, open_checkpoint, recognise
+from .sources import CheckpointSource, read_checkpoint, recognise
 from .storage import Location, as_location
 
 T = TypeVar("T")
@@ -80,14 +80,16 @@ def load(path: Place, *, like: Any = None, select: Patterns | None = None, item:
             them. Nothing was run, and ``select=`` loads the rest.
     """
     location = as_location(path)
-    checkpoint: CheckpointSource
     try:
-        checkpoint = NativeCheckpoint(location)
+        return read_checkpoint(location, lambda checkpoint: _load(checkpoint, like, select, item))
     except CheckpointNotFoundError:
         location = location.snapshot()
-        if (location / MANIFEST).is_there() and recognise(location) is None:
-            return _load_arrays(location, like, select)
-        checkpoint = open_checkpoint(location)
+        if has_record(location) or not (location / MANIFEST).is_there() or recognise(location) is not None:
+            raise
+    return _load_arrays(location, like, select)
+
+
+def _load(checkpoint: CheckpointSource, like: Any, select: Patterns | None, item: str | None) -> Any:
     items = checkpoint.items
     if item is not None and item not in items:
         raise CheckpointNotFoundError(f"{checkpoint.location}: no item {item!r}; it has {', '.join(sorted(items))}")
@@ -154,7 +156,10 @@ def load_transformed(
     ...     load_transformed(f"{directory}/ckpt", {"dense": Transform(original_key="layer")}, {"dense": {"w": ...}})
     {'dense': {'w': array([0, 1, 2])}}
     """
-    checkpoint = open_checkpoint(as_location(path))
-    return checkpoint.load_transformed(
-        checkpoint.only_tree(item), transformations, new_tree, default_to_original=default_to_original
-    )
+
+    def read(checkpoint: CheckpointSource) -> Any:
+        return checkpoint.load_transformed(
+            checkpoint.only_tree(item), transformations, new_tree, default_to_original=default_to_original
+        )
+
+    return read_checkpoint(as_location(path), read)

@@ -48,7 +48,15 @@ class CheckpointExistsError(HoldfastError, FileExistsError):
 
 
 class DamagedCheckpointError(HoldfastError, ValueError):
-    """Stored bytes are truncated, altered or missing: they fail their own checks."""
+    """Stored bytes are truncated, altered or missing: they fail their own checks.
+
+    Attributes:
+        unreadable: Whether the file system failed to read some of them, so that it may be able to at another time.
+    """
+
+    def __init__(self, message: str, *, unreadable: bool = False) -> None:
+        self.unreadable = unreadable
+        super().__init__(message)
 
 
 class FormatVersionError(HoldfastError, ValueError):

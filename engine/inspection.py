@@ -13,7 +13,7 @@ from .errors import CheckpointNotFoundError, HoldfastError
 from .format import OWN_FOLDER, CheckpointRecord, FileRecord, own_item
 from .manager import StepEntry, reasons, stored_options
 from .pytree import format_path, materialize, unescape_key
-from .sources import JSON, METRICS, TREE, find_steps, open_at, open_checkpoint
+from .sources import JSON, METRICS, TREE, CheckpointSource, find_steps, open_at, read_checkpoint
 from .storage import Location, as_location
 
 _LONGEST_VALUE = 60  # characters of a value that is shown
@@ -142,7 +142,10 @@ def describe(path: Place, step: int | None = None) -> list[LeafSummary]:
         DamagedCheckpointError: Its structure does not verify.
         OptionError: Checkpoints of several names have this step, such as ``a-1`` and ``b-1``.
     """
-    checkpoint = open_checkpoint(as_location(path).snapshot(), step)
+    return read_checkpoint(as_location(path), _leaf_summaries, step)
+
+
+def _leaf_summaries(checkpoint: CheckpointSource) -> list[LeafSummary]:
     found: list[LeafSummary] = []
     for name, kind in checkpoint.items.items():
         if kind == TREE:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from .arrays import Problem, TreeReader, check_file
-from .checkpoint import Place, read_record
+from .checkpoint import Place, has_changed, has_record, read_record
 from .errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, HoldfastError
 from .format import RECORD, TREES, CheckpointRecord, ItemRecord, own_item
 from .sources import JSON, METRICS, TREE, find_checkpoint, find_steps, is_run, open_at
@@ -71,20 +71,14 @@ def verify(path: Place, step: int | None = None) -> VerifyReport:
 
 def _verify_listed(location: Location, step: int) -> CheckpointVerification | None:
     """Verify a step of a directory; None if a run deletes it meanwhile, which removes the record first."""
-    is_ours = (location / RECORD).is_there()
     try:
-        result = _verify(location, step)
+        return _verify(location, step)
     except CheckpointNotFoundError:
         return None
-    if is_ours and result.problems:
-        now = as_location(location.url)  # without the snapshot of the listing
-        if not (now / RECORD).is_there():
-            return None
-    return result
 
 
 def _verify(location: Location, step: int | None) -> CheckpointVerification:
-    if not (location / RECORD).is_there():
+    if not has_record(location):
         return _verify_foreign(location, step)
     try:
         record = read_record(location)
@@ -100,6 +94,9 @@ def _verify(location: Location, step: int | None) -> CheckpointVerification:
             leaf = problem.leaf if len(parts) == 1 or not problem.leaf else f"{name}: {problem.leaf}"
             problems.append(Problem(f"{item.folder}/{problem.file}", leaf, problem.what))
     problems += _verify_beside(location, record, parts)
+    if problems and has_changed(location, record):
+        read_record(location)  # raises CheckpointNotFoundError where it was deleted
+        return _verify(as_location(location.url), step)  # without the snapshot of the listing
     step = record.step if step is None else step
     return CheckpointVerification(step=step, path=str(location), bytes=record.nbytes, problems=tuple(problems))
 

@@ -27,7 +27,7 @@ from ..format import (
     metadata_key,
 )
 from ..pytree import Box
-from ..storage import DataReader, Location, check_extent
+from ..storage import DataReader, Location, check_extent, is_unreadable
 from .assemble import Assembly
 from .digests import is_missing, read_checked, required
 from .extents import ChunkTable, Extent, plausible, read_chunks
@@ -81,6 +81,7 @@ class ArrayDatabase:
         self._files = files
         self._metadata: dict[str, ArrayMetadata | None] = {}
         self.bytes_read = 0  # so far, from all files, including gaps between chunks
+        self.unreadable = False  # whether the disk failed to read some of the data
         manifest = self.read_file(MANIFEST)
         # The manifest tells where the nodes are, not what they are: that the record does, of the whole file.
         self._index = self.read_file(INDEX, _INDEX_LIMIT) if files and INDEX in files else b""
@@ -209,6 +210,7 @@ class ArrayDatabase:
 
         def failed(table: ChunkTable, row: int, error: object) -> None:
             file = table.file(row)
+            self.unreadable |= is_unreadable(error)
             what = is_missing(self._location / file) if isinstance(error, ObjectNotFoundError) else str(error)
             report(file, int(table.arrays[row]), what)
 

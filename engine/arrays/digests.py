@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from ..errors import DamagedCheckpointError, ObjectNotFoundError, itemized
 from ..format import FileRecord, crc32c, extend
-from ..storage import Buffer, DataReader, Location
+from ..storage import Buffer, DataReader, Location, unreadable_as_damage
 
 _STEP = 16 << 20  # bytes read at a time
 
@@ -45,7 +45,8 @@ def is_missing(place: Location) -> str:
 def required(place: Location) -> Iterator[None]:
     """Report a missing file as damage; a disk reports it on opening, an object store on reading."""
     try:
-        yield
+        with unreadable_as_damage(place):
+            yield
     except ObjectNotFoundError as error:
         raise DamagedCheckpointError(is_missing(place)) from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError, ObjectNotFoundError, StorageError
-from ..storage import REQUESTS, Buffer, DataReader, parallel_map
+from ..storage import REQUESTS, Buffer, DataReader, is_unreadable, parallel_map
 from .plan import Bytes
 
 Column = NDArray[np.int64]
@@ -167,7 +166,7 @@ def _read_extent(
 def _is_damage(error: DamagedCheckpointError | StorageError) -> bool:
     """Return whether bytes are lost, rather than unavailable at the moment."""
     if isinstance(error, StorageError):
-        return isinstance(error, ObjectNotFoundError) or error.errno == errno.EIO
+        return isinstance(error, ObjectNotFoundError) or is_unreadable(error)
     return True
 
 

@@ -73,7 +73,9 @@ class TreeReader(TreeSource):
     def _refuse(self, problems: Sequence[Problem]) -> None:
         if problems:
             raise damaged_leaves(
-                self.location, [(format_path(p.leaf), f"{self.location / p.file}: {p.what}") for p in problems]
+                self.location,
+                [(format_path(p.leaf), f"{self.location / p.file}: {p.what}") for p in problems],
+                unreadable=self._database.unreadable,
             )
 
     def verify(self) -> list[Problem]:

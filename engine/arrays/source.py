@@ -141,8 +141,11 @@ class PartialTree(TreeSource):
         return self._source.read_boxes([self._originals[leaf.name] for leaf in leaves], boxes)
 
 
-def damaged_leaves(location: Location, problems: Sequence[tuple[str, str]]) -> DamagedCheckpointError:
+def damaged_leaves(
+    location: Location, problems: Sequence[tuple[str, str]], *, unreadable: bool = False
+) -> DamagedCheckpointError:
     """Return one error for damaged leaves, given as pairs of a path and what is wrong."""
     count = len({leaf for leaf, _ in problems})
     headline = f"{location} is damaged in {count} of its leaves; load another step, or load the others with select="
-    return DamagedCheckpointError(itemized(headline, [f"{leaf}: {what}" for leaf, what in problems]))
+    lines = [f"{leaf}: {what}" for leaf, what in problems]
+    return DamagedCheckpointError(itemized(headline, lines), unreadable=unreadable)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ from ..format import CheckpointRecord, ItemRecord
 from ..handlers import AsyncCheckpointHandler, CheckpointHandler, PyTreeCheckpointHandler, item_structure, restore_item
 from ..storage import Location, as_location
 from .background import BackgroundSave
-from .commit import read_record
+from .commit import read_steadily
 from .save import ItemToSave, Save, SaveReport
 
 # A path, a URL (``file://``, ``memory://``, ``s3://``, ``gs://``) or a :class:`~holdfast.Location`.
@@ -100,8 +100,7 @@ class Checkpointer:
             CheckpointNotFoundError: Nothing was committed there.
             DamagedCheckpointError: The stored data does not verify.
         """
-        location, saved = self._item(path)
-        return restore_item(self.handler, location, saved, item, kwargs)
+        return self._read(path, lambda folder, saved: restore_item(self.handler, folder, saved, item, kwargs))
 
     def structure(self, path: Place) -> Any:
         """Return the structure of a saved object, with a description of every leaf, without reading its data.
@@ -109,8 +108,7 @@ class Checkpointer:
         Args:
             path: Where it was saved.
         """
-        location, saved = self._item(path)
-        return item_structure(self.handler, location, saved)
+        return self._read(path, lambda folder, saved: item_structure(self.handler, folder, saved))
 
     def _begin(self, path: Place, item: Any, force: bool, kwargs: Mapping[str, Any]) -> Save:
         return Save(
@@ -122,15 +120,18 @@ class Checkpointer:
             timeout=self._timeout,
         )
 
-    def _item(self, path: Place) -> tuple[Location, ItemRecord]:
+    def _read(self, path: Place, read: Callable[[Location, ItemRecord], Any]) -> Any:
         location = as_location(path)
-        items = read_record(location).items
-        if ITEM not in items:
-            raise StateError(
-                f"{location}: this checkpoint has the items {', '.join(sorted(items))}; "
-                "restore it with a CheckpointManager, or with hf.load(path, item=...)"
-            )
-        return location / items[ITEM].folder, items[ITEM]
+
+        def read_item(record: CheckpointRecord) -> Any:
+            if ITEM not in record.items:
+                raise StateError(
+                    f"{location}: this checkpoint has the items {', '.join(sorted(record.items))}; "
+                    "restore it with a CheckpointManager, or with hf.load(path, item=...)"
+                )
+            return read(location / record.items[ITEM].folder, record.items[ITEM])
+
+        return read_steadily(location, read_item)
 
 
 class AsyncCheckpointer(Checkpointer):

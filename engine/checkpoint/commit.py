@@ -18,13 +18,15 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from ..errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
     FormatVersionError,
+    HoldfastError,
     InvalidLocationError,
     ObjectNotFoundError,
     StorageConflictError,
@@ -32,9 +34,11 @@ from ..errors import (
     StorageUnavailableError,
 )
 from ..format import DELETED, PARTIAL, RECORD, CheckpointRecord
-from ..storage import TEMPORARY_PREFIX, Location, SaveLock
+from ..storage import TEMPORARY_PREFIX, Location, SaveLock, is_unreadable, unreadable_as_damage
 
 _logger = logging.getLogger("holdfast")
+
+T = TypeVar("T")
 
 _UNIQUE = re.compile(r".+\.[0-9a-f]{8}")  # folders of items, as saves to object stores name them
 _RECORD_LIMIT = 256 << 20  # bytes; a record names files, not leaves
@@ -44,10 +48,42 @@ def read_record(location: Location) -> CheckpointRecord:
     """Read the commit record of a checkpoint."""
     place = location / RECORD
     try:
-        data = place.read_bytes(limit=_RECORD_LIMIT)
+        with unreadable_as_damage(place):
+            data = place.read_bytes(limit=_RECORD_LIMIT)
     except ObjectNotFoundError as error:
         raise CheckpointNotFoundError(f"{location}: no checkpoint here (there is no {RECORD})") from error
     return CheckpointRecord.decode(data, source=str(place))
+
+
+def has_record(location: Location) -> bool:
+    """Whether a commit record lies here, perhaps one that the disk fails to read."""
+    try:
+        return (location / RECORD).is_there()
+    except StorageError as error:
+        if not is_unreadable(error):
+            raise
+        return True
+
+
+def read_steadily(location: Location, read: Callable[[CheckpointRecord], T]) -> T:
+    """Read a checkpoint by its record; where another process replaces it meanwhile, read the new one."""
+    while True:
+        record = read_record(location)
+        try:
+            return read(record)
+        except DamagedCheckpointError:
+            if not has_changed(location, record):
+                raise
+
+
+def has_changed(location: Location, record: CheckpointRecord) -> bool:
+    """Whether a checkpoint was replaced or deleted since its record was read, as far as that can be told."""
+    try:
+        return read_record(location).encode() != record.encode()
+    except CheckpointNotFoundError:
+        return True
+    except HoldfastError:
+        return False
 
 
 def write_record(location: Location, record: CheckpointRecord) -> None:
@@ -346,8 +382,11 @@ def sweep(location: Location, parts: CommitParts | None = None) -> bool:
         return True
     try:
         record = read_record(location)
-    except (DamagedCheckpointError, FormatVersionError):
-        return False  # nothing is removed beside a record that cannot be read: a person may want to look
+    except FormatVersionError:
+        return False
+    except DamagedCheckpointError:  # no data is removed beside it: a person may want to look
+        (location / PARTIAL).remove()  # or no save could ever replace this checkpoint
+        return False
     parts = parts or CommitParts(location)
     left = {*filter(parts.owns, SaveLock(location / PARTIAL).folders()), *record.replaced}
     _remove_folders(parts, [folder for folder in left if "/" in folder or folder in names], record)

@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from ..arrays import TreeReader, load_tree, read_checked, tree_metadata
-from ..checkpoint import Place, read_record
+from ..checkpoint import Place, has_record, read_record, read_steadily
 from ..errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError
-from ..format import COMPONENT, COMPONENTS, DOCUMENT_LIMIT, RECORD, CheckpointRecord, ItemRecord
+from ..format import COMPONENT, COMPONENTS, DOCUMENT_LIMIT, CheckpointRecord, ItemRecord
 from ..formats.rllib import looks_like_rllib
 from ..graph import Path
 from ..pytree import LeafRequest, collection_paused
@@ -90,7 +90,7 @@ class NativeComponent:
 
 def open_component(path: Place) -> SavedComponent:
     location = as_location(path)
-    if (location / RECORD).is_there():
+    if has_record(location):
         return of_record(location, read_record(location))
     if location.is_local and location.exists() and not location.is_directory():
         raise CheckpointNotFoundError(
@@ -127,7 +127,10 @@ def read_state(path: Place) -> Any:
         CheckpointNotFoundError: There is none.
         DamagedCheckpointError: It does not verify.
     """
-    return full_state(open_component(path))
+    location = as_location(path)
+    if not has_record(location):
+        return full_state(open_component(location))
+    return read_steadily(location, lambda record: full_state(of_record(location, record)))
 
 
 def _part_of_a_whole(location: Location) -> SavedComponent:

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..checkpoint import Place
+from ..checkpoint import Place, has_record
 from ..errors import DamagedCheckpointError, ObjectNotFoundError, OptionError, shortened
-from ..format import RECORD
 from ..sources import find_steps, recognise
 from ..storage import Location, as_location
 from .paths import Path, format_node_path, parse_path
@@ -203,7 +202,7 @@ def locate(path: Place) -> Location:
             f"'directory/ckpt-{path}', or its directory for the newest"
         )
     location = as_location(path)
-    if (location / RECORD).is_there() or (location.exists() and not location.is_directory()):
+    if has_record(location) or (location.exists() and not location.is_directory()):
         return location
     newest = latest_checkpoint(location)
     return location if newest is None else as_location(newest)

@@ -12,7 +12,7 @@ from ..distributed import current_coordinator
 from ..format import FileRecord, own_item
 from ..handlers import Files, PreparedItem, ProcessShare, PyTreeCheckpointHandler, own_share
 from ..pytree import TreeDef, key_segments, materialize, unflatten
-from ..sources import GRAPH, NativeTree, PreparedGraph, open_checkpoint
+from ..sources import GRAPH, CheckpointSource, NativeTree, PreparedGraph, read_checkpoint
 from ..storage import Location
 from .capture import PER_PROCESS, CapturedGraph
 from .saved import SavedGraph
@@ -113,9 +113,11 @@ def keys_by_segment(container: TreeDef | None) -> dict[str, Any]:
 
 
 def open_graph(location: Location) -> StoredGraph:
-    checkpoint = open_checkpoint(location)
-    name = checkpoint.only_tree(how="expected a graph, which is the only tree of its checkpoint")
-    return StoredGraph(checkpoint.tree(name), checkpoint.location, checkpoint.files(name))
+    def open_tree(checkpoint: CheckpointSource) -> StoredGraph:
+        name = checkpoint.only_tree(how="expected a graph, which is the only tree of its checkpoint")
+        return StoredGraph(checkpoint.tree(name), checkpoint.location, checkpoint.files(name))
+
+    return read_checkpoint(location, open_tree)
 
 
 def _names(structure: TreeDef, name: str) -> list[str]:

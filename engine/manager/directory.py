@@ -14,7 +14,9 @@ them.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
+import itertools
 import json
 import logging
 import math
@@ -23,7 +25,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ..checkpoint import delete_checkpoint, read_record, remove_temporary, sweep, write_record
 from ..clock import Clock
@@ -41,13 +43,15 @@ from ..errors import (
     shortened_steps,
 )
 from ..format import PARTIAL, RECORD, CheckpointRecord, decode_document, encode_document
-from ..storage import Entry, Location, SaveLock, max_concurrency, parallel_map
+from ..storage import Entry, Location, SaveLock, is_unreadable, max_concurrency, parallel_map
 from .metrics import metric_name
 from .options import CheckpointManagerOptions
 from .ownership import OWNER, Ownership
 from .retention import KeepBest, StepInfo, reasons
 
 _logger = logging.getLogger("holdfast")
+
+T = TypeVar("T")
 
 _METADATA = "metadata"
 _METADATA_FILE = "data.json"
@@ -220,7 +224,7 @@ class RunDirectory:
         self._lock = threading.Lock()  # of the attributes below
         self._records: dict[int, CheckpointRecord] = {}
         self._errors: dict[int, DamagedCheckpointError | FormatVersionError] = {}
-        self._condemned: dict[int, tuple[CheckpointRecord, str]] = {}
+        self._condemned: dict[int, tuple[CheckpointRecord, DamagedCheckpointError]] = {}
         self._infos: tuple[StepInfo, ...] | None = None
         names = self.reload()
         if not (options.read_only or self._records or self._errors):
@@ -251,10 +255,10 @@ class RunDirectory:
         with self._lock:
             if forget:
                 self._condemned.clear()
-            for step, (condemned, what) in self._condemned.items():
+            for step, (condemned, error) in self._condemned.items():
                 if records.get(step) == condemned:
                     del records[step]
-                    errors[step] = DamagedCheckpointError(what)
+                    errors[step] = error
             self._records, self._errors, self._infos = records, errors, None
         return frozenset(entry.name for entry in content)
 
@@ -267,13 +271,13 @@ class RunDirectory:
                 self._records[step] = record
             self._infos = None
 
-    def condemn(self, step: int, damage: str) -> None:
+    def condemn(self, step: int, damage: str, *, unreadable: bool) -> None:
         """Note that the data of a step is damaged: the step is not listed any more, and may be replaced."""
         with self._lock:
             record = self._records.pop(step, None)
+            error = self._errors[step] = DamagedCheckpointError(damage, unreadable=unreadable)
             if record is not None:
-                self._condemned[step] = record, damage
-            self._errors[step] = DamagedCheckpointError(damage)
+                self._condemned[step] = record, error
             self._infos = None
 
     def infos(self) -> tuple[StepInfo, ...]:
@@ -299,10 +303,25 @@ class RunDirectory:
     def __contains__(self, step: object) -> bool:
         return step in self._records
 
+    def read(self, step: int, work: Callable[[CheckpointRecord], T]) -> T:
+        """Read a step by its record; where another process replaces it meanwhile, read what is there now."""
+        while True:
+            record = self.record(step)
+            try:
+                return work(record)
+            except DamagedCheckpointError:
+                found = self._look(step)
+                if found is not None and (found.record is None or found.record.encode() == record.encode()):
+                    raise
+                self.add(step, None if found is None else found.record)  # which says that a deleted one is not there
+
+    def _look(self, step: int) -> StepEntry | None:
+        return _read(StepEntry(step, self.step_location(step), self._series))
+
     def record(self, step: int) -> CheckpointRecord:
         """Return the commit record of a step; looks again where it was not there, as another process may have saved."""
         if step not in self._records and step not in self._errors:
-            found = _read(StepEntry(step, self.step_location(step), self._series))
+            found = self._look(step)
             if found is not None and found.error is not None:
                 raise found.error
             if found is not None and found.record is not None:
@@ -312,7 +331,7 @@ class RunDirectory:
         if record is not None:
             return record
         if error is not None:
-            raise type(error)(str(error))
+            raise copy.copy(error)
         steps = self.steps()
         known = f"there are {shortened_steps(steps)}" if steps else "there is none at all"
         raise CheckpointNotFoundError(f"{self.location}: no checkpoint of step {step}; {known}")
@@ -345,6 +364,10 @@ class RunDirectory:
                 with contextlib.suppress(OSError):  # above all if it is not empty
                     if os.lstat(location).st_mtime_ns <= os.stat(self.location / OWNER).st_mtime_ns:
                         os.rmdir(location)
+        except StorageError as error:
+            if not is_unreadable(error):
+                raise
+            _logger.warning("%s: not swept: %s", location, error)
         finally:
             lock.release()
 
@@ -382,6 +405,26 @@ class RunDirectory:
                 if not (location / RECORD).is_there():  # deleted; the next sweep removes the remaining files
                     self.add(step, None)
                 raise
+        self.add(step, None)
+
+    def make_room(self, step: int) -> None:
+        """Give the folder of a step that the disk fails to read another name, as it may be readable another time."""
+        error = self._errors.get(step)
+        if not is_unreadable(error):
+            return
+        if self._writes:
+            self.ownership.check()
+            place, taken = self.step_location(step), {entry.name for entry in self.location.entries()}
+            names = (f"{place.name}.unreadable{number or ''}" for number in itertools.count())
+            try:
+                moved = place.rename(next(name for name in names if name not in taken))
+            except StorageError as refusal:
+                raise StorageError(
+                    f"{place}: this step cannot be read ({error}), so it is not replaced but moved aside before it is "
+                    f"saved again, and that failed: {refusal}. Repair the file system or remove the folder by hand, or "
+                    "let the run go on in another directory"
+                ) from refusal
+            _logger.warning("%s: cannot be read, and is saved again: what was there is now %s", place, moved.name)
         self.add(step, None)
 
     def kept(self) -> dict[int, tuple[str, ...]]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import Any, NamedTuple, Self, TypeVar, overload
 
 from ..checkpoint import (
     ITEM,
@@ -203,7 +203,8 @@ class CheckpointManager:
         found = self.latest_step() if step is None else step
         if found is None:
             raise CheckpointNotFoundError(f"{self.directory}: there is no checkpoint")
-        return self._items.structure(self._run.step_location(found), self._run.record(found))
+        location = self._run.step_location(found)
+        return self._run.read(found, lambda record: self._items.structure(location, record))
 
     def reload(self) -> None:
         """Read the directory again, to see what another process has done; waits for a save that is under way."""
@@ -279,26 +280,29 @@ class CheckpointManager:
             TreeMismatchError: A template and the saved item differ.
         """
         self._background.join()
-        skipped: list[tuple[int, str]] = []
+        skipped: list[tuple[int, _Damage]] = []
         steps = self._processes.decide("steps", self._run.steps_and_damaged)
         for step in reversed(steps):
             found, damage = self._restore_everywhere(step, items, restore_kwargs or {})
+            if damage is not None and damage.deleted:  # by the run that writes here, which has newer steps by now
+                self._run.reload()
+                return self.restore_latest(items, restore_kwargs=restore_kwargs)
             if damage is not None:
-                _logger.warning("%s: step %d is damaged and passed over: %s", self.directory, step, damage)
+                _logger.warning("%s: step %d is damaged and passed over: %s", self.directory, step, damage.what)
                 skipped.append((step, damage))
                 continue
             if skipped:
                 _logger.warning("%s: going back to step %d, the newest whole checkpoint", self.directory, step)
-            for damaged, what in skipped:
-                self._run.condemn(damaged, what)
+            for damaged, one in skipped:
+                self._run.condemn(damaged, one.what, unreadable=one.unreadable)
             self._goes_on_from(step)
-            return Restored(step, found, tuple(skipped))
+            return Restored(step, found, tuple((damaged, one.what) for damaged, one in skipped))
         if skipped:
             raise NoWholeCheckpointError(
                 itemized(
                     f"{self.directory}: every checkpoint is damaged. Look with `holdfast verify`; "
                     "to start over, use another directory",
-                    [f"step {step}: {what}" for step, what in skipped],
+                    [f"step {step}: {one.what}" for step, one in skipped],
                 )
             )
         return None
@@ -324,19 +328,23 @@ class CheckpointManager:
         return self._rollback.restored(step)
 
     def _restore(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
-        return self._items.restore(self._run.step_location(step), self._run.record(step), items, kwargs)
+        location = self._run.step_location(step)
+        return self._run.read(step, lambda record: self._items.restore(location, record, items, kwargs))
 
-    def _restore_everywhere(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> tuple[Any, str | None]:
+    def _restore_everywhere(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> tuple[Any, _Damage | None]:
         """Restore a step on all processes; return it, and what is wrong with it for any of them."""
         found = damage = None
         try:
             found = self._restore(step, items, kwargs)
         except DamagedCheckpointError as error:
-            damage = str(error)
+            damage = _Damage(str(error), unreadable=error.unreadable)
         except BaseException as error:
-            self._processes.fail("restored", error)
-            raise
-        return found, next((what for what in self._processes.share("restored", damage) if what is not None), None)
+            if not isinstance(error, CheckpointNotFoundError) or step in self._run.steps_and_damaged():
+                self._processes.fail("restored", error)
+                raise
+            damage = _Damage("it was deleted meanwhile", deleted=True)
+        shared = self._processes.share("restored", damage)
+        return found, next((_Damage(*what) for what in shared if what is not None), None)
 
     # ---- saving
 
@@ -403,6 +411,7 @@ class CheckpointManager:
             rendezvous = self._processes.rendezvous("save")
             try:
                 self._run.ownership.check(at_once=True)
+                self._run.make_room(step)
                 facts = check_json("custom_metadata", custom_metadata)
                 pending = _PendingSave(step, None if metrics is None else plain_metrics(metrics), facts)
                 values = self._items.to_save(items, save_kwargs or {})
@@ -746,6 +755,14 @@ class _ItemSet:
                 f"and this manager has checkpointers for {', '.join(sorted(self._checkpointers))}"
             )
         return {name: record.items[name] for name in names}
+
+
+class _Damage(NamedTuple):
+    """Why a step was not restored."""
+
+    what: str
+    unreadable: bool = False
+    deleted: bool = False
 
 
 class _PendingSave:

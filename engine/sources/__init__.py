@@ -12,6 +12,7 @@ from .discovery import (
     is_run,
     open_at,
     open_checkpoint,
+    read_checkpoint,
     recognise,
 )
 from .files import (

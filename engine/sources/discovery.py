@@ -23,8 +23,9 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from ..checkpoint import has_record
 from ..errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -40,6 +41,8 @@ from .native import NativeCheckpoint
 from .protocol import CheckpointSource, StepDirectories
 
 _logger = logging.getLogger("holdfast")
+
+T = TypeVar("T")
 
 
 class _Entry(NamedTuple):
@@ -189,17 +192,39 @@ def find_checkpoint(location: Location, step: int | None = None) -> Location:
     return location if step is None and not is_run(location) else _find_step(location, step).location
 
 
+def read_checkpoint(location: Location, read: Callable[[CheckpointSource], T], step: int | None = None) -> T:
+    """Open the checkpoint that a path stands for and read it; where a run replaces or deletes it meanwhile, again."""
+    while True:
+        checkpoint: CheckpointSource
+        try:
+            checkpoint = open_checkpoint(location.snapshot(), step) if step is not None else NativeCheckpoint(location)
+        except CheckpointNotFoundError:
+            if step is not None:
+                raise
+            checkpoint = open_checkpoint(location.snapshot())
+        try:
+            return read(checkpoint)
+        except DamagedCheckpointError:
+            if not checkpoint.has_changed():
+                raise
+
+
 def open_checkpoint(location: Location, step: int | None = None) -> CheckpointSource:
     """Open the checkpoint that a path stands for."""
     if step is None:
-        if (location / RECORD).is_there():
+        if has_record(location):
             return NativeCheckpoint(location)
         if not is_ours(location) and (found := recognise(location)) is not None:
             return found
     entry = _find_step(location, step)
     if entry.error is not None:
         raise entry.error
-    return open_at(entry.location)
+    try:
+        return open_at(entry.location)
+    except CheckpointNotFoundError:
+        if step is not None or entry.record is None:
+            raise
+    return open_checkpoint(location)  # a run has deleted it meanwhile, and does not list it any more
 
 
 def _find_step(location: Location, step: int | None) -> StepEntry:
@@ -220,14 +245,14 @@ def _find_step(location: Location, step: int | None) -> StepEntry:
 
 def open_at(location: Location) -> CheckpointSource:
     """Open the checkpoint at a location that :func:`find_checkpoint` returned."""
-    if (location / RECORD).is_there():
+    if has_record(location):
         return NativeCheckpoint(location)
     return recognise(location) or NativeCheckpoint(location)  # the latter says what is missing
 
 
 def is_run(location: Location) -> bool:
     """Whether to search a path for steps: no checkpoint lies right here, or steps of ours do."""
-    return not (location / RECORD).is_there() and not is_foreign(location)
+    return not has_record(location) and not is_foreign(location)
 
 
 def is_foreign(location: Location) -> bool:
@@ -242,8 +267,8 @@ def is_foreign(location: Location) -> bool:
 
 def is_ours(location: Location) -> bool:
     """Whether holdfast wrote a checkpoint or a step here; other files may lie beside them."""
-    if (location / RECORD).is_there():
+    if has_record(location):
         return True
     if not location.is_directory():
         return False
-    return any((folder.location / RECORD).is_there() for folder in step_folders(location))
+    return any(has_record(folder.location) for folder in step_folders(location))

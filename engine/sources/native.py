@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..arrays import TreeReader, TreeSource, read_checked
-from ..checkpoint import read_record
+from ..checkpoint import has_changed, read_record
 from ..distributed import ProcessInfo
 from ..errors import OptionError, UnsupportedLeafError
 from ..format import (
@@ -110,6 +110,9 @@ class NativeCheckpoint(CheckpointSource):
     @property
     def nbytes(self) -> int:
         return self.record.nbytes
+
+    def has_changed(self) -> bool:
+        return has_changed(self.location, self.record)
 
     def files(self, item: str) -> Mapping[str, FileRecord]:
         return self.parts[item].files

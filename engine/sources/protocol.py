@@ -81,6 +81,10 @@ class CheckpointSource(Protocol):
             )
         return trees[0] if item is None else item
 
+    def has_changed(self) -> bool:
+        """Whether another process has replaced or deleted it since it was opened, as far as that can be told."""
+        return False
+
     def load(self, item: str, like: Any = None, select: Patterns | None = None) -> Any:
         """Load an item; a template and patterns are for trees, see :func:`~holdfast.load`."""
         kind = self.items[item]

@@ -11,8 +11,8 @@ from ..checkpoint import Place
 from ..errors import OptionError, TreeMismatchError
 from ..pytree import flatten, split, unwrapped_name
 from ..storage import Location, as_location
-from .discovery import open_checkpoint
-from .protocol import TREE
+from .discovery import read_checkpoint
+from .protocol import TREE, CheckpointSource
 
 _CONTAINERS = (
     ("", "params", "state_dict", "model", "params.params", "model_state_dict", "module")
@@ -47,7 +47,14 @@ def load_weights(
     ``layers/0/weight`` are the same. The weights may be all of the checkpoint, or lie in a container such as ``params``
     or ``state_dict``.
     """
-    checkpoint = open_checkpoint(as_location(place))
+    return read_checkpoint(
+        as_location(place), lambda checkpoint: _load_weights(checkpoint, template, ignored, containers)
+    )
+
+
+def _load_weights(
+    checkpoint: CheckpointSource, template: Any, ignored: Collection[str], containers: Sequence[str]
+) -> Weights:
     template_names = flatten(template).names
     names = dict(zip(_joined(template_names), template_names, strict=True))
     found = max(

@@ -9,4 +9,4 @@ from .location import Location, as_location, max_concurrency
 from .lock import FileLock, SaveLock
 from .object_store import shared_context, store_spec
 from .parallel import REQUESTS, Helper, parallel_map
-from .status import check_extent, map_status, os_errors
+from .status import check_extent, is_unreadable, map_status, os_errors, unreadable_as_damage

@@ -68,11 +68,16 @@ class LocalBackend:
                         continue
                     try:
                         is_directory = item.is_dir()
+                    except OSError:  # a loop of links, or a broken disk: whoever opens it finds out
+                        is_directory = True
+                    try:
                         size = None if is_directory else item.stat().st_size
                     except FileNotFoundError:  # a broken link, or deleted meanwhile
                         if not os.path.lexists(item.path):
                             continue
-                        is_directory, size = False, None
+                        size = None
+                    except OSError:
+                        size = None
                     found.append(Entry(item.name, is_directory, size))
         return sorted(found)
 

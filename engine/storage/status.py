@@ -46,6 +46,13 @@ OS_ERRORS: dict[int, type[StorageError]] = {
 }
 """Error numbers with a class of their own; all others become plain StorageErrors."""
 
+_UNREADABLE = frozenset(
+    getattr(errno, name)
+    for name in ("EIO", "EUCLEAN", "EBADMSG", "ENODATA", "EILSEQ", "EREMOTEIO", "ELOOP")
+    if hasattr(errno, name)  # not all systems have all of them
+)
+"""Error numbers of reads that say that something is broken there, as opposed to not allowed or not available now."""
+
 STATUSES: dict[str, type[HoldfastError]] = {
     "CANCELLED": StorageUnavailableError,
     "UNKNOWN": StorageError,
@@ -100,6 +107,24 @@ def os_errors(path: str, action: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise map_os_error(error, path, action) from error
+
+
+def is_unreadable(error: object) -> bool:
+    """Whether an error says that what lies at a path cannot be read because it, or the disk below, is broken."""
+    if isinstance(error, DamagedCheckpointError):
+        return error.unreadable
+    return isinstance(error, StorageError) and error.errno in _UNREADABLE
+
+
+@contextlib.contextmanager
+def unreadable_as_damage(place: object) -> Iterator[None]:
+    """Raise DamagedCheckpointError, which says so, in place of an error for which :func:`is_unreadable` is true."""
+    try:
+        yield
+    except StorageError as error:
+        if not is_unreadable(error):
+            raise
+        raise DamagedCheckpointError(f"{place} cannot be read: {error}", unreadable=True) from error
 
 
 def map_os_error(error: OSError, path: str, action: str) -> StorageError:

@@ -316,12 +316,12 @@ def test_sweep_beside_a_record(place: hf.Location, left: dict[str, str], swept: 
     assert content(place) == "one"
 
 
-def test_sweep_touches_nothing_beside_a_damaged_record(place: hf.Location) -> None:
+def test_sweep_takes_only_the_marker_beside_a_damaged_record(place: hf.Location) -> None:
     commit(place, "one")
     (place / "checkpoint.json").write_bytes(b"{")
     (place / "checkpoint.partial").write_bytes(b'{"folders": ["item"]}')
     assert not sweep(place)
-    assert names(place) == ["checkpoint.json", "checkpoint.partial", "item"]
+    assert names(place) == ["checkpoint.json", "item"]
 
 
 def test_a_damaged_checkpoint_can_be_replaced(place: hf.Location) -> None:
@@ -329,6 +329,10 @@ def test_a_damaged_checkpoint_can_be_replaced(place: hf.Location) -> None:
     (place / "checkpoint.json").write_bytes(b"{")
     commit(place, "two", overwrite=True)
     assert content(place) == "two"
+    write(PendingCheckpoint(place, ["item"], overwrite=True), "three")  # and then the process is killed
+    (place / "checkpoint.json").write_bytes(b"{")
+    commit(place, "four", overwrite=True)
+    assert content(place) == "four"
 
 
 def test_a_newer_version_is_not_replaced(place: hf.Location, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,153 @@
+"""Readers beside a run that replaces and deletes what they read: they get the one or the other, and never "damaged"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.components import Checkpointable, read_state
+from holdfast.engine.sources.weights import load_weights
+
+Read = Callable[[hf.Location], Any]
+
+
+def tree(edition: int) -> dict[str, Any]:
+    return {"weights": np.full(5000, edition), "edition": edition}
+
+
+def reader(run: hf.Location) -> hf.CheckpointManager:
+    """Returns a manager that looks on, as an evaluation does, and saw the directory before."""
+    return hf.CheckpointManager(run, options=hf.CheckpointManagerOptions(read_only=True))
+
+
+def whole(found: Any) -> int:
+    """Returns the edition, which all leaves have."""
+    assert (found["weights"] == found["edition"]).all()
+    return int(found["edition"])
+
+
+def verified(run: hf.Location) -> int:
+    report = hf.verify(run)
+    assert report.ok, report
+    return 10 if 2 in [one.step for one in report.checkpoints] else 3
+
+
+KEEP = {"weights": ..., "edition": ...}
+
+# What reads step 2, and returns its edition, or None if that is not seen. It is 10 once the step is replaced; of a
+# directory, step 3 is the newest then.
+NEWEST: dict[str, Read] = {
+    "load": lambda run: whole(hf.load(run)),
+    "transformed": lambda run: whole(hf.load_transformed(run, {}, KEEP)),
+    "weights": lambda run: whole(load_weights(run, tree(0)).tree),
+    "described": lambda run: len(hf.describe(run)) == len(tree(0)) and None,
+    "manager": lambda run: whole(reader(run).restore()),
+    "verified": verified,
+}
+STEP: dict[str, Read] = {
+    "load": lambda run: whole(hf.load(run / "2")),
+    "manager": lambda run: whole(reader(run).restore(2)),
+    "checkpointer": lambda run: whole(hf.PyTreeCheckpointer().restore(run / "2")),
+}
+
+
+@pytest.fixture
+def run(instant: str, place: str, tmp_path: Any) -> hf.Location:
+    return hf.as_location(tmp_path / "run" if instant == "data on a disk" else place)
+
+
+@pytest.fixture
+def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], object]], None]:
+    """Lets a writer act once, right before a reader gets at a file of step 2 with a certain name."""
+
+    def schedule(name: str, act: Callable[[], object]) -> None:
+        done: list[str] = []
+
+        def before(place: hf.Location) -> None:
+            inside = place.url.rpartition("/2/")[2]
+            if not done and "/2/" in place.url and (inside == name or (name.startswith("data") and "d/" in inside)):
+                done.append(inside)
+                act()
+
+        for method in ("read_bytes", "open_data"):
+            real = getattr(hf.Location, method)
+
+            def call(self: hf.Location, *arguments: Any, real: Any = real, **options: Any) -> Any:
+                before(self)
+                return real(self, *arguments, **options)
+
+            monkeypatch.setattr(hf.Location, method, call)
+
+    return schedule
+
+
+INSTANTS = ["state/manifest.ocdbt", "state/tree.json", "data", "data on a disk"]
+
+
+def writer(run: hf.Location) -> hf.CheckpointManager:
+    manager = hf.CheckpointManager(run, hf.PyTreeCheckpointer())
+    for step in (1, 2):
+        manager.save(step, tree(step))
+    return manager
+
+
+@pytest.mark.parametrize("instant", INSTANTS)
+@pytest.mark.parametrize("read", [*NEWEST.values(), *STEP.values()], ids=[*NEWEST, *(f"{name} 2" for name in STEP)])
+def test_a_step_is_replaced_meanwhile(instant: str, read: Read, run: hf.Location, meanwhile: Any) -> None:
+    with writer(run) as manager:
+        meanwhile(instant, lambda: manager.save(2, tree(10), force=True))
+        assert read(run) in (10, None)
+
+
+@pytest.mark.parametrize("instant", INSTANTS)
+@pytest.mark.parametrize("read", NEWEST.values(), ids=NEWEST)
+def test_the_newest_step_is_deleted_meanwhile(instant: str, read: Read, run: hf.Location, meanwhile: Any) -> None:
+    with writer(run) as manager:
+
+        def act() -> None:
+            manager.save(3, tree(3))
+            manager.delete(2)
+
+        meanwhile(instant, act)
+        assert read(run) in (3, None)
+
+
+@pytest.mark.parametrize("instant", ["data", "data on a disk"])
+@pytest.mark.parametrize("read", STEP.values(), ids=STEP)
+def test_a_step_that_was_asked_for_is_deleted_meanwhile(
+    instant: str, read: Read, run: hf.Location, meanwhile: Any
+) -> None:
+    with writer(run) as manager:
+        meanwhile(instant, lambda: manager.delete(2))
+        with pytest.raises(hf.CheckpointNotFoundError):
+            read(run)
+
+
+class Policy(Checkpointable):
+    def __init__(self, edition: int) -> None:
+        self.weights = np.full(5000, edition)
+        self.edition = edition
+
+
+def test_components_are_replaced_meanwhile(place: str, meanwhile: Any) -> None:
+    path = f"{place}/2"
+    Policy(1).save_to_path(path)
+    meanwhile("data", lambda: Policy(10).save_to_path(path, overwrite=True))
+    assert whole(read_state(path)) == 10
+
+
+def test_damage_stays_damage(place: str, stored: Any) -> None:
+    """Also where metrics are no numbers that equal themselves."""
+    with hf.CheckpointManager(place, hf.PyTreeCheckpointer()) as manager:
+        manager.save(2, tree(2), metrics={"loss": float("nan")})
+        stored(f"{place}/2").write("state/tree.json", b"{}")
+        reads: list[Callable[[], Any]] = [lambda: manager.restore(2), lambda: hf.load(place)]
+        reads.append(lambda: hf.PyTreeCheckpointer().restore(f"{place}/2"))
+        for read in reads:
+            with pytest.raises(hf.DamagedCheckpointError, match=r"tree\.json"):
+                read()
+    assert not hf.verify(place).ok
