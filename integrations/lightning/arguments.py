@@ -24,6 +24,13 @@ class CallbackArguments(CallbackOptions):
         default=None,
         metadata=documentation("Save at the end of every epoch whose number is a multiple of this.", least=1),
     )
+    save_on_exception: bool = field(
+        default=False,
+        metadata=documentation(
+            "When training ends with an exception, save the state of the last point between two batches. Keeps a copy "
+            "of the whole state in host memory, renewed after every update; in one process only."
+        ),
+    )
     export_best: Place | None = field(
         default=None,
         metadata=documentation(

@@ -58,8 +58,9 @@ class CheckpointCallback(ResumingCallback):
 
     SIGTERM only sets a flag. The next point between two batches, or within a validation, saves, waits until the files
     are durable, and ends the process with status 143; workers of data loaders survive until then. Other exceptions save
-    nothing more, but let a save that is under way finish. Under SLURM, the signal for requeueing saves in the same way,
-    requeues the job, and ends the process with status 75; files that Lightning has saved for requeueing are left alone.
+    nothing more (but for ``save_on_exception``), and let a save that is under way finish. Under SLURM, the signal for
+    requeueing saves in the same way, requeues the job, and ends the process with status 75; files that Lightning has
+    saved for requeueing are left alone.
 
     Under DDP (``strategy="ddp"``) and ``ModelParallelStrategy`` (FSDP2) all processes save one checkpoint, each
     a share of the parameters and of the optimizers, and each its own random generators and place in the data; SIGTERM
@@ -183,7 +184,8 @@ class CheckpointCallback(ResumingCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy of this callback needs: it is one that has not begun, for the same directory."""
-        return {**vars(self), "_saver": None, "_preemption": PreemptionSignal(), "_searches": Searches()}
+        anew = {"_preemption": PreemptionSignal(self._options.preemption_signals()), "_searches": Searches()}
+        return {**vars(self), "_signals": None, "_evaluation": None, "_saver": None, **anew}
 
     # ---- hooks of the trainer
 
@@ -203,6 +205,11 @@ class CheckpointCallback(ResumingCallback):
             )
             return
         check_strategy(trainer)
+        if self._options.save_on_exception and trainer.world_size > 1:
+            raise OptionError(
+                f"save_on_exception=True works in one process, and this run has {trainer.world_size}: where one of "
+                "them fails, the others may wait for it and cannot save"
+            )
         # Trainers look for a checkpoint before they ask the module for its callbacks, this one perhaps among them.
         redirect_resume(trainer, lambda path: self._begin_from(trainer, self._chosen(trainer, path)))
         if self._options.resume == "never" and not self._has_saved:
@@ -267,10 +274,15 @@ class CheckpointCallback(ResumingCallback):
         if self._saver is not None:
             self._saver.finish()
 
-    def on_exception(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Let a save that is under way finish; save nothing, as the exception came in the middle of something."""
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Let a save that is under way finish; with ``save_on_exception``, save the last point between two batches."""
         try:
-            self._end(trainer, orderly=False, error=args[-1] if args else None)
+            if self._saver is not None:
+                self._saver.save_after(exception)
+        except HoldfastError:
+            logger.exception("the last point between two batches could not be saved")
+        try:
+            self._end(trainer, orderly=False, error=exception)
         except HoldfastError:
             # The exception under way matters more; this one must not take its place.
             logger.exception("a save failed in the background while training was ending with an exception")

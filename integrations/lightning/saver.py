@@ -12,6 +12,7 @@ import torch
 from ...engine.errors import SaveFailedError, StateError
 from ..loop import announce
 from .arguments import CallbackArguments
+from .copies import Copies
 from .loops import LoopHooks
 from .position import Point, Position
 from .stopping import Stop, leave
@@ -50,6 +51,8 @@ class FitSaver:
         self._hooks.place(self._fit.epoch_loop, "on_advance_end", self._after_batch)
         self._hooks.place(self._fit, "on_advance_end", self._after_epoch)
         self._point: Point | None = None
+        self._copies = Copies() if options.save_on_exception else None
+        self._held: tuple[int, dict[str, Any]] | None = None
         self._seen: int = trainer.global_step
         self._saved: int | None = trainer.global_step
         self._recorded: dict[int, dict[str, float]] = {}  # of the newest checkpoint, by step
@@ -189,6 +192,33 @@ class FitSaver:
             self._save(step, point, "at the end")
         elif step in self._outdated:
             self._save(step, point, "replaces the step of an earlier run")
+        self._hold(step, point)
+
+    def save_after(self, exception: BaseException) -> None:
+        """Save the last point between two batches, if it is not saved: what there is now may be half an update."""
+        held, self._held = self._held, None
+        if held is None or held[0] == self._saved:
+            return
+        step, checkpoint = held
+        self._store.intent = Intent(f"after {type(exception).__name__}", self._ledger.of(step))
+        try:
+            self._store.save(step, checkpoint)
+        finally:
+            self._store.intent = None
+        self._say("saving step %d in %s after %s", step, self._store.directory, type(exception).__name__)
+
+    def _hold(self, step: int, point: Point) -> None:
+        """Keep a copy of this point, for an exception before the next one."""
+        if self._copies is None or step == self._saved:
+            self._held = None
+            return
+        self._ledger.observe(step, self._trainer.callback_metrics)
+        self._point = point
+        try:
+            checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        finally:
+            self._point = None
+        self._held = step, self._copies.of(checkpoint)
 
     def _save(self, step: int, point: Point, reason: str) -> None:
         self._ledger.observe(step, self._trainer.callback_metrics)
