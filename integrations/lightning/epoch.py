@@ -112,6 +112,31 @@ def skip_batches(fetcher: Any, count: int, before: Callable[[int], None]) -> Non
             ) from None
 
 
+def keeps_iterator(loader: Any) -> bool:
+    """Return whether a loader keeps its iterator and workers for ever; only the first iterator draws their seed."""
+    return bool(getattr(loader, "persistent_workers", False)) and hasattr(loader, "_iterator")
+
+
+def drop_iterator(loader: Any) -> None:
+    """Make the next ``iter()`` of a loader that keeps its iterator start workers anew."""
+    if keeps_iterator(loader) and loader._iterator is not None:
+        loader._iterator._shutdown_workers()
+        loader._iterator = None
+
+
+def marks(iterators: Sequence[Any]) -> list[tuple[Any, int]]:
+    """Return what tells whether one of some iterators has begun again by the next batch."""
+    return [(iterator, getattr(iterator, "_num_yielded", 0)) for iterator in iterators]
+
+
+def has_restarted(before: Sequence[tuple[Any, int]], after: Sequence[tuple[Any, int]]) -> bool:
+    """Return whether one of the iterators was replaced, or is the same and counts anew."""
+    return any(
+        new is not old or (count and count <= counted)
+        for (old, counted), (new, count) in zip(before, after, strict=True)
+    )
+
+
 def _is_stateful(loader: object) -> bool:
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
@@ -126,7 +151,7 @@ def capture_generators(device: torch.device, loaders: Sequence[object]) -> dict[
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(legacy=False),
         "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
-        "loaders": {name: state_of(generator) for name, generator in _generators(loaders)},
+        "loaders": loader_generators(loaders),
     }
     if device.type != "cpu":
         state["device"] = {"type": device.type, "state": getattr(torch, device.type).get_rng_state()}
@@ -139,12 +164,21 @@ def restore_generators(state: dict[str, Any], device: torch.device, loaders: Seq
     np.random.set_state(state["numpy"])
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    for name, generator in _generators(loaders):
-        if name in state["loaders"]:
-            restore_state(generator, state["loaders"][name])
+    restore_loader_generators(state["loaders"], loaders)
     saved = state.get("device")
     if saved is not None and saved["type"] == device.type:
         getattr(torch, device.type).set_rng_state(saved["state"])
+
+
+def loader_generators(loaders: Sequence[object]) -> dict[str, Any]:
+    """Return the states of the generators that loaders and their parts hold, by name."""
+    return {name: state_of(generator) for name, generator in _generators(loaders)}
+
+
+def restore_loader_generators(states: Mapping[str, Any], loaders: Sequence[object]) -> None:
+    for name, generator in _generators(loaders):
+        if name in states:
+            restore_state(generator, states[name])
 
 
 def _generators(loaders: Sequence[object]) -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
@@ -11,6 +10,7 @@ from typing import Any, Literal
 from . import epoch
 from .loops import LoopHooks, clear_restart, finish_epoch, forget_unfinished
 from .strategies import keeps_own_buffers, own_buffers, replicas
+from .switches import ModuleSwitches
 from .trees import is_plain_tree
 
 logger = logging.getLogger("holdfast")
@@ -21,6 +21,9 @@ Point = Literal["batch", "validation", "epoch"]
 # Callbacks of Lightning that set the trainer up when an epoch starts, and can do so once more in the middle of it.
 # Other callbacks have seen the epoch start, and are not called again.
 _SET_UP_EPOCHS = ("GradientAccumulationScheduler", "StochasticWeightAveraging")
+
+# Callbacks of Lightning that put the weights of the whole run in their place when training ends.
+_FINISH_WEIGHTS = ("WeightAveraging",)
 
 # Lightning warns of this; here the loader is put in the right place.
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
@@ -39,18 +42,25 @@ class Position:
         self._trainer = trainer
         self._fit = trainer.fit_loop
         self._epoch: dict[str, Any] = {}
+        self._switches = ModuleSwitches(trainer.lightning_module)
         self._before_validation: tuple[dict[str, Any], dict[str, int]] | None = None
         self._saved: dict[str, Any] | None = None
         self._keeps_random = False  # whether the random streams of the checkpoint are those of another process
         self._skip_batch = False
         self._has_warned = False
         epoch_loop = self._fit.epoch_loop
+        hooks.place(trainer, "_run_sanity_check", self._sanity_check)
+        hooks.place(self._fit, "run", self._run)
         hooks.place(self._fit, "_load_combined_loader_states", self._first_iterator)
         hooks.place(self._fit, "on_advance_start", self._epoch_starts)
         hooks.place(epoch_loop, "reset", self._counters_reset)
         hooks.place(epoch_loop, "on_run_start", self._batches_start)
         hooks.place(epoch_loop, "advance", self._batch)
         hooks.place(epoch_loop.val_loop, "run", self._validation)
+
+    def begin(self) -> None:
+        """Note what the program has set up, when training begins."""
+        self._switches = ModuleSwitches(self._trainer.lightning_module)
 
     @property
     def in_validation(self) -> bool:
@@ -59,12 +69,11 @@ class Position:
     def capture(self, point: Point) -> dict[str, Any]:
         """Return the position as a tree that a checkpoint can hold; ``point`` was just finished."""
         fetcher = self._fit._data_fetcher
-        random, counts = self._random(), None
-        if point == "validation" and self._before_validation is not None:
-            random, counts = self._before_validation
+        before = self._before_validation if point == "validation" else None
+        now, counts = before or (self._now(), None)
         position: dict[str, Any] = {
             "point": point,
-            "random": random,
+            **now,
             "loaders": epoch.loader_states(self._loaders()),
             "callback_metrics": dict(self._trainer.callback_metrics),
             "should_stop": bool(self._trainer.should_stop),
@@ -110,6 +119,19 @@ class Position:
 
     # ---- in the order in which the loops call
 
+    def _sanity_check(self, original: Callable[[], None]) -> None:
+        if self._saved is None:  # hooks in it would change what was restored
+            original()
+
+    def _run(self, original: Callable[[], None]) -> None:
+        original()
+        saved, self._saved = self._saved, None
+        if saved is not None:  # nothing was left to do
+            self._restore_module(saved)
+            for callback in self._trainer.callbacks:
+                if any(kind.__name__ in _FINISH_WEIGHTS for kind in type(callback).__mro__):
+                    callback.on_train_end(self._trainer, self._trainer.lightning_module)
+
     def _first_iterator(self, original: Callable[[], None]) -> None:
         original()
         self._epoch = self._before_iterator()
@@ -151,15 +173,15 @@ class Position:
         else:
             # Of several loaders, those that are shorter begin again in the middle of an epoch, and are seeded then.
             before, drawn = self._random(), fetcher.fetched
-            iterators = list(fetcher.combined_loader._iterator.iterators)
+            marks = epoch.marks(fetcher.combined_loader._iterator.iterators)
             original(fetcher)
-            if any(map(operator.is_not, iterators, fetcher.combined_loader._iterator.iterators)):
+            if epoch.has_restarted(marks, epoch.marks(fetcher.combined_loader._iterator.iterators)):
                 self._epoch.setdefault("restarts", {})[drawn] = before
 
     def _validation(self, original: Callable[[], Any]) -> Any:
         if self._trainer.sanity_checking:
             return original()
-        self._before_validation = self._random(), epoch.update_counts(self._trainer)
+        self._before_validation = self._now(), epoch.update_counts(self._trainer)
         try:
             return original()
         finally:
@@ -168,7 +190,9 @@ class Position:
     # ---- going to where a checkpoint was saved
 
     def _go_to_epoch(self, saved: dict[str, Any]) -> None:
-        self._restore_common(saved)
+        self._restore_module(saved)
+        self._restore_validation_loaders(saved.get("validation", {}))
+        self._warn_of_lasting_workers(saved)
         clear_restart(self._fit)
         finish_epoch(self._fit.epoch_progress)
         self._fit._last_train_dl_reload_epoch = saved["reloaded_at_epoch"]
@@ -195,6 +219,8 @@ class Position:
                 epoch.begin_with(fetcher, ahead["batches"], ahead["done"])
             return
         self._rescale(saved)
+        for index in started.get("new_workers", ()):
+            epoch.drop_iterator(parts[index])
         logger.info("drawing %d batches again to find the position in the epoch", saved["consumed"])
         epoch.load_loader_states(parts, started["loaders"])
         self._restore_random(started["at_iterator"])
@@ -209,7 +235,9 @@ class Position:
         epoch.skip_batches(fetcher, saved["consumed"], before_batch)
 
     def _go_to_batch(self, saved: dict[str, Any], fetcher: Any) -> None:
-        self._restore_common(saved)
+        self._restore_module(saved)
+        self._restore_validation_loaders(saved.get("validation", {}))
+        self._warn_of_lasting_workers(saved)
         fetcher.fetched = saved["fetched"]
         epoch.restore_averages(self._trainer, saved["averages"])
         clear_restart(self._fit)
@@ -222,6 +250,18 @@ class Position:
             self._skip_batch = True
         self._restore_random(saved["random"])
 
+    def _warn_of_lasting_workers(self, saved: dict[str, Any]) -> None:
+        parts, new = self._loaders(), []
+        if saved["point"] != "epoch":
+            new = saved.get("epoch", {}).get("new_workers", [])
+        lasting = [i for i, part in enumerate(parts) if epoch.keeps_iterator(part) and not epoch.all_stateful([part])]
+        if self._trainer.is_global_zero and not set(lasting) <= set(new):
+            logger.warning(
+                "the workers of a data loader live across epochs (persistent_workers=True), and their random "
+                "generators cannot be saved: each sample comes exactly when it would have come, but where a dataset "
+                "draws random numbers in the workers, as augmentation does, it draws others"
+            )
+
     def _rescale(self, saved: dict[str, Any]) -> None:
         """Count the batches of the epoch anew where the data is divided among another number of processes."""
         if (factor := saved.get("rescaled")) is None:
@@ -232,23 +272,60 @@ class Position:
         current = self._fit.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = current.completed = consumed
 
-    def _restore_common(self, saved: dict[str, Any]) -> None:
+    def _restore_module(self, saved: dict[str, Any]) -> None:
         buffers = own_buffers(self._trainer.lightning_module)
         for name, value in saved.get("buffers", {}).items():
             if name in buffers:
                 buffers[name].copy_(value)
         self._trainer._logger_connector._callback_metrics.update(saved["callback_metrics"])
+        self._switches.restore(saved.get("switched", ""))
 
     # ---- small things
 
     def _loaders(self) -> list[Any]:
-        combined = self._fit._combined_loader
-        return [] if combined is None else list(combined.flattened)
+        return _parts(self._fit)
+
+    def _validation_loaders(self) -> dict[str, Any]:
+        """Return what later validations depend on: generators, and which loaders draw no seed for their workers."""
+        loop = self._fit.epoch_loop.val_loop
+        parts = _parts(loop)
+        kept = [
+            index for index, loader in enumerate(parts) if epoch.keeps_iterator(loader) and loader._iterator is not None
+        ]
+        generators = epoch.loader_generators(parts)
+        if not kept and not generators:
+            return {}
+        return {"kept": kept, "generators": generators, "reloaded_at_epoch": loop._last_val_dl_reload_epoch}
+
+    def _restore_validation_loaders(self, saved: dict[str, Any]) -> None:
+        if not saved:
+            return
+        loop = self._fit.epoch_loop.val_loop
+        if loop._combined_loader is None:
+            self._trainer.validating = True
+            loop.setup_data()
+            self._trainer.training = True
+        loop._last_val_dl_reload_epoch = saved["reloaded_at_epoch"]
+        parts = _parts(loop)
+        for index in saved["kept"]:
+            if index < len(parts) and epoch.keeps_iterator(parts[index]) and parts[index]._iterator is None:
+                iter(parts[index])
+        if not self._keeps_random:
+            epoch.restore_loader_generators(saved["generators"], parts)
 
     def _before_iterator(self) -> dict[str, Any]:
         parts = self._loaders()
         states = [] if epoch.all_stateful(parts) else epoch.loader_states(parts)
-        return {"at_iterator": self._random(), "loaders": states}
+        new = [index for index, part in enumerate(parts) if epoch.keeps_iterator(part) and part._iterator is None]
+        return {"at_iterator": self._random(), "loaders": states, "new_workers": new}
+
+    def _now(self) -> dict[str, Any]:
+        """Return what a validation may change, beside the averages."""
+        return {
+            "random": self._random(),
+            "validation": self._validation_loaders(),
+            "switched": self._switches.switched(),
+        }
 
     def _random(self) -> dict[str, Any]:
         return epoch.capture_generators(self._trainer.strategy.root_device, self._loaders())
@@ -256,3 +333,8 @@ class Position:
     def _restore_random(self, state: dict[str, Any]) -> None:
         if not self._keeps_random:
             epoch.restore_generators(state, self._trainer.strategy.root_device, self._loaders())
+
+
+def _parts(loop: Any) -> list[Any]:
+    combined = loop._combined_loader
+    return [] if combined is None else list(combined.flattened)

@@ -18,6 +18,7 @@ from .position import Point, Position
 from .stopping import Stop, leave
 from .store import Intent, RunStore
 from .trees import POSITION
+from .validation import StateBeforeValidation
 
 logger = logging.getLogger("holdfast")
 
@@ -50,6 +51,8 @@ class FitSaver:
         self._position = Position(trainer, self._hooks)
         self._hooks.place(self._fit.epoch_loop, "on_advance_end", self._after_batch)
         self._hooks.place(self._fit, "on_advance_end", self._after_epoch)
+        self._hooks.place(self._fit.epoch_loop.val_loop, "on_run_start", self._validation_starts)
+        self._before_validation = StateBeforeValidation(trainer)
         self._point: Point | None = None
         self._copies = Copies() if options.save_on_exception else None
         self._held: tuple[int, dict[str, Any]] | None = None
@@ -61,6 +64,7 @@ class FitSaver:
         self._resumed = False
         self._begun = False
         self._metrics: Mapping[str, Any] = {}  # at the point that the run resumes from
+        self._has_waited = False
 
     def begin(self) -> None:
         """Check that training starts from the checkpoint that the directory holds.
@@ -70,6 +74,7 @@ class FitSaver:
         """
         self._stop.begin()
         self._begun = True
+        self._position.begin()
         if self._resumed:
             return
         if steps := self._store.manager.all_steps():
@@ -127,6 +132,7 @@ class FitSaver:
 
     def _after_batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         original(fetcher)
+        self._before_validation.drop()
         step, stop = self._trainer.global_step, self._stop.after_batch()
         if step == self._seen and not stop:
             return
@@ -150,15 +156,32 @@ class FitSaver:
             return
         self._consider(step, "epoch", stop=stop, ended=self._is_over())
 
+    def _validation_starts(self, original: Callable[[], None]) -> None:
+        if self._position.in_validation:
+            if self._trainer.global_step != self._saved and not self._fit._should_accumulate():
+                self._before_validation.take(lambda: self._dump("validation"))
+            self.during_validation()
+        original()
+
     def during_validation(self) -> None:
-        """Save in the middle of a validation if the process is to end: the validation may outlast the time left."""
+        """Leave a validation if the process is to end, as it may outlast the time left; save what was before it."""
         if not self._position.in_validation or not self._stop.in_validation():
             return
-        step = self._trainer.global_step
+        step, before = self._trainer.global_step, self._before_validation
         if step != self._saved:
             if self._fit._should_accumulate():
                 return
-            self._save_and_leave(step, "validation")
+            # The processes are all at this batch, and stay together.
+            if not self._trainer.strategy.reduce_boolean_decision(before.is_intact(), all=True):
+                if not self._has_waited:
+                    self._has_waited = True
+                    logger.warning(
+                        "asked to stop in a validation that changes the module or the optimizer: it runs to its end "
+                        "before step %d is saved",
+                        step,
+                    )
+                return
+            self._save_and_leave(step, "validation", before.checkpoint)
         self._leave()
 
     def notice_metrics(self) -> None:
@@ -220,20 +243,32 @@ class FitSaver:
             self._point = None
         self._held = step, self._copies.of(checkpoint)
 
-    def _save(self, step: int, point: Point, reason: str) -> None:
+    def _save(self, step: int, point: Point, reason: str, checkpoint: dict[str, Any] | None = None) -> None:
         self._ledger.observe(step, self._trainer.callback_metrics)
         metrics = self._ledger.of(step)
-        self._point, self._store.intent = point, Intent(reason, metrics)
+        self._store.intent = Intent(reason, metrics)
         try:
-            self._trainer.save_checkpoint(self._store.path_of(step), weights_only=False)
+            with self._trainer.profiler.profile("save_checkpoint"):
+                strategy = self._trainer.strategy
+                strategy.save_checkpoint(checkpoint or self._dump(point), self._store.path_of(step))
+                strategy.barrier("CheckpointCallback")
         finally:
-            self._point = self._store.intent = None
+            self._store.intent = None
         self._saved, self._recorded = step, {step: metrics}
         self._outdated.discard(step)
 
-    def _save_and_leave(self, step: int, point: Point) -> NoReturn:
+    def _dump(self, point: Point) -> dict[str, Any]:
+        """Return Lightning's dictionary with the position."""
+        self._point = point
         try:
-            self._save(step, point, "preempted")
+            checkpoint: dict[str, Any] = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+            return checkpoint
+        finally:
+            self._point = None
+
+    def _save_and_leave(self, step: int, point: Point, checkpoint: dict[str, Any] | None = None) -> NoReturn:
+        try:
+            self._save(step, point, "preempted", checkpoint)
         except SaveFailedError:
             # The save before this one failed. The process is about to end, so the log is the place to report it.
             logger.exception("an earlier save failed; step %d is being saved", step)

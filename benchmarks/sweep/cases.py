@@ -1,0 +1,79 @@
+"""One interrupted run, compared bit for bit with the uninterrupted one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Verdict = Literal["equal", "refused", "differs", "failed"]
+
+GOOD: tuple[Verdict, ...] = ("equal", "refused")
+
+
+@dataclass
+class Case:
+    """How one case ended.
+
+    Attributes:
+        name: Framework, data loader or state, set-up and interruption, with slashes between them.
+        verdict: ``equal``; ``refused`` with a message that the set-up expects; ``differs``; or ``failed``.
+        detail: What differs, or the message.
+        warnings: What holdfast has warned of.
+    """
+
+    name: str
+    verdict: Verdict = "equal"
+    detail: str = ""
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def is_good(self) -> bool:
+        return self.verdict in GOOD
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _Listener(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+
+
+def judge(name: str, run: Callable[[], str | None], refused: str = "") -> Case:
+    """Run one case; ``run`` returns what differs first, and ``refused`` is part of a message that is expected."""
+    logger, listener = logging.getLogger("holdfast"), _Listener()
+    logger.addHandler(listener)
+    logger.propagate = False
+    try:
+        difference = run()
+        case = Case(name) if difference is None else Case(name, "differs", difference)
+    except Exception as error:
+        detail = f"{type(error).__name__}: {error}"
+        case = Case(name, "refused" if refused and refused in detail else "failed", detail)
+    finally:
+        logger.propagate = True
+        logger.removeHandler(listener)
+    case.warnings = listener.heard
+    return case
+
+
+def first_difference(found: Any, expected: Any, path: str = "") -> str | None:
+    """Return where two trees of plain values differ first, or None."""
+    if isinstance(found, dict) and isinstance(expected, dict) and found.keys() == expected.keys():
+        pairs: Iterator[tuple[Any, Any, Any]] = ((key, found[key], expected[key]) for key in found)
+    elif isinstance(found, list | tuple) and isinstance(expected, list | tuple) and len(found) == len(expected):
+        pairs = ((index, one, other) for index, (one, other) in enumerate(zip(found, expected, strict=True)))
+    else:
+        return None if found == expected else f"{path or 'all'}: expected {_short(expected)}, found {_short(found)}"
+    return next((text for key, one, other in pairs if (text := first_difference(one, other, f"{path}/{key}"))), None)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,350 @@
+"""Lightning programs that are interrupted, and what each of them has to equal afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as lightning
+import torch
+
+from holdfast.integrations.lightning import CheckpointCallback
+
+from .cases import Case, first_difference, judge
+from .lightning_programs import AVERAGES, COMMON, FINETUNING, LOADERS, SETUPS, VALIDATION_LOADERS, validation_loader
+
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "max_epochs": 3,
+}
+NEVER = 10_000  # steps between two saves: none
+_TALKATIVE = tuple(
+    f"{name}{part}" for name in ("lightning.pytorch", "pytorch_lightning") for part in ("", ".utilities.rank_zero")
+)
+
+
+def be_quiet() -> None:
+    """Silence what Lightning says of every program, and fork data loaders' workers in every process."""
+    multiprocessing.set_start_method("fork", force=True)
+    torch.set_num_threads(1)  # on these sizes more threads only wait for each other
+    warnings.filterwarnings("ignore", module=r"lightning\.|torch\.")
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+class InterruptionError(RuntimeError):
+    """Ends a run between two batches."""
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """What happens when.
+
+    Attributes:
+        kind: ``error``, ``signal``, ``signal before validation``, ``signal in validation``, ``signal at epoch end`` or
+            ``kill``.
+        step: After how many steps.
+        batch: The batch of a validation.
+    """
+
+    kind: str
+    step: int
+    batch: int = 0
+
+
+class Recorder(lightning.Callback):
+    """Notes what happens when, and interrupts the run."""
+
+    def __init__(self) -> None:
+        self.interruption: Interruption | None = None
+        self.events: dict[tuple[str, int], Any] = {}
+        self.validations: list[int] = []
+        self.raw: Any = None
+
+    def _happens(self, kind: str, trainer: Any, batch: int = 0) -> bool:
+        found = self.interruption == Interruption(kind, trainer.global_step, batch)
+        if found:
+            self.interruption = None
+        return found
+
+    def _signal(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if self._happens("error", trainer):
+            raise InterruptionError
+        if self._happens("kill", trainer):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._happens("signal", trainer):
+            self._signal()
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if self._happens("signal before validation", trainer):
+            self._signal()
+
+    def during_validation(self, trainer: Any, index: int) -> None:
+        """Be called by the module, as a hook would make the program another one."""
+        if not trainer.sanity_checking and self._happens("signal in validation", trainer, index):
+            self._signal()
+
+    def on_validation_end(self, trainer: Any, *args: Any) -> None:
+        if not trainer.sanity_checking:
+            self.validations.append(trainer.global_step)
+            self._note("validation", trainer, "val_loss", "val_error")
+
+    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+        self._note("epoch", trainer, "train_loss_epoch", "train_error")
+        if self._happens("signal at epoch end", trainer):
+            self._signal()
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.raw = bits(module.state_dict())  # some callbacks put an average in its place
+
+    def _note(self, what: str, trainer: Any, *names: str) -> None:
+        self.events[what, trainer.global_step] = [float(trainer.callback_metrics[name]) for name in names]
+
+
+class Program:
+    """The objects of one program: a module, data loaders and a trainer."""
+
+    def __init__(
+        self, directory: str, setup: str, loader: str, *, seed: int = 1, every: int = NEVER, **limits: int
+    ) -> None:
+        torch.manual_seed(seed)
+        self.directory, self.loader, self.every = directory, loader, every
+        self.setup = SETUPS[setup]
+        self.module = self.setup.model()
+        self.recorder = Recorder()
+        self.training, self.validation = LOADERS[loader](), validation_loader(**self.setup.validation)
+        self.trainer = self.new_trainer(**limits)
+
+    def new_trainer(self, **limits: int) -> Any:
+        """Return another trainer, with callbacks of its own."""
+        checkpoint = CheckpointCallback(self.directory, save_interval_steps=self.every)
+        return lightning.Trainer(
+            callbacks=[self.recorder, checkpoint, *self.setup.callbacks()], **{**QUIET, **self.setup.trainer, **limits}
+        )
+
+    def fit(self, interruption: Interruption | None = None) -> int | None:
+        """Train; return the status that the process would end with where it was interrupted, or None."""
+        self.recorder.interruption = interruption
+        try:
+            self.trainer.fit(self.module, self.training, self.validation)
+        except InterruptionError:
+            return 1
+        except SystemExit as error:
+            return int(str(error.code))
+        return None
+
+    def final(self) -> dict[str, Any]:
+        """Return everything that has to be equal, as values to compare."""
+        trainer = self.trainer
+        averages = [getattr(callback, "_average_model", None) for callback in trainer.callbacks]
+        return {
+            "step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "module": bits(self.module.state_dict()),
+            "raw module": self.recorder.raw,
+            "trained": {name: value.requires_grad for name, value in self.module.named_parameters()},
+            "modes": {name: part.training for name, part in self.module.named_modules()},
+            "optimizers": [bits(optimizer.state_dict()) for optimizer in trainer.optimizers],
+            "schedules": [bits(each.scheduler.state_dict()) for each in trainer.lr_scheduler_configs],
+            "averages": [bits(average.state_dict()) for average in averages if average is not None],
+        }
+
+
+def bits(value: Any) -> Any:
+    """Return a tree with the bytes of its tensors."""
+    if isinstance(value, torch.Tensor):
+        return (
+            str(value.dtype),
+            tuple(value.shape),
+            value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes(),
+        )
+    if isinstance(value, dict):
+        return {str(key): bits(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [bits(item) for item in value]
+    return value if isinstance(value, int | float | str | None) else repr(type(value))
+
+
+# ---- cases
+
+_SPECIAL = AVERAGES | FINETUNING | VALIDATION_LOADERS
+_OTHERS = [name for name in LOADERS if name not in ("shuffled", "stateful")]
+_ONLY_SIZED = ("StochasticWeightAveraging",)  # refuses data without a length
+
+
+def groups() -> list[tuple[str, str]]:
+    """Return pairs of a data loader and a set-up, each with its own uninterrupted run.
+
+    Every set-up comes with two to four loaders; together the common ones go through all loaders several times.
+    """
+    found = []
+    turns = itertools.cycle(_OTHERS)
+    for setup in COMMON:
+        found += [(loader, setup) for loader in ("shuffled", "stateful", next(turns), next(turns))]
+    found += [("persistent", setup) for setup in ("default", "validation within epochs", "accumulation")]
+    for setup in _SPECIAL:
+        other = next(turns)
+        while setup in _ONLY_SIZED and other == "stream":
+            other = next(turns)
+        found += [(loader, setup) for loader in ("shuffled", other)]
+    return list(dict.fromkeys(found))
+
+
+def run_group(loader: str, setup: str, only: str = "") -> Iterator[Case]:
+    """Yield the cases of one loader and set-up whose names contain ``only``."""
+    whole = Program(_new_directory(), setup, loader)
+    if whole.fit() is not None:
+        raise RuntimeError(f"{loader}, {setup}: the uninterrupted run ended early")
+    number = groups().index((loader, setup)) if (loader, setup) in groups() else 0
+    for title, run in _cases(whole, loader, setup, number):
+        name = f"lightning/{loader}/{setup}/{title}"
+        if only in name:
+            yield judge(name, run, SETUPS[setup].refused)
+
+
+_directories = itertools.count()
+
+
+def _new_directory() -> str:
+    return f"memory://sweep-{os.getpid()}/{next(_directories)}"
+
+
+def _cases(whole: Program, loader: str, setup: str, number: int) -> Iterator[tuple[str, Any]]:
+    last, validations = whole.trainer.global_step, whole.recorder.validations
+    epoch_end = max(1, last // max(1, whole.trainer.current_epoch))
+    within = 1 + number % max(1, epoch_end - 1)
+
+    def interrupted(*interruptions: Interruption, every: int = NEVER, again: bool = False) -> Any:
+        def run() -> str | None:
+            programs: list[Program] = []
+            directory = _new_directory()
+            for turn, interruption in enumerate([*interruptions, None]):
+                if not again or not programs:
+                    programs.append(Program(directory, setup, loader, seed=1 + turn, every=every))
+                ended = programs[-1].fit(interruption) is not None
+                if ended != (interruption is not None):
+                    raise RuntimeError(f"{interruption} did not happen" if interruption else "the resumed run ended")
+            return _compare(whole, programs)
+
+        return run
+
+    for step in sorted({within, epoch_end, min(last - 1, epoch_end + within)}):
+        yield f"error after step {step}", interrupted(Interruption("error", step), every=step)
+    repeated = min(last - 1, 5 + number % 4)
+    yield f"steps 1 to {repeated} in part again", interrupted(Interruption("error", repeated), every=2)
+    signalled = 1 + (3 * number) % (last - 1)
+    yield f"SIGTERM in step {signalled + 1}", interrupted(Interruption("signal", signalled))
+    yield (
+        f"SIGTERM in steps {within + 1} and {epoch_end + 2}",
+        interrupted(Interruption("signal", within), Interruption("signal", epoch_end + 1)),
+    )
+    yield (
+        f"SIGTERM at the end of the epoch, step {epoch_end}",
+        interrupted(Interruption("signal at epoch end", epoch_end)),
+    )
+    for index, step in enumerate(sorted({*validations[:1], *validations[-1:]})):
+        batch = (number + index) % 2
+        yield (
+            f"SIGTERM in the validation of step {step}",
+            interrupted(Interruption("signal in validation", step, batch)),
+        )
+    if validations:
+        step = validations[number % len(validations)]
+        yield (
+            f"SIGTERM before the validation of step {step}",
+            interrupted(Interruption("signal before validation", step)),
+        )
+    yield (
+        f"error after step {within}, the same objects",
+        interrupted(Interruption("error", within), every=within, again=True),
+    )
+    if number % 3 == 0:  # each takes a process
+        yield f"killed after step {repeated}", lambda: _killed(whole, loader, setup, Interruption("kill", repeated))
+    yield "finished, and started again", lambda: _finished(whole, loader, setup)
+    for kind in ("new objects", "a new trainer", "the same trainer"):
+        yield f"longer with {kind}", lambda kind=kind: _longer(whole, loader, setup, kind)
+
+
+def _compare(whole: Program, programs: list[Program], names: tuple[str, ...] = ()) -> str | None:
+    found, expected = programs[-1].final(), whole.final()
+    if names:
+        found, expected = ({name: tree[name] for name in names} for tree in (found, expected))
+    if (difference := first_difference(found, expected)) is not None or names:
+        return difference
+    events = {key: value for program in programs for key, value in program.recorder.events.items()}
+    return first_difference(
+        {str(key): events.get(key) for key in whole.recorder.events},
+        {str(key): value for key, value in whole.recorder.events.items()},
+        "events",
+    )
+
+
+def _killed(whole: Program, loader: str, setup: str, interruption: Interruption) -> str | None:
+    directory = tempfile.mkdtemp(prefix="sweep-")
+    try:
+        process = multiprocessing.get_context("forkserver").Process(
+            target=_die, args=(directory, setup, loader, interruption)
+        )
+        process.start()
+        process.join()
+        if process.exitcode != -signal.SIGKILL:
+            raise RuntimeError(f"the process was to be killed, and ended with {process.exitcode}")
+        resumed = Program(directory, setup, loader, seed=2)
+        resumed.fit()
+        events = resumed.recorder.events  # those of the process that was killed are lost
+        return _compare(whole, [resumed], tuple(whole.final())) or first_difference(
+            list(events.values()), [whole.recorder.events.get(key) for key in events], "events"
+        )
+    finally:
+        shutil.rmtree(directory)
+
+
+def _die(directory: str, setup: str, loader: str, interruption: Interruption) -> None:
+    be_quiet()
+    Program(directory, setup, loader, every=2).fit(interruption)
+
+
+def _finished(whole: Program, loader: str, setup: str) -> str | None:
+    directory = _new_directory()
+    Program(directory, setup, loader).fit()
+    again = Program(directory, setup, loader, seed=2)
+    again.fit()
+    if again.recorder.events:
+        return f"events: expected none, found {sorted(again.recorder.events)}"
+    return _compare(whole, [again], ("step", "module", "trained", "averages"))
+
+
+def _longer(whole: Program, loader: str, setup: str, kind: str) -> str | None:
+    by_steps = "max_steps" in SETUPS[setup].trainer
+    short = {"max_steps": 7} if by_steps else {"max_epochs": 2}
+    directory = _new_directory()
+    first = Program(directory, setup, loader, **short)
+    limits = whole.trainer.fit_loop.max_epochs, whole.trainer.fit_loop.epoch_loop.max_steps
+    first.fit()
+    if kind == "new objects":
+        second = Program(directory, setup, loader, seed=2)
+    else:
+        second = first
+        if kind == "a new trainer":
+            second.trainer = second.new_trainer()
+        elif by_steps:
+            second.trainer.fit_loop.epoch_loop.max_steps = limits[1]
+        else:
+            second.trainer.fit_loop.max_epochs = limits[0]
+    second.fit()
+    return _compare(whole, [first, second])

@@ -1,0 +1,103 @@
+"""What a run was like when its validation began, for a run that has to end before its validation does.
+
+A validation is no point to save at: callbacks exchange the weights for an average, and modules count, cache and switch
+their modes. What is saved then has to be what was there before. Where hooks of the program run in a validation, it is
+copied; where there are none, the tensors are watched, and a validation that changes one is run to its end.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+# What runs before a validation can be left, which is where one of its batches has ended.
+_HOOKS = ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end")
+_OF_MODULES = (*_HOOKS, "on_validation_model_eval", "on_save_checkpoint")
+
+_HARMLESS = ("lightning.pytorch.", "pytorch_lightning.", f"{__name__.partition('.')[0]}.")
+_EXCHANGES_WEIGHTS = ".weight_averaging"
+
+_OPTIMIZERS = "optimizer_states"  # several times the module, and nothing in a validation changes them: watched only
+
+_Versions = list[tuple[torch.Tensor, int]]
+
+
+class StateBeforeValidation:
+    """The state of a run at the last point between two batches, while a validation goes on."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._memory: dict[tuple[Any, ...], torch.Tensor] = {}  # kept, as fresh memory costs more than the copies
+        self._watched: _Versions = []
+        self.checkpoint: dict[str, Any] | None = None
+        """Lightning's dictionary of before, where it was copied."""
+
+    def take(self, dump: Callable[[], dict[str, Any]]) -> None:
+        """Begin; ``dump`` makes Lightning's dictionary."""
+        self.checkpoint = None if _is_harmless(self._trainer) else self._copy(dump(), ())
+        self._watched = self._versions()
+
+    def is_intact(self) -> bool:
+        """Return whether what was not copied is still as it was."""
+        now = self._versions()
+        return len(now) == len(self._watched) and all(
+            one[0] is other[0] and one[1] == other[1] for one, other in zip(now, self._watched, strict=True)
+        )
+
+    def drop(self) -> None:
+        self.checkpoint = None
+        self._watched = []
+
+    def _versions(self) -> _Versions:
+        found = list(_tensors([optimizer.state for optimizer in self._trainer.optimizers]))
+        if self.checkpoint is None:
+            module = self._trainer.lightning_module
+            found += [*module.parameters(), *module.buffers()]
+        return [(tensor, -1 if tensor.is_inference() else tensor._version) for tensor in found]
+
+    def _copy(self, value: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value if path[0] == _OPTIMIZERS else self._copied(value.detach(), path)
+        if isinstance(value, np.ndarray):
+            return value.copy()
+        if isinstance(value, dict):
+            copied = copy.copy(value)  # with what a state dict knows of its modules
+            for key, item in value.items():
+                copied[key] = self._copy(item, (*path, key))
+            return copied
+        if type(value) in (list, tuple):
+            return type(value)(self._copy(item, (*path, index)) for index, item in enumerate(value))
+        return value
+
+    def _copied(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> torch.Tensor:
+        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            return tensor.clone()
+        memory = self._memory.get(path)
+        if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
+            memory = self._memory[path] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return memory.copy_(tensor)
+
+
+def _is_harmless(trainer: Any) -> bool:
+    """Return whether the only code of the program that runs in a validation is its ``validation_step``."""
+    hooks = [getattr(callback, name, None) for callback in trainer.callbacks for name in _HOOKS]
+    hooks += [getattr(trainer.lightning_module, name, None) for name in _OF_MODULES]
+    modules = [getattr(hook, "__module__", None) or "" for hook in hooks if hook is not None]
+    return all(name.startswith(_HARMLESS) and not name.endswith(_EXCHANGES_WEIGHTS) for name in modules)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(value, dict):
+        parts = value.values()
+    elif isinstance(value, list | tuple):
+        parts = value
+    for part in parts:
+        yield from _tensors(part)
