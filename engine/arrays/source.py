@@ -109,16 +109,28 @@ class TreeSource(Protocol):
         return problems
 
     def for_template(self, names: Sequence[str]) -> TreeSource:
-        """Return the tree as it fits a template with leaves of these names; by default, the tree itself.
+        """Return the tree as it fits a template with leaves of these names.
 
-        A format that stores less than a template tells may rename leaves after the template, or leave out leaves that
-        represent empty containers.
+        By default, ``kernel`` stands for ``kernel/value`` and the other way round: variables of flax.nnx are containers
+        of their value, which plain dictionaries of the same parameters are not. A format that stores less than a
+        template tells may rename more leaves, or leave out leaves that represent empty containers.
         """
-        return self
+        saved = {leaf.name: leaf for leaf in self.leaves}
+        wanted = set(names)
+        spare = {_without_value(name): name for name in saved if name not in wanted}
+        pairs = ((name, spare.pop(_without_value(name), None)) for name in names if name not in saved)
+        renamed = {there: name for name, there in pairs if there is not None}
+        if not renamed:
+            return self
+        return PartialTree(self, {renamed.get(name, name): leaf for name, leaf in saved.items()}, self.tree)
 
     def graph_document(self) -> Any:
         """Return the document of nodes and edges (see ``graph.json``), or None if the format has none."""
         return None
+
+
+def _without_value(name: str) -> str:
+    return name.removesuffix(".value")
 
 
 class PartialTree(TreeSource):

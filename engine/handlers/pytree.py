@@ -13,6 +13,7 @@ from ..arrays import (
     MsgpackHandler,
     StagingBuffer,
     TreeReader,
+    TreeSource,
     TreeWriter,
     load_transformed_tree,
     load_tree,
@@ -164,9 +165,12 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         if transforms is not None and (item is None or item is ... or select is not None):
             raise OptionError("transforms= needs a template (item=) of the new tree, and excludes select=")
         with collection_paused():
-            reader = TreeReader(directory, files, aggregate=self._aggregate)
-            saved = [leaf.name for leaf in reader.leaves]
+            reader: TreeSource = TreeReader(directory, files, aggregate=self._aggregate)
+            kept = {leaf.name: number for number, leaf in enumerate(reader.leaves) if leaf.saved.kind == EXTERNAL}
             template = None if item is None or item is ... else self._template(item)
+            if template is not None and transforms is None:
+                reader = reader.for_template(template.names)
+            saved = [leaf.name for leaf in reader.leaves]
             args: dict[str, RestoreArgs] = {}
             if restore_args is not None:
                 names, structure = saved, reader.tree.structure
@@ -174,7 +178,6 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                     names, structure = template.names, template.structure
                 asked = broadcast_prefix(restore_args, structure, RestoreArgs, "restore_args")
                 args = {name: one for name, one in zip(names, asked, strict=True) if one is not None}
-            kept = {leaf.name: number for number, leaf in enumerate(reader.leaves) if leaf.saved.kind == EXTERNAL}
             ordinary = (args.keys() if transforms is not None else set(saved)) - kept.keys() if args else set()
             requests = {name: one.request(name) for name, one in args.items() if name in ordinary}
             if transforms is not None:

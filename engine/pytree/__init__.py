@@ -56,6 +56,7 @@ from .names import (
     unescape_key,
     unwrapped_name,
 )
+from .nnx_objects import is_nnx
 from .packing import PACKED_FROM, PackedNumbers, pack_numbers, pack_tree
 from .template import LeafRequest, LeafTemplate, compare, compare_metadata, describe_template, with_request
 from .transform import (

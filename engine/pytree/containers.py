@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from .leaves import loaded
+from .nnx_objects import NnxObjects, is_nnx
 
 _FACTORIES: dict[Any, str] = {kind: kind.__name__ for kind in (bool, dict, float, int, list, set, str, tuple)}
 # Default factories that a document can name; others are not stored.
@@ -26,14 +27,16 @@ class Contents(NamedTuple):
     label: str | None = None
 
 
-def expand(value: object) -> Contents | None:
-    """Open one container; return None for a leaf."""
+def expand(value: object, objects: NnxObjects | None = None) -> Contents | None:
+    """Open one container; return None for a leaf. ``objects`` are the nnx objects of its tree that came before it."""
     opener = _EXACT.get(type(value))
     if opener is not None:
         return opener(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         namedtuple: Any = type(value)
         return Contents("namedtuple", list(value._fields), list(value), namedtuple._make, class_name(value))
+    if is_nnx(value):
+        return _open_nnx(value, objects or NnxObjects())
     # Only classes can be registered with jax, not the interpreter's own types.
     jax = loaded("jax") if type(value).__module__ != "builtins" else None
     if jax is not None and (contents := _open_registered(value, jax)) is not None:
@@ -111,6 +114,12 @@ _EXACT: dict[type, Callable[[Any], Contents]] = {
 def opens_as(subclass: type, kind: str) -> None:
     """Have a class derived from dict or list be a container of that kind, also where jax knows it."""
     _EXACT[subclass] = partial(_open_subclass, kind=kind)
+
+
+def _open_nnx(value: object, objects: NnxObjects) -> Contents:
+    number, variables = objects.state_of(value)
+    keys = list(variables)
+    return Contents("node", keys, list(variables.values()), partial(objects.build, number, keys), class_name(value))
 
 
 def _open_registered(value: object, jax: Any) -> Contents | None:

@@ -15,6 +15,7 @@ from ..errors import UnsupportedLeafError
 from .containers import expand
 from .leaves import LeafMetadata, is_jax_abstract, is_jax_array, is_torch_tensor
 from .names import escape_first, escape_key, format_path
+from .nnx_objects import NnxObjects
 
 # A key of a mapping or the name of an attribute. ``True`` and ``False`` are keys of their own in documents.
 Key = str | int
@@ -70,10 +71,11 @@ class _Walk:
         self.names: list[str] = []
         self.values: list[Any] = []
         self.problems: list[str] = []
+        self.objects = NnxObjects()
         self.above: dict[int, str] = {}  # containers that are being walked: id -> name
 
     def visit(self, value: Any, name: str, depth: int) -> TreeDef | None:
-        if is_leaf(value) or isinstance(value, self.leaf_types) or (contents := expand(value)) is None:
+        if is_leaf(value) or isinstance(value, self.leaf_types) or (contents := expand(value, self.objects)) is None:
             self.names.append(name)
             self.values.append(value)
             return None

@@ -401,6 +401,7 @@ def renamed_for(source: TreeSource, names: Sequence[str]) -> TreeSource:
     So ``layers/0/weight`` stands for ``layers.0.weight``, and the other way round: formats without containers, and the
     state dicts of modules, do not tell one from the other.
     """
+    source = TreeSource.for_template(source, names)
     ours = {".".join(split(leaf.name)): leaf for leaf in source.leaves}
     theirs = {".".join(split(name)): name for name in names}
     if len(ours) != len(source.leaves) or len(theirs) != len(names):

@@ -9,10 +9,18 @@ import sys
 from typing import Any
 
 from ...engine.errors import OptionError, TreeMismatchError, shortened
-from ...engine.pytree import LeafMetadata, flatten, format_path, is_jax_abstract, template_sharding, unflatten
+from ...engine.pytree import (
+    LeafMetadata,
+    flatten,
+    format_path,
+    is_jax_abstract,
+    is_nnx,
+    template_sharding,
+    unflatten,
+)
 from .objects import is_versioned
 from .states import StateAdapter
-from .trees import TreeAdapter, from_tree, is_nnx, to_tree
+from .trees import TreeAdapter, from_tree, to_tree
 
 
 class InitialState:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine.checkpoint import Place
 from ...engine.handlers import DEFAULT_REGISTRY, AsyncCheckpointHandler
-from ...engine.pytree import expand, is_jax_abstract, is_jax_array, is_python_value, is_torch_tensor, loaded
+from ...engine.pytree import expand, is_jax_abstract, is_jax_array, is_nnx, is_python_value, is_torch_tensor, loaded
 from ...engine.sources import load_weights
 from ..options import CallbackOptions
 from .states import Misfits, StateAdapter, located
-from .trees import TreeAdapter, is_nnx
+from .trees import TreeAdapter
 
 if TYPE_CHECKING:
     from ...engine.graph import Checkpoint, StoredGraph

@@ -15,7 +15,7 @@ import numpy as np
 from ...engine.checkpoint import Place
 from ...engine.errors import OptionError
 from ...engine.handlers import AsyncCheckpointHandler
-from ...engine.pytree import flatten, split
+from ...engine.pytree import flatten, is_nnx, split
 from ...engine.sources import Weights, load_weights
 from ..options import CallbackOptions
 from .partial import FittingHandler
@@ -88,12 +88,6 @@ def _counted(counter: Any) -> int | None:
         return int(found)
     except (TypeError, ValueError, RuntimeError):  # different counters, or those of other processes
         return None
-
-
-def is_nnx(value: object) -> bool:
-    """Return whether a value is an nnx object, such as a Module, an Optimizer or Rngs."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(value, _nnx_types(nnx))
 
 
 def is_stream(value: object) -> bool:
@@ -184,12 +178,6 @@ def _find(state: Any) -> Any:
         return _ITSELF
     items = state.items() if type(state) is dict else enumerate(state) if type(state) in (list, tuple) else ()
     return next((place for place, item in items if isinstance(item, nnx.Optimizer)), None)
-
-
-def _nnx_types(nnx: Any) -> tuple[type, ...]:
-    # Module, Optimizer and Rngs share this base under a name that differs between releases.
-    base = getattr(nnx, "Pytree", None) or nnx.Object
-    return (base, nnx.Module, nnx.Optimizer)
 
 
 def _children(container: Any) -> Any:

@@ -235,7 +235,7 @@ class OrbaxTree(TreeSource):
         """Leave out what may be empty containers where the template has no leaf."""
         kept = set(names)
         optional = {leaf.name for leaf in self.leaves if OPTIONAL in leaf.saved.details}
-        return without_leaves(self, optional - kept)
+        return TreeSource.for_template(without_leaves(self, optional - kept), names)
 
     def _refuse(self, problems: Sequence[Problem]) -> None:
         if problems and {p.leaf for p in problems} <= set(map(format_path, self._foreign)):

@@ -1,0 +1,174 @@
+"""Whoever saved an nnx module, its state or plain dictionaries of it restores any other of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tests.versions import nnx_list
+
+import holdfast as hf
+from holdfast.integrations.flax import CheckpointCallback
+
+optax: Any = pytest.importorskip("optax")
+ocp: Any = pytest.importorskip("orbax.checkpoint")
+
+
+class Model(nnx.Module):
+    """Layers in a list, random streams, statistics, and one parameter under two names."""
+
+    def __init__(self, seed: int) -> None:
+        rngs = nnx.Rngs(seed)
+        self.layers = nnx_list([nnx.Linear(2, 2, rngs=rngs) for _ in range(2)])
+        self.norm = nnx.BatchNorm(2, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.tied = self.layers[0].kernel
+
+    def __call__(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = self.drop(self.norm(layer(x)))
+        return x @ self.tied[...] if hasattr(self.tied, "get_value") else x @ self.tied.value
+
+
+def pure(module: Any) -> Any:
+    return nnx.to_pure_dict(nnx.state(module))
+
+
+def bits(module: Any) -> dict[str, bytes]:
+    def raw(leaf: Any) -> bytes:
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        return np.asarray(leaf).tobytes()
+
+    found = jax.tree_util.tree_flatten_with_path(pure(module))[0]
+    return {jax.tree_util.keystr(path): raw(leaf) for path, leaf in found}
+
+
+def trained() -> Model:
+    model = Model(1)
+    model(jnp.ones((3, 2)))
+    return model
+
+
+def by_callback(path: Path, model: Model) -> None:
+    with CheckpointCallback(path, save_interval_steps=1) as checkpoint:
+        checkpoint.on_step(1, model)
+
+
+def by_manager(path: Path, model: Model) -> None:
+    with hf.CheckpointManager(path) as manager:
+        manager.save(1, nnx.state(model))
+
+
+def by_orbax(path: Path, model: Model) -> None:
+    handler = ocp.PyTreeCheckpointHandler()
+    with ocp.Checkpointer(handler) as checkpointer:
+        keyless = nnx.state(model, (nnx.Param, nnx.BatchStat))
+        checkpointer.save(path, args=ocp.args.PyTreeSave(keyless))
+
+
+SAVERS: dict[str, Callable[[Path, Model], Any]] = {
+    "module": lambda path, model: hf.save(path, model),
+    "state": lambda path, model: hf.save(path, nnx.state(model)),
+    "pure dictionaries": lambda path, model: hf.save(path, pure(model)),
+    "manager": by_manager,
+    "callback": by_callback,
+}
+
+
+def into_the_callback(path: Path) -> Any:
+    model = Model(2)
+    with CheckpointCallback(path, save_interval_steps=1) as checkpoint:
+        restored, step = checkpoint.restore_or_initialize(model)
+        assert (restored is model, step) == (True, 1)
+    return model
+
+
+LOADERS: dict[str, Callable[[Path], Any]] = {
+    "module": lambda path: hf.load(path, like=Model(2), item="state"),
+    "abstract": lambda path: hf.load(path, like=nnx.eval_shape(lambda: Model(2)), item="state"),
+    "state": lambda path: hf.load(path, like=nnx.state(Model(2)), item="state"),
+    "abstract state": lambda path: hf.load(path, like=nnx.state(nnx.eval_shape(lambda: Model(2))), item="state"),
+    "pure dictionaries": lambda path: hf.load(path, like=pure(Model(2)), item="state"),
+    "manager": lambda path: hf.CheckpointManager(path).restore(None, Model(2)),
+    "callback": into_the_callback,
+}
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+def test_every_form_restores_every_other(tmp_path: Path, saver: str) -> None:
+    model = trained()
+    path = tmp_path / "run"
+    SAVERS[saver](path if saver in ("manager", "callback") else path / "1", model)
+    expected = bits(model)
+    for name, load in LOADERS.items():
+        fresh = Model(2)
+        before = bits(fresh)
+        found = load(path)
+        if name in ("state", "abstract state"):
+            assert isinstance(found, nnx.State)
+            nnx.update(fresh, found)
+        elif "dictionaries" in name:
+            state = nnx.state(fresh)
+            nnx.replace_by_pure_dict(state, found)
+            nnx.update(fresh, state)
+        else:
+            assert type(found) is Model
+            assert found.tied is found.layers[0].kernel
+            fresh = found
+        assert bits(fresh) == expected != before, name
+        assert np.array_equal(fresh(jnp.ones((3, 2))), nnx.clone(model)(jnp.ones((3, 2)))), name
+
+
+def test_the_template_is_not_changed(tmp_path: Path) -> None:
+    hf.save(tmp_path / "1", trained())
+    template = Model(2)
+    before = bits(template)
+    found = hf.load(tmp_path / "1", like={"x": template}["x"])
+    assert found is not template
+    assert bits(template) == before
+
+
+def test_objects_that_share_variables(tmp_path: Path) -> None:
+    trunk = Model(1)
+
+    def make(model: Model) -> dict[str, Any]:
+        return {"policy": model, "again": {"value": model}, "optimizer": nnx.Optimizer(model, optax.adam(0.1), **WRT)}
+
+    hf.save(tmp_path / "1", make(trunk))
+    found = hf.load(tmp_path / "1", like=make(Model(2)))
+    assert found["policy"] is found["again"]["value"]
+    assert bits(found["policy"]) == bits(trunk)
+    with CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
+        state, _ = checkpoint.restore_or_initialize(make(Model(3)))
+        assert bits(state["policy"]) == bits(trunk)
+
+
+def test_from_orbax(tmp_path: Path) -> None:
+    model = trained()
+    by_orbax(tmp_path / "1", model)
+    wanted = (nnx.Param, nnx.BatchStat)
+    for template in (nnx.state(Model(2), wanted), nnx.to_pure_dict(nnx.state(Model(2), wanted))):
+        found = hf.load(tmp_path / "1", like=template)
+        taken = found if isinstance(found, dict) else nnx.to_pure_dict(found)
+        assert np.array_equal(taken["layers"][1]["kernel"], pure(model)["layers"][1]["kernel"])
+    hf.import_checkpoint(tmp_path / "1", tmp_path / "ours")
+    again = hf.load(tmp_path / "ours", like=nnx.to_pure_dict(nnx.state(Model(2), wanted)))
+    assert np.array_equal(again["norm"]["mean"], pure(model)["norm"]["mean"])
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    hf.save(tmp_path / "1", pure(trained()))
+    larger = Model(2)
+    larger.head = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    with pytest.raises(hf.TreeMismatchError, match=r"head/kernel/value: expected .*, not in the checkpoint"):
+        hf.load(tmp_path / "1", like=larger)
+
+
+WRT: dict[str, Any] = {"wrt": nnx.Param}
