@@ -64,7 +64,7 @@ def load(path: Place, *, like: Any = None, select: Patterns | None = None, item:
             Or a folder of arrays that TensorStore wrote (zarr v3 in OCDBT), which gives a dictionary of them.
         like: A template. Its containers, array libraries and shardings decide what is returned, and its dtypes and
             shapes are checked. Leaves may be arrays or abstract, such as ``jax.ShapeDtypeStruct``. A module of
-            flax.nnx, abstract or not, gives a new module, and stands for its ``nnx.state`` and plain dictionaries of it.
+            flax.nnx, abstract or not, gives a new module, and stands for its ``nnx.state`` and for dictionaries of it.
             Without a template the saved containers are returned with numpy arrays, namedtuples and dataclasses as
             dictionaries.
         select: Patterns of leaf paths such as ``"params/**"``; only leaves that match are read, and a template has just
