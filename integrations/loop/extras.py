@@ -7,10 +7,10 @@ from typing import Any
 
 from ...engine.errors import OptionError, TreeMismatchError
 from ...engine.handlers import DEFAULT_REGISTRY
-from ...engine.pytree import flatten
+from ...engine.pytree import flatten, is_nnx
 from ...engine.stateful import is_plain, is_stateful, restore_state, state_of
 from .objects import is_versioned
-from .trees import from_tree, is_nnx, is_stream, to_tree
+from .trees import from_tree, is_stream, to_tree
 
 _TAKEN = ("step", "state", "metrics")
 

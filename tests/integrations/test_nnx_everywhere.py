@@ -42,7 +42,7 @@ def pure(module: Any) -> Any:
 
 def bits(module: Any) -> dict[str, bytes]:
     def raw(leaf: Any) -> bytes:
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         return np.asarray(leaf).tobytes()
 
@@ -166,7 +166,7 @@ def test_from_orbax(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     hf.save(tmp_path / "1", pure(trained()))
     larger = Model(2)
-    larger.head = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    larger.head = nnx.Linear(2, 1, rngs=nnx.Rngs(0))  # type: ignore[attr-defined]  # a new layer
     with pytest.raises(hf.TreeMismatchError, match=r"head/kernel/value: expected .*, not in the checkpoint"):
         hf.load(tmp_path / "1", like=larger)
 
