@@ -34,7 +34,7 @@ from ..errors import (
     shortened,
     shortened_steps,
 )
-from ..format import RECORD
+from ..format import RECORD, CheckpointRecord
 from ..manager import StepEntry, list_steps, newest_step, step_folders, stored_metadata
 from ..storage import Location
 from .native import NativeCheckpoint
@@ -153,10 +153,11 @@ def check_unclaimed(location: Location, series: str, *, begun: bool) -> None:
     """Refuse a directory that holds the steps of another run, and none of the run that is about to begin in it.
 
     ``begun`` says that a run of holdfast has begun here before: then files may come from a callback beside it, such as
-    Lightning's ModelCheckpoint, which share no name with its steps. Single checkpoints of ``hf.save`` are no run.
+    Lightning's ModelCheckpoint, which share no name with its steps. Single checkpoints, as ``hf.save``
+    and the ``Checkpoint.save`` of a graph write them, are no run.
     """
     found = find_steps(location)
-    steps = [one for one in found.entries if not found.is_native or one.record is None or one.record.reason]
+    steps = [one for one in found.entries if not found.is_native or one.record is None or _is_of_a_run(one.record)]
     newest = found.noted or newest_step(steps)
     if newest is None:
         return
@@ -177,6 +178,10 @@ def check_unclaimed(location: Location, series: str, *, begun: bool) -> None:
         f"them with `holdfast import {location} NEW` (hf.import_checkpoint) and give NEW as the directory; to begin "
         f"another run, choose another directory (init_from={str(location)!r} of a callback takes their weights)"
     )
+
+
+def _is_of_a_run(record: CheckpointRecord) -> bool:
+    return bool(record.reason) and not record.pinned  # hf.save gives no reason; Checkpoint.save keeps its own for good
 
 
 def _prefix_option(series: str) -> str:

@@ -261,7 +261,7 @@ def export_orbax(
     for number, place in places.items():
         _export(open_at(place), target / str(number), item, select, managed=True)
     if metadata:
-        document = {"internal_metadata": {}, "custom_metadata": dict(metadata)}
+        document = {"custom_metadata": dict(metadata)}
         _write_files(target, {f"{RUN_METADATA}/{RUN_METADATA_FILE}": json_file(document)})
     return [target / str(number) for number in places]
 
