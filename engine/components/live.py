@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from .constructor_spec import CtorArguments
 from .names import named_path
 
 ARGUMENTS = "_holdfast_recipe"  # name of the attribute that keeps the arguments of the constructor
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _DEPTH = 8  # containers inside containers that are searched for components
 
 
@@ -141,7 +143,7 @@ def attributes_with_state(component: LiveComponent) -> dict[str, Any]:
 def _has_state(value: Any, depth: int) -> bool:
     if isinstance(value, np.ndarray) or is_torch_tensor(value) or is_jax_array(value) or is_optimizer(value):
         return True
-    if isinstance(value, dict | list | tuple):
+    if isinstance(value, dict | list | tuple | deque):
         return depth < _DEPTH and any(_has_state(child, depth + 1) for _, child in _elements(value))
     return is_stateful(value) and not is_module(value) and not is_component(value)
 
@@ -152,7 +154,7 @@ def unnamed(value: Any, known: Collection[int]) -> list[str]:
 
 
 def discovered(value: Any) -> list[tuple[str, Any]]:
-    """Return components among an object's attributes, also in lists, tuples, dictionaries and modules."""
+    """Return components among an object's attributes, also in lists, tuples, deques, dictionaries and modules."""
     found: list[tuple[str, Any]] = []
     attributes = attributes_of(value)
     if is_module(value):
@@ -172,10 +174,12 @@ def _discover(keys: tuple[str, ...], value: Any, found: list[tuple[str, Any]], d
 
 
 def _elements(value: Any) -> Sequence[tuple[Any, Any]]:
-    if isinstance(value, dict):
-        return [(key, child) for key, child in value.items() if isinstance(key, str | int) and key != ""]
-    if isinstance(value, list | tuple):
-        return list(enumerate(value))
+    """Return what a container holds, with its keys; nothing for one that holds plain values only."""
+    if isinstance(value, dict | list | tuple | deque):
+        if _PLAIN.issuperset(map(type, value.values() if isinstance(value, dict) else value)):
+            return []
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        return [(key, child) for key, child in pairs if isinstance(key, str | int) and key != ""]
     if is_module(value):  # a ModuleDict, a ModuleList, or a module that is not a component
         return [(key, child) for key, child in value._modules.items() if child is not None]
     return nnx_children(value) if is_nnx_object(value) else []

@@ -50,7 +50,7 @@ from ..pytree import (
     unescape_key,
 )
 from ..storage import LocalBackend, Location
-from .live import LiveComponent, attributes_of, attributes_with_state, is_component
+from .live import LiveComponent, attributes_of, attributes_with_state, discovered, is_component
 from .names import STATE, Names, format_component_path
 
 _logger = logging.getLogger("holdfast")
@@ -135,8 +135,9 @@ def own_state(component: LiveComponent, *, snapshot: bool, partial: bool = False
 
 def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = False) -> dict[str, Any]:
     """Take the state of a component that has no ``get_state`` of its own."""
-    graph, skipped = own_graph(component, stand_in(component))
+    graph, skipped, others = own_graph(component, stand_in(component))
     if not partial:
+        _refuse_unnamed(component, others)
         _refuse_outside(component, graph)
     for path, reason in skipped.items():
         _logger.warning("component %s: %s is not saved: it %s", format_component_path(component.path), path, reason)
@@ -147,6 +148,20 @@ def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = F
             raise UnsupportedLeafError(f"{_called(component)} has an attribute {GRAPH!r}, a name that is taken")
         state[GRAPH] = json.dumps(found.document, separators=(",", ":"))
     return dict(copied(state)) if snapshot else state
+
+
+def _refuse_unnamed(component: LiveComponent, others: Mapping[Path, Any]) -> None:
+    """Raise UnsupportedLeafError for components inside objects in which no component looks for them."""
+    known = {id(one.value) for one in component.root.walk()}
+    known |= {id(child) for _, child in discovered(component.value)}  # named on purpose, or left out with a warning
+    lost = [path for path, value in others.items() if is_component(value) and id(value) not in known]
+    if lost:
+        paths = shortened([format_node_path(path) for path in lost])
+        raise UnsupportedLeafError(
+            f"{_called(component)}: {paths}: a component inside of an object that is none would not be saved, and "
+            "nothing was written. Make it an attribute of a component, or part of a list, dictionary, deque or module "
+            "that is one; or return it from get_checkpointable_components(); or name it in __untracked__"
+        )
 
 
 def _refuse_outside(component: LiveComponent, graph: LiveGraph) -> None:
@@ -214,7 +229,7 @@ def set_default_state(
     source = source or _GIVEN
     stored = _stored(component, state, source)
     root = stand_in(component)
-    graph, _ = own_graph(component, root)
+    graph, *_ = own_graph(component, root)
     before = dict(vars(root))
     own = {format_node_path(node.path) for node in graph.leaves()}
     restoration = Restoration(stored, root, ignore=_kept(stored, keep))
@@ -269,7 +284,20 @@ def _stored(component: LiveComponent, state: Mapping[str, Any], source: Location
     values = {key: value for key, value in state.items() if key != GRAPH}
     if is_module(component.value):
         values = _nested(values)
-    return StoredGraph(_MemoryTree(values, _document(state, source), source), source)
+    document = _document(state, source)
+    packed = pack_tree(values)
+    return StoredGraph(_MemoryTree(values if _names_elements(document, packed) else packed, document, source), source)
+
+
+def _names_elements(document: Any, packed: Any) -> bool:
+    """Whether a document names elements of sequences as values of their own, as those of earlier versions do."""
+    if document is None:
+        return False
+    flat = flatten(packed)
+    whole = {name for name, value in zip(flat.names, flat.values, strict=True) if isinstance(value, PackedNumbers)}
+    nodes = document.get("nodes") if isinstance(document, dict) else None
+    values = [node.get("value") if isinstance(node, dict) else None for node in nodes or ()]
+    return any(isinstance(value, str) and value.rpartition(".")[0] in whole for value in values)
 
 
 def _nested(state: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -397,29 +425,30 @@ def _parameters(top: LiveComponent) -> dict[int, Path]:
     return top.parameters
 
 
-def own_graph(component: LiveComponent, root: Node) -> tuple[LiveGraph, dict[str, str]]:
-    """Return the graph of a component's own values, and its own objects that cannot be saved, with the reasons.
+def own_graph(component: LiveComponent, root: Node) -> tuple[LiveGraph, dict[str, str], dict[Path, Any]]:
+    """Return the graph of a component's own values, why some of its objects cannot be saved, and where it ends.
 
-    Parameters of its optimizers that it has no name for are in it by their paths from the root of the tree.
+    It ends at other components, by the paths to them. Parameters of its optimizers that it has no name for are in it by
+    their paths from the root of the tree.
     """
-    graph, skipped, own = _walked(component, root)
+    graph, skipped, own, others = _walked(component, root)
     outside = [one for node in graph.nodes if id(node) in own for one in outside_parameters(node)]
     known = _parameters(component.root) if outside else {}
     for parameter in outside:
         if id(parameter) in known:
             _put(root, (_TREE, *map(unescape_key, known[id(parameter)])), parameter)
     if _TREE in vars(root):
-        graph, skipped, own = _walked(component, root)
+        graph, skipped, own, others = _walked(component, root)
     if any(node.optimizer_slots or node.groups for node in graph.nodes if id(node) in own):
         for node in graph.nodes:  # those of other components are names without values
             if id(node) not in own:
                 node.optimizer_slots, node.groups = [], []
                 if isinstance(node.view, Leaf):
                     node.view = Leaf(node.view.slot, node.view.shared, ready=False)
-        return graph, skipped
+        return graph, skipped, others
     for node in graph.nodes:
         node.edges = {segment: child for segment, child in node.edges.items() if id(child) in own}
-    return LiveGraph([node for node in graph.nodes if id(node) in own], graph.skipped, graph.notes), skipped
+    return LiveGraph([node for node in graph.nodes if id(node) in own], graph.skipped, graph.notes), skipped, others
 
 
 def outside_parameters(node: LiveNode) -> list[Any]:
@@ -431,21 +460,23 @@ def outside_parameters(node: LiveNode) -> list[Any]:
     return [parameter for parameter in every if id(parameter) not in within]
 
 
-def _walked(component: LiveComponent, root: Node) -> tuple[LiveGraph, dict[str, str], set[int]]:
-    """Return the graph, the objects in it that cannot be saved, and which of its nodes are the component's own."""
+def _walked(component: LiveComponent, root: Node) -> tuple[LiveGraph, dict[str, str], set[int], dict[Path, Any]]:
+    """Return the graph, what in it cannot be saved, which of its nodes are its own, and the components it ends at."""
     graph = walk(root)
     own = {id(graph.root)}
     below = {id(child.value) for child in component.children}
     skipped = {format_node_path(path): reason for path, reason in graph.skipped.items()}
+    others: dict[Path, Any] = {}
     queue = [graph.root]
     for node in queue:
         for segment, child in node.edges.items():
             # Saved as a component: one below, or the component itself where an object refers to it.
             if isinstance(child.value, _Part) or is_component(child.value) or id(child.value) in below:
+                others[*node.path, segment] = child.value
                 path = format_node_path((*node.path, segment))
                 skipped = {one: why for one, why in skipped.items() if one != path and not one.startswith(f"{path}/")}
             elif id(child) not in own:
                 own.add(id(child))
                 queue.append(child)
         own.update(id(value) for _, _, value in node.optimizer_slots)
-    return graph, skipped, own
+    return graph, skipped, own, others

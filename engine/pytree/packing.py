@@ -80,12 +80,15 @@ def _packed(items: list[Any], kinds: set[Any]) -> tuple[str, NDArray[Any]] | Non
 
 def _mixed(items: list[Any]) -> NDArray[Any]:
     codes: dict[Any, int] = {kind: code for code, kind in enumerate(_MIXED_TYPES)}
-    types = np.fromiter(map(codes.__getitem__, map(type, items)), np.uint8, len(items))
-    bits = np.empty(len(items), "<i8")
+    objects = np.fromiter(items, object, len(items))
+    found = np.empty((len(items), _MIXED_WIDTH), np.uint8)
+    found[:, 0] = types = np.fromiter(map(codes.__getitem__, map(type, items)), np.uint8, len(items))
     floats = types == codes[float]
-    bits[~floats] = np.array([item for item in items if type(item) is not float], np.int64)
-    bits[floats] = np.array([item for item in items if type(item) is float], "<f8").view("<i8")
-    return np.concatenate([types[:, None], bits[:, None].view(np.uint8)], axis=1)
+    bits = np.empty(len(items), "<i8")
+    bits[floats] = objects[floats].astype("<f8").view("<i8")
+    bits[~floats] = objects[~floats].astype(np.int64)
+    found[:, 1:] = bits[:, None].view(np.uint8)
+    return found
 
 
 def pack_tree(tree: Any, depth: int = 0) -> Any:
@@ -124,11 +127,9 @@ def _unmixed(array: NDArray[Any], name: str) -> list[Any]:
     if types.size and int(types.max()) >= len(_MIXED_TYPES):
         raise DamagedCheckpointError(f"leaf {format_path(name)}: type {int(types.max())} of an element is unknown")
     bits = np.ascontiguousarray(array[:, 1:]).view("<i8")[:, 0]
-    numbers, floats = bits.tolist(), bits.view("<f8").tolist()
-    makers = (bool, int, None)
-    kinds = types.tolist()
-    found: list[Any] = []
-    for kind, number, real in zip(kinds, numbers, floats, strict=True):
-        maker = makers[kind]
-        found.append(real if maker is None else maker(number))
-    return found
+    found = bits.astype(object)
+    for kind, values in ((bool, bits != 0), (float, bits.view("<f8"))):
+        chosen = types == _MIXED_TYPES.index(kind)
+        found[chosen] = values[chosen].astype(object)
+    elements: list[Any] = found.tolist()
+    return elements
