@@ -12,7 +12,16 @@ import torch
 from ...engine.checkpoint import Place
 from ...engine.errors import HoldfastError, OptionError
 from ...engine.sources import Weights, load_weights
-from ..loop import PREEMPTED, PreemptionSignal, announce, check_resume, resume_step
+from ..loop import (
+    PREEMPTED,
+    AgreedStop,
+    OwnStop,
+    PreemptionSignal,
+    Stop,
+    announce,
+    check_resume,
+    resume_step,
+)
 from ..options import documents, takes
 from .arguments import CallbackArguments
 from .io import (
@@ -26,7 +35,7 @@ from .io import (
 from .published import Published
 from .saver import FitSaver
 from .slurm import requeue, take_over_requeue
-from .stopping import AgreedStop, OwnStop, Signals, Stop, leave
+from .stopping import Signals, leave
 from .store import RunStore
 from .strategies import check_strategy
 from .trees import POSITION

@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 import torch
 
 from ...engine.errors import SaveFailedError, StateError
-from ..loop import announce
+from ..loop import Stop, announce
 from .arguments import CallbackArguments
 from .copies import Copies
 from .loops import LoopHooks
 from .position import Point, Position
-from .stopping import Stop, leave
+from .stopping import leave
 from .store import Intent, RunStore
 from .trees import POSITION
 from .validation import StateBeforeValidation

@@ -13,12 +13,12 @@ from ...engine.api import load
 from ...engine.checkpoint import ITEM, AsyncCheckpointer, Place, SaveReport, read_record
 from ...engine.clock import seconds
 from ...engine.distributed import ProcessGroup, current_coordinator
-from ...engine.errors import BarrierTimeoutError, CheckpointNotFoundError, PeerFailedError, StateError
+from ...engine.errors import CheckpointNotFoundError, StateError
 from ...engine.format import RECORD
 from ...engine.handlers import PerProcessCheckpointHandler
 from ...engine.manager import CheckpointManager, CheckpointManagerOptions, list_steps, metric_value
 from ...engine.storage import Location, as_location
-from ..loop import GraceCheck, all_steps
+from ..loop import GraceCheck, all_steps, part
 from ..options import CallbackOptions
 from .strategies import SharedState, StateHandler
 from .trees import POSITION, from_tree, to_tree
@@ -28,8 +28,6 @@ PROCESS = "process"
 
 Template = Mapping[str, Any] | None
 """Templates by entry of Lightning's dictionary."""
-
-_LAST_WAIT = 60.0  # seconds, of process 0 for the others
 
 logger = logging.getLogger("holdfast")
 
@@ -135,14 +133,7 @@ class RunStore:
 
     def part(self) -> None:
         """Let process 0, which may keep the store that connects them, wait until the others have ended."""
-        group = self.processes.rendezvous("end")
-        if group is None:
-            return
-        with contextlib.closing(group):
-            try:
-                group.gather("ended", b"", _LAST_WAIT)
-            except (BarrierTimeoutError, PeerFailedError) as error:  # nothing of this process is lost by that
-                logger.warning("not all processes have ended the run with this one: %s", error)
+        part(self.processes)
 
     def save(self, step: int, checkpoint: dict[str, Any], shared: SharedState | None = None) -> None:
         """Save Lightning's dictionary; where several processes save, all call this with what they share.

@@ -8,19 +8,24 @@ from .objects import ComponentAdapter
 from .preemption import PREEMPTED, GraceCheck, PreemptionSignal
 from .resuming import all_steps, check_resume, resume_step
 from .states import LoopArguments, Misfits, StateAdapter
+from .stopping import AgreedStop, OwnStop, Stop, part
 
 __all__ = [
     "PREEMPTED",
+    "AgreedStop",
     "CheckpointCallback",
     "ComponentAdapter",
     "GraceCheck",
     "LoopArguments",
     "Misfits",
+    "OwnStop",
     "PreemptionSignal",
     "StateAdapter",
     "StepOutcome",
+    "Stop",
     "all_steps",
     "announce",
     "check_resume",
+    "part",
     "resume_step",
 ]

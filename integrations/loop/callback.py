@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar, overload
 
 from ...engine.checkpoint import AsyncCheckpointer
 from ...engine.clock import seconds
+from ...engine.distributed import ProcessGroup
 from ...engine.errors import StateError
 from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHandler
 from ...engine.manager import CheckpointManager
@@ -26,6 +27,7 @@ from .preemption import PREEMPTED, GraceCheck, PreemptionSignal
 from .resuming import all_steps, check_resume, restore
 from .states import LoopArguments, Misfits, StateAdapter
 from .steps import StepSaver, check_metrics
+from .stopping import AgreedStop, Stop, part
 
 logger = logging.getLogger("holdfast")
 
@@ -145,6 +147,7 @@ class CheckpointCallback:
         self._saver = StepSaver(self._manager, self._adapter, self._item)
         self._is_adapted = False
         self._preemption = PreemptionSignal(options.preemption_signals())
+        self._stop: Stop | None = None  # of several processes that torch.distributed connects
         self._names: frozenset[str] = frozenset()
         self._begun = False
         self._closed = False
@@ -273,7 +276,7 @@ class CheckpointCallback:
             raise StateError(missing_extras(self._names - extras.keys()))
         self._saver.update(step, state, metrics, extras)
         decision = self._manager.decide(step, metrics=metrics)
-        if self._preemption.reached(step):
+        if self._stop.after_batch() if self._stop is not None else self._preemption.reached(step):
             return self._on_preemption(decision.save, decision.reason)
         if not decision.save:
             return _NOTHING_DUE
@@ -316,13 +319,15 @@ class CheckpointCallback:
         if self._saver.step is None and self._restored is not None and not self.preempted:
             self._announce("nothing left to do after step %d in %s", self._restored, self._manager.directory)
         try:
-            if not self._saver.is_saved and (self._options.save_at_end or self.preempted):
+            # Of several processes perhaps only one has received the signal after the last step.
+            preempted = self.preempted and self._stop is None
+            if not self._saver.is_saved and (self._options.save_at_end or preempted):
                 self._saver.save_at_end()
         finally:
             try:
                 self._manager.close()
             finally:
-                self._preemption.restore()
+                self._end(orderly=True)
 
     def __enter__(self) -> Self:
         self._preemption.install()
@@ -341,7 +346,14 @@ class CheckpointCallback:
             # The exception under way matters more; this one must not take its place.
             logger.exception("a save failed while the training loop was ending with %s", type(error).__name__)
         finally:
-            self._preemption.restore()
+            self._end(orderly=False)
+
+    def _end(self, *, orderly: bool) -> None:
+        self._preemption.restore()
+        if self._stop is not None:
+            self._stop.end(orderly=orderly)
+            if orderly:
+                part(self._processes)
 
     def _announce(self, text: str, *args: object) -> None:
         announce(text, *args, shown=self._manager.process_index == 0)
@@ -367,7 +379,16 @@ class CheckpointCallback:
         if self._closed:
             raise StateError(f"the callback for {self._manager.directory} is closed; make a new one")
         self._preemption.install()
+        if self._stop is None and not self._preemption.is_agreed:
+            group = self._processes.rendezvous("where to stop")
+            if group is not None:
+                self._stop = AgreedStop(group, self._preemption, lambda: 0.0)
+                self._stop.begin()
         self._begun = True
+
+    @property
+    def _processes(self) -> ProcessGroup:
+        return ProcessGroup(self._manager.directory.url, None, seconds(self._manager.options.barrier_timeout_secs))
 
     def _begin_without_restore(self, state: Any) -> None:
         if self._options.init_from is not None and not self._closed:

@@ -76,6 +76,11 @@ class PreemptionSignal:
         """Whether the handler is in place, in this process."""
         return self._process == os.getpid()
 
+    @property
+    def is_agreed(self) -> bool:
+        """Whether JAX makes all processes agree on the step to stop at, which :meth:`reached` then asks."""
+        return _jax_is_distributed()
+
     def request(self, number: int = signal.SIGTERM) -> None:
         """Set the flag as the signal would: for tests, and for other sources of preemptions."""
         if self._received is None:

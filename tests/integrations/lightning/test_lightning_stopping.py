@@ -10,8 +10,7 @@ import pytest
 from tests.processes.threads import memory_coordinators
 
 from holdfast.engine.distributed import next_rendezvous
-from holdfast.integrations.lightning.stopping import AgreedStop
-from holdfast.integrations.loop import PreemptionSignal
+from holdfast.integrations.loop import AgreedStop, PreemptionSignal
 
 BATCHES = 400
 PACE = 0.002  # seconds a batch
