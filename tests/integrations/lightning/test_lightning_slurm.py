@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -193,3 +195,48 @@ def test_a_file_of_lightning_never_wins(program: Any, tmp_path: Path, caplog: py
 
         assert biases(fitted)[0] == bias, "the best is loaded"
     assert biases(lambda trainer, model: trainer.validate(model, loaders[1], ckpt_path="hpc", verbose=False))[0] > 30.0
+
+
+_TASK = """
+import os, signal, torch
+import lightning.pytorch as lightning
+from tests.integrations.lightning import program
+from holdfast.integrations.lightning import CheckpointCallback
+
+
+class Signal(lightning.Callback):
+    def on_train_batch_start(self, trainer, *args):
+        if trainer.global_step == 3 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+options = {**program.QUIET, "devices": 2, "strategy": "ddp", "max_epochs": 10_000}
+callbacks = [CheckpointCallback("run", save_interval_steps=10**9), Signal()]
+lightning.Trainer(callbacks=callbacks, **options).fit(program.Model(), program.training_loader("shuffled"))
+"""
+
+
+@pytest.mark.sweep
+def test_several_tasks_are_requeued_once(slurm: Path, tmp_path: Path) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = str(server.getsockname()[1])
+    root = str(Path(__file__).parents[3])
+    tasks = []
+    for index in range(2):
+        variables = {
+            "SLURM_NTASKS": "2",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        variables |= {"SLURM_PROCID": str(index), "SLURM_LOCALID": str(index), "MASTER_PORT": port}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": os.pathsep.join([root, os.environ["PYTHONPATH"]])}
+        command = [sys.executable, "-W", "ignore", "-c", _TASK]
+        with (tmp_path / f"log{index}").open("w") as log:
+            tasks.append(subprocess.Popen(command, env={**os.environ, **variables}, stdout=log, stderr=log))
+    statuses = [task.wait(120) for task in tasks]
+    assert statuses == [75, 75], (tmp_path / "log0").read_text() + (tmp_path / "log1").read_text()
+    assert slurm.read_text().startswith("requeue 4321 ")
+    assert len(slurm.read_text().splitlines()) == 1
+    assert len(hf.list_checkpoints(tmp_path / "run")) == 1
