@@ -152,7 +152,7 @@ class CheckpointOptions:
     )
     keep_period: int | None = field(
         default=None,
-        metadata=documentation("Keep every checkpoint whose step is a multiple of this.", least=1),
+        metadata=documentation("Keep the first checkpoint at or past each multiple of this many steps.", least=1),
     )
     keep_time_interval: Duration | None = field(
         default=None,

@@ -75,13 +75,15 @@ class KeepBest:
 
 @dataclass(frozen=True)
 class KeepPeriod:
-    """Keeps every step that is a multiple of a number of steps, 0 included."""
+    """Keeps the first step at or past each multiple of a number of steps, and step 0: a step that passes none goes."""
 
     period: int
 
     def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         reason = "every step" if self.period == 1 else f"every {self.period} steps"
-        return {info.step: reason for info in steps if info.step % self.period == 0}
+        # The multiple that was passed last; no step passes 0, where runs begin.
+        first = {info.step // self.period: info.step for info in sorted(steps, key=lambda one: -one.step)}
+        return {step: reason for multiple, step in first.items() if multiple or step == 0}
 
 
 @dataclass(frozen=True)
