@@ -86,9 +86,11 @@ if TYPE_CHECKING:
     from .engine.manager import CheckpointManagerOptions as CheckpointManagerOptions
     from .engine.manager import Decision as Decision
     from .engine.manager import Restored as Restored
+    from .engine.manager import record_metrics as record_metrics
     from .engine.pytree import LeafMetadata as LeafMetadata
     from .engine.pytree import Transform as Transform
     from .engine.pytree import apply_transformations as apply_transformations
+    from .engine.stateful import skip_to as skip_to
     from .engine.storage import Location as Location
     from .engine.storage import as_location as as_location
     from .engine.verification import CheckpointVerification as CheckpointVerification
@@ -119,8 +121,9 @@ _HOMES = {
         RestoreArgs SaveArgs SaveFuture TypeHandler TypeHandlerRegistry register_type_handler
     """,
     "inspection": "CheckpointSummary LeafSummary describe list_checkpoints",
-    "manager": "CheckpointManager CheckpointManagerOptions Decision Restored",
+    "manager": "CheckpointManager CheckpointManagerOptions Decision Restored record_metrics",
     "pytree": "LeafMetadata Transform apply_transformations",
+    "stateful": "skip_to",
     "storage": "Location as_location",
     "verification": "CheckpointVerification VerifyReport verify",
 }

@@ -1,7 +1,9 @@
 """The state of data iterators, random generators, timers and other stateful objects.
 
 An object is *stateful* if it has ``get_state``/``set_state`` (Grain iterators, ``torch.Generator``) or
-``state_dict``/``load_state_dict`` (torch, torchdata), or if it is a random generator of numpy or the standard library.
+``state_dict``/``load_state_dict`` (torch, torchdata), if it is an iterator with ``save(path)`` and ``restore(path)``
+(CLU's over tf.data), or if it is a random generator of numpy or the standard library. :func:`skip_to` gives loaders a
+state.
 :func:`state_of` returns a snapshot of its state as a tree of containers, arrays and plain values. :func:`restore_state`
 restores it from a tree that was loaded without a template.
 
@@ -15,14 +17,17 @@ from __future__ import annotations
 import dataclasses
 import random
 import sys
+import tempfile
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from .errors import DamagedCheckpointError, OptionError, StateError
+from .format import is_inside
 from .pytree import expand
 
 _TORCH = "torch.Tensor"
@@ -37,7 +42,8 @@ _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
 def is_stateful(thing: object) -> bool:
     """Return whether the state of an object can be saved and restored in place."""
-    return isinstance(thing, (random.Random, np.random.Generator)) or _methods(thing) is not None
+    known = isinstance(thing, (random.Random, np.random.Generator))
+    return known or _methods(thing) is not None or _writes_files(thing)
 
 
 def is_stream(thing: object) -> bool:
@@ -47,7 +53,7 @@ def is_stream(thing: object) -> bool:
     """
     methods = _methods(thing)
     if methods is None:
-        return isinstance(thing, (random.Random, np.random.Generator))
+        return isinstance(thing, (random.Random, np.random.Generator)) or _writes_files(thing)
     # Grain and torch.Generator have get_state; torchdata has state_dict, as schedulers have, and can be iterated.
     return methods == _METHODS[0] or hasattr(type(thing), "__next__") or hasattr(type(thing), "__iter__")
 
@@ -61,6 +67,8 @@ def state_of(thing: object) -> Any:
     methods = _methods(thing)
     if methods is not None:
         return encode_state(getattr(thing, methods[0])())
+    if _writes_files(thing):
+        return _saved_files(thing)
     if not is_plain(thing):
         raise OptionError(
             f"{type(thing).__qualname__} has no state to save: define get_state() and set_state(state), or "
@@ -91,6 +99,9 @@ def restore_state(thing: object, state: Any) -> Any:
             decoded = decode_state(state)
         getattr(thing, methods[1])(decoded)
         return thing
+    if _writes_files(thing):
+        _restore_files(thing, state)
+        return thing
     return decode_state(state)
 
 
@@ -110,6 +121,152 @@ def _methods(thing: object) -> tuple[str, str] | None:
         if callable(getattr(thing, getter, None)) and callable(getattr(thing, setter, None)):
             return getter, setter
     return None
+
+
+# ---- iterators that write their state to files, such as CLU's iterators over tf.data
+
+_FILES = "files"
+_NAME = "iterator"  # what the iterator is told to call its files, or to begin their names with
+
+
+def _writes_files(thing: object) -> bool:
+    kind = type(thing)
+    return all(callable(getattr(kind, name, None)) for name in ("__next__", "save", "restore"))
+
+
+def _saved_files(thing: Any) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
+        thing.save(f"{folder}/{_NAME}")
+        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        files = {str(path.relative_to(folder)): np.frombuffer(path.read_bytes(), np.uint8) for path in paths}
+    if not files:
+        raise StateError(f"{type(thing).__qualname__}.save(path) wrote no file at the path or beside it")
+    return {_FILES: files}
+
+
+def _restore_files(thing: Any, state: Any) -> None:
+    files = state.get(_FILES) if isinstance(state, dict) else None
+    if not isinstance(files, dict) or not all(name.partition("/")[0].startswith(_NAME) for name in files):
+        raise DamagedCheckpointError(
+            f"{type(thing).__qualname__}: expected the files of an iterator, found {state!r:.80}"
+        )
+    with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
+        for name, content in files.items():
+            if not is_inside(name):
+                raise DamagedCheckpointError(f"{type(thing).__qualname__}: {name!r} is not the name of a file")
+            path = Path(folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(np.asarray(content, np.uint8).tobytes())
+        thing.restore(f"{folder}/{_NAME}")
+
+
+# ---- loaders without a state
+
+_DRAWING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # samplers of torch
+
+
+class LoaderPosition(Iterator[Any]):
+    """The batches of a loader, epoch after epoch, from one of them on; see :func:`skip_to`.
+
+    Attributes:
+        position: The number of batches that were taken, over all epochs.
+    """
+
+    def __init__(self, loader: Any, position: int) -> None:
+        self._loader: Any = loader
+        if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
+            raise OptionError(
+                f"skip_to needs a loader that can be begun anew, such as a list or a DataLoader, not an iterator "
+                f"({type(loader).__qualname__}); an iterator with get_state and set_state needs no skip_to"
+            )
+        sampler = getattr(loader, "sampler", None)
+        if any(kind.__name__ in _DRAWING and kind.__module__.startswith("torch.") for kind in type(sampler).__mro__):
+            raise OptionError(
+                f"this {type(loader).__qualname__} draws its order from a random generator ({type(sampler).__name__}), "
+                "so that its batches would be others; use torchdata's StatefulDataLoader, or a sampler whose order "
+                "depends on set_epoch alone"
+            )
+        self._batches: Iterator[Any] | None = None
+        self._epoch = self._taken = 0  # the epoch, and how many of its batches were taken
+        self.position = 0
+        self.set_state({"position": position})
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            self._go_to(self.position)
+        batch = self._draw()
+        self.position += 1
+        return batch
+
+    def get_state(self) -> dict[str, int]:
+        """Return the position."""
+        return {"position": self.position}
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Go on from another position; the loader is asked for its batches with the next one."""
+        self.position = _position(state["position"])
+        self._batches = None
+
+    def _go_to(self, position: int) -> None:
+        length = len(self._loader) if hasattr(type(self._loader), "__len__") else 0
+        self._begin(position // length if length else 0)
+        for _ in range(position % length if length else position):
+            self._draw()
+
+    def _begin(self, epoch: int) -> None:
+        for part in (
+            self._loader,
+            getattr(self._loader, "sampler", None),
+            getattr(self._loader, "batch_sampler", None),
+        ):
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
+        self._epoch, self._taken, self._batches = epoch, 0, iter(self._loader)
+
+    def _draw(self) -> Any:
+        assert self._batches is not None
+        for batch in self._batches:
+            self._taken += 1
+            return batch
+        if not self._taken:
+            raise StopIteration
+        self._begin(self._epoch + 1)
+        return self._draw()
+
+
+def skip_to(loader: Iterable[Any], n: int = 0) -> LoaderPosition:
+    """Return the batches of a plain loader from one of them on, as an iterator whose position can be saved.
+
+    The loader is begun anew in each epoch, without end. It must give the same batches each time, or depend on the epoch
+    alone: ``set_epoch(epoch)`` of the loader or its sampler, such as torch's ``DistributedSampler``, is called. Where
+    the loader has a length, whole epochs are skipped at once; the other batches are drawn again and dropped.
+
+    Args:
+        loader: What ``for batch in loader`` goes through: a ``DataLoader``, a list, an object with ``__iter__``.
+        n: How many batches to skip, over all epochs: the number of those that a run has taken.
+
+    Returns:
+        The iterator. It has ``get_state`` and ``set_state``, so that callbacks and ``holdfast.graph`` save and restore
+        it as any other.
+
+    Raises:
+        OptionError: The loader is an iterator, which cannot be begun anew, or a ``DataLoader`` that shuffles by a
+            random generator.
+
+    >>> batches = skip_to(["a", "b", "c"], 4)
+    >>> next(batches), next(batches), next(batches), batches.position
+    ('b', 'c', 'a', 7)
+    """
+    return LoaderPosition(loader, _position(n))
+
+
+def _position(value: Any) -> int:
+    if not hasattr(value, "__index__") or value.__index__() < 0:
+        raise OptionError(f"{value!r:.60} is not a number of batches")
+    return int(value.__index__())
+
+
+# ---- states as trees
 
 
 def encode_state(value: Any) -> Any:

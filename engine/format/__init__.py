@@ -7,7 +7,7 @@ from .codecs import LEVELS, checksums_of, compress_chunks, crc32c, decompress, d
 from .documents import DOCUMENT_LIMIT, decode_document, encode_document
 from .dtypes import DType, Stored, dtype_from_name, dtype_name, storage_dtype
 from .msgpack import ARRAY_EXTENSION, array_of, decode_array, decode_msgpack, encode_arrays
-from .ocdbt_read import MANIFEST_NAME, Entries, decode_checksums, decode_database
+from .ocdbt_read import MANIFEST_NAME, Entries, decode_checksums, decode_database, is_inside
 from .record import (
     COMPONENT,
     COMPONENTS,
@@ -20,6 +20,8 @@ from .record import (
     CheckpointRecord,
     FileRecord,
     ItemRecord,
+    decode_metrics,
+    encode_metrics,
     own_item,
 )
 from .varint import Cursor, encode_varint, encode_varints

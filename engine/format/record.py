@@ -7,12 +7,14 @@ verifies.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import DamagedCheckpointError
+from .codecs import crc32c
 from .documents import decode_document, encode_document
 from .ocdbt_read import is_inside
 
@@ -121,8 +123,26 @@ class CheckpointRecord:
         """Return this record with more metrics; new values win."""
         return replace(self, metrics={**(self.metrics or {}), **metrics})
 
+    @property
+    def identity(self) -> str:
+        """What the checkpoint is known by when its metrics or its pin change: another save of its step has another."""
+        return f"{crc32c(json.dumps([float(self.time), self._items_document()], sort_keys=True).encode()):08x}"
+
     def encode(self) -> bytes:
-        items = {
+        body: dict[str, Any] = {"step": self.step, "time": self.time, "reason": self.reason}
+        body["items"] = self._items_document()
+        if self.metrics is not None:
+            body["metrics"] = encode_metrics(self.metrics)
+        if self.custom_metadata is not None:
+            body["custom_metadata"] = dict(self.custom_metadata)
+        if self.pinned:
+            body["pinned"] = True
+        if self.replaced:
+            body["replaced"] = list(self.replaced)
+        return encode_document(_KIND, body)
+
+    def _items_document(self) -> dict[str, Any]:
+        return {
             name: {
                 "folder": item.folder,
                 "kind": item.kind,
@@ -133,16 +153,6 @@ class CheckpointRecord:
             }
             for name, item in self.items.items()
         }
-        body: dict[str, Any] = {"step": self.step, "time": self.time, "reason": self.reason, "items": items}
-        if self.metrics is not None:
-            body["metrics"] = _encode_numbers(self.metrics)
-        if self.custom_metadata is not None:
-            body["custom_metadata"] = dict(self.custom_metadata)
-        if self.pinned:
-            body["pinned"] = True
-        if self.replaced:
-            body["replaced"] = list(self.replaced)
-        return encode_document(_KIND, body)
 
     @classmethod
     def decode(cls, data: bytes, *, source: str) -> CheckpointRecord:
@@ -172,7 +182,7 @@ class CheckpointRecord:
                 time=float(body["time"]),
                 step=step,
                 reason=str(body.get("reason", "")),
-                metrics=None if metrics is None else _decode_metrics(metrics),
+                metrics=None if metrics is None else decode_metrics(metrics),
                 custom_metadata=custom,
                 pinned=bool(body.get("pinned", False)),
                 replaced=tuple(_relative_path(name) for name in body.get("replaced", ())),
@@ -181,16 +191,16 @@ class CheckpointRecord:
             raise DamagedCheckpointError(f"{source}: the commit record has unexpected content: {error!r}") from error
 
 
-def _encode_numbers(value: Any) -> Any:
+def encode_metrics(value: Any) -> Any:
     """Return metrics as JSON, where text stands for NaN and infinities, which JSON does not have."""
     if isinstance(value, Mapping):
-        return {str(key): _encode_numbers(inner) for key, inner in value.items()}
+        return {str(key): encode_metrics(inner) for key, inner in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     return value
 
 
-def _decode_metrics(metrics: Any) -> dict[str, Any]:
+def decode_metrics(metrics: Any) -> dict[str, Any]:
     if not isinstance(metrics, dict):
         raise TypeError(f"metrics {metrics!r:.80}")
     return {key: _decode_numbers(inner) for key, inner in metrics.items()}

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from .directory import StepEntry, list_steps, newest_step, step_folders, store_metadata, stored_metadata, stored_options
+from .directory import (
+    StepEntry,
+    list_steps,
+    newest_step,
+    record_metrics,
+    step_folders,
+    store_metadata,
+    stored_metadata,
+    stored_options,
+)
 from .manager import CheckpointManager, Restored
 from .metrics import Metric, Mode, better, metric_name, metric_value, plain_metrics
 from .options import (

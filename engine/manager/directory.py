@@ -27,8 +27,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from ..checkpoint import delete_checkpoint, read_record, remove_temporary, sweep, write_record
-from ..clock import Clock
+from ..checkpoint import Place, delete_checkpoint, read_record, remove_temporary, sweep, write_record
+from ..clock import Clock, SystemClock
 from ..errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
@@ -43,8 +43,9 @@ from ..errors import (
     shortened_steps,
 )
 from ..format import PARTIAL, RECORD, CheckpointRecord, decode_document, encode_document
-from ..storage import Entry, Location, SaveLock, is_unreadable, max_concurrency, parallel_map
-from .metrics import metric_name
+from ..storage import Entry, Location, SaveLock, as_location, is_unreadable, max_concurrency, parallel_map
+from .late_metrics import LATE, read_late, remove_late, with_late, write_late
+from .metrics import metric_name, plain_metrics
 from .options import CheckpointManagerOptions
 from .ownership import OWNER, Ownership
 from .retention import KeepBest, StepInfo, reasons
@@ -82,7 +83,9 @@ class StepEntry:
 
 
 def _info(step: int, record: CheckpointRecord) -> StepInfo:
-    return StepInfo(step=step, time=record.time, metrics=record.metrics, pinned=record.pinned)
+    return StepInfo(
+        step=step, time=record.time, metrics=record.metrics, pinned=record.pinned, items=frozenset(record.items)
+    )
 
 
 def series_of(prefix: str | None) -> str:
@@ -110,8 +113,15 @@ def list_steps(
 
     Folders without a record are left out: a save that never finished, or a folder of another program.
     """
+    entries = directory.entries() if entries is None else entries
     folders = list(step_folders(directory, series, entries))
     found = [entry for entry in parallel_map(_read, folders, max_concurrency(directory)) if entry is not None]
+    if any(entry.name == LATE for entry in entries):
+        late = read_late(directory, [entry.location.name for entry in found])
+        found = [
+            replace(entry, record=with_late(entry.record, late.get(entry.location.name, ()))) if entry.record else entry
+            for entry in found
+        ]
     return sorted(found, key=lambda entry: (entry.series, entry.step))
 
 
@@ -193,6 +203,55 @@ def store_metadata(location: Location, metadata: Mapping[str, Any] | None) -> No
         (location / _METADATA / _METADATA_FILE).write_bytes(encode_document("json", {"data": metadata}))
 
 
+def record_metrics(
+    directory: Place,
+    step: int,
+    metrics: Mapping[str, Any],
+    *,
+    step_prefix: str | None = None,
+    clock: Clock | None = None,
+) -> None:
+    """Add metrics to a step from outside the run that writes it, such as those of a separate evaluation.
+
+    The run may be alive, and save, rank and delete steps meanwhile: nothing that it writes is changed. It sees the
+    metrics before it deletes the next steps, and ``best_step``, ``metrics`` and ``holdfast ls`` see them at once.
+
+    Args:
+        directory: The directory of the run: a path or a URL.
+        step: A committed step.
+        metrics: Numbers, possibly nested. They replace metrics of the same name that the step has.
+        step_prefix: That of the run, if its steps have one.
+        clock: Where the time comes from, which orders metrics of the same name.
+
+    Raises:
+        CheckpointNotFoundError: There is no such step, or the run has deleted or replaced it meanwhile; then the
+            metrics belong to nothing, and are not kept.
+        DamagedCheckpointError: The step is damaged.
+        OptionError: The metrics are not numbers.
+
+    >>> import tempfile
+    >>> from holdfast import CheckpointManager
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     with CheckpointManager(directory) as run:
+    ...         _ = run.save(5, {"w": 1.0})
+    ...         run.wait_until_finished()
+    ...         record_metrics(directory, 5, {"return": 3.5})
+    ...         run.metrics(5)
+    {'return': 3.5}
+    """
+    location, found = as_location(directory), plain_metrics(metrics)
+    folder = location / f"{series_of(step_prefix)}{step}"
+    record = read_record(folder)
+    write_late(location, folder.name, record, found, (clock or SystemClock()).now())
+    with contextlib.suppress(CheckpointNotFoundError):
+        if read_record(folder).identity == record.identity:
+            return
+    raise CheckpointNotFoundError(
+        f"{folder}: the run has deleted or replaced this checkpoint while metrics were recorded for it; they belong to "
+        "nothing, and are not kept"
+    )
+
+
 # ---- one series, read by anybody and written by one
 
 
@@ -217,6 +276,7 @@ class RunDirectory:
         self.last_saved: int | None = None  # by this run
         self._options = options
         self._rules = options.rules()
+        self._reads_metrics = options.best_fn is not None or options.keep_checkpoints_without_metrics
         self._series = series_of(options.step_prefix)
         self._writes = writes
         self._warned = False  # that no checkpoint can be the best
@@ -238,7 +298,7 @@ class RunDirectory:
 
     def _check_unclaimed(self, names: frozenset[str]) -> None:
         """Refuse to begin a run beside steps that it does not resume from."""
-        if names - {OWNER, OPTIONS, _METADATA}:
+        if names - {OWNER, OPTIONS, _METADATA, LATE}:
             # Imported by its name, and only here: the lister of all formats lies above this room.
             sources = importlib.import_module("..sources", __package__)
             sources.check_unclaimed(self.location, self._series, begun=OWNER in names)
@@ -256,7 +316,7 @@ class RunDirectory:
             if forget:
                 self._condemned.clear()
             for step, (condemned, error) in self._condemned.items():
-                if records.get(step) == condemned:
+                if step in records and records[step].identity == condemned.identity:
                     del records[step]
                     errors[step] = error
             self._records, self._errors, self._infos = records, errors, None
@@ -279,6 +339,17 @@ class RunDirectory:
             if record is not None:
                 self._condemned[step] = record, error
             self._infos = None
+
+    def add_late_metrics(self) -> None:
+        """Add the metrics that other programs have recorded since the directory was read."""
+        with self._lock:
+            records = dict(self._records)
+        late = read_late(self.location, [self.step_location(step).name for step in records])
+        for step, record in records.items():
+            added = with_late(record, late.get(self.step_location(step).name, ()))
+            with self._lock:
+                if self._records.get(step) is record and added != record:
+                    self._records[step], self._infos = added, None
 
     def infos(self) -> tuple[StepInfo, ...]:
         """Return the committed steps as retention rules see them, in ascending order."""
@@ -311,7 +382,7 @@ class RunDirectory:
                 return work(record)
             except DamagedCheckpointError:
                 found = self._look(step)
-                if found is not None and (found.record is None or found.record.encode() == record.encode()):
+                if found is not None and (found.record is None or found.record.identity == record.identity):
                     raise
                 self.add(step, None if found is None else found.record)  # which says that a deleted one is not there
 
@@ -405,6 +476,7 @@ class RunDirectory:
                 if not (location / RECORD).is_there():  # deleted; the next sweep removes the remaining files
                     self.add(step, None)
                 raise
+            remove_late(self.location, location.name)
         self.add(step, None)
 
     def make_room(self, step: int) -> None:
@@ -437,6 +509,8 @@ class RunDirectory:
 
     def collect(self) -> None:
         """Delete the steps that no rule keeps. A failure is logged; the next call tries again."""
+        if self._reads_metrics:
+            self.add_late_metrics()
         with self._lock:
             records = dict(self._records)
         kept = self.kept()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar, overload
@@ -36,10 +36,11 @@ from ..handlers import PyTreeCheckpointHandler, has_structure, item_structure, r
 from ..storage import Location, as_location
 from .decisions import Rollback, SaveDecisions
 from .directory import RunDirectory, check_json, stored_metadata
+from .directory import record_metrics as add_metrics
 from .metrics import plain_metrics
 from .options import CheckpointManagerOptions
-from .retention import StepInfo, best
-from .triggers import Decision
+from .retention import StepInfo, best, newest_with
+from .triggers import Decision, EverySteps
 
 _logger = logging.getLogger("holdfast")
 
@@ -108,7 +109,7 @@ class CheckpointManager:
     ) -> None:
         self.directory: Location = as_location(directory)
         self.options = options or CheckpointManagerOptions()
-        self._items = _ItemSet(checkpointers)
+        self._items = _ItemSet(checkpointers, self.options.item_intervals)
         self._metadata = None if metadata is None else dict(metadata)
         self._clock = clock or SystemClock()
         self._background = BackgroundSave(seconds(self.options.save_timeout_secs))
@@ -142,15 +143,33 @@ class CheckpointManager:
         """Return the committed steps in ascending order."""
         return self._run.steps()
 
-    def latest_step(self) -> int | None:
-        """Return the newest committed step, or None."""
+    def latest_step(self, item: str | None = None) -> int | None:
+        """Return the newest committed step, or None.
+
+        Args:
+            item: An item that the step must have; not every step has those of ``item_intervals``.
+        """
+        if item is not None:
+            return newest_with(item, self._run.infos())
         steps = self._run.steps()
         return steps[-1] if steps else None
+
+    def item_due(self, item: str, step: int) -> bool:
+        """Return whether a save at a step has an item, so that a loop need not collect a large one in vain.
+
+        Args:
+            item: The item.
+            step: The step.
+        """
+        interval = self.options.item_intervals.get(item)
+        previous = newest_with(item, self._run.infos(), step)
+        return interval is None or previous is None or EverySteps(interval).due(step, previous)
 
     def best_step(self) -> int | None:
         """Return the step that ``best_fn`` ranks first, or None if none has its metric; without it, the newest step."""
         if self.options.best_fn is None:
             return self.latest_step()
+        self._run.add_late_metrics()
         return best(self._run.infos(), self.options.best_fn, self.options.best_mode)
 
     def why_kept(self, step: int) -> tuple[str, ...]:
@@ -174,6 +193,8 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: There is no such step.
         """
+        self._run.record(step)
+        self._run.add_late_metrics()
         return self._run.record(step).metrics
 
     def custom_metadata(self, step: int) -> Mapping[str, Any] | None:
@@ -240,7 +261,9 @@ class CheckpointManager:
         Args:
             step: The step; None is the newest that is whole.
             items: A template, or a dictionary of templates if the manager has several items. Only the items that are
-                named in it are restored; None restores all.
+                named in it are restored; None restores all. All of them are of the one step: an item of
+                ``item_intervals`` that the step does not have is left out, with a warning that names the step that has
+                it. Read that one with ``restore(manager.latest_step("replay"), {"replay": None})``.
             restore_kwargs: Further arguments for the handler, or a dictionary of them by item.
 
         Returns:
@@ -329,7 +352,15 @@ class CheckpointManager:
 
     def _restore(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
         location = self._run.step_location(step)
-        return self._run.read(step, lambda record: self._items.restore(location, record, items, kwargs))
+
+        def read(record: CheckpointRecord) -> Any:
+            for item in self._items.left_out(record, items):
+                before = newest_with(item, self._run.infos(), step)
+                where = "nor was a step before it" if before is None else f"step {before} has it, of an earlier moment"
+                _logger.warning("%s: step %d was saved without %s; %s", self.directory, step, item, where)
+            return self._items.restore(location, record, items, kwargs)
+
+        return self._run.read(step, read)
 
     def _restore_everywhere(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> tuple[Any, _Damage | None]:
         """Restore a step on all processes; return it, and what is wrong with it for any of them."""
@@ -381,7 +412,8 @@ class CheckpointManager:
 
         Args:
             step: The number of optimizer updates in the items, 0 or more.
-            items: The item, or a dictionary of items if the manager has several.
+            items: The item, or a dictionary of items if the manager has several; those of ``item_intervals`` are saved
+                if they are due, and may be left out.
             metrics: Numbers to store with the checkpoint and to rank it by.
             custom_metadata: Facts about this step, as JSON can hold them; see :meth:`custom_metadata`.
             force: Save although nothing is due; a checkpoint of the same step is replaced, atomically. After
@@ -408,13 +440,14 @@ class CheckpointManager:
         self._background.join()
         with self._changing:
             self._background.join()  # of another thread that has saved meanwhile
+            not_due = [] if force else self._not_due(step)
             rendezvous = self._processes.rendezvous("save")
             try:
                 self._run.ownership.check(at_once=True)
                 self._run.make_room(step)
                 facts = check_json("custom_metadata", custom_metadata)
                 pending = _PendingSave(step, None if metrics is None else plain_metrics(metrics), facts)
-                values = self._items.to_save(items, save_kwargs or {})
+                values = self._items.to_save(items, save_kwargs or {}, not_due)
             except BaseException as error:
                 if rendezvous is not None:
                     rendezvous.fail(error)
@@ -445,6 +478,13 @@ class CheckpointManager:
             if earlier is not None:
                 raise earlier
             return True
+
+    def _not_due(self, step: int) -> list[str]:
+        """Return the items that a save at a step leaves out; process 0 knows."""
+        names = list(self.options.item_intervals)
+        work = lambda: [name for name in names if not self.item_due(name, step)]  # noqa: E731
+        found: list[str] = self._processes.decide(f"items of step {step}", work) if names else []
+        return found
 
     def _complete(self, pending: _PendingSave, save: Save) -> None:
         """Write and commit a save, then delete what no rule keeps and call the listeners."""
@@ -509,6 +549,8 @@ class CheckpointManager:
     def record_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Store metrics with a step that was saved or is being saved; new values replace old ones.
 
+        A manager that is ``read_only`` leaves them to the run beside it, as ``hf.record_metrics`` does.
+
         Args:
             step: The step.
             metrics: Numbers, possibly nested.
@@ -516,6 +558,9 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: There is no such step.
         """
+        if self.options.read_only:
+            add_metrics(self.directory, step, metrics, step_prefix=self.options.step_prefix, clock=self._clock)
+            return
         self._check_writable()
         found = plain_metrics(metrics)
 
@@ -667,7 +712,9 @@ class CheckpointManager:
 class _ItemSet:
     """The items of a manager, each with its checkpointer; the caller of a manager of one item does not name it."""
 
-    def __init__(self, checkpointers: Checkpointer | Mapping[str, Checkpointer] | None) -> None:
+    def __init__(
+        self, checkpointers: Checkpointer | Mapping[str, Checkpointer] | None, rare: Collection[str] = ()
+    ) -> None:
         self._several = isinstance(checkpointers, Mapping)
         if checkpointers is None:
             checkpointers = AsyncCheckpointer(PyTreeCheckpointHandler())
@@ -686,11 +733,25 @@ class _ItemSet:
             if not isinstance(checkpointer, Checkpointer):
                 raise OptionError(f"item {name!r}: expected a Checkpointer, found {type(checkpointer).__name__}")
         self._checkpointers = dict(checkpointers)
+        if unknown := set(rare) - self._checkpointers.keys():
+            raise OptionError(
+                f"item_intervals names {', '.join(sorted(unknown))}; this manager has the items "
+                f"{', '.join(self._checkpointers)}"
+            )
+        if rare and not self._checkpointers.keys() - set(rare):
+            raise OptionError("item_intervals names every item; a checkpoint needs one that it always has")
+        self._rare = frozenset(rare)  # items that few checkpoints have
+        self._optional = self._rare | {name for name, one in self._checkpointers.items() if one.handler.optional}
 
-    def to_save(self, items: Any, kwargs: Mapping[str, Any]) -> dict[str, ItemToSave]:
+    def left_out(self, record: CheckpointRecord, wanted: Any) -> list[str]:
+        """Return the items that a checkpoint does not have, as few do, and that are asked for."""
+        asked = self._rare if not isinstance(wanted, Mapping) else self._rare & wanted.keys()
+        return sorted(asked - record.items.keys())
+
+    def to_save(self, items: Any, kwargs: Mapping[str, Any], not_due: Collection[str]) -> dict[str, ItemToSave]:
         """Pair each item with what saves it."""
         values, arguments = (items, kwargs) if self._several else ({ITEM: items}, {ITEM: kwargs})
-        needed = {name for name, one in self._checkpointers.items() if not one.handler.optional}
+        needed = self._checkpointers.keys() - self._optional
         if not isinstance(values, Mapping) or not needed <= values.keys() <= self._checkpointers.keys():
             given = ", ".join(map(str, values)) if isinstance(values, Mapping) else type(values).__name__
             raise OptionError(f"this manager saves the items {', '.join(self._checkpointers)}; given: {given}")
@@ -698,7 +759,7 @@ class _ItemSet:
         return {
             name: ItemToSave(checkpointer.handler, values[name], checkpointer.background, arguments.get(name, {}))
             for name, checkpointer in self._checkpointers.items()
-            if name in values
+            if name in values and name not in not_due
         }
 
     def restore(self, location: Location, record: CheckpointRecord, items: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -746,7 +807,7 @@ class _ItemSet:
         names = [
             name
             for name in (self._checkpointers if wanted is None else wanted)
-            if name in record.items or not (name in self._checkpointers and self._checkpointers[name].handler.optional)
+            if name in record.items or name not in self._optional
         ]
         missing = [name for name in names if name not in record.items or name not in self._checkpointers]
         if missing:

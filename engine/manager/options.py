@@ -19,6 +19,7 @@ from ..errors import OptionError, UnknownArgumentError
 from .retention import (
     KeepAll,
     KeepBest,
+    KeepItem,
     KeepLatest,
     KeepPeriod,
     KeepPinned,
@@ -236,6 +237,14 @@ class CheckpointManagerOptions(CheckpointOptions):
             "Keep all checkpoints without metrics. By default the other rules decide about them as about all others."
         ),
     )
+    item_intervals: Mapping[str, int] = field(
+        default_factory=dict,
+        metadata=documentation(
+            "Of a manager with several items, those that few checkpoints have, such as a replay buffer: for each, the "
+            "number of steps; a save at or past a multiple of it has the item, and so has the first one and one with "
+            "``force=True``. The newest checkpoint that has it is kept."
+        ),
+    )
     step_prefix: str | None = field(
         default=None,
         metadata=documentation(
@@ -264,13 +273,17 @@ class CheckpointManagerOptions(CheckpointOptions):
     def __post_init__(self) -> None:
         if self.step_prefix is not None and (not self.step_prefix or set("/\\\0") & set(self.step_prefix)):
             raise OptionError(f"step_prefix={self.step_prefix!r} cannot be part of a directory's name")
+        intervals = self.item_intervals
+        if not isinstance(intervals, Mapping) or not all(type(n) is int and n >= 1 for n in intervals.values()):
+            raise OptionError(f"item_intervals={intervals!r} must be a dictionary of whole numbers of steps by item")
         seconds(self.save_timeout_secs, name="save_timeout_secs")
         seconds(self.barrier_timeout_secs, name="barrier_timeout_secs")
         super().__post_init__()
 
     def rules(self) -> tuple[Rule, ...]:
         """Return what keeps a checkpoint; without ``max_to_keep`` and ``keep_latest``, everything is kept."""
-        return (*super().rules(), KeepWithoutMetrics()) if self.keep_checkpoints_without_metrics else super().rules()
+        rules = (*super().rules(), *map(KeepItem, self.item_intervals))
+        return (*rules, KeepWithoutMetrics()) if self.keep_checkpoints_without_metrics else rules
 
     def to_document(self) -> dict[str, Any]:
         """Return the retention rules as JSON, for readers of the directory."""
@@ -284,6 +297,7 @@ class CheckpointManagerOptions(CheckpointOptions):
             "best_fn": self.best_fn if isinstance(self.best_fn, str) else None,
             "best_mode": self.best_mode,
             "keep_checkpoints_without_metrics": self.keep_checkpoints_without_metrics,
+            "item_intervals": dict(self.item_intervals),
         }
 
     @classmethod

@@ -27,6 +27,7 @@ class StepInfo:
     time: float  # when it was committed, in seconds since 1970-01-01 UTC, by the clock of the machine that wrote it
     metrics: Mapping[str, Any] | None = None  # the metrics stored with it, or None
     pinned: bool = False  # whether it stays even if no rule keeps it
+    items: Collection[str] = ()  # the names of its items
 
 
 class Rule(Protocol):
@@ -113,6 +114,17 @@ class KeepTimeInterval:
 
 
 @dataclass(frozen=True)
+class KeepItem:
+    """Keeps the newest step with an item that not every step has."""
+
+    item: str
+
+    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
+        newest = newest_with(self.item, steps)
+        return {} if newest is None else {newest: f"the newest with {self.item}"}
+
+
+@dataclass(frozen=True)
 class KeepPinned:
     """Keeps the pinned steps."""
 
@@ -149,6 +161,11 @@ def reasons(steps: Sequence[StepInfo], rules: Sequence[Rule]) -> dict[int, tuple
             if reason not in said:
                 said.append(reason)
     return {step: tuple(found[step]) for step in sorted(found)}
+
+
+def newest_with(item: str, steps: Sequence[StepInfo], before: float = math.inf) -> int | None:
+    """Return the newest step that has an item, of those before a step; None if none has."""
+    return max((info.step for info in steps if item in info.items and info.step < before), default=None)
 
 
 def best(steps: Sequence[StepInfo], metric: Metric, mode: Mode = "max") -> int | None:

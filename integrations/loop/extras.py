@@ -71,8 +71,8 @@ def check_extras(extras: Mapping[str, Any]) -> None:
             raise OptionError(
                 f"{name}= is a {type(extra).__qualname__}, whose position can be neither saved nor restored: pass "
                 "an object with get_state and set_state, or state_dict and load_state_dict, such as an iterator of "
-                f"Grain or a StatefulDataLoader of torchdata, or leave {name}= out and begin the data anew after a "
-                "resume"
+                f"Grain or a StatefulDataLoader of torchdata, or {name}=hf.skip_to(loader) for a loader that gives the "
+                f"same batches each time, or leave {name}= out and begin the data anew after a resume"
             )
 
 

@@ -1,0 +1,162 @@
+"""Places in the data of loaders without a state, and of iterators that write theirs to files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import holdfast as hf
+from holdfast import graph
+from holdfast.integrations.flax import CheckpointCallback
+
+DATA: Any = TensorDataset(torch.arange(10))
+
+
+class Epochs:
+    """Another order in each epoch, which only the epoch decides; counts what was drawn."""
+
+    def __init__(self) -> None:
+        self.epoch, self.drawn = 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        for value in np.random.default_rng(self.epoch).permutation(4).tolist():
+            self.drawn += 1
+            yield value
+
+
+class Lines:
+    """A loader without a length, such as one over a stream of text."""
+
+    def __iter__(self) -> Iterator[str]:
+        yield from ("a", "b", "c")
+
+
+def shuffled() -> Any:
+    sampler: Any = DistributedSampler(DATA, num_replicas=2, rank=1, seed=3)
+    return DataLoader(DATA, batch_size=2, sampler=sampler)
+
+
+LOADERS: dict[str, Any] = {
+    "list": lambda: [[1, 2], [3, 4], [5]],
+    "epochs": Epochs,
+    "lines": Lines,
+    "DataLoader": lambda: DataLoader(DATA, batch_size=3),
+    "DistributedSampler": shuffled,
+}
+
+
+def taken(batches: Iterator[Any], count: int) -> list[str]:
+    return [str(next(batches)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_run_goes_on_at_the_next_batch(tmp_path: Path, name: str) -> None:
+    whole = taken(hf.skip_to(LOADERS[name]()), 9)
+    assert taken(hf.skip_to(LOADERS[name](), 5), 4) == whole[5:]
+
+    first = hf.skip_to(LOADERS[name]())
+    with CheckpointCallback(tmp_path / "callback", save_interval_steps=1) as checkpoint:
+        state, start = checkpoint.restore_or_initialize({"w": 0}, data=first)
+        for step in range(5):
+            next(first)
+            checkpoint.on_step(step + 1, state, data=first)
+    path = graph.Checkpoint(data=first).save(f"{tmp_path}/graph/ckpt")
+
+    again = hf.skip_to(LOADERS[name]())
+    with CheckpointCallback(tmp_path / "callback") as checkpoint:
+        _, start = checkpoint.restore_or_initialize(state, data=again)
+        assert (start, again.position) == (5, 5)
+        assert taken(again, 4) == whole[5:]
+        assert again.get_state() == {"position": 9}
+    other = hf.skip_to(LOADERS[name](), 2)
+    taken(other, 1)
+    graph.Checkpoint(data=other).restore(path).assert_consumed()
+    assert taken(other, 4) == whole[5:]
+
+
+def test_whole_epochs_are_skipped_at_once() -> None:
+    loader = Epochs()
+    next(hf.skip_to(loader, 4001))
+    assert (loader.epoch, loader.drawn) == (1000, 2)
+
+
+def test_loaders_that_would_go_on_with_others() -> None:
+    for loader, message in (
+        (DataLoader(DATA, shuffle=True), "draws its order from a random generator"),
+        (iter([1, 2]), "not an iterator"),
+        (3, "needs a loader"),
+    ):
+        with pytest.raises(hf.OptionError, match=message):
+            hf.skip_to(loader)  # type: ignore[arg-type]
+    with pytest.raises(hf.OptionError, match="number of batches"):
+        hf.skip_to([1], -1)
+    assert list(hf.skip_to([])) == []
+
+
+class DatasetIterator:
+    """As CLU's iterator over tf.data: writes a checkpoint of TensorFlow at a path, an index and data, and reads it."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __next__(self) -> int:
+        self.position += 1
+        return self.position
+
+    def save(self, filename: str) -> None:
+        Path(f"{filename}.index").write_text("an index")
+        Path(f"{filename}.data-00000-of-00001").write_bytes(self.position.to_bytes(4, "big"))
+
+    def restore(self, filename: str) -> None:
+        assert Path(f"{filename}.index").read_text() == "an index"
+        self.position = int.from_bytes(Path(f"{filename}.data-00000-of-00001").read_bytes(), "big")
+
+
+class Silent(DatasetIterator):
+    def save(self, filename: str) -> None:
+        pass
+
+
+def test_iterators_that_write_files(tmp_path: Path) -> None:
+    data = DatasetIterator()
+    with CheckpointCallback(tmp_path / "callback", save_interval_steps=2) as checkpoint:
+        state, _ = checkpoint.restore_or_initialize({"w": 0}, data=data)
+        for step in range(5):
+            next(data)
+            checkpoint.on_step(step + 1, state, data=data)
+    path = graph.Checkpoint(data=data).save(f"{tmp_path}/graph/ckpt")
+    again, other = DatasetIterator(), DatasetIterator()
+    with CheckpointCallback(tmp_path / "callback") as checkpoint:
+        checkpoint.restore_or_initialize(state, data=again)
+        assert next(again) == 6
+    graph.Checkpoint(data=other).restore(path).assert_consumed()
+    assert next(other) == 6
+    with pytest.raises(hf.StateError, match=r"Silent.save\(path\) wrote no file"):
+        graph.Checkpoint(data=Silent()).write(tmp_path / "silent")
+
+
+def test_a_checkpoint_that_names_files_elsewhere(tmp_path: Path) -> None:
+    """What is restored is not trusted: files go into a folder of their own, and nowhere else."""
+    for number, name in enumerate(("iterator/../../evil", "elsewhere", "/etc/x")):
+
+        class Forged(DatasetIterator):
+            def get_state(self) -> dict[str, Any]:
+                return {"files": {name: np.zeros(1, np.uint8)}}  # noqa: B023
+
+            def set_state(self, state: Any) -> None: ...
+
+        path = graph.Checkpoint(data=Forged()).write(tmp_path / str(number))
+        with pytest.raises(hf.DamagedCheckpointError):
+            graph.Checkpoint(data=DatasetIterator()).restore(path)

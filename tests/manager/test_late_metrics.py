@@ -1,0 +1,108 @@
+"""A separate program evaluates the steps of a run that is alive: its metrics rank them, and it disturbs nothing."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.clocks import FakeClock
+
+import holdfast as hf
+
+OPTIONS = {"best_fn": "return", "max_to_keep": 1, "keep_latest": 2}
+
+
+def trainer(directory: Path | str, **options: Any) -> hf.CheckpointManager:
+    return hf.CheckpointManager(directory, options=hf.CheckpointManagerOptions(**{**OPTIONS, **options}))
+
+
+def save(run: hf.CheckpointManager, *steps: int, **options: Any) -> None:
+    for step in steps:
+        run.save(step, {"w": np.full(3, step)}, **options)
+        run.wait_until_finished()
+
+
+def test_an_evaluator_beside_the_run_decides_which_step_is_best(tmp_path: Path) -> None:
+    with trainer(tmp_path) as run:
+        save(run, 1, 2, metrics={"loss": 0.5})
+        assert run.best_step() is None
+        reader = hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(read_only=True))
+        hf.record_metrics(tmp_path, 1, {"return": 7.0, "nan": math.nan})
+        reader.record_metrics(2, {"return": 5.0})
+        assert run.best_step() == 1
+        save(run, 3, 4, 5)
+        assert run.all_steps() == [1, 4, 5]
+        assert run.why_kept(1) == ("best return (7)",)
+        run.record_metrics(4, {"loss": 0.1})  # of the run itself
+        hf.record_metrics(tmp_path, 4, {"return": 9.0})
+        hf.record_metrics(tmp_path, 4, {"return": 8.0, "length": 3})  # evaluated again: the later value counts
+        assert run.metrics(4) == {"loss": 0.1, "return": 8.0, "length": 3}
+        save(run, 6, 7)
+        assert run.all_steps() == [4, 6, 7]
+    with trainer(tmp_path) as run:
+        assert run.best_step() == 4
+        assert run.metrics(4) == {"loss": 0.1, "return": 8.0, "length": 3}
+        run.pin(4)  # its record is written again
+    listed = {found.step: found.metrics for found in hf.list_checkpoints(tmp_path)}
+    assert listed == {4: {"loss": 0.1, "return": 8.0, "length": 3}, 6: None, 7: None}
+    assert hf.verify(tmp_path).ok
+    assert [path.name.partition(".")[0] for path in (tmp_path / "metrics").iterdir()] == [
+        "4",
+        "4",
+    ]  # no others are left
+
+
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+def test_a_step_that_is_replaced_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """Metrics belong to a checkpoint, not to the number of its step, in whatever order both programs write."""
+    with trainer(tmp_path) as run:
+        save(run, 1, 2)
+
+        def replace() -> None:
+            save(run, 2, force=True)
+
+        if when == "before":
+            replace()
+        if when == "between":
+            directory_module: Any = importlib.import_module("holdfast.engine.manager.directory")
+            write = directory_module.write_late
+
+            def write_late(*arguments: Any) -> None:
+                replace()
+                write(*arguments)
+
+            monkeypatch.setattr(directory_module, "write_late", write_late)
+            with pytest.raises(hf.CheckpointNotFoundError, match="deleted or replaced this checkpoint"):
+                hf.record_metrics(tmp_path, 2, {"return": 1.0})
+        else:
+            hf.record_metrics(tmp_path, 2, {"return": 1.0})
+        if when == "after":
+            replace()
+        assert run.best_step() == (2 if when == "before" else None)
+        assert (run.metrics(2) or {}).get("return") == (1.0 if when == "before" else None)
+        assert run.restore(2)["w"].tolist() == [2, 2, 2]
+    assert hf.verify(tmp_path).ok
+
+
+def test_what_cannot_be_recorded(tmp_path: Path) -> None:
+    with trainer(tmp_path, step_prefix="ckpt") as run:
+        save(run, 1)
+        for arguments, error in (((2, {"a": 1}), hf.CheckpointNotFoundError), ((1, {"a": "b"}), hf.OptionError)):
+            with pytest.raises(error):
+                hf.record_metrics(tmp_path, *arguments, step_prefix="ckpt")
+        with pytest.raises(hf.CheckpointNotFoundError):
+            hf.record_metrics(tmp_path, 1, {"a": 1})
+        assert not (tmp_path / "metrics").exists()
+        hf.record_metrics(tmp_path, 1, {"a": 1}, step_prefix="ckpt", clock=FakeClock())
+        assert run.metrics(1) == {"a": 1}
+        [file] = (tmp_path / "metrics").iterdir()
+        file.write_bytes(file.read_bytes()[:-7])  # damaged: it does not verify, and says nothing
+    with trainer(tmp_path, step_prefix="ckpt") as run:
+        assert run.metrics(1) is None
+        run.delete(1)
+    shutil.rmtree(tmp_path / "metrics")
