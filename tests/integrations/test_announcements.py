@@ -8,16 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.logs import unconfigure
 
 from holdfast.integrations.loop import CheckpointCallback, announce
-
-
-def unconfigure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logging as in a program that does not mention it: without the handlers of pytest."""
-    for logger in (logging.getLogger(), logging.getLogger("holdfast")):
-        monkeypatch.setattr(logger, "handlers", [])
-        monkeypatch.setattr(logger, "level", logging.WARNING if logger.parent is None else logging.NOTSET)
-    logging.getLogger("holdfast").manager._clear_cache()  # type: ignore[attr-defined] # levels are cached
 
 
 def train(place: str, last: int, *, preempt: bool = False) -> None:

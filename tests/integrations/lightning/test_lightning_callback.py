@@ -21,6 +21,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.tuner.tuning import Tuner
+from tests.logs import unconfigure
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback, load_checkpoint
@@ -429,6 +430,30 @@ def test_two_callbacks_with_directories_of_their_own(program: Any, new_directory
     resumed = program.run(often, callbacks=(second,), seed=2)
     assert resumed.final == whole.final
     assert second.manager.all_steps() == [5, 10, 15]
+
+
+# ---- what it says
+
+
+def test_one_line_says_where_a_run_is(
+    program: Any, new_directory: NewDirectory, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    unconfigure(monkeypatch)
+    directory, said = new_directory(), []
+    for options in ({"max_steps": 3}, {}, {}):
+        program.run(directory, **options)
+        said += [line for line in capfd.readouterr().err.splitlines() if line.startswith("holdfast: ")]
+    with pytest.raises(SystemExit):
+        program.run(directory, max_epochs=4, recorder=program.Recorder(signal_after=17))
+    said += [line for line in capfd.readouterr().err.splitlines() if line.startswith("holdfast: ")]
+    assert said == [
+        f"holdfast: started fresh: no checkpoint in {directory}",
+        f"holdfast: resumed from step 3 in {directory}",
+        f"holdfast: resumed from step 15 in {directory}",
+        f"holdfast: nothing left to do after step 15 in {directory}",
+        f"holdfast: resumed from step 15 in {directory}",
+        f"holdfast: preempted: stopping after step 18 in {directory}",
+    ]
 
 
 # ---- a callback beyond its fit
