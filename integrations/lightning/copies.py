@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -18,27 +17,27 @@ class Copies:
     def __init__(self) -> None:
         self._memory: dict[_Path, torch.Tensor] = {}
 
-    def of(self, checkpoint: dict[str, Any], *, without: Collection[str] = ()) -> dict[str, Any]:
+    def of(self, checkpoint: dict[str, Any], *, without: str = "") -> dict[str, Any]:
         """Return a copy of all containers and arrays; the copy before it is overwritten.
 
         Args:
             checkpoint: Lightning's dictionary.
-            without: Entries whose arrays are not copied.
+            without: An entry whose tensors are not copied.
         """
-        return {name: value if name in without else self._copy(value, (name,)) for name, value in checkpoint.items()}
+        return {name: self._copy(value, (name,), without) for name, value in checkpoint.items()}
 
-    def _copy(self, value: Any, path: _Path) -> Any:
+    def _copy(self, value: Any, path: _Path, without: str) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._copied(value.detach(), path)
+            return value if path[0] == without else self._copied(value.detach(), path)
         if isinstance(value, np.ndarray):
             return value.copy()
         if isinstance(value, dict):
             copied = copy.copy(value)  # with what a state dict knows of its modules
             for key, item in value.items():
-                copied[key] = self._copy(item, (*path, key))
+                copied[key] = self._copy(item, (*path, key), without)
             return copied
         if type(value) in (list, tuple):
-            return type(value)(self._copy(item, (*path, index)) for index, item in enumerate(value))
+            return type(value)(self._copy(item, (*path, index), without) for index, item in enumerate(value))
         return value
 
     def _copied(self, tensor: torch.Tensor, path: _Path) -> torch.Tensor:

@@ -160,6 +160,7 @@ class FitSaver:
         if self._position.in_validation:
             if self._trainer.global_step != self._saved and not self._fit._should_accumulate():
                 self._before_validation.take(lambda: self._dump("validation"))
+                self._hold(self._trainer.global_step, "validation")
             self.during_validation()
         original()
 
@@ -236,12 +237,7 @@ class FitSaver:
             self._held = None
             return
         self._ledger.observe(step, self._trainer.callback_metrics)
-        self._point = point
-        try:
-            checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        finally:
-            self._point = None
-        self._held = step, self._copies.of(checkpoint)
+        self._held = step, self._copies.of(self._dump(point))
 
     def _save(self, step: int, point: Point, reason: str, checkpoint: dict[str, Any] | None = None) -> None:
         self._ledger.observe(step, self._trainer.callback_metrics)

@@ -7,12 +7,12 @@ copied; where there are none, the tensors are watched, and a validation that cha
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
+
+from .copies import Copies
 
 # What runs before a validation can be left, which is where one of its batches has ended.
 _HOOKS = ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end")
@@ -31,14 +31,14 @@ class StateBeforeValidation:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._memory: dict[tuple[Any, ...], torch.Tensor] = {}  # kept, as fresh memory costs more than the copies
+        self._copies = Copies()
         self._watched: _Versions = []
         self.checkpoint: dict[str, Any] | None = None
         """Lightning's dictionary of before, where it was copied."""
 
     def take(self, dump: Callable[[], dict[str, Any]]) -> None:
         """Begin; ``dump`` makes Lightning's dictionary."""
-        self.checkpoint = None if _is_harmless(self._trainer) else self._copy(dump(), ())
+        self.checkpoint = None if _is_harmless(self._trainer) else self._copies.of(dump(), without=_OPTIMIZERS)
         self._watched = self._versions()
 
     def is_intact(self) -> bool:
@@ -58,28 +58,6 @@ class StateBeforeValidation:
             module = self._trainer.lightning_module
             found += [*module.parameters(), *module.buffers()]
         return [(tensor, -1 if tensor.is_inference() else tensor._version) for tensor in found]
-
-    def _copy(self, value: Any, path: tuple[Any, ...]) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value if path[0] == _OPTIMIZERS else self._copied(value.detach(), path)
-        if isinstance(value, np.ndarray):
-            return value.copy()
-        if isinstance(value, dict):
-            copied = copy.copy(value)  # with what a state dict knows of its modules
-            for key, item in value.items():
-                copied[key] = self._copy(item, (*path, key))
-            return copied
-        if type(value) in (list, tuple):
-            return type(value)(self._copy(item, (*path, index)) for index, item in enumerate(value))
-        return value
-
-    def _copied(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> torch.Tensor:
-        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-            return tensor.clone()
-        memory = self._memory.get(path)
-        if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
-            memory = self._memory[path] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        return memory.copy_(tensor)
 
 
 def _is_harmless(trainer: Any) -> bool:

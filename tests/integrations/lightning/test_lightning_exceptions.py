@@ -43,9 +43,12 @@ class Fails(lightning.pytorch.Callback):
         ("on_after_backward", 7, 7, {}, RuntimeError),
         ("on_train_batch_end", 8, 7, {}, RuntimeError),  # the update is done, but not all that belongs to it
         ("on_before_zero_grad", 2, 2, {"accumulate_grad_batches": 2}, RuntimeError),
+        ("on_validation_batch_end", 3, 3, {"val_check_interval": 3}, RuntimeError),
+        pytest.param("on_validation_batch_start", 10, 10, {}, RuntimeError, marks=pytest.mark.sweep),
+        pytest.param("on_validation_end", 10, 10, {}, KeyboardInterrupt, marks=pytest.mark.sweep),
         pytest.param("on_train_epoch_start", 5, 5, {}, RuntimeError, marks=pytest.mark.sweep),
         pytest.param("on_train_batch_start", 8, 8, {}, RuntimeError, marks=pytest.mark.sweep),  # saved anyway
-        pytest.param("on_train_epoch_end", 5, 4, {}, KeyboardInterrupt, marks=pytest.mark.sweep),
+        pytest.param("on_train_epoch_end", 10, 10, {}, KeyboardInterrupt, marks=pytest.mark.sweep),
     ],
 )
 def test_the_last_point_is_saved(
