@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 from ...engine.api import load
-from ...engine.checkpoint import ITEM, AsyncCheckpointer, Place, SaveReport, read_record
+from ...engine.checkpoint import ITEM, AsyncCheckpointer, Place, SaveReport, read_steadily
 from ...engine.clock import seconds
 from ...engine.distributed import ProcessGroup, current_coordinator
 from ...engine.errors import CheckpointNotFoundError, StateError
-from ...engine.format import RECORD
+from ...engine.format import RECORD, CheckpointRecord
 from ...engine.handlers import PerProcessCheckpointHandler
 from ...engine.manager import CheckpointManager, CheckpointManagerOptions, list_steps, metric_value
 from ...engine.storage import Location, as_location
@@ -229,7 +229,10 @@ def read_checkpoint(path: Place, *, with_position: bool, template: Template = No
     if not (location / RECORD).exists():
         store = RunStore(location, CallbackOptions())
         return store.load_newest(with_position=with_position, template=template)
-    record = read_record(location)
+    return read_steadily(location, lambda record: _read(location, record, with_position, template))
+
+
+def _read(location: Location, record: CheckpointRecord, with_position: bool, template: Template) -> dict[str, Any]:
     item = record.items.get(ITEM)
     if item is None or item.kind != StateHandler.kind:
         return _checkpoint(load(location), location)
