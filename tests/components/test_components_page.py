@@ -17,7 +17,7 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
     module = types.ModuleType("page_about_components")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # the module that its classes are in
-    assert len(PROGRAMS) == 11
+    assert len(PROGRAMS) == 12
     for program in PROGRAMS:
         exec(compile(program, PAGE.name, "exec"), vars(module))
     assert (tmp_path / "runs" / "two_policies" / "learner" / "policies" / "p1" / "metadata.json").exists()
