@@ -6,7 +6,7 @@ from .aggregate import AGGREGATE_LIMIT, AggregateHandler, MsgpackHandler, aggreg
 from .database import ArrayDatabase, Problem, naming
 from .digests import check_file, check_files, fsync_and_digest, read_checked
 from .extents import Range, read_ranges
-from .load import load_tree, tree_metadata
+from .load import load_tree, tree_metadata, with_optimizer_states
 from .plan import Layout, batches, check_level, check_size
 from .read import TreeReader
 from .snapshot import StagingBuffer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from ..pytree import (
     describe_template,
     flatten,
     format_path,
+    loaded,
     materialize,
     metadata_of,
     partition,
@@ -80,6 +81,59 @@ def _saved_names(names: list[str], saved: list[str]) -> list[str]:
 def tree_metadata(source: TreeSource) -> Any:
     """Return the saved containers with a :class:`LeafMetadata` in the place of every leaf; no data is read."""
     return source.tree.build([metadata_of(leaf.saved) for leaf in source.leaves])
+
+
+def with_optimizer_states(template: Any, source: TreeSource) -> Any:
+    """Complete the state dicts of torch optimizers in a template that have done no step, and so hold no values yet.
+
+    ``load_state_dict`` takes what the checkpoint has there. Only dictionaries, lists and tuples are searched.
+    """
+    saved = None
+    for path in _fresh_optimizers(template, ()):
+        saved = source.tree.build(list(map(_tensor_template, source.leaves))) if saved is None else saved
+        found = saved
+        for key in (*path, "state"):
+            known = isinstance(found, Mapping) and key in found
+            known = known or (isinstance(found, list | tuple) and isinstance(key, int) and key < len(found))
+            found = found[key] if known else None
+        if isinstance(found, Mapping) and found:
+            template = _with_state(template, path, found)
+    return template
+
+
+def _tensor_template(leaf: SavedLeaf) -> Any:
+    """Return a tensor without memory for an array, and ``...``, which takes what was saved, for any other leaf."""
+    torch: Any = loaded("torch")
+    if torch is None or leaf.saved.dtype is None or leaf.saved.kind not in ("torch", "numpy", "jax"):
+        return ...
+    name = str(leaf.saved.details.get("torch_dtype") or leaf.saved.dtype.name)
+    shape = (leaf.saved.shape or ())[: -1 if name == "complex32" else None]
+    return torch.empty(shape, dtype=getattr(torch, name, None), device="meta")
+
+
+def _fresh_optimizers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    kind = type(value)
+    if kind is dict:
+        if value.keys() == {"state", "param_groups"} and value["state"] == {} and type(value["param_groups"]) is list:
+            yield path
+            return
+        for key, child in value.items():
+            if type(child) in (dict, list, tuple):
+                yield from _fresh_optimizers(child, (*path, key))
+    elif kind in (list, tuple):
+        for index, child in enumerate(value):
+            if type(child) in (dict, list, tuple):
+                yield from _fresh_optimizers(child, (*path, index))
+
+
+def _with_state(value: Any, path: tuple[Any, ...], state: Any) -> Any:
+    if not path:
+        return {**value, "state": state}
+    key, *rest = path
+    if isinstance(value, dict):
+        return {**value, key: _with_state(value[key], tuple(rest), state)}
+    children = [_with_state(child, tuple(rest), state) if index == key else child for index, child in enumerate(value)]
+    return type(value)(children)
 
 
 def _chosen(leaves: Sequence[SavedLeaf], select: Patterns | None) -> list[bool]:

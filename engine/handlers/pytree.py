@@ -18,11 +18,22 @@ from ..arrays import (
     load_transformed_tree,
     load_tree,
     tree_metadata,
+    with_optimizer_states,
 )
 from ..distributed import ProcessInfo
 from ..errors import OptionError, UnsupportedLeafError
 from ..format import FileRecord, crc32c
-from ..pytree import EXTERNAL, Flattened, Patterns, class_name, collection_paused, describe, flatten
+from ..pytree import (
+    EXTERNAL,
+    Flattened,
+    LeafRequest,
+    Patterns,
+    class_name,
+    collection_paused,
+    describe,
+    flatten,
+    loaded,
+)
 from ..storage import Location
 from .args import Leaf, RestoreArgs, SaveArgs, aggregate, broadcast_prefix, cast
 from .base import Files, PreparedCheckpointHandler, PreparedItem, no_arguments
@@ -132,6 +143,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         select: Patterns | None = None,
         transforms: Any = None,
         transforms_default_to_original: bool = True,
+        torch_tensors: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Read a tree.
@@ -139,8 +151,8 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         Args:
             directory: The folder.
             item: The template: its containers, array libraries, dtypes and shardings decide what is returned; leaves
-                that are ``...`` or a bare ``object()`` become what was saved. None returns the saved containers with
-                numpy arrays.
+                that are ``...`` or a bare ``object()`` become what was saved. The state dict of a torch optimizer that
+                has done no step takes the values that were saved. None returns the saved containers with numpy arrays.
             files: What the commit record says about the folder.
             restore_args: What each leaf becomes, with precedence over the template: one
                 :class:`~holdfast.RestoreArgs` for all leaves; or a tree of them like the template (without one, like
@@ -150,6 +162,8 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 :func:`~holdfast.load_transformed`; they need a template.
             transforms_default_to_original: Whether keys of both trees that no transformation names come from the saved
                 tree; otherwise they come from the template.
+            torch_tensors: Whether, without a template, tensors of torch become tensors again where the program has
+                imported torch, as ``load_state_dict`` needs them. Managers ask for that.
             **kwargs: Must be empty.
 
         Returns:
@@ -167,6 +181,8 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         with collection_paused():
             reader: TreeSource = TreeReader(directory, files, aggregate=self._aggregate)
             kept = {leaf.name: number for number, leaf in enumerate(reader.leaves) if leaf.saved.kind == EXTERNAL}
+            if item is not None and item is not ... and transforms is None:
+                item = with_optimizer_states(item, reader)
             template = None if item is None or item is ... else self._template(item)
             if template is not None and transforms is None:
                 reader = reader.for_template(template.names)
@@ -180,6 +196,9 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 args = {name: one for name, one in zip(names, asked, strict=True) if one is not None}
             ordinary = (args.keys() if transforms is not None else set(saved)) - kept.keys() if args else set()
             requests = {name: one.request(name) for name, one in args.items() if name in ordinary}
+            if template is None and torch_tensors and loaded("torch") is not None:
+                tensors = {leaf.name: LeafRequest(kind="torch") for leaf in reader.leaves if leaf.saved.kind == "torch"}
+                requests = {**tensors, **requests}
             if transforms is not None:
                 to_original = transforms_default_to_original
                 tree = load_transformed_tree(

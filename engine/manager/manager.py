@@ -263,7 +263,8 @@ class CheckpointManager:
             items: A template, or a dictionary of templates if the manager has several items. Only the items that are
                 named in it are restored; None restores all. All of them are of the one step: an item of
                 ``item_intervals`` that the step does not have is left out, with a warning that names the step that has
-                it. Read that one with ``restore(manager.latest_step("replay"), {"replay": None})``.
+                it. Read that one with ``restore(manager.latest_step("replay"), {"replay": None})``. Without a template,
+                arrays are those of numpy, and tensors of torch where the program has imported it.
             restore_kwargs: Further arguments for the handler, or a dictionary of them by item.
 
         Returns:
@@ -777,11 +778,16 @@ class _ItemSet:
                 location / saved.folder,
                 saved,
                 (templates or {}).get(name),
-                arguments.get(name, {}),
+                self._completed(name, (templates or {}).get(name), arguments.get(name, {})),
             )
             for name, saved in self._saved(location, record, templates).items()
         }
         return found if self._several else found[ITEM]
+
+    def _completed(self, name: str, template: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Ask for tensors where a tree is restored without a template: ``load_state_dict`` takes no numpy arrays."""
+        is_tree = type(self._checkpointers[name].handler) is PyTreeCheckpointHandler
+        return {"torch_tensors": True, **arguments} if is_tree and template is None else arguments
 
     def structure(self, location: Location, record: CheckpointRecord) -> Any:
         """Describe the items whose handlers can, without reading their data; one item that cannot is None."""

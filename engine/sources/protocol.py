@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from ..arrays import TreeSource, load_transformed_tree, load_tree
+from ..arrays import TreeSource, load_transformed_tree, load_tree, with_optimizer_states
 from ..checkpoint import ITEM
 from ..errors import CheckpointNotFoundError, OptionError
 from ..format import FileRecord
@@ -97,6 +97,7 @@ class CheckpointSource(Protocol):
         with collection_paused():
             source = self.tree(item)
             if like is not None:
+                like = with_optimizer_states(like, source)
                 source = source.for_template(flatten(like).names)
             return load_tree(source, like=like, select=select)
 
