@@ -331,6 +331,23 @@ def decode_state(value: Any) -> Any:
     return value
 
 
+def instance_of(kind: Any, fields: Mapping[str, Any]) -> Any | None:
+    """Return a named tuple or dataclass with these fields, or None if they do not fit; no code of the class runs."""
+    if not isinstance(kind, type):
+        return None
+    if issubclass(kind, tuple):
+        return tuple.__new__(kind, fields.values()) if getattr(kind, "_fields", None) == tuple(fields) else None
+    if not dataclasses.is_dataclass(kind):
+        return None
+    values = {field.name: fields.get(field.name, field.default) for field in dataclasses.fields(kind)}
+    if not fields.keys() <= values.keys() or any(one is dataclasses.MISSING for one in values.values()):
+        return None
+    found = object.__new__(kind)
+    for name, value in values.items():
+        object.__setattr__(found, name, value)
+    return found
+
+
 def _instance(name: str, fields: Mapping[str, Any]) -> Any:
     """Return a named tuple or dataclass with these fields, of a class that the program has defined."""
     module, _, path = name.partition(":")
@@ -339,15 +356,9 @@ def _instance(name: str, fields: Mapping[str, Any]) -> Any:
         # A class in a function is not an attribute of anything.
         kind = vars(kind).get(part) if isinstance(kind, type) or hasattr(kind, "__dict__") else None
     kind = _classes.get(name) if kind is None else kind
-    if isinstance(kind, type) and issubclass(kind, tuple) and getattr(kind, "_fields", None) == tuple(fields):
-        return tuple.__new__(kind, fields.values())
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        known = {field.name for field in dataclasses.fields(kind)}
-        if fields.keys() <= known:
-            found = object.__new__(kind)
-            for field, value in fields.items():
-                object.__setattr__(found, field, value)
-            return found
+    found = instance_of(kind, fields)
+    if found is not None:
+        return found
     raise StateError(
         f"a state holds a {name} with the fields {', '.join(fields)}, and the program has no such class; define or "
         "import it before the restore, at the top of its module, or return plain dictionaries from get_state"

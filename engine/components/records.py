@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..pytree import TreeDef, expand, is_leaf
+from ..stateful import instance_of
 from .permissions import allowed_objects
 
 _logger = logging.getLogger("holdfast")
@@ -42,7 +43,8 @@ def with_records(tree: Any, structure: TreeDef | None, component: Any, where: st
         children = list(value if node.keys is None else value.values())
         values = [visit(child, one) for child, one in zip(node.children, children, strict=True)]
         kind = classes[_record(node)] if node.kind in _KINDS else None
-        return node.build(values) if kind is None else _made(kind, dict(zip(_record(node)[1], values, strict=True)))
+        fields = {} if kind is None else dict(zip(_record(node)[1], values, strict=True))
+        return node.build(values) if kind is None else instance_of(kind, fields)
 
     for label in sorted({label for (label, *_), kind in classes.items() if kind is None}):
         name = type(component).__qualname__
@@ -80,7 +82,7 @@ def _named(component: Any) -> Iterator[type]:
 def _within(value: Any, depth: int) -> Iterator[type]:
     contents = None if is_leaf(value) or depth > 20 else expand(value)
     if contents is not None:
-        if contents.kind in _KINDS:
+        if _is_record(type(value)):
             yield type(value)
         for child in contents.values:
             yield from _within(child, depth + 1)
@@ -94,28 +96,14 @@ def _is_record(thing: Any) -> bool:
 
 def _find(record: _Record, known: Iterable[type]) -> type | None:
     label, fields, partial = record
-    return next((kind for kind in known if _is_called(kind, label) and _takes(kind, fields, partial)), None)
+    for kind in known:
+        whole = partial or issubclass(kind, tuple) or len(dataclasses.fields(kind)) == len(fields)  # type: ignore[arg-type]
+        if _is_called(kind, label) and whole and instance_of(kind, dict.fromkeys(fields)) is not None:
+            return kind
+    return None
 
 
 def _is_called(kind: type, label: str) -> bool:
     """Whether a class has the name that was saved; a program that is run has the module ``__main__``."""
     module, name = kind.__module__, kind.__qualname__
     return label in (f"{module}.{name}", f"__main__.{name}") or (module == "__main__" and label.endswith(f".{name}"))
-
-
-def _takes(kind: Any, fields: tuple[str, ...], partial: bool) -> bool:
-    if issubclass(kind, tuple):
-        return bool(kind._fields == fields)
-    known = {field.name: field.default is not dataclasses.MISSING for field in dataclasses.fields(kind)}
-    left = known.keys() - set(fields)
-    return known.keys() >= set(fields) and all(partial and known[name] for name in left)
-
-
-def _made(kind: Any, fields: dict[str, Any]) -> Any:
-    """Return an object with these fields; no code of its class runs."""
-    if issubclass(kind, tuple):
-        return tuple.__new__(kind, fields.values())
-    made = object.__new__(kind)
-    for field in dataclasses.fields(kind):
-        object.__setattr__(made, field.name, fields.get(field.name, field.default))
-    return made
