@@ -284,7 +284,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("how", ["stopped", "killed"])
+@pytest.mark.parametrize("how", [pytest.param("stopped", marks=pytest.mark.sweep), "killed"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_loop_ends_with_the_same_bits(kind: str, how: str, place: str) -> None:
     driver = KINDS[kind]

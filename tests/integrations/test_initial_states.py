@@ -255,7 +255,7 @@ CHANGES: dict[str, tuple[Any, Any, dict[str, str], list[str]]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("abstract", [False, True], ids=["state", "function"])
+@pytest.mark.parametrize("abstract", [False, pytest.param(True, marks=pytest.mark.sweep)], ids=["state", "function"])
 def test_what_fits_is_restored_and_the_rest_is_told(
     change: str, abstract: bool, place: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,287 @@
+"""Three programs with the structure of Flax's own examples, adopted by a few lines, killed, and resumed bit for bit.
+
+Each is written as its author would: what its state holds and how its loop counts and saves differ. The lines that
+holdfast adds are marked with ``# +``; they take the place of those that saved and restored before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax  # type: ignore[import-untyped]  # it ships no types
+import pytest
+from flax import nnx
+from flax.training import dynamic_scale, train_state
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.versions import nnx_list, nnx_update
+
+import holdfast as hf
+
+pytestmark = pytest.mark.usefixtures("default_sigterm")
+
+STEPS, EVERY = 8, 3
+VOCABULARY, LENGTH, BATCH = 11, 5, 4
+DEVICES = 2
+
+
+class Killed(BaseException):
+    """The end of a process in the middle of its loop."""
+
+
+class Pipeline:
+    """Shuffled batches without end, as a loader of Grain gives them: an iterator whose position can be saved."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+        self._seen = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._seen += 1
+        return np.random.default_rng(self._seen).integers(VOCABULARY, size=self._shape)
+
+    def get_state(self) -> Mapping[str, Any]:
+        return {"seen": self._seen}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self._seen = state["seen"]
+
+
+# A transformer in nnx, as in the example for Gemma: the checkpoint is a dictionary of the states of model and
+# optimizer, put back with nnx.update.
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.attention = nnx.MultiHeadAttention(
+            num_heads=2, in_features=8, dropout_rate=0.1, deterministic=False, decode=False, rngs=rngs
+        )
+        self.norm = nnx.RMSNorm(8, rngs=rngs)
+        self.mlp = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return x + self.mlp(nnx.gelu(self.attention(self.norm(x))))
+
+
+class Transformer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(VOCABULARY, 8, rngs=rngs)
+        self.blocks = nnx_list([Block(rngs) for _ in range(1)])
+
+    def __call__(self, tokens: Any) -> Any:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.embed.attend(x)
+
+
+GEMMA_OPTIMIZER = optax.adamw(optax.warmup_cosine_decay_schedule(0, 0.1, 2, STEPS))
+
+
+@nnx.jit
+def transformer_step(model: Transformer, optimizer: nnx.Optimizer[Any], tokens: Any) -> Any:
+    def loss_of(model: Transformer) -> Any:
+        logits = model(tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    loss, gradients = nnx.value_and_grad(loss_of)(model)
+    nnx_update(optimizer, model, gradients)
+    return loss
+
+
+def gemma(directory: str, kill: int | None) -> Any:
+    model = Transformer(nnx.Rngs(0, dropout=1))
+    optimizer = nnx.Optimizer(model, GEMMA_OPTIMIZER, wrt=nnx.Param)
+    batches = Pipeline((BATCH, LENGTH))
+    with hf.CheckpointCallback(directory, save_interval_steps=EVERY, max_to_keep=1) as checkpoint:  # +
+        saved = {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
+        saved, start_step = checkpoint.restore_or_initialize(saved, data=batches)  # +
+        nnx.update(model, saved["model"])
+        nnx.update(optimizer, saved["optimizer"])
+        for step in range(start_step, STEPS):
+            loss = transformer_step(model, optimizer, next(batches))
+            if step == kill:
+                raise Killed
+            saved = {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
+            checkpoint.on_step(step + 1, saved, metrics={"loss": loss}, data=batches)  # +
+    return nnx.to_pure_dict(nnx.state((model, optimizer)))
+
+
+# A language model in linen, as in the example for lm1b: a TrainState that is made under jit, with shardings over a
+# mesh; the step is the state's own, and the key of each step's dropout is folded from it.
+
+
+class Decoder(nn.Module):
+    @nn.compact
+    def __call__(self, tokens: Any) -> Any:
+        embed = nn.Embed(VOCABULARY, 8)
+        x = embed(tokens)
+        y = nn.MultiHeadDotProductAttention(2, dropout_rate=0.1, deterministic=False)(
+            x, mask=nn.make_causal_mask(tokens)
+        )
+        return embed.attend(x + nn.Dropout(0.1, deterministic=False)(y))
+
+
+DECODER = Decoder()
+LM_OPTIMIZER = optax.adamw(lambda step: 0.1 / jnp.sqrt(step + 1), b2=0.98, weight_decay=0.1)
+
+
+def initial_decoder() -> Any:
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    params = DECODER.init(keys, jnp.zeros((BATCH, LENGTH), jnp.int32))["params"]
+    create: Any = train_state.TrainState.create
+    return create(apply_fn=DECODER.apply, params=params, tx=LM_OPTIMIZER)
+
+
+def decoder_step(state: Any, tokens: Any, key: Any) -> tuple[Any, Any]:
+    key = jax.random.fold_in(key, state.step)
+
+    def loss_of(params: Any) -> Any:
+        logits = state.apply_fn({"params": params}, tokens[:, :-1], rngs={"dropout": key})
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    loss, gradients = jax.value_and_grad(loss_of)(state.params)
+    return state.apply_gradients(grads=gradients), {"loss": loss, "learning_rate": 0.1}
+
+
+@functools.cache
+def on_mesh(mesh: Mesh) -> tuple[Any, Any]:
+    """Returns the abstract state, the last axis of large arrays divided over the mesh, and the step that keeps that."""
+    spec: Any = PartitionSpec
+    struct: Any = jax.ShapeDtypeStruct
+
+    def placed(leaf: Any) -> Any:
+        divided = leaf.ndim > 1 and leaf.shape[-1] % DEVICES == 0
+        axes = spec(*[None] * (leaf.ndim - 1), "model") if divided else spec()
+        return struct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, axes))
+
+    abstract = jax.tree.map(placed, jax.eval_shape(initial_decoder))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    return abstract, jax.jit(decoder_step, out_shardings=(shardings, None), donate_argnums=0)
+
+
+def lm1b(directory: str, kill: int | None) -> Any:
+    mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("model",))
+    batches = Pipeline((BATCH, LENGTH))
+    key = jax.random.key(7)
+    abstract, step_on_mesh = on_mesh(mesh)
+    with hf.CheckpointCallback(directory, save_interval_steps=EVERY, keep_period=2 * EVERY) as checkpoint:  # +
+        state, start = checkpoint.restore_or_initialize(initial_decoder, like=abstract, data=batches)  # +
+        assert start == int(state.step)
+        assert jax.tree.leaves(state.params)[-1].sharding.mesh == mesh
+        for step in range(start, STEPS):
+            state, metrics = step_on_mesh(state, next(batches), key)
+            if step == kill:
+                raise Killed
+            checkpoint.on_step(step + 1, state, metrics=metrics, data=batches)  # +
+            if (step + 1) % 4 == 0:
+                checkpoint.on_eval(step + 1, {"eval_loss": float(metrics["loss"]) + 1})  # +
+    return {"params": state.params, "opt": state.opt_state, "step": state.step}
+
+
+# A ResNet in linen, as in the example for ImageNet: a TrainState with statistics and a scale of the loss, a copy of it
+# on each device.
+
+
+class ResNet(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        norm = functools.partial(nn.BatchNorm, use_running_average=False, momentum=0.9)
+        x = nn.relu(norm()(nn.Conv(4, (3, 3), use_bias=False)(x)))
+        y = norm(scale_init=nn.initializers.zeros_init())(nn.Conv(4, (3, 3), use_bias=False)(x))
+        return nn.Dense(VOCABULARY)(jnp.mean(nn.relu(x + y), (1, 2)))
+
+
+class ImageState(train_state.TrainState):  # type: ignore[no-untyped-call]  # flax leaves it so
+    batch_stats: Any
+    dynamic_scale: Any
+
+
+RESNET = ResNet()
+IMAGE_OPTIMIZER = optax.sgd(optax.cosine_decay_schedule(0.1, STEPS), momentum=0.9, nesterov=True)
+
+
+@functools.cache
+def first_variables() -> Any:
+    return jax.jit(RESNET.init)(jax.random.key(0), jnp.zeros((1, 4, 4, 1)))
+
+
+def image_step(state: Any, images: Any, labels: Any) -> tuple[Any, Any]:
+    def loss_of(params: Any) -> tuple[Any, Any]:
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        logits, updates = state.apply_fn(variables, images, mutable=["batch_stats"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), updates
+
+    scale, is_finite, (loss, updates), gradients = state.dynamic_scale.value_and_grad(
+        loss_of, has_aux=True, axis_name="batch"
+    )(state.params)
+    new = state.apply_gradients(grads=gradients, batch_stats=updates["batch_stats"], dynamic_scale=scale)
+    keep = functools.partial(jnp.where, is_finite)
+    mean: Any = jax.lax.pmean  # unannotated in jax
+    new = new.replace(
+        opt_state=jax.tree.map(keep, new.opt_state, state.opt_state),
+        params=jax.tree.map(keep, new.params, state.params),
+    )
+    return new, mean(loss, "batch")
+
+
+# As jax.pmap, which jax is about to remove: every array has an axis for the devices.
+replicated_step = jax.jit(jax.vmap(image_step, axis_name="batch"), donate_argnums=0)
+
+
+def imagenet(directory: str, kill: int | None) -> Any:
+    variables = first_variables()
+    create: Any = ImageState.create
+    state = create(
+        apply_fn=RESNET.apply,
+        params=variables["params"],
+        tx=IMAGE_OPTIMIZER,
+        batch_stats=variables["batch_stats"],
+        dynamic_scale=dynamic_scale.DynamicScale(growth_interval=3, scale=jnp.float32(1 << 16)),
+    )
+    state = jax.tree.map(lambda leaf: jnp.stack([jnp.asarray(leaf)] * DEVICES), state)  # replicate
+    batches = Pipeline((DEVICES, BATCH, 4, 4, 1))
+    with hf.CheckpointCallback(directory, save_interval_steps=EVERY, max_to_keep=2) as checkpoint:  # +
+        state, step_offset = checkpoint.restore_or_initialize(state, data=batches)  # +
+        for step in range(step_offset, STEPS):
+            images = next(batches)
+            state, loss = replicated_step(state, images.astype(np.float32), images[..., 0, 0, 0])
+            if step == kill:
+                raise Killed
+            checkpoint.on_step(step + 1, state, metrics={"loss": loss[0]}, data=batches)  # +
+    assert state.step.tolist() == [STEPS] * DEVICES
+    scale = state.dynamic_scale
+    return [state.step, state.params, state.opt_state, state.batch_stats, scale.scale, scale.fin_steps]
+
+
+PROGRAMS: dict[str, Callable[[str, int | None], Any]] = {"gemma": gemma, "lm1b": lm1b, "imagenet": imagenet}
+
+
+def bits(tree: Any) -> dict[str, bytes]:
+    found = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        is_key = jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key)
+        found[jax.tree_util.keystr(path)] = np.asarray(jax.random.key_data(leaf) if is_key else leaf).tobytes()
+    return found
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_that_is_killed_and_resumed_ends_with_the_same_bits(program: str, place: str, every: bool) -> None:
+    train = PROGRAMS[program]
+    whole = bits(train(f"{place}/whole", None))
+    for kill in (1, 4, 7) if every else (4,):  # before the first save, and after each save
+        with pytest.raises(Killed):
+            train(f"{place}/run", kill)
+    assert hf.CheckpointManager(f"{place}/run", options=hf.CheckpointManagerOptions(read_only=True)).latest_step() == (
+        6 if every else 3
+    )
+    assert bits(train(f"{place}/run", None)) == whole
+    assert hf.verify(f"{place}/run").ok
