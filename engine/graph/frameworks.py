@@ -168,6 +168,14 @@ def _snapshot(value: Any) -> Any:
     return value if value is ... or is_single_leaf(value) else encode_state(value)
 
 
+def divided_like(parameter: Any, shape: Any, dtype: Any) -> Any:
+    """Return the template for a value of a parameter that processes share, which is divided alike; ``...`` else."""
+    if type(parameter).__name__ != "DTensor" or shape != tuple(parameter.shape):
+        return ...
+    torch: Any = loaded("torch")
+    return torch.zeros_like(parameter.detach(), dtype=getattr(torch, dtype.name))
+
+
 def new_optimizer_tensor(parameter: Any, name: str, array: Any, group: dict[str, Any]) -> Any:
     """Return the tensor that an optimizer would create for a parameter."""
     tensor = decode_state({"torch.Tensor": array})

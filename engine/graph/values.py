@@ -28,7 +28,7 @@ from ..pytree import (
     materialize,
     unescape_key,
 )
-from .frameworks import OptimizerSlot, OptionSlot, TensorSlot, is_single_leaf, new_optimizer_tensor
+from .frameworks import OptimizerSlot, OptionSlot, TensorSlot, divided_like, is_single_leaf, new_optimizer_tensor
 from .paths import Path, format_node_path, storage_name
 from .saved import SavedGraph, Transform
 from .slots import Assignment, EntrySlot, Slot, StateSlot
@@ -282,6 +282,8 @@ def _template(one: Assignment, leaf: Saved) -> Any:
     if isinstance(one.slot, TensorSlot):
         return one.slot.template(leaf.shape or ())
     live = one.slot.get()
+    if one.likeness is not None and (live is None or live is ...) and leaf.kind == "torch":
+        return divided_like(one.likeness[0], leaf.shape, leaf.dtype)  # a value that the optimizer has yet to create
     if live is None or live is ... or (is_python_value(live) and leaf.kind == "none"):
         return ...  # a slot that was empty in the program or in the checkpoint
     if isinstance(one.slot, OptionSlot) and is_python_value(live) and leaf.kind in PLAIN_KINDS:

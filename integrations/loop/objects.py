@@ -38,14 +38,14 @@ def is_component(value: object) -> bool:
 
 def holds_objects(state: Any) -> bool:
     """Return whether a state is a live object, or has one in its dicts, lists and tuples."""
-    if type(state) in (dict, list, tuple) or (isinstance(state, tuple) and hasattr(state, "_fields")):
-        return any(map(_holds, state.values() if type(state) is dict else state))
+    if isinstance(state, (dict, list, tuple)):
+        return any(map(_holds, state.values() if isinstance(state, dict) else state))
     return _is_object(state) or _is_plain_object(state)
 
 
 def _holds(value: Any) -> bool:
-    if type(value) in (dict, list, tuple):
-        return any(map(_holds, value.values() if type(value) is dict else value))
+    if isinstance(value, (dict, list, tuple)):
+        return any(map(_holds, value.values() if isinstance(value, dict) else value))
     return _is_object(value)
 
 

@@ -152,7 +152,7 @@ def located(value: Any, wanted: Callable[[Any], bool], path: str = "") -> Iterat
     """Generate the objects in dicts, lists and tuples, each with its keys joined by dots."""
     if wanted(value):
         yield path, value
-    elif type(value) in (dict, list, tuple):
+    elif isinstance(value, (dict, list, tuple)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from located(item, wanted, f"{path}.{key}" if path else str(key))
 
