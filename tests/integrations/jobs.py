@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-STEPS = 6
+STEPS = 4
 HELD: list[Any] = []  # what a program holds at its end, as one does that is written without functions
 
 

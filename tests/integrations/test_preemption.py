@@ -111,7 +111,6 @@ def test_other_signals_can_be_watched() -> None:
 _WORKERS = """
 import logging, multiprocessing, os, signal, sys
 logging.disable()  # of the worker that is started too early
-from holdfast.integrations.loop import PreemptionSignal
 
 
 def work(pipe):
@@ -132,6 +131,8 @@ def ask(pipe):
 
 
 if __name__ == "__main__":
+    from holdfast.integrations.loop import PreemptionSignal
+
     context = multiprocessing.get_context(sys.argv[1])
     before, held = start(context, True)
     with PreemptionSignal([signal.SIGTERM, signal.SIGUSR1]) as preemption:

@@ -41,14 +41,15 @@ def train(process: Process, directory: str, told: dict[int, int]) -> tuple[int, 
     return start, step, checkpoint.exit_status, model.weight.tolist()
 
 
-@pytest.mark.parametrize("told", [{1: 3}, {0: 3, 1: 4}], ids=["one", "all, at different steps"])
-def test_all_save_the_same_step(tmp_path: Path, told: dict[int, int]) -> None:
+def test_all_save_the_same_step(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     whole = run_processes(train, 2, str(tmp_path / "whole"), {}, backend="torch")
-    stopped = run_processes(train, 2, str(tmp_path / "runs"), told, backend="torch")
-    (last,) = {step for _, step, _, _ in stopped}
-    assert 3 <= last < STEPS
-    assert {status for _, _, status, _ in stopped} == {75}
-    assert [entry.step for entry in hf.list_checkpoints(tmp_path / "runs")] == [last]
-    resumed = run_processes(train, 2, str(tmp_path / "runs"), {}, backend="torch")
-    assert resumed == [(last, STEPS, 0, parameters) for _, _, _, parameters in whole]
+    for name, told in {"one": {1: 3}, "all, at different steps": {0: 3, 1: 4}}.items():
+        stopped = run_processes(train, 2, str(tmp_path / name), told, backend="torch")
+        (last,) = {step for _, step, _, _ in stopped}
+        assert 3 <= last < STEPS
+        assert {status for _, _, status, _ in stopped} == {75}
+        assert [entry.step for entry in hf.list_checkpoints(tmp_path / name)] == [last]
+    resumed = run_processes(train, 2, str(tmp_path / "one"), {}, backend="torch")
+    assert {status for _, _, status, _ in resumed} == {0}
+    assert [(step, parameters) for _, step, _, parameters in resumed] == [(STEPS, one[3]) for one in whole]
