@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .arrays import Problem, SavedLeaf, TreeReader, naming
-from .checkpoint import Place
+from .checkpoint import Place, has_changed
 from .errors import CheckpointNotFoundError, HoldfastError
 from .format import OWN_FOLDER, CheckpointRecord, FileRecord, own_item
 from .manager import StepEntry, reasons, stored_options
@@ -92,7 +92,11 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
     options = stored_options(location) if len({entry.series for entry in steps.entries}) < 2 else None
     infos = [entry.info for entry in steps.entries if entry.record is not None]
     kept = {} if options is None else reasons(infos, options.rules())
-    return [_native_summary(entry, kept.get(entry.step, ())) for entry in steps.entries]
+    found = [_native_summary(entry, kept.get(entry.step, ())) for entry in steps.entries]
+    for entry, one in zip(steps.entries, found, strict=True):
+        if one.damage and entry.record is not None and has_changed(entry.location, entry.record):
+            return list_checkpoints(directory)  # a run has replaced or deleted it meanwhile
+    return found
 
 
 def _native_summary(entry: StepEntry, kept: tuple[str, ...]) -> CheckpointSummary:

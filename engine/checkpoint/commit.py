@@ -79,7 +79,7 @@ def read_steadily(location: Location, read: Callable[[CheckpointRecord], T]) -> 
 def has_changed(location: Location, record: CheckpointRecord) -> bool:
     """Whether a checkpoint was replaced or deleted since its record was read, as far as that can be told."""
     try:
-        return read_record(location).encode() != record.encode()
+        return read_record(location).identity != record.identity
     except CheckpointNotFoundError:
         return True
     except HoldfastError:

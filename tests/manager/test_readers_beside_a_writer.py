@@ -73,7 +73,7 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], ob
                 done.append(inside)
                 act()
 
-        for method in ("read_bytes", "open_data"):
+        for method in ("read_bytes", "open_data", "entries"):
             real = getattr(hf.Location, method)
 
             def call(self: hf.Location, *arguments: Any, real: Any = real, **options: Any) -> Any:
@@ -125,6 +125,13 @@ def test_a_step_that_was_asked_for_is_deleted_meanwhile(
         meanwhile(instant, lambda: manager.delete(2))
         with pytest.raises(hf.CheckpointNotFoundError):
             read(run)
+
+
+def test_a_list_while_a_step_is_replaced(place: str, tmp_path: Any, meanwhile: Any) -> None:
+    for run in (hf.as_location(place), hf.as_location(tmp_path)):
+        with writer(run) as manager:
+            meanwhile("state", lambda manager=manager: manager.save(2, tree(10), force=True))
+            assert [one.damage for one in hf.list_checkpoints(run)] == [None, None]
 
 
 class Policy(Checkpointable):
