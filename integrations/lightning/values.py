@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...engine.stateful import instance_of
+
 logger = logging.getLogger("holdfast")
 
 _TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
@@ -85,22 +87,13 @@ def from_plain(plain: Any, kind: str) -> Any:
             return found
         if family == "enum" and issubclass(found, Enum):
             return found[plain]
-        if family == "dataclass" and dataclasses.is_dataclass(found):
-            return _dataclass(found, plain)
-        raise LookupError(f"{name} is something else now")
+        made = instance_of(found, plain) if family == "dataclass" else None
+        if made is None:
+            raise LookupError(f"{name} is something else now")
+        return made
     except Exception as error:
         logger.warning("left as plain data instead of %s: %s", kind, error)
         return plain
-
-
-def _dataclass(found: type, plain: dict[str, Any]) -> Any:
-    """Make a dataclass with the values of its fields, without calling anything of its own."""
-    value: Any = object.__new__(found)
-    for field in dataclasses.fields(found):
-        if field.name not in plain:
-            raise LookupError(f"{found.__qualname__} has a field {field.name} that was not saved")
-        object.__setattr__(value, field.name, plain[field.name])
-    return value
 
 
 def _name(kind: type) -> str:

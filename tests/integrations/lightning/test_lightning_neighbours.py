@@ -32,7 +32,7 @@ def beside(place: Path) -> ModelCheckpoint:
     return ModelCheckpoint(place, save_last=True, every_n_train_steps=1, save_top_k=1)
 
 
-@pytest.mark.parametrize("resume", ["auto", "never"])
+@pytest.mark.parametrize("resume", [pytest.param("auto", marks=pytest.mark.sweep), "never"])
 def test_a_fresh_run_beside_an_old_last_ckpt(
     program: Any, new_directory: NewDirectory, tmp_path: Path, resume: str
 ) -> None:
