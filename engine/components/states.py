@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ..arrays import SavedLeaf, TreeSource
 from ..errors import DamagedCheckpointError, TreeMismatchError, UnsupportedLeafError, shortened
 from ..graph import (
+    OPTIMIZER_SLOTS,
     Leaf,
     LiveGraph,
     LiveNode,
@@ -250,12 +251,15 @@ def set_default_state(
             setattr(component.value, name, value)
     report = restoration.report(root)
     unused = report.pending + report.unused
-    if unused and own and not set(report.restored) & own:
+    # Earlier versions left out what optimizers keep for parameters of some components.
+    without = [number for number, node in enumerate(stored.graph.nodes) if node.groups and not any(node.groups)]
+    lost = [format_node_path((*stored.graph.path(number), OPTIMIZER_SLOTS)) for number in without]
+    if unused and own and not lost and not set(report.restored) & own:
         raise TreeMismatchError(
             f"{source}: nothing in it matches {_called(component)}, and nothing was changed. "
             f"It has {shortened(map(repr, unused))}; the component has {shortened(map(repr, sorted(own)))}"
         )
-    return OwnReport(tuple(path for path in report.missing if path in own), unused)
+    return OwnReport((*lost, *(path for path in report.missing if path in own)), unused)
 
 
 def match_kept(component: LiveComponent, state: Any, source: Location, keep: Keep) -> None:

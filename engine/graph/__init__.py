@@ -12,4 +12,4 @@ from .restoration import Restoration, RestoreReport, RestoreStatus
 from .stored import GraphCheckpointHandler, StoredGraph, open_graph
 from .tracked import Node, TrackedDict, TrackedList, Untracked, Value, tracked_attributes
 from .views import Leaf
-from .walk import LiveGraph, LiveNode, walk
+from .walk import OPTIMIZER_SLOTS, LiveGraph, LiveNode, walk

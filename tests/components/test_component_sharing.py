@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -468,3 +469,21 @@ def test_components_in_a_deque(place: str) -> None:
     assert running.restore_from_path(path, strict=True).complete
     for one, other in zip(past.policies, running.policies, strict=True):
         assert torch.equal(one.net[0].weight, other.net[0].weight)
+
+
+def test_a_checkpoint_of_an_earlier_version_that_lacks_moments_is_not_complete(place: str) -> None:
+    trainer = ParentAndLearner("torch")
+    trainer.train(1)
+    state = trainer.get_state()
+    own = state["learner"]
+    graph = json.loads(own["__graph__"])
+    for node in graph["nodes"]:
+        node.pop("slots", None)
+        node["groups"] = [[] for _ in node.get("groups", ())]
+    path = trainer.save_to_path(place, state=state | {"learner": {**own, "__graph__": json.dumps(graph)}})
+    with pytest.raises(hf.TreeMismatchError, match=r"values that the checkpoint does not have .*: optimizer/slots"):
+        ParentAndLearner("torch").restore_from_path(path, strict=True)
+    running = ParentAndLearner("torch", seed=1)
+    report = running.restore_from_path(path)
+    assert report.missing_values[0] == "learner: optimizer/slots"
+    assert torch.equal(running.policy.net[0].weight, trainer.policy.net[0].weight)
