@@ -462,6 +462,7 @@ class CheckpointManager:
                 rendezvous=rendezvous,
                 timeout=self._processes.timeout,
             )
+            earlier: SaveFailedError | None = None
             try:
                 self._rollback.saving(step)
                 self._decisions.save_begins(step)
@@ -475,6 +476,8 @@ class CheckpointManager:
             except BaseException as error:  # such as an interrupt, or the system has no more threads
                 if save.give_up(error):
                     self._ended(pending, failed=True)
+                if earlier is not None:
+                    error.add_note(str(earlier))
                 raise
             if earlier is not None:
                 raise earlier
