@@ -158,7 +158,7 @@ class StatefulLoader:
         if not self.resumed:
             self.order, self.place = torch.randperm(len(self.dataset)).tolist(), 0
         self.resumed = False
-        while self.place < BATCHES:
+        while self.place * BATCH_SIZE < len(self.order):
             chosen = self.order[self.place * BATCH_SIZE : (self.place + 1) * BATCH_SIZE]
             self.place += 1
             yield self.dataset[chosen]

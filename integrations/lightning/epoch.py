@@ -102,6 +102,8 @@ def skip_batches(fetcher: Any, count: int, before: Callable[[int], None]) -> Non
     draws_ahead = fetcher.length is None and hasattr(fetcher, "batches")
     source = fetcher if draws_ahead else fetcher.iterator
     for drawn in range(count):
+        if drawn + draws_ahead == 1:
+            _begin_counting(fetcher.combined_loader)
         before(drawn + draws_ahead)
         try:
             next(source)
@@ -110,6 +112,14 @@ def skip_batches(fetcher: Any, count: int, before: Callable[[int], None]) -> Non
                 f"the checkpoint was saved after {count} batches of its epoch, but the training data now ends after "
                 f"{drawn}: use the data and the batch size that the checkpoint was saved with"
             ) from None
+    if count == 1 and not draws_ahead:
+        _begin_counting(fetcher.combined_loader)
+
+
+def _begin_counting(combined: Any) -> None:
+    """Forget, after the first batch, that a loader had ended: it began with its state at the end of an epoch."""
+    if hasattr(combined._iterator, "_consumed"):
+        combined._iterator._consumed = [False] * len(combined.flattened)
 
 
 def keeps_iterator(loader: Any) -> bool:

@@ -1,0 +1,76 @@
+"""The sweep runs interrupted programs, compares them, and counts; a few of its cases, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.sweep.cases import Case, first_difference, judge
+from benchmarks.sweep.runner import summary
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PERSISTENT = "lightning/persistent/default"
+LIVE_ACROSS_EPOCHS = "the workers of a data loader live across epochs"
+
+
+def test_a_few_cases(tmp_path: Path) -> None:
+    report = tmp_path / "cases.json"
+    only = [
+        f"{PERSISTENT}/error",
+        "lightning/stateful and plain/validation across epochs/error",
+        "lightning/shuffled/default/longer with the same",
+        "jax/nnx/adam/SIGTERM in step 4",
+    ]
+    command = [sys.executable, "-m", "benchmarks.sweep", "--processes", "1", "--json", str(report)]
+    for text in only:
+        command += ["--only", text]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cases = {case["name"]: case for case in json.loads(report.read_text())}
+    assert "9 of 9 cases equal bit for bit, 0 refused with a message, 0 not equal" in done.stdout
+    # Only where the workers have lived through an epoch before, their random generators are lost.
+    said = {
+        int(name.rpartition(" ")[2]): any(LIVE_ACROSS_EPOCHS in warning for warning in case["warnings"])
+        for name, case in cases.items()
+        if name.startswith(PERSISTENT)
+    }
+    assert said == {step: step >= 5 for step in said}
+    assert len(said) == 3
+
+
+def test_judging() -> None:
+    assert judge("a/b/c/d", lambda: None) == Case("a/b/c/d")
+    assert judge("a/b/c/d", lambda: "x: expected 1, found 2") == Case("a/b/c/d", "differs", "x: expected 1, found 2")
+
+    def fails() -> None:
+        raise ValueError("not so")
+
+    assert judge("a/b/c/d", fails) == Case("a/b/c/d", "failed", "ValueError: not so")
+    assert judge("a/b/c/d", fails, "not so") == Case("a/b/c/d", "refused", "ValueError: not so")
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "difference"),
+    [
+        ({"a": [1, b"x"]}, {"a": [1, b"x"]}, None),
+        ({"a": [1, b"x"]}, {"a": [1, b"y"]}, "/a/1: expected b'y', found b'x'"),
+        ({"a": 1}, {"b": 1}, "all: expected {'b': 1}, found {'a': 1}"),
+        ([1], [1, 2], "all: expected [1, 2], found [1]"),
+    ],
+)
+def test_differences(found: object, expected: object, difference: str | None) -> None:
+    assert first_difference(found, expected) == difference
+
+
+def test_the_table() -> None:
+    text = summary([Case("jax/tree/adam/a"), Case("jax/tree/adam/b", "differs"), Case("jax/nnx/sgd/a", "refused")])
+    assert [line.split()[-4:] for line in text.splitlines()[1:]] == [
+        ["2", "1", "0", "1"],
+        ["1", "0", "1", "0"],
+        ["3", "1", "1", "1"],
+        ["3", "1", "1", "1"],
+    ]
