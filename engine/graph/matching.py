@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..pytree import is_torch_tensor, unescape_key
+from ..pytree import is_python_value, is_torch_tensor, unescape_key
 from .frameworks import OptimizerSlot, OptionSlot, group_options, is_optimizer
 from .paths import Path, format_node_path
 from .saved import SavedGraph
@@ -46,6 +46,7 @@ class Matching:
         self.bindings = Bindings(graph)
         self.unused: dict[int, Path] = {}  # values in whose place there is an object that cannot take them
         self.waiting: list[Any] = []  # holders below which values are missing an object
+        self.has_unmatched = False  # whether an object of the program was met that the checkpoint does not have
         self._optimizers = OptimizerMatching(graph, self.bindings, self.unused)
 
     def from_root(self, root: Node) -> Iterator[Assignment]:
@@ -137,6 +138,9 @@ class Matching:
         special = {GROUPS} if view.optimizer is not None else frozenset()
         within = visit.within | {id(value)} if view.functional else frozenset()
         saved = self.graph.nodes[visit.number].edges
+        if not self.has_unmatched:
+            new = (edge.value for segment, edge in edges.items() if segment not in saved)
+            self.has_unmatched = any(not is_python_value(one) for one in new)
         if visit.only is not None:
             saved = {visit.only: saved[visit.only]} if visit.only in saved else {}
         for segment, child in saved.items():

@@ -351,6 +351,8 @@ class Restoration:
 
     def warn_of_missing(self, root: Node) -> None:
         """Log the objects of the program, such as parameters, that the checkpoint has no values for."""
+        if not (self._matching.has_unmatched or self._matching.unused):
+            return
         missing = [
             format_node_path(node.path)
             for node in walk(root, strict=False).leaves()

@@ -11,7 +11,7 @@ from ..pytree import is_python_value, key_segments
 from .frameworks import OptimizerSlot, OptionSlot, group_options, is_optax_moment
 from .paths import Path, format_node_path
 from .slots import Slot
-from .tracked import Node, check_origin
+from .tracked import Node, TrackedDict, TrackedList, check_origin
 from .views import Branch, Edge, Leaf, Unsaved, classify, root_view
 
 GROUPS = "groups"  # name of the edge from a torch optimizer to the options of its groups
@@ -102,7 +102,8 @@ class _Walk:
         while queue:
             node, lenient = queue.popleft()
             view = node.view
-            check_origin(node.value, format_node_path(node.path))
+            if isinstance(node.value, TrackedList | TrackedDict):
+                check_origin(node.value, format_node_path(node.path))
             if not isinstance(view, Branch):
                 continue
             lenient = lenient or view.lenient

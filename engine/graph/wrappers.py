@@ -7,10 +7,10 @@ round.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
-from ..pytree import WRAPPED, loaded
+from ..pytree import WRAPPED
 
 # The attributes that hold the module, by the names of the wrappers' classes.
 _CLASSES = {
@@ -25,16 +25,13 @@ _LIBRARIES = {"torch", "lightning", "lightning_fabric", "pytorch_lightning"}
 
 def unwrapped(value: Any) -> Any:
     """Return the module inside wrappers; any other object as it is."""
-    torch = loaded("torch")
-    if torch is None or not isinstance(value, torch.nn.Module):
-        return value
     while (name := _attribute(type(value))) is not None:  # type: ignore[arg-type]  # mypy takes the class for an instance
         value = getattr(value, name)
     return value
 
 
-@cache
-def _attribute(kind: type) -> str | None:
+@lru_cache(maxsize=1024)  # of thousands of objects, few are of different types
+def _attribute(kind: Any) -> str | None:
     names = (_CLASSES.get(base.__name__) for base in kind.__mro__ if base.__module__.partition(".")[0] in _LIBRARIES)
     return next((name for name in names if name is not None), None)
 
