@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tests.versions import nnx_list
+from tests.versions import nnx_list, nnx_update
 
 import holdfast as hf
 from holdfast.integrations.flax import CheckpointCallback
@@ -34,6 +34,11 @@ class Model(nnx.Module):
         for layer in self.layers:
             x = self.drop(self.norm(layer(x)))
         return x @ self.tied[...] if hasattr(self.tied, "get_value") else x @ self.tied.value
+
+
+class Line(nnx.Module):
+    def __init__(self, rngs: Any) -> None:
+        self.inner = nnx.Linear(2, 2, rngs=rngs)
 
 
 def pure(module: Any) -> Any:
@@ -161,6 +166,34 @@ def test_from_orbax(tmp_path: Path) -> None:
     hf.import_checkpoint(tmp_path / "1", tmp_path / "ours")
     again = hf.load(tmp_path / "ours", like=nnx.to_pure_dict(nnx.state(Model(2), wanted)))
     assert np.array_equal(again["norm"]["mean"], pure(model)["norm"]["mean"])
+
+
+def test_a_run_of_orbax_goes_on(tmp_path: Path) -> None:
+    """Saved as Flax's Gemma example saves it."""
+
+    def make(seed: int) -> dict[str, Any]:
+        model = Line(rngs=nnx.Rngs(seed))
+        return {"model": model, "optimizer": nnx.Optimizer(model, optax.adamw(0.1), **WRT)}
+
+    def update(objects: dict[str, Any]) -> None:
+        loss: Any = nnx.grad(lambda model: jnp.mean(model.inner(jnp.ones((3, 2))) ** 2))
+        nnx_update(objects["optimizer"], objects["model"], loss(objects["model"]))
+
+    objects = make(1)
+    update(objects)
+    with ocp.CheckpointManager(tmp_path / "theirs") as manager:
+        states = {name: nnx.state(value) for name, value in objects.items()}
+        manager.save(1, args=ocp.args.StandardSave(states))
+    hf.import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    with CheckpointCallback(tmp_path / "ours", save_interval_steps=1) as checkpoint:
+        again, step = checkpoint.restore_or_initialize(make(2))
+        assert step == 1
+    manager = hf.CheckpointManager(tmp_path / "ours")
+    for other in (again, manager.restore(1, make(3))):
+        assert [bits(other[name]) for name in objects] == [bits(value) for value in objects.values()]
+    update(objects)
+    update(again)
+    assert bits(again["model"]) == bits(objects["model"])
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
