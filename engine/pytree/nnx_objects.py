@@ -42,5 +42,6 @@ class NnxObjects:
         if self._copies is None:
             self._copies = nnx.clone(tuple(self._objects))
         if keys:
-            nnx.update(self._copies[number], nnx.State(dict(zip(keys, children, strict=True))))
+            nested = [child.raw_mapping if isinstance(child, nnx.State) else child for child in children]
+            nnx.update(self._copies[number], nnx.State(dict(zip(keys, nested, strict=True))))
         return self._copies[number]

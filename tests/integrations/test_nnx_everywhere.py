@@ -168,6 +168,7 @@ def test_from_orbax(tmp_path: Path) -> None:
     assert np.array_equal(again["norm"]["mean"], pure(model)["norm"]["mean"])
 
 
+@pytest.mark.needs("flax", "0.11")  # before, the state of an optimizer holds that of the model once more
 def test_a_run_of_orbax_goes_on(tmp_path: Path) -> None:
     """Saved as Flax's Gemma example saves it."""
 
