@@ -39,11 +39,12 @@ class Published:
 
     def update(self, manager: CheckpointManager) -> None:
         """Let everything follow the committed steps; a failure is logged, as nothing of the run depends on it."""
-        steps = manager.all_steps()
+        links = self._options.links and self._directory.is_local
+        steps = manager.all_steps() if links or self._options.export_best is not None else []
         if not steps:
             return
         best = None if self._options.best_fn is None else manager.best_step()
-        if self._options.links and self._directory.is_local:
+        if links:
             self._link("last", steps[-1])
             if best is not None:
                 self._link("best", best)
