@@ -59,16 +59,16 @@ class FittingHandler(PyTreeCheckpointHandler):
                 kept.setdefault(name, f"{format_path(name)}: expected {template} (template), not in the checkpoint")
         if not taken:
             raise TreeMismatchError(f"{reader.location}: nothing in the checkpoint fits:", list(kept.values()))
+        chosen = [(name, value) for name, value in zip(flat.names, flat.values, strict=True) if name in taken]
+        names, values = [name for name, _ in chosen], [value for _, value in chosen]
+        like = Flattened(names, values, flatten(values).structure)
+        found = dict(zip(names, load_tree(PartialTree(reader, taken, reader.tree), like=like), strict=True))
         used = {leaf.name for leaf in taken.values()}
         self._misfits.kept += kept.values()
         self._misfits.left += [format_path(name) for name in leaves if name not in used]
         self._misfits.moved += [
             f"{format_path(name)}, from {format_path(leaf.name)}" for name, leaf in taken.items() if name != leaf.name
         ]
-        chosen = [(name, value) for name, value in zip(flat.names, flat.values, strict=True) if name in taken]
-        names, values = [name for name, _ in chosen], [value for _, value in chosen]
-        like = Flattened(names, values, flatten(values).structure)
-        found = dict(zip(names, load_tree(PartialTree(reader, taken, reader.tree), like=like), strict=True))
         return unflatten(
             flat.structure, [found.get(name, value) for name, value in zip(flat.names, flat.values, strict=True)]
         )

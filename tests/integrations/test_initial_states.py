@@ -285,6 +285,29 @@ def test_what_fits_is_restored_and_the_rest_is_told(
     assert all(f"moved: {name}, from {origin}" in warning for name, origin in moved.items())
 
 
+@pytest.mark.parametrize("kind", ["tree", "objects"])
+def test_what_fits_of_the_newest_whole_step(
+    kind: str, place: str, stored: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a damaged step lacked is not told of the step before it."""
+
+    def state(*names: str) -> Any:
+        values: Any = {name: np.ones(3, np.float32) for name in names}
+        return {"net": torch.nn.Linear(2, 2), **values} if kind == "objects" else values
+
+    with hf.CheckpointCallback(place, save_interval_steps=1) as checkpoint:
+        checkpoint.on_step(1, state("a", "b"))
+        checkpoint.manager.wait_until_finished()
+        checkpoint.on_step(2, state("a"))
+    files = stored(f"{place}/2")
+    files.write("state/d/0", bytes(len(files.read()["state/d/0"])))
+    with hf.CheckpointCallback(place, partial="initialize") as checkpoint:
+        _, start = checkpoint.restore_or_initialize(state("a", "b", "c"))
+    assert start == 1
+    (told,) = [text for text in caplog.messages if "partial='initialize'" in text]
+    assert [line.strip().split(" ")[:4] for line in told.splitlines()[1:]] == [["kept", "as", "initialized:", "c:"]]
+
+
 class Layers(torch.nn.Module):
     def __init__(self, *names: str, width: int = 2) -> None:
         super().__init__()
