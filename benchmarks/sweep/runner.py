@@ -6,6 +6,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -33,8 +34,10 @@ def run_framework(framework: str, only: Only, processes: int) -> Iterator[Case]:
     context.set_forkserver_preload([module])
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_prepare, initargs=(module,)) as pool:
         groups = pool.submit(_groups, module, only).result()
-        for done in as_completed([pool.submit(_run, module, group, only) for group in groups]):
+        runs = [pool.submit(_run, module, group, only) for group in groups]
+        for count, done in enumerate(as_completed(runs), start=1):
             yield from done.result()
+            print(f"{framework}: {count} of {len(runs)} groups", end="\r", file=sys.stderr, flush=True)
 
 
 def _prepare(module: str) -> None:
