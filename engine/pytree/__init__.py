@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .cast import CastProblem, cast_checked
-from .containers import class_name, expand, opens_as
+from .containers import class_name, expand, is_nnx, opens_as
 from .describe import describe
 from .document import TreeDocument, from_document, to_document
 from .flatten import (
@@ -56,7 +56,6 @@ from .names import (
     unescape_key,
     unwrapped_name,
 )
-from .nnx_objects import is_nnx
 from .packing import PACKED_FROM, PackedNumbers, pack_numbers, pack_tree
 from .template import LeafRequest, LeafTemplate, compare, compare_metadata, describe_template, with_request
 from .transform import (

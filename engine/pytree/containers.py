@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from .leaves import loaded
-from .nnx_objects import NnxObjects, is_nnx
 
 _FACTORIES: dict[Any, str] = {kind: kind.__name__ for kind in (bool, dict, float, int, list, set, str, tuple)}
 # Default factories that a document can name; others are not stored.
@@ -114,6 +114,48 @@ _EXACT: dict[type, Callable[[Any], Contents]] = {
 def opens_as(subclass: type, kind: str) -> None:
     """Have a class derived from dict or list be a container of that kind, also where jax knows it."""
     _EXACT[subclass] = partial(_open_subclass, kind=kind)
+
+
+# ---- objects of flax.nnx, such as modules and optimizers: opened by `nnx.state`, made anew on a load. flax is never
+# imported here: where there is an object of it, the program has imported it.
+
+
+def is_nnx(value: object) -> bool:
+    """Return whether a value is an nnx object, such as a Module, an Optimizer or Rngs."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(value, _types(nnx)) and not isinstance(value, nnx.Variable)
+
+
+def _types(nnx: Any) -> tuple[type, ...]:
+    # Module, Optimizer and Rngs share this base under a name that differs between releases.
+    base = getattr(nnx, "Pytree", None) or getattr(nnx, "Object", None) or nnx.Module
+    return (base, nnx.Module, nnx.Optimizer)
+
+
+class NnxObjects:
+    """The nnx objects of one tree. A variable that several of them share belongs to the first, also after a load."""
+
+    def __init__(self) -> None:
+        self._objects: list[Any] = []
+        self._copies: Any = None
+
+    def state_of(self, value: Any) -> tuple[int, dict[Any, Any]]:
+        """Return the number of an object in the tree and the variables that no object before it has, by their keys."""
+        nnx = sys.modules["flax.nnx"]
+        number = len(self._objects)
+        self._objects.append(value)
+        state = nnx.state(tuple(self._objects))
+        return number, dict(state[number].items()) if number in state else {}
+
+    def build(self, number: int, keys: list[Any], children: list[Any]) -> Any:
+        """Return a copy of an object, which may be abstract, with these variables."""
+        nnx = sys.modules["flax.nnx"]
+        if self._copies is None:
+            self._copies = nnx.clone(tuple(self._objects))
+        if keys:
+            nested = [child.raw_mapping if isinstance(child, nnx.State) else child for child in children]
+            nnx.update(self._copies[number], nnx.State(dict(zip(keys, nested, strict=True))))
+        return self._copies[number]
 
 
 def _open_nnx(value: object, objects: NnxObjects) -> Contents:

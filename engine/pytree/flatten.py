@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnsupportedLeafError
-from .containers import expand
+from .containers import NnxObjects, expand
 from .leaves import LeafMetadata, is_jax_abstract, is_jax_array, is_torch_tensor
 from .names import escape_first, escape_key, format_path
-from .nnx_objects import NnxObjects
 
 # A key of a mapping or the name of an attribute. ``True`` and ``False`` are keys of their own in documents.
 Key = str | int
