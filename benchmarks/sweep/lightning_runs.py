@@ -71,6 +71,7 @@ class Recorder(lightning.Callback):
     def __init__(self) -> None:
         self.interruption: Interruption | None = None
         self.events: dict[tuple[str, int], Any] = {}
+        self.steps: list[int] = []
         self.validations: list[int] = []
         self.raw: Any = None
 
@@ -84,6 +85,7 @@ class Recorder(lightning.Callback):
         os.kill(os.getpid(), signal.SIGTERM)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        self.steps.append(trainer.global_step)
         if self._happens("error", trainer):
             raise InterruptionError
         if self._happens("kill", trainer):
@@ -228,7 +230,12 @@ def _new_directory() -> str:
 def _cases(whole: Program, loader: str, setup: str, number: int) -> Iterator[tuple[str, Any]]:
     last, validations = whole.trainer.global_step, whole.recorder.validations
     epoch_end = min(step for what, step in whole.recorder.events if what == "epoch")
-    within = 1 + number % max(1, epoch_end - 1)
+    begun = sorted({*whole.recorder.steps} - {0})  # two optimizers count by two
+
+    def near(step: int) -> int:
+        return max((one for one in begun if one <= step), default=begun[0])
+
+    within = near(1 + number % max(1, epoch_end - 1))
 
     def interrupted(*interruptions: Interruption, every: int = NEVER, again: bool = False) -> Any:
         def run() -> str | None:
@@ -244,15 +251,15 @@ def _cases(whole: Program, loader: str, setup: str, number: int) -> Iterator[tup
 
         return run
 
-    for step in sorted({within, epoch_end, min(last - 1, epoch_end + within)}):
+    for step in sorted({within, near(epoch_end), near(epoch_end + within)}):
         yield f"error after step {step}", interrupted(Interruption("error", step), every=step)
-    repeated = min(last - 1, 5 + number % 4)
+    repeated = near(5 + number % 4)
     yield f"steps 1 to {repeated} in part again", interrupted(Interruption("error", repeated), every=2)
-    signalled = 1 + (3 * number) % (last - 2)  # not the last step: hooks of the end do not run after it
+    signalled = near(1 + (3 * number) % (last - 2))  # not the last step: hooks of the end do not run after it
     yield f"SIGTERM in step {signalled + 1}", interrupted(Interruption("signal", signalled))
     yield (
-        f"SIGTERM in steps {within + 1} and {epoch_end + 2}",
-        interrupted(Interruption("signal", within), Interruption("signal", epoch_end + 1)),
+        f"SIGTERM in steps {within + 1} and {near(epoch_end + 2) + 1}",
+        interrupted(Interruption("signal", within), Interruption("signal", near(epoch_end + 2))),
     )
     yield (
         f"SIGTERM at the end of the epoch, step {epoch_end}",
