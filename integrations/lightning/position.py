@@ -202,9 +202,7 @@ class Position:
     def _find_batch(self, saved: dict[str, Any], fetcher: Any) -> None:
         parts = self._loaders()
         self._epoch = started = saved.get("epoch", {})
-        for callback in self._trainer.callbacks:
-            if any(kind.__name__ in _SET_UP_EPOCHS for kind in type(callback).__mro__):
-                callback.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
+        self._set_up_epoch()
         epoch.set_sampler_epoch(parts, self._fit.epoch_progress.current.processed)
         if epoch.all_stateful(parts):
             if saved["point"] == "validation" and self._fit.epoch_loop._num_ready_batches_reached():
@@ -233,6 +231,18 @@ class Position:
                 self._restore_random(restarts[drawn])
 
         epoch.skip_batches(fetcher, saved["consumed"], before_batch)
+
+    def _set_up_epoch(self) -> None:
+        module = self._trainer.lightning_module
+        names = [{kind.__name__ for kind in type(callback).__mro__} for callback in self._trainer.callbacks]
+        found = [one for one, kinds in zip(self._trainer.callbacks, names, strict=True) if kinds & {*_SET_UP_EPOCHS}]
+        if not found:
+            return
+        restored = {name: value.clone() for name, value in module.state_dict().items()}
+        for callback in found:
+            callback.on_train_epoch_start(self._trainer, module)
+        # In its last epoch, StochasticWeightAveraging begins the statistics of batch normalization anew.
+        module.load_state_dict(restored)
 
     def _go_to_batch(self, saved: dict[str, Any], fetcher: Any) -> None:
         self._restore_module(saved)
