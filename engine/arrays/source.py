@@ -116,9 +116,12 @@ class TreeSource(Protocol):
         template tells may rename more leaves, or leave out leaves that represent empty containers.
         """
         saved = {leaf.name: leaf for leaf in self.leaves}
+        missing = [name for name in names if name not in saved]
+        if not missing:
+            return self
         wanted = set(names)
         spare = {_without_value(name): name for name in saved if name not in wanted}
-        pairs = ((name, spare.pop(_without_value(name), None)) for name in names if name not in saved)
+        pairs = ((name, spare.pop(_without_value(name), None)) for name in missing)
         renamed = {there: name for name, there in pairs if there is not None}
         if not renamed:
             return self

@@ -96,10 +96,10 @@ class CheckpointSource(Protocol):
             return self.value(item)
         with collection_paused():
             source = self.tree(item)
-            if like is not None:
-                like = with_optimizer_states(like, source)
-                source = source.for_template(flatten(like).names)
-            return load_tree(source, like=like, select=select)
+            template = None if like is None else flatten(with_optimizer_states(like, source))
+            if template is not None:
+                source = source.for_template(template.names)
+            return load_tree(source, like=template, select=select)
 
     def load_transformed(self, item: str, transformations: Any, new_tree: Any, *, default_to_original: bool) -> Any:
         """Load a tree into another structure; see :func:`~holdfast.load_transformed`."""
