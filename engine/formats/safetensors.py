@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import ml_dtypes
@@ -314,21 +314,38 @@ def export_safetensors(source: TreeSource, destination: Location, *, overwrite: 
     arrays = [leaf for leaf in source.leaves if leaf.saved.dtype is not None]
     _check(source, arrays)
     note = to_document(source.tree.structure, [leaf.saved.details for leaf in source.leaves])
-    begin, lengths = encode_header(
-        [(tensor_name(leaf.name), _dtype(leaf), leaf.saved.shape or ()) for leaf in arrays],
-        {**_PT, TREE_NOTE: json.dumps(note, separators=(",", ":"))},
-    )
 
-    def parts() -> Iterator[NDArray[np.uint8]]:
-        yield np.frombuffer(begin, np.uint8)
+    def contents() -> Iterator[NDArray[Any]]:
         for batch in batches(arrays, lambda leaf: leaf.nbytes, _BATCH):
             for array in source.read(batch):
                 assert array is not None
-                flat = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
-                for start in range(0, len(flat), _STEP):
-                    yield flat[start : start + _STEP]
+                yield array
 
-    size = len(begin) + sum(lengths)
+    return write_tensors(
+        destination,
+        [(tensor_name(leaf.name), _dtype(leaf), leaf.saved.shape or ()) for leaf in arrays],
+        {TREE_NOTE: json.dumps(note, separators=(",", ":"))},
+        contents,
+    )
+
+
+def write_tensors(
+    destination: Location,
+    tensors: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]],
+    metadata: Mapping[str, str],
+    contents: Callable[[], Iterable[NDArray[Any]]],
+) -> int:
+    """Write tensors with these names, dtypes and shapes, in their order; return the size of the file in bytes."""
+    header, lengths = encode_header(tensors, {**_PT, **metadata})
+
+    def parts() -> Iterator[NDArray[np.uint8]]:
+        yield np.frombuffer(header, np.uint8)
+        for array in contents():
+            flat = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
+            for start in range(0, len(flat), _STEP):
+                yield flat[start : start + _STEP]
+
+    size = len(header) + sum(lengths)
     with replacing(destination) as partial:
         partial.write_data(size, [Segment(0, size, parts)])
     return size

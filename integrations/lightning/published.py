@@ -7,26 +7,22 @@ import io
 import logging
 import os
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ...engine.checkpoint import ITEM, read_record
 from ...engine.errors import HoldfastError
 from ...engine.handlers import PyTreeCheckpointHandler
 from ...engine.manager import CheckpointManager
-from ...engine.sources import replacing
-from ...engine.storage import TEMPORARY_PREFIX, Location, Segment
+from ...engine.storage import TEMPORARY_PREFIX, Location
 from .arguments import CallbackArguments
 from .strategies import has_leaves
 from .trees import plain_weights
 
 logger = logging.getLogger("holdfast")
-
-_PIECE = 16 << 20  # bytes
 
 
 class Published:
@@ -105,21 +101,9 @@ def _entries(step: Location, names: Collection[str]) -> dict[str, Any]:
 
 
 def _export_safetensors(step: Location, place: Location) -> None:
-    from ...engine.formats.safetensors import encode_header
+    from ...engine.formats.safetensors import write_tensors
 
     state = _entries(step, {"state_dict"}).get("state_dict", {})
     arrays = {name: np.asarray(value) for name, value in state.items() if isinstance(value, np.ndarray | np.generic)}
-    header, lengths = encode_header(
-        [(name, array.dtype, array.shape) for name, array in arrays.items()], {"format": "pt", "step": step.name}
-    )
-
-    def parts() -> Iterator[NDArray[np.uint8]]:
-        yield np.frombuffer(header, np.uint8)
-        for array in arrays.values():
-            flat = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
-            for start in range(0, len(flat), _PIECE):
-                yield flat[start : start + _PIECE]
-
-    size = len(header) + sum(lengths)
-    with replacing(place) as partial:
-        partial.write_data(size, [Segment(0, size, parts)])
+    tensors = [(name, array.dtype, array.shape) for name, array in arrays.items()]
+    write_tensors(place, tensors, {"step": step.name}, arrays.values)
