@@ -234,6 +234,7 @@ class CheckpointCallback(ResumingCallback):
             trainer,
             self._store,
             self._options,
+            self._preemption,
             stop,
             attached=lambda: any(callback is self for callback in trainer.callbacks),
             announce=lambda: self._announce(trainer),
@@ -339,7 +340,7 @@ class CheckpointCallback(ResumingCallback):
     def _leave_evaluation(self, trainer: Any) -> None:
         if self._evaluation is not None and self._evaluation.in_validation():
             announce("preempted: stopping; there is nothing new to save", shown=trainer.is_global_zero)
-            leave(trainer, self._evaluation)
+            leave(trainer, self._preemption)
 
     def _begin_from(self, trainer: Any, path: Any) -> Any:
         """Take the weights of a fresh start, once; return the path to resume from."""

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from ...engine.errors import SaveFailedError, StateError
-from ..loop import Stop, announce
+from ..loop import PreemptionSignal, Stop, announce
 from .arguments import CallbackArguments
 from .copies import Copies
 from .loops import LoopHooks
@@ -36,6 +36,7 @@ class FitSaver:
         trainer: Any,
         store: RunStore,
         options: CallbackArguments,
+        preemption: PreemptionSignal,
         stop: Stop,
         attached: Callable[[], bool],
         announce: Callable[[], None],
@@ -44,6 +45,7 @@ class FitSaver:
         self._fit = trainer.fit_loop
         self._store = store
         self._options = options
+        self._preemption = preemption
         self._stop = stop
         self._announce = announce
         self._ledger = MetricsLedger()
@@ -276,7 +278,7 @@ class FitSaver:
         finally:
             self._store.part()
         self._say("preempted: stopping after step %d in %s", self._trainer.global_step, self._store.directory)
-        leave(self._trainer, self._stop)
+        leave(self._trainer, self._preemption)
 
     def _say(self, text: str, *args: object) -> None:
         announce(text, *args, shown=self._trainer.is_global_zero)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from ..loop import PreemptionSignal, Stop
+from ..loop import PreemptionSignal
 from .loops import LoopHooks
 from .strategies import release_children
 
@@ -21,10 +21,10 @@ class Preempted(SystemExit):
         super().__init__(code)
 
 
-def leave(trainer: Any, stop: Stop) -> NoReturn:
+def leave(trainer: Any, preemption: PreemptionSignal) -> NoReturn:
     """End a run that was asked to end, and has nothing left to save."""
     release_children(trainer)
-    raise Preempted(stop.exit_status)
+    raise Preempted(preemption.exit_status)
 
 
 class Signals:

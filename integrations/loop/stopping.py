@@ -27,11 +27,6 @@ _Progress = tuple[int, int]  # batches and epochs that were finished, and batche
 class Stop(Protocol):
     """Decides at each point where a run can leave whether it has to."""
 
-    @property
-    def exit_status(self) -> int:
-        """The status of a process that leaves."""
-        ...
-
     def begin(self) -> None:
         """Start when training begins."""
         ...
@@ -54,10 +49,6 @@ class OwnStop:
 
     def __init__(self, preemption: PreemptionSignal) -> None:
         self._preemption = preemption
-
-    @property
-    def exit_status(self) -> int:
-        return self._preemption.exit_status
 
     def begin(self) -> None:
         pass
@@ -94,10 +85,6 @@ class AgreedStop:
         self._answered = False
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-
-    @property
-    def exit_status(self) -> int:
-        return self._preemption.exit_status
 
     def begin(self) -> None:
         self._thread = threading.Thread(target=self._watch, name="holdfast-preemption", daemon=True)
