@@ -71,7 +71,7 @@ def _lookup(metrics: Mapping[str, Any], name: str) -> Any:
 
 def _number(value: Any) -> float | None:
     if not isinstance(value, (int, float)):
-        # An array of one element is a number, whatever its shape; `float` would warn about one of shape (1,). Errors of
+        # An array of one element of any shape is a number; `float` would warn about one of shape (1,). Errors of
         # the computation behind an array come out here, and must not pass for a missing metric.
         if math.prod(getattr(value, "shape", ())) != 1:
             return None

@@ -68,7 +68,7 @@ class LocalBackend:
                         continue
                     try:
                         is_directory = item.is_dir()
-                    except OSError:  # a loop of links, or a broken disk: whoever opens it finds out
+                    except OSError:  # a loop of links, or a broken disk: opening it reports that
                         is_directory = True
                     try:
                         size = None if is_directory else item.stat().st_size

@@ -28,7 +28,7 @@ class LastStep:
     """References to what ``on_step`` was given last, so that leaving the loop can still save it.
 
     Arrays of jax never change, so a reference is enough. Data iterators do change, and a loop may draw one more batch
-    before it ends; so their positions are taken at every step, whatever that costs.
+    before it ends; so their positions are taken at every step, at any cost.
     """
 
     def __init__(self, step: int, adapter: StateAdapter, item: str) -> None:
