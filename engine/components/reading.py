@@ -13,7 +13,7 @@ from ..errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVers
 from ..format import COMPONENT, COMPONENTS, DOCUMENT_LIMIT, CheckpointRecord, ItemRecord
 from ..formats.rllib import looks_like_rllib
 from ..graph import Path
-from ..pytree import LeafRequest, collection_paused
+from ..pytree import NUMBERS, LeafRequest, collection_paused
 from ..storage import Location, as_location
 from .layout import Description, below, part_records, parts_of, whole_around
 from .names import STATE, format_component_path, name_of
@@ -38,10 +38,11 @@ class SavedComponent(Protocol):
         """The components below it by their paths from it."""
         ...
 
-    def state(self, component: Any = None) -> Any:
+    def state(self, component: Any = None, *, packed: bool = False) -> Any:
         """Read its own state, without those of the components below; raise DamagedCheckpointError.
 
         Named tuples and dataclasses in it are dictionaries, unless a component of the program shows their classes.
+        Long sequences of numbers may stay packed where that is asked for.
         """
         ...
 
@@ -69,14 +70,15 @@ class NativeComponent:
             found[path] = NativeComponent(self._root, self._items, (*self.path, *path))
         return found
 
-    def state(self, component: Any = None) -> Any:
+    def state(self, component: Any = None, *, packed: bool = False) -> Any:
         # Arrays are of the libraries that they were saved from.
         with collection_paused():
             reader = TreeReader(self._folder, self._item.files)
+            kinds = _FRAMEWORKS | {NUMBERS: NUMBERS} if packed else _FRAMEWORKS
             requests = {
-                leaf.name: LeafRequest(kind=_FRAMEWORKS[leaf.saved.kind])
+                leaf.name: LeafRequest(kind=kinds[leaf.saved.kind])
                 for leaf in reader.leaves
-                if leaf.saved.kind in _FRAMEWORKS
+                if leaf.saved.kind in kinds
             }
             tree, structure = load_tree(reader, requests=requests), reader.tree.structure
             if component is None or not has_records(structure):

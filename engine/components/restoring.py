@@ -245,7 +245,8 @@ class _Restore:
 
 
 def _read(origin: SavedComponent, one: LiveComponent) -> Any:
-    return origin.state(one.value if has_own(one.value, "set_state") else None)
+    own = has_own(one.value, "set_state")
+    return origin.state(one.value if own else None, packed=not own)
 
 
 def locate(live: LiveComponent, component: str) -> LiveComponent:

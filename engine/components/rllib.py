@@ -31,7 +31,7 @@ class RLlibComponent(RLlibDirectory):
             metadata=self.metadata,
         )
 
-    def state(self, component: Any = None) -> Any:
+    def state(self, component: Any = None, *, packed: bool = False) -> Any:
         return super().state()
 
     def _constructor(self) -> tuple[str, dict[str, Any] | None, str]:

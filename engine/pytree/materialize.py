@@ -16,7 +16,7 @@ from .flatten import collection_paused
 from .host_leaves import decode_bytes, decode_value, number_kind
 from .leaves import ARRAY_KINDS, NUMBER_KINDS, NUMBERS, Box, Saved, spell, whole
 from .names import format_path
-from .packing import unpacked
+from .packing import packed_again
 from .template import LeafTemplate
 
 _PYTHON: dict[str, Any] = {"bool": bool, "int": int, "float": float, "complex": complex}
@@ -74,6 +74,8 @@ def materialize(
         try:
             if template is None or template.kind == "any":
                 results[index] = _plain(leaf, array, name)
+            elif template.kind == NUMBERS and array is not None:
+                results[index] = packed_again(leaf.details, array, name)
             elif template.kind in NUMBER_KINDS:
                 results[index] = _number(template, _plain(leaf, array, name), array, name)
             elif template.dtype is None:
@@ -145,7 +147,7 @@ def _plain(leaf: Saved, array: NDArray[Any] | None, name: str) -> Any:
     if leaf.kind in {"str", "bytes"}:
         return decode_bytes(leaf.kind, array, name)
     if leaf.kind == NUMBERS:
-        return unpacked(leaf.details, array, name)
+        return packed_again(leaf.details, array, name).unpack()
     if leaf.kind not in ARRAY_KINDS:
         raise DamagedCheckpointError(f"leaf {format_path(name)} is an array of the unknown kind {leaf.kind!r:.80}")
     if leaf.details.get("torch_dtype") == "complex32" and array.dtype == np.float16 and array.shape[-1:] == (2,):

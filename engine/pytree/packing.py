@@ -30,21 +30,32 @@ _MIXED_WIDTH = 9
 
 
 class PackedNumbers:
-    """A list, tuple or deque of numbers as one leaf of a tree: a copy, which later changes do not touch."""
+    """A list, tuple or deque of numbers as one leaf of a tree: a copy, which later changes do not touch.
 
-    __slots__ = ("_array", "_details")
+    The array is made when it is asked for: a walk over live objects only asks whether a sequence is packed.
+    """
 
-    def __init__(self, array: NDArray[Any], details: Details) -> None:
+    __slots__ = ("_array", "_details", "_items")
+
+    def __init__(self, items: list[Any] | None, array: NDArray[Any] | None, details: Details) -> None:
+        self._items = items
         self._array = array
         self._details = details
 
     def describe(self) -> ArrayLeaf:
         array = self._array
+        if array is None:
+            assert self._items is not None
+            array = self._array = _array(str(self._details["elements"]), self._items)
+            self._items = None
         return ArrayLeaf(array.dtype, array.shape, [Piece((0,) * array.ndim, array)], False, self._details)
 
     def unpack(self) -> Any:
         """Return a new sequence with the same elements."""
-        return unpacked(self._details, self._array, "")
+        if self._items is not None:
+            return _built(self._details, list(self._items))
+        assert self._array is not None
+        return _built(self._details, _elements(self._details, self._array))
 
 
 def pack_numbers(value: object) -> PackedNumbers | None:
@@ -60,33 +71,44 @@ def pack_numbers(value: object) -> PackedNumbers | None:
     details: Details = {"kind": NUMBERS, "sequence": sequence, "elements": elements}
     if isinstance(value, deque) and value.maxlen is not None:
         details["maxlen"] = value.maxlen
-    return PackedNumbers(array, details)
+    return PackedNumbers(items, array, details)
 
 
-def _packed(items: list[Any], kinds: set[Any]) -> tuple[str, NDArray[Any]] | None:
+def _packed(items: list[Any], kinds: set[Any]) -> tuple[str, NDArray[Any] | None] | None:
+    """Return the name of the elements if they can be packed, and the array where it was needed to tell."""
     try:
         if len(kinds) == 1:
             (kind,) = kinds
             if kind in _ELEMENTS:
-                return _ELEMENTS[kind], np.array(items, _DTYPES[_ELEMENTS[kind]])
+                return _ELEMENTS[kind], _array(_ELEMENTS[kind], items) if kind is int else None
             if issubclass(kind, np.bool_ | np.number) and kind not in (np.longdouble, np.clongdouble):
-                return _NUMPY, np.array(items)
+                return _NUMPY, None
         elif kinds <= set(_MIXED_TYPES):
-            return MIXED, _mixed(items)
+            far = int in kinds and bool((np.abs(np.fromiter(items, "<f8", len(items))) >= 1 << 63).any())
+            return MIXED, _mixed(items) if far else None
     except OverflowError:  # an integer of more than 64 bits
         pass
     return None
 
 
+def _array(elements: str, items: list[Any]) -> NDArray[Any]:
+    if elements == MIXED:
+        return _mixed(items)
+    return np.array(items, _DTYPES.get(elements))
+
+
 def _mixed(items: list[Any]) -> NDArray[Any]:
     codes: dict[Any, int] = {kind: code for code, kind in enumerate(_MIXED_TYPES)}
-    objects = np.fromiter(items, object, len(items))
+    types = np.frombuffer(bytes([codes[type(item)] for item in items]), np.uint8)
+    values = np.fromiter(items, "<f8", len(items))
+    bits = values.view("<i8")
+    whole = types != codes[float]
+    exact = whole & (np.abs(values) < 1 << 53)  # a float holds these integers exactly
+    bits[exact] = values[exact].astype("<i8")
+    rest = np.flatnonzero(whole & ~exact)
+    bits[rest] = np.array([items[index] for index in rest.tolist()], "<i8")
     found = np.empty((len(items), _MIXED_WIDTH), np.uint8)
-    found[:, 0] = types = np.fromiter(map(codes.__getitem__, map(type, items)), np.uint8, len(items))
-    floats = types == codes[float]
-    bits = np.empty(len(items), "<i8")
-    bits[floats] = objects[floats].astype("<f8").view("<i8")
-    bits[~floats] = objects[~floats].astype(np.int64)
+    found[:, 0] = types
     found[:, 1:] = bits[:, None].view(np.uint8)
     return found
 
@@ -105,8 +127,8 @@ def pack_tree(tree: Any, depth: int = 0) -> Any:
     return contents.build(values)
 
 
-def unpacked(details: Details, array: NDArray[Any], name: str) -> Any:
-    """Return the sequence that was packed; the details and the array are not trusted."""
+def packed_again(details: Details, array: NDArray[Any], name: str) -> PackedNumbers:
+    """Return what was packed as it was; the details and the array are not trusted."""
     sequence, elements, limit = (details.get(key) for key in ("sequence", "elements", "maxlen"))
     mixed = elements == MIXED
     expected = np.dtype(np.uint8) if mixed else _DTYPES.get(str(elements), array.dtype)
@@ -117,19 +139,33 @@ def unpacked(details: Details, array: NDArray[Any], name: str) -> Any:
             f"leaf {format_path(name)} is of kind {NUMBERS}, but its details {details!r:.200} do not fit "
             f"{array.dtype}{list(array.shape)}"
         )
-    items = list(array) if elements == _NUMPY else _unmixed(array, name) if mixed else array.tolist()
-    builders: dict[Any, Callable[[list[Any]], Any]] = {"tuple": tuple, "deque": lambda found: deque(found, limit)}
+    if mixed and len(array) and (last := int(array[:, 0].max())) >= len(_MIXED_TYPES):
+        raise DamagedCheckpointError(f"leaf {format_path(name)}: type {last} of an element is unknown")
+    return PackedNumbers(None, array, details)
+
+
+def _elements(details: Details, array: NDArray[Any]) -> list[Any]:
+    if details["elements"] == _NUMPY:
+        return list(array)
+    return _unmixed(array) if details["elements"] == MIXED else array.tolist()
+
+
+def _built(details: Details, items: list[Any]) -> Any:
+    builders: dict[Any, Callable[[list[Any]], Any]] = {
+        "tuple": tuple,
+        "deque": lambda found: deque(found, details.get("maxlen")),
+    }
+    sequence = details["sequence"]
     return builders[sequence](items) if sequence in builders else items
 
 
-def _unmixed(array: NDArray[Any], name: str) -> list[Any]:
+def _unmixed(array: NDArray[Any]) -> list[Any]:
     types = array[:, 0]
-    if types.size and int(types.max()) >= len(_MIXED_TYPES):
-        raise DamagedCheckpointError(f"leaf {format_path(name)}: type {int(types.max())} of an element is unknown")
     bits = np.ascontiguousarray(array[:, 1:]).view("<i8")[:, 0]
-    found = bits.astype(object)
-    for kind, values in ((bool, bits != 0), (float, bits.view("<f8"))):
-        chosen = types == _MIXED_TYPES.index(kind)
-        found[chosen] = values[chosen].astype(object)
+    found = np.empty(len(bits), object)
+    for code, kind in enumerate(_MIXED_TYPES):
+        chosen = types == code
+        values = bits[chosen]
+        found[chosen] = values.view("<f8") if kind is float else values.astype(kind)
     elements: list[Any] = found.tolist()
     return elements

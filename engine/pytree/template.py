@@ -39,7 +39,7 @@ class LeafTemplate:
 
     name: str
     # "jax", "key", "torch", "numpy", "numpy_scalar", "bool", "int", "float", "complex", "str", "bytes", "none", "set",
-    # "frozenset", or "any" for the leaf as it was saved.
+    # "frozenset", "numbers" for a packed sequence that stays packed, or "any" for the leaf as it was saved.
     kind: str
     # Of the array as it is stored (for keys: of the key data); None where the kind says all.
     shape: tuple[int, ...] | None
@@ -195,7 +195,8 @@ def _saved_number(saved: Saved) -> str | None:
 class LeafRequest:
     """What the caller asks for one leaf, where that differs from the saved leaf or from its template."""
 
-    # "jax", "numpy", "torch", "int", "float", "bool", "complex" or "str"; None leaves it to the template.
+    # "jax", "numpy", "torch", "int", "float", "bool", "complex" or "str"; "numbers" leaves a packed sequence packed;
+    # None leaves it to the template.
     kind: str | None = None
     dtype: np.dtype[Any] | None = None  # its elements are cast to this; None never casts
     shape: tuple[int, ...] | None = None  # of the whole array; None is the saved shape
@@ -207,6 +208,8 @@ class LeafRequest:
 
 def with_request(name: str, request: LeafRequest, saved: Saved, template: LeafTemplate | None) -> LeafTemplate:
     asked = _kind(name, request)
+    if asked == NUMBERS:
+        return LeafTemplate(name, NUMBERS, None, None, None, origin="request")
     if asked in _VALUES:
         leaf = template.leaf if template is not None and template.kind == asked else None
         return LeafTemplate(name, asked, None, None, leaf, cast=True, origin="request")
@@ -219,7 +222,7 @@ def with_request(name: str, request: LeafRequest, saved: Saved, template: LeafTe
 
 def _kind(name: str, request: LeafRequest) -> str | None:
     kind, sharding = request.kind, request.sharding
-    if kind is not None and kind not in _VALUES | _ARRAYS:
+    if kind is not None and kind != NUMBERS and kind not in _VALUES | _ARRAYS:
         known = ", ".join(sorted(_VALUES | _ARRAYS))
         raise OptionError(f"{format_path(name)}: kind={kind!r} is not known; expected one of {known}")
     if kind in {"jax", "torch"}:

@@ -20,6 +20,7 @@ from flax import struct
 
 import holdfast as hf
 from holdfast.components import Checkpointable, read_state
+from holdfast.engine.pytree import packing
 from holdfast.engine.storage import as_location
 
 
@@ -65,7 +66,7 @@ def best(step: int) -> Best:
 
 
 class Stateful(Checkpointable):
-    """Returns whatever it holds, and takes it back."""
+    """Returns the object that it holds, and takes it back."""
 
     def __init__(self, held: Any = None) -> None:
         self.held = held
@@ -79,7 +80,7 @@ class Stateful(Checkpointable):
 
 class Tree(Checkpointable):
     def __init__(self) -> None:
-        self.part = Stateful()
+        self.part: Any = Stateful()
 
 
 def holding(held: Any) -> Tree:
@@ -187,6 +188,24 @@ def test_long_lists_take_the_space_of_an_array(tmp_path: Path) -> None:
     assert size([1, *floats.tolist()], "mixed") <= 1.2 * array
     [leaf] = [leaf for leaf in hf.describe(tmp_path / "floats") if leaf.bytes > 1000]
     assert (leaf.kind, leaf.path) == ("numbers", "held")
+
+
+def test_a_restore_packs_no_list_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It only has to know which lists are packed in the checkpoint; packing them takes longer than all the rest."""
+    value = [1, True, *np.random.default_rng(0).normal(size=5_000).tolist()]
+    tree = Tree()
+    tree.part = value
+    path = tree.save_to_path(tmp_path / "mixed")
+
+    def packs(items: list[Any]) -> Any:
+        raise AssertionError("a list was packed")
+
+    monkeypatch.setattr(packing, "_mixed", packs)
+    running = Tree()
+    running.part = [0, False, *[0.0] * 5_000]
+    running.restore_from_path(path)
+    assert running.part == value
+    assert list(map(type, running.part)) == list(map(type, value))
 
 
 # ---- a class of a program that is run

@@ -20,6 +20,7 @@ SEQUENCES: dict[str, Any] = {
     "bools": [True, False] * N,
     "complex": [1 - 2j, complex("nan")] * N,
     "mixed": [True, 1, 1.0, False, 0, -0.0, -(1 << 63), 1e300, float("nan")] * N,
+    "mixed with large ints": [0.5, (1 << 53) + 1, -(1 << 53) - 1, (1 << 63) - 1, float("-inf"), True] * N,
     "numpy": [np.float32(0.1), np.float32("nan")] * N,
     "numpy bools": [np.bool_(True)] * N,
     "tuple": (1, 2.0) * N,
@@ -33,6 +34,8 @@ LEFT_ALONE: dict[str, Any] = {
     "one text": [1.0] * N + ["a"],
     "large ints": [1 << 63] * N,
     "one large int": [1.0, 1 << 64] * N,
+    "an int of 64 bits": [1.0, 1 << 63] * N,
+    "an int beyond all floats": [1.0, 1 << 2000] * N,
     "arrays": [np.zeros(2)] * N,
     "numpy of two types": [np.float32(1), np.float64(1)] * N,
     "an array": np.zeros(N),
@@ -55,10 +58,12 @@ def test_a_long_sequence_of_numbers_is_one_leaf(name: str, tmp_path: Path) -> No
     hf.save(tmp_path / "x", pack_tree({"outer": [{"history": value, "few": [1, 2]}]}))
     [leaf] = [leaf for leaf in hf.describe(tmp_path / "x") if "history" in leaf.path]
     assert leaf.kind == "numbers"
-    assert leaf.bytes <= 1.13 * np.array(value, type(value[0]) if name != "mixed" else float).nbytes
+    assert leaf.bytes <= 1.13 * np.array(value, float if name.startswith("mixed") else type(value[0])).nbytes
     found = hf.load(tmp_path / "x")["outer"][0]
     assert found["few"] == [1, 2]
-    for one in (packed.unpack(), found["history"]):
+    unpacked = [packed.unpack()]
+    packed.describe()
+    for one in (*unpacked, packed.unpack(), found["history"]):
         assert type(one) is type(value)
         assert bits(one) == bits(value)
         assert getattr(one, "maxlen", None) == getattr(value, "maxlen", None)
