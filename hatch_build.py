@@ -20,6 +20,7 @@ PACKAGE = {
     "recipes": "holdfast/recipes",
     "configs": "holdfast/configs",
     "cli": "holdfast/cli",
+    "cli/__main__.py": "holdfast/__main__.py",
 }
 
 

@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Run training recipes, and inspect, verify and convert checkpoints.",
+    help="Run training recipes, and inspect, verify, convert and delete checkpoints.",
 )
 
 Directory = Annotated[
@@ -19,6 +19,13 @@ Directory = Annotated[
 ]
 Step = Annotated[int | None, typer.Argument(metavar="[STEP]", help="The step.", min=0)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Run = Annotated[str, typer.Argument(metavar="DIR", help="The directory of a run: a path or URL.")]
+Steps = Annotated[list[int], typer.Argument(metavar="STEP...", help="The steps.", min=0)]
+Prefix = Annotated[
+    str | None, typer.Option("--prefix", help="The prefix of the steps, where the directory has several.")
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be deleted; delete nothing.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -71,13 +78,112 @@ def recipes(
 
 @app.command()
 def ls(directory: Directory, as_json: AsJson = False) -> int:
-    """List checkpoints.
+    """List the checkpoints of a run, or the runs in a folder.
 
-    For each: its age, size and metrics, why it is kept, and whether it is damaged.
+    For each checkpoint: its age, size and metrics, why it is kept, and whether it is damaged.
     """
     from .inspect import list_steps
 
     return list_steps(directory, as_json=as_json)
+
+
+@app.command()
+def watch(
+    directory: Run,
+    interval: Annotated[float, typer.Option("--interval", metavar="SECONDS", help="How often to look.", min=0.1)] = 2.0,
+) -> int:
+    """Follow a run: print its checkpoints as they come and go, until Ctrl-C."""
+    from .watch import watch_steps
+
+    return watch_steps(directory, interval)
+
+
+@app.command()
+def prune(
+    directory: Run,
+    max_to_keep: Annotated[
+        int | None, typer.Option("--max-to-keep", help="Keep this many: the best with --best-fn, the newest without.")
+    ] = None,
+    keep_latest: Annotated[int | None, typer.Option("--keep-latest", help="Keep this many of the newest.")] = None,
+    keep_period: Annotated[
+        int | None, typer.Option("--keep-period", help="Keep the first at or past each multiple of this many steps.")
+    ] = None,
+    keep_time_interval: Annotated[
+        str | None, typer.Option("--keep-time-interval", help="Keep those this far apart, such as 1h.")
+    ] = None,
+    keep_step: Annotated[
+        list[int] | None, typer.Option("--keep-step", help="Keep this step; may be given several times.")
+    ] = None,
+    best_fn: Annotated[str | None, typer.Option("--best-fn", help="The metric that ranks checkpoints.")] = None,
+    best_mode: Annotated[str | None, typer.Option("--best-mode", help="max or min.")] = None,
+    prefix: Prefix = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> int:
+    """Delete the checkpoints of a run that no rule keeps.
+
+    The rules are those given here, or those of the last run if none is. The newest checkpoint and pinned ones stay.
+    """
+    from .change import Confirmation, prune_run
+
+    given = {
+        "max_to_keep": max_to_keep,
+        "keep_latest": keep_latest,
+        "keep_period": keep_period,
+        "keep_time_interval": keep_time_interval,
+        "keep_steps": keep_step,
+        "best_fn": best_fn,
+        "best_mode": best_mode,
+    }
+    rules = {name: value for name, value in given.items() if value is not None}
+    return prune_run(directory, rules, Confirmation(yes, dry_run), prefix=prefix, as_json=as_json)
+
+
+@app.command()
+def rm(
+    directory: Run,
+    steps: Steps,
+    prefix: Prefix = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> int:
+    """Delete checkpoints of a run, pinned and damaged ones, too."""
+    from .change import Confirmation, remove_steps
+
+    return remove_steps(directory, steps, Confirmation(yes, dry_run), prefix=prefix, as_json=as_json)
+
+
+@app.command()
+def rollback(
+    directory: Run,
+    step: Annotated[int, typer.Argument(metavar="STEP", help="The step to go back to.", min=0)],
+    prefix: Prefix = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> int:
+    """Delete all checkpoints later than a step, so that the run resumes from it."""
+    from .change import Confirmation, roll_back
+
+    return roll_back(directory, step, Confirmation(yes, dry_run), prefix=prefix, as_json=as_json)
+
+
+@app.command()
+def pin(directory: Run, steps: Steps, prefix: Prefix = None) -> int:
+    """Keep checkpoints until they are unpinned, also if no rule keeps them."""
+    from .change import pin_steps
+
+    return pin_steps(directory, steps, pinned=True, prefix=prefix)
+
+
+@app.command()
+def unpin(directory: Run, steps: Steps, prefix: Prefix = None) -> int:
+    """Leave checkpoints to the retention rules again."""
+    from .change import pin_steps
+
+    return pin_steps(directory, steps, pinned=False, prefix=prefix)
 
 
 @app.command()

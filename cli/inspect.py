@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from .. import CheckpointSummary, describe, list_checkpoints, verify
-from ..engine.errors import CheckpointNotFoundError
-from ..engine.sources import NativeCheckpoint, find_checkpoint, open_at
+from ..engine.errors import CheckpointNotFoundError, shortened_steps
+from ..engine.sources import NativeCheckpoint, find_checkpoint, is_ours, open_at
 from ..engine.storage import Location
 from .log import configure_logging
-from .places import checkpoints_at, is_one_checkpoint, where_else
+from .places import INSIDE_A_RUN, checkpoints_at, is_one_checkpoint, runs_below, where_else
 from .report import age, count, metrics_text, print_json, print_table, size
 from .status import DONE, FAILED
 
 
 def list_steps(place: str, *, as_json: bool) -> int:
-    """Print the checkpoints in a directory.
+    """Print the checkpoints in a directory, or, where it has none, the runs below it.
 
     Args:
         place: The directory: a path or URL.
@@ -31,8 +31,12 @@ def list_steps(place: str, *, as_json: bool) -> int:
     configure_logging("warning")
     location = checkpoints_at(place)
     found = _one(location) if is_one_checkpoint(location) else [_shown(item) for item in list_checkpoints(location)]
+    runs = [] if found else [_run(location / name) for name in runs_below(location)]
     if as_json:
-        print_json({"directory": str(location), "checkpoints": found})
+        print_json({"directory": str(location), "checkpoints": found, **({"runs": runs} if runs else {})})
+        return DONE
+    if runs:
+        _print_runs(runs)
         return DONE
     if not found:
         print(f"no checkpoints in {location}{where_else(location)}")
@@ -52,6 +56,42 @@ def list_steps(place: str, *, as_json: bool) -> int:
     ]
     print_table(["STEP", "AGE", "SIZE", "METRICS", "KEPT BECAUSE", "STATE"], rows, right=["STEP", "AGE", "SIZE"])
     return DONE
+
+
+def _run(location: Location) -> dict[str, Any]:
+    """Describe a run by its checkpoints, of which the one that was saved last is shown."""
+    inside = location / INSIDE_A_RUN
+    if is_one_checkpoint(location):
+        checkpoints = _one(location)
+    else:
+        checkpoints = [_shown(item) for item in list_checkpoints(inside if is_ours(inside) else location)]
+    return {
+        "name": location.name,
+        "checkpoints": len(checkpoints),
+        "bytes": sum(item["bytes"] for item in checkpoints),
+        "damaged": [item["step"] for item in checkpoints if item["damage"] is not None],
+        "newest": max(checkpoints, key=lambda item: item["time"] or 0.0, default=None),
+    }
+
+
+def _print_runs(runs: list[dict[str, Any]]) -> None:
+    now = time.time()
+    rows = []
+    for run in runs:
+        newest = run["newest"] or {"step": "-", "time": None, "metrics": None}
+        rows.append(
+            [
+                run["name"],
+                str(run["checkpoints"]),
+                str(newest["step"]),
+                "-" if newest["time"] is None else age(now - newest["time"]),
+                size(run["bytes"]),
+                metrics_text(newest["metrics"]),
+                f"damaged: {shortened_steps(run['damaged'])}" if run["damaged"] else "ok",
+            ]
+        )
+    columns = ["RUN", "CHECKPOINTS", "NEWEST", "AGE", "SIZE", "METRICS", "STATE"]
+    print_table(columns, rows, right=["CHECKPOINTS", "NEWEST", "AGE", "SIZE"])
 
 
 @contextlib.contextmanager

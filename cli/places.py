@@ -41,15 +41,20 @@ def is_one_checkpoint(location: Location) -> bool:
     return (location / RECORD).is_there() or is_foreign(location)
 
 
+def runs_below(location: Location) -> list[str]:
+    """Return the names of the folders in a directory that hold checkpoints of ours; of the first hundred folders."""
+    if not location.is_local or is_ours(location):  # elsewhere, looking around takes long
+        return []
+    try:
+        folders = [entry.name for entry in location.entries() if entry.is_directory][:_LOOKED_AT]
+        return sorted(name for name in folders if any(map(is_ours, (location / name, location / name / INSIDE_A_RUN))))
+    except StorageError:
+        return []
+
+
 def where_else(location: Location) -> str:
     """Return the end of a sentence that names checkpoints near a directory without any, or an empty string."""
     if (location.parent / RECORD).is_there():
         return f"; it is a part of the checkpoint {location.parent}"
-    if not location.is_local or is_ours(location):  # elsewhere, looking around takes long
-        return ""
-    try:
-        folders = [entry.name for entry in location.entries() if entry.is_directory][:_LOOKED_AT]
-        found = sorted(name for name in folders if any(map(is_ours, (location / name, location / name / INSIDE_A_RUN))))
-    except StorageError:
-        return ""
+    found = runs_below(location)
     return f"; there are some below: {shortened(found)}" if found else ""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -105,7 +106,15 @@ def test_a_directory_of_runs_says_where_checkpoints_are(capsys: pytest.CaptureFi
     (run.parent / "notes.txt").write_text("")
     below = "; there are some below: bare, chosen, run\n"
 
-    assert output_of(capsys, "ls", run.parent) == f"no checkpoints in {run.parent}{below}"
+    lines = output_of(capsys, "ls", run.parent).splitlines()
+    assert lines[0].split() == ["RUN", "CHECKPOINTS", "NEWEST", "AGE", "SIZE", "METRICS", "STATE"]
+    assert [line.split()[:3] for line in lines[1:]] == [["bare", "3", "30"], ["chosen", "1", "10"], ["run", "3", "30"]]
+    found = json.loads(output_of(capsys, "ls", run.parent, "--json"))
+    assert [(one["name"], one["checkpoints"], one["newest"]["step"]) for one in found["runs"]] == [
+        ("bare", 3, 30),
+        ("chosen", 1, 10),
+        ("run", 3, 30),
+    ]
     for command in ("show", "verify"):
         assert error_of(capsys, command, run.parent, status=2).endswith(f"was found{below}")
 
@@ -308,6 +317,14 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(command in text for command in ("run", "recipes", "ls", "show", "verify"))
     assert re.fullmatch(r"\d+\.\d+\.\d+\S*\n", output_of(capsys, "--version"))
     assert "75 preempted and saved" in " ".join(output_of(capsys, "run", "--help").split())
+
+
+def test_the_shell_completes_commands() -> None:
+    words = {"_HOLDFAST_COMPLETE": "complete_bash", "COMP_WORDS": "holdfast ro", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast"], env={**os.environ, **words}, capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("rollback\n", "")
 
 
 def test_looking_at_checkpoints_loads_no_framework(run: Path) -> None:

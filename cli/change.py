@@ -1,0 +1,242 @@
+"""``holdfast prune``, ``rm``, ``pin``, ``unpin`` and ``rollback``: changing what a run has kept.
+
+All of them take the directory as a run does, so a directory that a run is writing to is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import typer
+
+from ..engine.errors import CheckpointNotFoundError, OptionError, shortened_steps
+from ..engine.manager import (
+    CheckpointManager,
+    CheckpointManagerOptions,
+    KeepAll,
+    StepEntry,
+    best,
+    reasons,
+    stored_options,
+)
+from ..engine.sources import find_steps
+from ..engine.storage import Location
+from .log import configure_logging
+from .places import checkpoints_at, is_one_checkpoint, where_else
+from .report import count, print_json, size
+from .status import DONE, FAILED
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """How a command that deletes is told to go on: by a flag, or by an answer on a terminal."""
+
+    yes: bool = False
+    dry_run: bool = False
+
+    def given(self, question: str) -> bool:
+        """Return whether to go on.
+
+        Raises:
+            OptionError: There is no terminal to ask on, and no flag.
+        """
+        if self.dry_run or self.yes:
+            return not self.dry_run
+        if not sys.stdin.isatty():
+            raise OptionError("nothing was deleted: this is no terminal to ask on; give --yes, or --dry-run to look")
+        return typer.confirm(question)
+
+
+class ChangedRun:
+    """The steps of one run that a command changes."""
+
+    def __init__(self, place: str, prefix: str | None) -> None:
+        configure_logging("warning")
+        self.location = checkpoints_at(place)
+        if is_one_checkpoint(self.location):
+            raise OptionError(f"{place}: this is one checkpoint; give the directory of its run, and the step")
+        found = find_steps(self.location)
+        if not found.entries:
+            raise CheckpointNotFoundError(f"{self.location}: no checkpoint was found{where_else(self.location)}")
+        if not found.is_native:
+            raise OptionError(f"{self.location}: {found.format} wrote these checkpoints; holdfast changes only its own")
+        self.entries = _of_one_prefix(self.location, found.entries, prefix)
+        series = self.entries[0].series
+        stored = stored_options(self.location) or CheckpointManagerOptions()
+        step_prefix = series if series.endswith("-") else series.removesuffix("_") or None
+        self.options = replace(stored, read_only=False, step_prefix=step_prefix)
+
+    @contextlib.contextmanager
+    def manager(self) -> Iterator[CheckpointManager]:
+        """Open the run to change it; the retention rules of its last program stay stored."""
+        with CheckpointManager(self.location, options=self.options) as manager:
+            manager.acquire()
+            yield manager
+
+    def check(self, steps: Collection[int]) -> None:
+        """Raise CheckpointNotFoundError for steps that are not there."""
+        there = [entry.step for entry in self.entries]
+        missing = sorted(set(steps) - set(there))
+        if missing:
+            raise CheckpointNotFoundError(
+                f"{self.location}: no checkpoint of step {shortened_steps(missing)}; there are {shortened_steps(there)}"
+            )
+
+    def nbytes(self, steps: Collection[int]) -> int:
+        """Return the bytes of steps whose records can be read."""
+        return sum(entry.record.nbytes for entry in self.entries if entry.step in steps and entry.record is not None)
+
+
+def _of_one_prefix(location: Location, entries: Sequence[StepEntry], prefix: str | None) -> list[StepEntry]:
+    names = sorted({entry.series for entry in entries})
+    listed = ", ".join(name.rstrip("_-") for name in names if name)
+    if prefix is None and len(names) > 1:
+        raise OptionError(f"{location}: there are steps of several prefixes; give one with --prefix: {listed}")
+    wanted = next((name for name in names if prefix is None or name.rstrip("_-") == prefix.rstrip("_-")), None)
+    if wanted is None:
+        raise CheckpointNotFoundError(
+            f"{location}: no checkpoint has the prefix {prefix}; there are: {listed or 'none'}"
+        )
+    return [entry for entry in entries if entry.series == wanted]
+
+
+def prune_run(
+    place: str, rules: dict[str, Any], confirmation: Confirmation, *, prefix: str | None, as_json: bool
+) -> int:
+    """Delete the steps that no retention rule keeps; the newest and the pinned ones always stay.
+
+    Args:
+        place: The directory of the run.
+        rules: Options of ``CheckpointManagerOptions`` about what to keep; without any, those of the last run.
+        confirmation: Whether to delete.
+        prefix: The prefix of the steps, where there are several.
+        as_json: Print JSON instead of text.
+
+    Returns:
+        The exit status.
+    """
+    run = ChangedRun(place, prefix)
+    options = run.options
+    if rules:
+        options = CheckpointManagerOptions(**rules, item_intervals=run.options.item_intervals)
+    applied = [rule for rule in options.rules() if not (rules and isinstance(rule, KeepAll))]
+    infos = [entry.info for entry in run.entries if entry.record is not None]
+    if isinstance(options.best_fn, str) and best(infos, options.best_fn, options.best_mode) is None:
+        metrics = sorted({name for info in infos for name in info.metrics or ()})
+        raise OptionError(
+            f"{run.location}: no checkpoint has the metric {options.best_fn}, so none is the best, and nothing was "
+            f"deleted; the metrics are: {', '.join(metrics) or 'none'}"
+        )
+    kept = reasons(infos, applied)
+    doomed = [info.step for info in infos if info.step not in kept]
+    damaged = [entry.step for entry in run.entries if entry.record is None]
+    if not as_json:
+        for step, why in kept.items():
+            print(f"keep {step}: {', '.join(why)}")
+        if damaged:
+            print(f"damaged, left alone (holdfast rm deletes them): {shortened_steps(damaged)}")
+    return _delete(run, doomed, confirmation, as_json=as_json, more={"kept": kept, "damaged": damaged})
+
+
+def remove_steps(
+    place: str, steps: Sequence[int], confirmation: Confirmation, *, prefix: str | None, as_json: bool
+) -> int:
+    """Delete steps, pinned and damaged ones, too.
+
+    Args:
+        place: The directory of the run.
+        steps: The steps.
+        confirmation: Whether to delete.
+        prefix: The prefix of the steps, where there are several.
+        as_json: Print JSON instead of text.
+
+    Returns:
+        The exit status.
+    """
+    run = ChangedRun(place, prefix)
+    run.check(steps)
+    return _delete(run, sorted(set(steps)), confirmation, as_json=as_json)
+
+
+def roll_back(place: str, step: int, confirmation: Confirmation, *, prefix: str | None, as_json: bool) -> int:
+    """Delete all steps later than one, so that the run resumes from it.
+
+    Args:
+        place: The directory of the run.
+        step: The step to go back to.
+        confirmation: Whether to delete.
+        prefix: The prefix of the steps, where there are several.
+        as_json: Print JSON instead of text.
+
+    Returns:
+        The exit status.
+    """
+    run = ChangedRun(place, prefix)
+    run.check([step])
+    chosen = next(entry for entry in run.entries if entry.step == step)
+    if chosen.error is not None:
+        raise chosen.error
+    later = [entry.step for entry in run.entries if entry.step > step]
+    return _delete(run, later, confirmation, as_json=as_json, more={"resumes_from": step})
+
+
+def _delete(
+    run: ChangedRun,
+    steps: Sequence[int],
+    confirmation: Confirmation,
+    *,
+    as_json: bool,
+    more: dict[str, Any] | None = None,
+) -> int:
+    nbytes = run.nbytes(steps)
+    what = f"{count(len(steps), 'checkpoint', 'checkpoints')} of {run.location}, {size(nbytes)}"
+    if not as_json:
+        print(f"delete {shortened_steps(steps)}: {what}" if steps else "nothing to delete")
+    deleted: list[int] = []
+    if steps and confirmation.given(f"Delete {what}?"):
+        with run.manager() as manager:
+            for step in reversed(steps):  # the latest first: what is left at any moment is a run as it was before
+                manager.delete(step)
+                deleted.append(step)
+    elif steps and not confirmation.dry_run:
+        print("nothing was deleted")
+        return FAILED
+    if as_json:
+        print_json(
+            {
+                "directory": str(run.location),
+                "dry_run": confirmation.dry_run,
+                "delete": list(steps),
+                "bytes": nbytes,
+                "deleted": deleted[::-1],
+                **(more or {}),
+            }
+        )
+    elif deleted:
+        print(f"deleted {count(len(deleted), 'checkpoint', 'checkpoints')}")
+    return DONE
+
+
+def pin_steps(place: str, steps: Sequence[int], *, pinned: bool, prefix: str | None) -> int:
+    """Keep steps whether or not a retention rule keeps them, or leave them to the rules again.
+
+    Args:
+        place: The directory of the run.
+        steps: The steps.
+        pinned: Whether to pin them.
+        prefix: The prefix of the steps, where there are several.
+
+    Returns:
+        The exit status.
+    """
+    run = ChangedRun(place, prefix)
+    run.check(steps)
+    with run.manager() as manager:
+        for step in steps:
+            (manager.pin if pinned else manager.unpin)(step)
+    print(f"{'pinned' if pinned else 'unpinned'} {shortened_steps(list(steps))}")
+    return DONE

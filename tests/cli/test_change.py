@@ -1,0 +1,168 @@
+"""``holdfast prune``, ``rm``, ``pin``, ``unpin``, ``rollback`` and ``watch``."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.cli.commands import error_of, output_of
+
+import holdfast as hf
+from holdfast.cli.main import main
+from holdfast.cli.watch import watch_steps
+
+LOSSES = (3.0, 1.0, 2.0, 5.0, 4.0, 6.0)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Makes a run with steps 0 to 5, each with its loss."""
+    run = tmp_path_factory.mktemp("saved") / "run"
+    with hf.CheckpointManager(run, options=hf.CheckpointManagerOptions(keep_period=2)) as manager:
+        for step, loss in enumerate(LOSSES):
+            manager.save(step, {"w": np.full(8, step)}, metrics={"loss": loss})
+    return run
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def steps(run: Path, prefix: str | None = None) -> list[int]:
+    options = hf.CheckpointManagerOptions(read_only=True, step_prefix=prefix)
+    return hf.CheckpointManager(run, options=options).all_steps()
+
+
+@pytest.mark.parametrize(
+    ("rules", "left"),
+    [
+        ((), [0, 1, 2, 3, 4, 5]),  # those of the run, which keeps everything
+        (("--keep-latest", "2"), [4, 5]),
+        (("--max-to-keep", "1"), [5]),
+        (("--max-to-keep", "2", "--best-fn", "loss", "--best-mode", "min"), [1, 2, 5]),
+        (("--keep-period", "4"), [0, 4, 5]),
+        (("--keep-step", "1", "--keep-step", "3"), [1, 3, 5]),
+        (("--keep-time-interval", "1h"), [0, 5]),
+    ],
+)
+def test_prune(capsys: pytest.CaptureFixture[str], run: Path, rules: tuple[str, ...], left: list[int]) -> None:
+    found = json.loads(output_of(capsys, "prune", run, *rules, "--dry-run", "--json"))
+    assert (steps(run), found["deleted"]) == ([0, 1, 2, 3, 4, 5], [])
+    assert sorted(map(int, found["kept"])) == left
+
+    output_of(capsys, "prune", run, *rules, "--yes")
+    assert steps(run) == left
+
+
+def test_pinned_steps_stay(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    options = (run / "options.json").read_bytes()
+    assert output_of(capsys, "pin", run, 1, 2) == "pinned 1, 2\n"
+    assert output_of(capsys, "unpin", run, 2) == "unpinned 2\n"
+
+    said = output_of(capsys, "prune", run, "--keep-latest", "1", "--yes")
+
+    assert "keep 1: pinned\n" in said
+    assert "delete 0, 2, 3, 4: 4 checkpoints of" in said
+    assert steps(run) == [1, 5]
+    assert (run / "options.json").read_bytes() == options, "the rules of the run are its own"
+
+
+def test_a_misspelt_metric_deletes_nothing(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    said = error_of(capsys, "prune", run, "--best-fn", "lost", "--yes", status=2)
+    assert "no checkpoint has the metric lost" in said
+    assert "the metrics are: loss" in said
+    assert len(steps(run)) == 6
+
+
+def test_rm_deletes_damaged_steps_too(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    record = run / "3" / "checkpoint.json"
+    record.write_bytes(record.read_bytes()[:-20])
+    said = output_of(capsys, "prune", run, "--keep-latest", "6", "--yes")
+    assert "damaged, left alone (holdfast rm deletes them): 3\n" in said
+
+    output_of(capsys, "rm", run, 3, 0, "--yes")
+
+    assert sorted(path.name for path in run.iterdir() if path.name.isdigit()) == ["1", "2", "4", "5"]
+    assert "no checkpoint of step 7; there are 1, 2, 4, 5" in error_of(capsys, "rm", run, 1, 7, "--yes", status=2)
+    assert steps(run) == [1, 2, 4, 5], "either all of the steps or none"
+
+
+def test_rollback(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    output_of(capsys, "rollback", run, 3, "--yes")
+    assert steps(run) == [0, 1, 2, 3]
+    with hf.CheckpointManager(run) as manager:
+        assert manager.restore()["w"][0] == 3
+
+
+def test_rollback_to_a_damaged_step_is_refused(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    record = run / "3" / "checkpoint.json"
+    record.write_bytes(record.read_bytes()[:-20])
+    assert str(record) in error_of(capsys, "rollback", run, 3, "--yes", status=1)
+    assert steps(run) == [0, 1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("command", [("rm", 1), ("rollback", 1), ("prune", "--keep-latest", 1)])
+def test_no_answer_deletes_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, run: Path, command: tuple[object, ...]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    name, *arguments = command
+
+    assert main([str(one) for one in (name, run, *arguments)]) == 2
+
+    assert "give --yes, or --dry-run" in capsys.readouterr().err
+    assert len(steps(run)) == 6
+
+
+def test_a_run_that_is_alive_is_refused(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    writer = (
+        "import sys, holdfast as hf\n"
+        f"manager = hf.CheckpointManager({str(run)!r}); manager.acquire(); print('ready', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", writer], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        said = error_of(capsys, "pin", run, 1, status=1)
+        process.communicate("")
+    assert "another run is writing to this directory" in said
+
+
+def test_several_prefixes(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    for step in (1, 2):
+        shutil.copytree(run / str(step), run / f"b_{step}")
+
+    assert "give one with --prefix" in error_of(capsys, "rm", run, 1, "--yes", status=2)
+    output_of(capsys, "rm", run, 1, "--prefix", "b", "--yes")
+
+    assert (steps(run), steps(run, "b")) == ([0, 1, 2, 3, 4, 5], [2])
+
+
+def test_watch_says_what_comes_and_goes(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    def first() -> None:
+        hf.record_metrics(run, 4, {"loss": 0.25})
+        shutil.rmtree(run / "0")
+
+    def second() -> None:
+        with hf.CheckpointManager(run) as manager:
+            manager.save(6, {"w": np.zeros(8)}, metrics={"loss": 0.5})
+
+    def end() -> None:
+        raise KeyboardInterrupt
+
+    happening = iter((first, second, end))
+    assert watch_steps(str(run), 2.0, pause=lambda _: next(happening)()) == 0
+
+    lines = [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()[7:]]
+    assert lines[:2] == ["deleted 0", "metrics of 4: loss 0.25"]
+    assert lines[2].startswith("saved 6: ")
+    assert lines[2].endswith("loss 0.5")
+    assert len(lines) == 3
