@@ -205,6 +205,25 @@ def verify(directory: Directory, step: Step = None, as_json: AsJson = False) -> 
     return verify_checkpoints(directory, step, as_json=as_json)
 
 
+@app.command()
+def cp(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A run, a directory of checkpoints, or one checkpoint.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="Where the copy goes: a path or URL.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace other checkpoints at DST.")] = False,
+    max_bandwidth: Annotated[
+        str | None, typer.Option("--max-bandwidth", metavar="RATE", help="The most to copy, such as '50 MB/s'.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Copy a checkpoint, or a run with all its steps, between disks and object stores.
+
+    Every byte is verified on the way. The same command again goes on with a copy that was interrupted.
+    """
+    from .convert import copy_checkpoints
+
+    return copy_checkpoints(source, destination, overwrite=overwrite, max_bandwidth=max_bandwidth, as_json=as_json)
+
+
 @app.command("import")
 def import_(
     source: Annotated[

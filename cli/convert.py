@@ -1,17 +1,41 @@
-"""``holdfast import`` and ``holdfast export``: between holdfast's checkpoints and those of other libraries."""
+"""``holdfast cp``, ``import`` and ``export``: copies of checkpoints, and conversions from and for other libraries."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import cast, get_args
 
 from ..engine.errors import CheckpointExistsError, OptionError, TreeMismatchError
 from ..engine.formats.convert import Conversion, ExportFormat, export_checkpoint, import_checkpoint
+from ..engine.manager.copying import copy_checkpoint
 from .log import configure_logging
 from .places import checkpoints_at
 from .report import count, print_json, size
 from .status import DONE
+
+
+def copy_checkpoints(
+    source: str, destination: str, *, overwrite: bool, max_bandwidth: str | None, as_json: bool
+) -> int:
+    """Copy checkpoints, print a line for each, and return the exit status.
+
+    Raises:
+        CheckpointExistsError: Other checkpoints are at the destination.
+    """
+    configure_logging("warning")
+    with _command_options_in_errors():
+        copies = copy_checkpoint(
+            checkpoints_at(source).url, destination, overwrite=overwrite, max_bandwidth=max_bandwidth
+        )
+    if as_json:
+        print_json({"checkpoints": [dataclasses.asdict(one) for one in copies]})
+        return DONE
+    for one in copies:
+        there = "" if one.sent == one.bytes else f", {size(one.bytes - one.sent)} of it there already"
+        print(f"{one.source} -> {one.path}: {size(one.bytes)}{there}")
+    return DONE
 
 
 def import_checkpoints(source: str, destination: str, *, overwrite: bool, as_json: bool) -> int:
@@ -73,6 +97,7 @@ def _command_options_in_errors() -> Iterator[None]:
         yield
     except (CheckpointExistsError, OptionError, TreeMismatchError) as error:
         message = str(error).replace("overwrite=True", "--overwrite").replace("item=", "--item")
+        message = message.replace("max_bandwidth=", "--max-bandwidth ")
         raise type(error)(message.replace("select=", "--select ")) from error
 
 

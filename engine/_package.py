@@ -87,6 +87,8 @@ if TYPE_CHECKING:
     from .engine.manager import Decision as Decision
     from .engine.manager import Restored as Restored
     from .engine.manager import record_metrics as record_metrics
+    from .engine.manager.copying import CopyReport as CopyReport
+    from .engine.manager.copying import copy_checkpoint as copy_checkpoint
     from .engine.pytree import LeafMetadata as LeafMetadata
     from .engine.pytree import Transform as Transform
     from .engine.pytree import apply_transformations as apply_transformations
@@ -122,6 +124,7 @@ _HOMES = {
     """,
     "inspection": "CheckpointSummary LeafSummary describe list_checkpoints",
     "manager": "CheckpointManager CheckpointManagerOptions Decision Restored record_metrics",
+    "manager.copying": "CopyReport copy_checkpoint",
     "pytree": "LeafMetadata Transform apply_transformations",
     "stateful": "skip_to",
     "storage": "Location as_location",

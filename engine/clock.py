@@ -1,4 +1,4 @@
-"""The clock, which tests replace, and durations: seconds, or text such as ``"15m"``, ``"1h"``, ``"1h30m"``."""
+"""The clock, which tests replace; durations, in seconds or as text such as ``"15m"``; rates, such as ``"50 MB/s"``."""
 
 from __future__ import annotations
 
@@ -71,6 +71,32 @@ def _parse(text: str) -> float | None:
     if not parts or _PART.sub("", text):
         return None
     return sum(float(number) * _UNITS[unit] for number, unit in parts)
+
+
+Rate = float | int | str
+
+_SIZES = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmg]i?)?b?(?:/s)?)", re.IGNORECASE)
+
+
+def bytes_per_second(rate: Rate, *, name: str = "rate") -> float:
+    """Return a rate in bytes a second.
+
+    >>> bytes_per_second("50 MB/s"), bytes_per_second("1.5GiB"), bytes_per_second(1000)
+    (50000000.0, 1610612736.0, 1000.0)
+    """
+    value = None
+    if isinstance(rate, str):
+        match = _RATE.fullmatch(rate.strip())
+        value = None if match is None else float(match[1]) * _SIZES[(match[2] or "").lower()]
+    elif isinstance(rate, (int, float)) and not isinstance(rate, bool):
+        with contextlib.suppress(OverflowError):
+            value = float(rate)
+    if value is None or not math.isfinite(value) or value <= 0:
+        raise OptionError(
+            f"{name}={rate!r} is not a rate: give bytes a second above zero, or text such as '50 MB/s', '200MiB'"
+        )
+    return value
 
 
 def format_duration(seconds: float) -> str:

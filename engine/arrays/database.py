@@ -29,7 +29,7 @@ from ..format import (
 from ..pytree import Box
 from ..storage import DataReader, Location, check_extent, is_unreadable
 from .assemble import Assembly
-from .digests import is_missing, read_checked, required
+from .digests import FileCheck, is_missing, read_checked, required
 from .extents import ChunkTable, Extent, plausible, read_chunks
 from .plan import Bytes
 from .write import INDEX, MANIFEST
@@ -110,6 +110,22 @@ class ArrayDatabase:
             return [key.decode() for key in keys]
         except UnicodeDecodeError as error:
             raise DamagedCheckpointError(f"{self._location}: a name in the index is not text: {error}") from error
+
+    def file_checks(self) -> dict[str, FileCheck]:
+        """Return what is known of the files that the commit record names, by their paths."""
+        entries, files = self._entries, self._files or {}
+        outside = np.flatnonzero(entries.lengths)
+        order = outside[np.lexsort((entries.offsets[outside], entries.file_ids[outside]))]
+        bounds = np.searchsorted(entries.file_ids[order], np.arange(len(entries.files) + 1))
+        found = {path: FileCheck(known) for path, known in files.items()}
+        for number, path in enumerate(entries.files):
+            rows = order[bounds[number] : bounds[number + 1]]
+            if path not in files:
+                raise DamagedCheckpointError(
+                    f"{self._location / path}: the index names this file, and the commit record does not"
+                )
+            found[path] = FileCheck(files[path], entries.offsets[rows], entries.lengths[rows], self._checksums[rows])
+        return found
 
     def add(self, arrays: Mapping[str, tuple[ArrayMetadata, bytes]]) -> None:
         """Add arrays from memory, each as one chunk."""

@@ -1,16 +1,22 @@
-"""Digests of whole files: of small files, and of items without checksums of their own."""
+"""Digests of files: of small files and of items without checksums of their own, and of files on their way elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError, ObjectNotFoundError, itemized
 from ..format import FileRecord, crc32c, extend
 from ..storage import Buffer, DataReader, Location, unreadable_as_damage
 
 _STEP = 16 << 20  # bytes read at a time
+_CHECKSUM = 4  # bytes at the end of every chunk
 
 
 def digest(file: DataReader) -> int:
@@ -85,3 +91,89 @@ def check_files(folder: Location, files: Mapping[str, FileRecord]) -> None:
             problems.append(str(error))
     if problems:
         raise DamagedCheckpointError(itemized(f"{folder} is damaged:", problems))
+
+
+# ---- files on their way elsewhere
+
+
+def _no_chunks() -> NDArray[np.int64]:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class FileCheck:
+    """What is known of the bytes of a file: the digest of the whole, or the chunks in it that end in their CRC-32C."""
+
+    known: FileRecord
+    offsets: NDArray[np.int64] = field(default_factory=_no_chunks)  # where the chunks begin, in ascending order
+    lengths: NDArray[np.int64] = field(default_factory=_no_chunks)  # how many bytes they have
+    checksums: NDArray[np.int64] = field(default_factory=_no_chunks)  # as the index has them; -1 where it has none
+
+    def spans(self, alignment: int, least: int) -> list[tuple[int, int]]:
+        """Divide the file at chunks that begin at a multiple of ``alignment``, into spans of at least so many bytes."""
+        if self.known.crc32c is not None:
+            return [(0, self.known.size)]  # its digest needs all of it, in order
+        cuts = [0]
+        for offset in self.offsets[self.offsets % alignment == 0].tolist():
+            if offset - cuts[-1] >= least:
+                cuts.append(offset)
+        return list(pairwise([*cuts, self.known.size]))
+
+    def read(self, place: Location, file: DataReader, start: int, stop: int, step: int) -> Iterator[NDArray[np.uint8]]:
+        """Read a span in pieces of ``step`` bytes, which are reused, and compare it with what is known.
+
+        Raises:
+            DamagedCheckpointError: It differs; what came before the difference has been generated.
+        """
+        first = int(np.searchsorted(self.offsets, start))
+        last = int(np.searchsorted(self.offsets, stop))
+        chunks = zip(
+            self.offsets[first:last].tolist(),
+            self.lengths[first:last].tolist(),
+            self.checksums[first:last].tolist(),
+            strict=True,
+        )
+        reached, chunk = start, next(chunks, None)
+        whole = crc = ending = 0
+        buffer = Buffer()
+        for position in range(start, stop, step):
+            end = min(position + step, stop)
+            with required(place):
+                part = file.read(position, end - position, buffer)
+            part.flags.writeable = False  # spares the checksums a view of each chunk
+            if self.known.crc32c is not None:
+                whole = extend(whole, part)
+            while chunk is not None and chunk[0] < end:
+                offset, length, checksum = chunk
+                data_end, chunk_end = offset + length - _CHECKSUM, offset + length
+                if offset < reached or length < _CHECKSUM or chunk_end > stop:
+                    raise DamagedCheckpointError(f"{place}: the index is wrong about the chunk at byte {offset}")
+                if position < data_end:
+                    crc = extend(crc, part[max(offset, position) - position : min(data_end, end) - position])
+                for at in range(max(data_end, position), min(chunk_end, end)):  # four bytes, perhaps of two pieces
+                    ending |= int(part[at - position]) << 8 * (at - data_end)
+                if chunk_end > end:
+                    break
+                if crc != ending or checksum not in (-1, crc):
+                    raise DamagedCheckpointError(
+                        f"{place} is damaged: the chunk at byte {offset} should have the crc32c "
+                        f"{ending if checksum == -1 else checksum:08x}, and has {crc:08x}"
+                    )
+                reached, crc, ending, chunk = chunk_end, 0, 0, next(chunks, None)
+            yield part
+        if self.known.crc32c is not None and whole != self.known.crc32c:
+            raise DamagedCheckpointError(
+                f"{place} is damaged: expected crc32c {self.known.crc32c:08x}, found {whole:08x}"
+            )
+
+    def is_met(self, place: Location) -> bool:
+        """Whether a file has exactly these bytes, as far as they are known; all of it is read."""
+        try:
+            with place.open_data() as file:
+                if file.size != self.known.size:
+                    return False
+                for _ in self.read(place, file, 0, self.known.size, _STEP):
+                    pass
+        except (ObjectNotFoundError, DamagedCheckpointError):
+            return False
+        return True

@@ -7,6 +7,7 @@ from .checkpointer import ITEM, AsyncCheckpointer, Checkpointer, Place, PyTreeCh
 from .commit import (
     CommitParts,
     PendingCheckpoint,
+    copy_left,
     delete_checkpoint,
     has_changed,
     has_record,

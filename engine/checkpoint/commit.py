@@ -140,9 +140,17 @@ class PendingCheckpoint:
     """A checkpoint that is being written and does not exist yet."""
 
     def __init__(
-        self, location: Location, items: Iterable[str], *, overwrite: bool, parts: CommitParts | None = None
+        self,
+        location: Location,
+        items: Iterable[str],
+        *,
+        overwrite: bool,
+        parts: CommitParts | None = None,
+        copies: str | None = None,
     ) -> None:
         self.location = location
+        self.continues = False  # whether an interrupted copy of the same checkpoint goes on, with the files it has
+        self._copies = copies  # the fingerprint of the checkpoint that this is a copy of
         self._parts = parts or CommitParts(location)
         self._old_record: bytes | None = None
         self._old: CheckpointRecord | None = None
@@ -152,24 +160,31 @@ class PendingCheckpoint:
         self._find_replaceable(names, overwrite=overwrite)
         untouched = not {PARTIAL, DELETED} & names
         self._lock = SaveLock(location / PARTIAL)
+        items, folders = list(items), []
         if not untouched:
             try:
                 if PARTIAL in names and not self._lock.take_over():
                     raise self._lock.conflict()
-                sweep(location, parts)
+                folders = self._left_by_copy(items, names)
+                self.continues = bool(folders)
+                if not self.continues:
+                    sweep(location, parts)
             finally:
-                self._lock.release()
+                if not self.continues:
+                    self._lock.release()
             names = {entry.name for entry in location.entries()}
         self.token = uuid.uuid4().hex  # tells this save from all others
         # What was swept may be of a save that is still alive somewhere: it must not write into the folders of this one.
         # In an object store there may always be one, or requests of it that are still on their way.
         plain = untouched and not location.is_remote
         taken = names | _folders(self._old)
-        self._paths: dict[str, str] = {}
+        self.paths: dict[str, str] = {}
         for item in items:
             path = self._parts.folder(item)
-            self._paths[item] = path if plain and path not in taken else f"{path}.{self.token[:8]}"
-        self.folders = {item: location / path for item, path in self._paths.items()}
+            self.paths[item] = path if plain and path not in taken else f"{path}.{self.token[:8]}"
+        if self.continues:
+            self.paths = dict(zip(items, folders, strict=True))
+        self.folders = {item: location / path for item, path in self.paths.items()}
         self._deleted = DELETED in names
         self._marker_size: int | None = None
         self._begun = False
@@ -183,11 +198,14 @@ class PendingCheckpoint:
             return
         self._begun = True
         self.location.make_directory()
-        if self.location.is_local:
+        if self.location.is_local and not self.continues:
             self._lock.make()
             self._check_unchanged()
         self._claimed = True
-        marker = json.dumps({"format": "holdfast", "token": self.token, "folders": [*self._paths.values()]}).encode()
+        content = {"format": "holdfast", "token": self.token, "folders": [*self.paths.values()]}
+        if self._copies is not None:
+            content["copies"] = self._copies
+        marker = json.dumps(content).encode()
         self._marker_size = len(marker)
         (self.location / PARTIAL).write_bytes(marker, atomic=False)
         self._marked = True
@@ -195,11 +213,22 @@ class PendingCheckpoint:
         for folder in self.folders.values():
             folder.make_directory(sync=False)
 
+    def _left_by_copy(self, items: list[str], names: set[str]) -> list[str]:
+        """Return the folders of an interrupted copy of the same checkpoint, in the order of the items; or nothing."""
+        if self._copies is None or DELETED in names or self._lock.content().get("copies") != self._copies:
+            return []
+        found = self._lock.folders()
+        expected = [re.escape(self._parts.folder(item)) for item in items]
+        fits = len(found) == len(items) and all(
+            re.fullmatch(rf"{name}(\.[0-9a-f]{{8}})?", folder) for name, folder in zip(expected, found, strict=True)
+        )
+        return found if fits and not _folders(self._old).intersection(found) else []
+
     def _check_unchanged(self) -> None:
         """Raise StorageConflictError if another save has been committed since this one was made."""
         names = {entry.name for entry in self.location.entries()}
         record = (self.location / RECORD).read_bytes(limit=_RECORD_LIMIT) if RECORD in names else None
-        if record != self._old_record or names.intersection(self._paths.values()):
+        if record != self._old_record or names.intersection(self.paths.values()):
             (self.location / PARTIAL).remove()
             raise self._lock.conflict()
 
@@ -237,7 +266,7 @@ class PendingCheckpoint:
         if self._old is not None:
             self._parts.withdraw(self._old)
         self._sync_directories()
-        record = dataclasses.replace(record, replaced=tuple(sorted(_folders(self._old) - {*self._paths.values()})))
+        record = dataclasses.replace(record, replaced=tuple(sorted(_folders(self._old) - {*self.paths.values()})))
         self._stays = True  # from here on its data may be all that there is, also where a person interrupts
         try:
             write_record(self.location, record)
@@ -273,7 +302,7 @@ class PendingCheckpoint:
 
     def _sync_directories(self) -> None:
         """Make the names of all items durable, and that what was withdrawn is gone: deepest first, then around them."""
-        inside = {parent for path in (*self._paths.values(), *_folders(self._old)) for parent in _parents(path)}
+        inside = {parent for path in (*self.paths.values(), *_folders(self._old)) for parent in _parents(path)}
         for path in sorted(inside, key=lambda path: path.count("/"), reverse=True):
             if (self.location / path).is_directory():  # one of the old checkpoint may be missing
                 (self.location / path).sync_directory()
@@ -312,7 +341,7 @@ class PendingCheckpoint:
             return False
         except (StorageError, DamagedCheckpointError):
             return self._old_record is None
-        return _folders(found) <= {*self._paths.values()}
+        return _folders(found) <= {*self.paths.values()}
 
     def abort(self, error: BaseException | None = None) -> None:
         """Remove what was written; the checkpoint that was to be replaced, if any, stays as it was.
@@ -342,7 +371,7 @@ class PendingCheckpoint:
         ours = True
         with _leftover(self.location):
             ours = not self._marked or self._is_claimed()
-            paths = {*self._paths.values()}
+            paths = {*self.paths.values()}
             if not ours and not self.location.is_local and not self.location.is_remote:
                 # Two saves that begin at once use the same names here, so only a record tells which are of the other.
                 names = {entry.name for entry in self.location.entries()}
@@ -360,6 +389,12 @@ class PendingCheckpoint:
             else:
                 self.location.remove_tree(last=PARTIAL)
         return ours
+
+
+def copy_left(location: Location) -> str | None:
+    """Return the fingerprint of the checkpoint of which an interrupted copy lies here, or None."""
+    found = SaveLock(location / PARTIAL).content().get("copies")
+    return found if isinstance(found, str) else None
 
 
 def delete_checkpoint(location: Location) -> None:

@@ -7,6 +7,7 @@ verifies.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -127,6 +128,13 @@ class CheckpointRecord:
     def identity(self) -> str:
         """What the checkpoint is known by when its metrics or its pin change: another save of its step has another."""
         return f"{crc32c(json.dumps([float(self.time), self._items_document()], sort_keys=True).encode()):08x}"
+
+    @property
+    def fingerprint(self) -> str:
+        """What a checkpoint and its copies have in common: the time and the files, wherever their folders are."""
+        files = {name: [item["kind"], item["files"]] for name, item in self._items_document().items()}
+        text = json.dumps([float(self.time), self.step, files], sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def encode(self) -> bytes:
         body: dict[str, Any] = {"step": self.step, "time": self.time, "reason": self.reason}

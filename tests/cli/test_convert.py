@@ -158,3 +158,41 @@ def test_export_asks_for_an_item(capsys: pytest.CaptureFixture[str], tmp_path: P
     said = error_of(capsys, "export", tmp_path / "run", tmp_path / "x.safetensors", status=2)
 
     assert said.endswith("has the trees extras, state: name one with --item\n")
+
+
+def test_copy_a_run(capsys: pytest.CaptureFixture[str], run: Path, place: str) -> None:
+    lines = output_of(capsys, "cp", run, place).splitlines()
+    again = json.loads(output_of(capsys, "cp", run, place, "--json", "--max-bandwidth", "1 GB/s"))["checkpoints"]
+    one = output_of(capsys, "cp", f"{place}/2", run.parent / "copy")
+
+    total = again[0]["bytes"]
+    assert [line.partition(" -> ")[0] for line in lines] == [
+        str(run / "checkpoints" / "1"),
+        str(run / "checkpoints" / "2"),
+    ]
+    assert again == [
+        {
+            "source": str(run / "checkpoints" / step),
+            "path": f"{place}/{step}",
+            "step": int(step),
+            "bytes": total,
+            "sent": 0,
+        }
+        for step in ("1", "2")
+    ]
+    assert one.startswith(f"{place}/2 -> {run.parent}/copy: ")
+    assert hf.load(run.parent / "copy")["w"].tolist() == [2, 2, 2]
+    assert hf.verify(place).ok
+
+
+def test_copy_nothing_over_another_checkpoint(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    hf.save(run.parent / "copy", {"w": 1})
+    source = run / "checkpoints" / "1"
+
+    message = error_of(capsys, "cp", source, run.parent / "copy", status=2)
+    assert message.endswith("another checkpoint is there; choose another path, or replace it (--overwrite)\n")
+    output_of(capsys, "cp", source, run.parent / "copy", "--overwrite")
+    assert hf.load(run.parent / "copy")["w"].tolist() == [1, 1, 1]
+    assert "--max-bandwidth 'fast' is not a rate" in error_of(
+        capsys, "cp", source, run.parent / "more", "--max-bandwidth", "fast", status=2
+    )

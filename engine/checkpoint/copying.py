@@ -1,0 +1,239 @@
+"""Copy one committed checkpoint to another place: the files that its record names, and the record last.
+
+Nothing is written anew: the files go along with their checksums, and every byte is compared with them on the way. The
+destination is written by the commit protocol, so half a copy is no checkpoint. What an interrupted copy has left is
+recognised by the fingerprint of the original in the marker: files that are whole are not sent again. On a disk, a file
+is whole if its bytes have their checksums; an object of the right size is whole, because stores show no half objects.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arrays import ArrayDatabase, FileCheck, required
+from ..errors import CheckpointExistsError, DamagedCheckpointError
+from ..format import TREES, CheckpointRecord, ItemRecord, own_item
+from ..storage import DataReader, Location, Segment, parallel_map
+from .commit import CommitParts, PendingCheckpoint
+
+_PIECE = 4 << 20  # bytes read, checked and passed on at a time
+_SPAN = 16 << 20  # bytes of a data file that one thread copies at a time
+_PAGE = 4096  # what the offsets of segments are multiples of
+_SMALL = 1 << 20  # bytes; a smaller file is written in one go
+_UPLOADS = 4  # how many files are on their way at a time, if they are small enough
+_IN_MEMORY = 256 << 20  # bytes of files that are uploaded at a time, if each is smaller
+_SUFFIX = re.compile(r"\.[0-9a-f]{8}")  # of folders whose save could not take the plain name
+
+
+class Throttle:
+    """Limits how many bytes a second pass, over all threads."""
+
+    def __init__(self, rate: float | None, wait: Callable[[float], object] = time.sleep) -> None:
+        self._rate = rate
+        self._wait = wait
+        self._lock = threading.Lock()
+        self._free = 0.0  # when the bytes so far have passed, on the monotonic clock
+
+    def take(self, count: int) -> None:
+        """Wait until so many bytes may pass."""
+        if self._rate is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            self._free = max(self._free, now) + count / self._rate
+            pause = self._free - now
+        self._wait(pause)
+
+
+@dataclass
+class CopyProgress:
+    """How far a copy is; read by other threads.
+
+    Attributes:
+        total: Bytes of all files.
+        done: Bytes that are at the destination.
+        sent: Bytes of those that were sent now, not by an earlier copy.
+    """
+
+    total: int = 0
+    done: int = 0
+    sent: int = 0
+
+
+class _File(NamedTuple):
+    source: Location
+    destination: Location
+    check: FileCheck
+
+
+class _CopiedFolders(CommitParts):
+    """The commit of a copy: its folders have the names of the original's, which may lie in each other."""
+
+    def __init__(self, location: Location, record: CheckpointRecord) -> None:
+        super().__init__(location)
+        self._folders = {name: _SUFFIX.sub("", item.folder) for name, item in record.items.items()}
+
+    def folder(self, item: str) -> str:
+        return self._folders[item]
+
+    def owns(self, folder: str) -> bool:
+        return _SUFFIX.sub("", folder) in self._folders.values()
+
+    def check_replaceable(self, record: CheckpointRecord | None) -> None:
+        nested = [*self._folders.values(), *(item.folder for item in record.items.values())] if record else []
+        if any("/" in folder for folder in nested):
+            raise CheckpointExistsError(
+                f"{self.location}: a tree of components is not replaced by a copy; remove it, or choose another path"
+            )
+
+
+def copy_step(
+    source: Location,
+    destination: Location,
+    record: CheckpointRecord,
+    *,
+    overwrite: bool = False,
+    throttle: Throttle | None = None,
+    progress: CopyProgress | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> CheckpointRecord:
+    """Copy a checkpoint by its record; return the record of the copy.
+
+    Args:
+        source: The directory of the checkpoint.
+        destination: The directory of the copy.
+        record: The commit record of the checkpoint.
+        overwrite: Whether to replace a checkpoint at the destination.
+        throttle: The limit of the bandwidth, or None.
+        progress: Is kept up to date.
+        check: Called between pieces and right before the commit; may raise an error, which ends the copy.
+
+    Raises:
+        DamagedCheckpointError: The original is damaged; the message names the file. Nothing is left at the destination.
+        CheckpointExistsError: Something else is at the destination.
+        StorageError: A file cannot be read or written. What was copied stays, for the next attempt.
+    """
+    parts = _CopiedFolders(destination, record)
+    pending = PendingCheckpoint(destination, record.items, overwrite=overwrite, parts=parts, copies=record.fingerprint)
+    progress = progress or CopyProgress()
+    progress.total, progress.done, progress.sent = record.nbytes, 0, 0
+    copy = _Copy(throttle or Throttle(None), progress, check)
+    try:
+        pending.begin()
+        checks = file_checks(source, record)
+        files = [
+            _File(source / item.folder / path, pending.folders[name] / path, checks[f"{item.folder}/{path}"])
+            for name, item in record.items.items()
+            for path in item.files
+        ]
+        copy.run(files, continues=pending.continues)
+        _sync_folders(files)
+        check()
+        items = {name: replace(item, folder=pending.paths[name]) for name, item in record.items.items()}
+        copied = replace(record, items=items, replaced=())
+        pending.commit(copied)
+    except DamagedCheckpointError as error:
+        pending.abort(error)
+        raise
+    except BaseException:
+        pending.leave()
+        raise
+    return copied
+
+
+def file_checks(location: Location, record: CheckpointRecord) -> dict[str, FileCheck]:
+    """Return what is known of every file of a checkpoint, by its path in the checkpoint's directory."""
+    found = {
+        f"{item.folder}/{path}": FileCheck(known)
+        for item in record.items.values()
+        for path, known in item.files.items()
+    }
+    for part in record.parts().values():
+        if part.kind == TREES:
+            found |= _tree_checks(location, part)
+            own = own_item(part.files)
+            for share in own.shares() if own is not None else ():
+                found |= _tree_checks(location, replace(share, folder=f"{part.folder}/{share.folder}"))
+    return found
+
+
+def _tree_checks(location: Location, tree: ItemRecord) -> dict[str, FileCheck]:
+    database = ArrayDatabase(location / tree.folder, tree.files)
+    chunks = database.file_checks()
+    return {f"{tree.folder}/{path}": check for path, check in chunks.items() if len(check.offsets)}
+
+
+class _Copy:
+    """One copy: its files on their way."""
+
+    def __init__(self, throttle: Throttle, progress: CopyProgress, check: Callable[[], None]) -> None:
+        self._throttle = throttle
+        self._progress = progress
+        self._check = check
+        self._lock = threading.Lock()
+
+    def run(self, files: list[_File], *, continues: bool) -> None:
+        if not files:
+            return
+        at_once = 1
+        if not files[0].destination.is_local:
+            largest = max(file.check.known.size for file in files)
+            at_once = max(1, min(_UPLOADS, _IN_MEMORY // max(1, largest)))
+        for folder in dict.fromkeys(file.destination.parent for file in files):
+            folder.make_directory(sync=False)
+        # Small files first: they show soonest that a place cannot be written.
+        ordered = sorted(files, key=lambda file: file.check.known.size)
+        parallel_map(lambda file: self._copy(file, continues), ordered, at_once, name="holdfast-copy")
+
+    def _copy(self, file: _File, continues: bool) -> None:
+        size = file.check.known.size
+        if continues and self._is_there(file):
+            self._passed(size, sent=False)
+            return
+        self._check()
+        with required(file.source):
+            opened = file.source.open_data(size=size)
+        with opened as reader:
+            if file.source.is_local and reader.size != size:
+                raise DamagedCheckpointError(f"{file.source}: expected {size} bytes, found {reader.size}")
+            if size <= _SMALL:
+                content = b"".join(part.tobytes() for part in self._parts(file, reader, 0, size))
+                file.destination.write_bytes(content, atomic=False)
+                return
+            spans = file.check.spans(_PAGE, _SPAN)
+            file.destination.write_data(size, [self._segment(file, reader, *span) for span in spans])
+
+    def _segment(self, file: _File, reader: DataReader, start: int, stop: int) -> Segment:
+        return Segment(start, stop - start, lambda: self._parts(file, reader, start, stop))
+
+    def _parts(self, file: _File, reader: DataReader, start: int, stop: int) -> Iterator[NDArray[np.uint8]]:
+        for part in file.check.read(file.source, reader, start, stop, _PIECE):
+            self._check()
+            self._throttle.take(len(part))
+            yield part
+            self._passed(len(part), sent=True)
+
+    def _is_there(self, file: _File) -> bool:
+        if file.destination.is_local:
+            return file.check.is_met(file.destination)
+        return file.destination.is_there() and file.destination.has_size(file.check.known.size)
+
+    def _passed(self, count: int, *, sent: bool) -> None:
+        with self._lock:
+            self._progress.done += count
+            self._progress.sent += count if sent else 0
+
+
+def _sync_folders(files: list[_File]) -> None:
+    """Make the names of the files durable, deepest first; the commit syncs the folders of the items."""
+    folders = {file.destination.parent for file in files}
+    for folder in sorted(folders, key=lambda one: one.url.count("/"), reverse=True):
+        folder.sync_directory()

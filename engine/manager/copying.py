@@ -1,0 +1,190 @@
+"""Copy checkpoints of holdfast between places: one of them, or a whole run with its steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..checkpoint import Place, read_record, read_steadily, write_record
+from ..checkpoint.copying import CopyProgress, Throttle, copy_step
+from ..clock import Rate, SystemClock, bytes_per_second
+from ..distributed import Coordinator, run_on_primary
+from ..errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    FormatVersionError,
+    OptionError,
+    itemized,
+)
+from ..format import CheckpointRecord
+from ..storage import Location, as_location
+from .directory import OPTIONS, StepEntry, list_steps, store_metadata, stored_metadata
+from .ownership import Ownership
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyReport:
+    """One checkpoint that was copied.
+
+    Attributes:
+        source: The original.
+        path: The copy.
+        step: Its step, or None for a checkpoint outside a manager.
+        bytes: Bytes of all its files.
+        sent: Bytes of those that this call copied; the others were there already.
+    """
+
+    source: str
+    path: str
+    step: int | None
+    bytes: int
+    sent: int
+
+
+def copy_checkpoint(
+    source: Place,
+    destination: Place,
+    *,
+    overwrite: bool = False,
+    max_bandwidth: Rate | None = None,
+    coordinator: Coordinator | None = None,
+) -> list[CopyReport]:
+    """Copy a checkpoint, or a run with all its steps, to another place: between disks and object stores.
+
+    Files are copied as they are, and every byte is compared with the checksums that were saved with it. A copy exists
+    when all of it is there and durable. An interrupted call leaves nothing that counts as a checkpoint; the same call
+    again sends only the files that are not whole yet. Memory does not grow with the size of the checkpoint where the
+    destination is a disk; in an object store, each file is one upload.
+
+    In a program of several processes that all call this, process 0 does it and the others wait.
+
+    Args:
+        source: A checkpoint of holdfast, or the directory of a run: a path or a URL.
+        destination: Where the copy goes: the directory of the checkpoint itself, or of the run. A run is copied with
+            the facts stored beside its steps; steps that are at the destination already are not copied again.
+        overwrite: Replace a checkpoint at the destination that is another one.
+        max_bandwidth: The most to copy in a second: bytes, or text such as ``"50 MB/s"``; None for no limit.
+        coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
+            initialized; ``hf.Alone()`` does it in this process alone.
+
+    Returns:
+        One entry for each checkpoint, in the order of the steps.
+
+    Raises:
+        CheckpointNotFoundError: The source holds no checkpoint of holdfast.
+        CheckpointExistsError: There is another checkpoint at the destination, or something else.
+        DamagedCheckpointError: The source is damaged; the message names the files. Of a run, all whole steps are
+            copied.
+        OwnershipError: A run is writing to the destination.
+        StorageError: A place cannot be read or written.
+        PeerFailedError: It failed on process 0; raised on the others.
+
+    >>> import tempfile, numpy as np
+    >>> import holdfast as hf
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     report = hf.save(f"{directory}/a", {"w": np.arange(3)})
+    ...     copied = hf.copy_checkpoint(f"{directory}/a", f"{directory}/b")
+    ...     hf.load(f"{directory}/b")
+    {'w': array([0, 1, 2])}
+    """
+    origin, target = as_location(source), as_location(destination)
+    rate = None if max_bandwidth is None else bytes_per_second(max_bandwidth, name="max_bandwidth")
+
+    def work() -> list[list[Any]]:
+        done = _copy(origin, target, overwrite, Throttle(rate))
+        return [[one.source, one.path, one.step, one.bytes, one.sent] for one in done]
+
+    about = [origin.url, target.url, overwrite]
+    found = run_on_primary("copy_checkpoint", about, work, coordinator)
+    return [CopyReport(source=a, path=b, step=c, bytes=d, sent=e) for a, b, c, d, e in found]
+
+
+def _copy(source: Location, destination: Location, overwrite: bool, throttle: Throttle) -> list[CopyReport]:
+    for one, other in ((source, destination), (destination, source)):
+        if f"{other.url}/".startswith(f"{one.url}/"):
+            raise OptionError(f"{destination}: a copy of {source} cannot lie there; choose a place outside of it")
+    try:
+        return [_copy_one(source, destination, overwrite, throttle)]
+    except CheckpointNotFoundError:
+        steps = list_steps(source)
+        if not steps:
+            raise
+    return _copy_run(source, destination, steps, overwrite, throttle)
+
+
+def _copy_one(source: Location, destination: Location, overwrite: bool, throttle: Throttle) -> CopyReport:
+    progress = CopyProgress()
+
+    def copy(record: CheckpointRecord) -> CopyReport:
+        there = found_at(destination)
+        if there is not None and there.fingerprint == record.fingerprint:
+            follow(destination, there, record)
+            return CopyReport(source=str(source), path=str(destination), step=record.step, bytes=record.nbytes, sent=0)
+        if there is not None and not overwrite:
+            raise CheckpointExistsError(
+                f"{destination}: another checkpoint is there; choose another path, or replace it (overwrite=True)"
+            )
+        copy_step(source, destination, record, overwrite=overwrite, throttle=throttle, progress=progress)
+        return CopyReport(
+            source=str(source), path=str(destination), step=record.step, bytes=record.nbytes, sent=progress.sent
+        )
+
+    return read_steadily(source, copy)
+
+
+def found_at(location: Location) -> CheckpointRecord | None:
+    """Return the commit record of the checkpoint at a location; None if there is none, or a damaged one."""
+    try:
+        return read_record(location)
+    except (CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError):
+        return None
+
+
+def follow(location: Location, record: CheckpointRecord, original: CheckpointRecord) -> CheckpointRecord:
+    """Give a copy the metrics and the pin that its original has by now; return its record."""
+    changed = replace(record, metrics=original.metrics, pinned=original.pinned)
+    if changed != record:
+        write_record(location, changed)
+    return changed
+
+
+def _copy_run(
+    source: Location, destination: Location, steps: list[StepEntry], overwrite: bool, throttle: Throttle
+) -> list[CopyReport]:
+    writer = _Writer()
+    ownership = Ownership(destination, SystemClock(), writer.drain)
+    ownership.take()
+    done, damaged = [], []
+    try:
+        for entry in steps:
+            try:
+                if entry.error is not None:
+                    raise entry.error
+                ownership.check()
+                target = destination / entry.location.name
+                done.append(_copy_one(entry.location, target, overwrite, throttle))
+                copied = found_at(target)
+                if copied is not None and entry.record is not None:  # which has the metrics of other programs, too
+                    follow(target, copied, replace(copied, metrics=entry.record.metrics))
+            except CheckpointNotFoundError:  # the run has deleted it meanwhile
+                continue
+            except DamagedCheckpointError as error:
+                damaged.append(f"step {entry.step}: {error}")
+        store_metadata(destination, stored_metadata(source))
+        if (source / OPTIONS).is_there():
+            (destination / OPTIONS).write_bytes((source / OPTIONS).read_bytes(limit=1 << 20))
+    finally:
+        ownership.release()
+    if damaged:
+        raise DamagedCheckpointError(
+            itemized(f"{source}: damaged steps were not copied; the {len(done)} others were:", damaged)
+        )
+    return done
+
+
+class _Writer:
+    """The holder of the right to write to the destination of a copy."""
+
+    def drain(self) -> None:
+        """Wait for nothing: a newer writer in this process takes over at once, and the copy ends with an error."""

@@ -1,0 +1,445 @@
+"""Copies of checkpoints: exact, verified on the way, and continued where they were interrupted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.earlier_versions.programs import __file__ as earlier
+from tests.fixtures import StoredFiles
+from tests.processes.harness import Process, run_outcomes
+
+import holdfast as hf
+from holdfast.components import Checkpointable
+from holdfast.engine.checkpoint import copying, read_record
+from holdfast.engine.checkpoint.copying import CopyProgress, Throttle, copy_step
+from holdfast.engine.clock import bytes_per_second
+from holdfast.engine.storage import as_location
+
+SMALL = hf.Layout(chunk_bytes=16_384, segment_bytes=65_536, data_file_bytes=1 << 20)
+Same = Callable[[Any, Any], None]
+Files = Callable[[str], StoredFiles]
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data files of a quarter of a MiB take the way of large ones, span by span and piece by piece."""
+    monkeypatch.setattr(copying, "_SMALL", 1 << 16)
+    monkeypatch.setattr(copying, "_SPAN", 1 << 17)
+    monkeypatch.setattr(copying, "_PIECE", 12_288)  # ends in the middle of chunks, and of checksums
+
+
+def tree(seed: int = 0) -> dict[str, Any]:
+    numbers = np.random.default_rng(seed)
+    return {
+        "w": numbers.normal(size=(700, 700)).astype(np.float32),
+        "small": [numbers.normal(size=3) for _ in range(200)],
+        "text": "x",
+        "step": seed,
+    }
+
+
+def save(place: str, seed: int = 0, **options: Any) -> str:
+    hf.save(place, tree(seed), layout=SMALL, **options)
+    return place
+
+
+def whole_tree(place: str) -> None:
+    save(place)
+
+
+def compressed_tree(place: str) -> None:
+    hf.save(place, tree(), layout=hf.Layout(chunk_bytes=16_384, data_file_bytes=1 << 20, compression=1))
+
+
+def empty_tree(place: str) -> None:
+    hf.save(place, {"nothing": np.zeros((0, 3)), "none": None})
+
+
+def several_items(place: str) -> None:
+    checkpointers = {
+        "state": hf.Checkpointer(hf.PyTreeCheckpointHandler(layout=SMALL)),
+        "facts": hf.Checkpointer(hf.JsonCheckpointHandler()),
+        "own": hf.Checkpointer(hf.PerProcessCheckpointHandler()),
+    }
+    with hf.CheckpointManager(f"{place}-run", checkpointers) as run:
+        run.save(7, {"state": tree(), "facts": {"a": [1]}, "own": {"seed": np.arange(5)}}, metrics={"loss": 0.5})
+    copy_step(as_location(f"{place}-run/7"), as_location(place), read_record(as_location(f"{place}-run/7")))
+
+
+class Weights(Checkpointable):
+    def __init__(self) -> None:
+        self.w = np.zeros(10)
+
+
+class Pair(Checkpointable):
+    def __init__(self) -> None:
+        self.one, self.two = Weights(), Weights()
+
+
+KINDS = [whole_tree, compressed_tree, empty_tree, several_items]
+
+
+def contents(place: str, stored: Files) -> dict[str, bytes]:
+    """Returns the content of the files by item, without the names of folders, and without the record."""
+    record, files = read_record(as_location(place)), stored(place).read()
+    return {
+        f"{name}/{path}": files[f"{item.folder}/{path}"] for name, item in record.items.items() for path in item.files
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_has_the_same_files_wherever_it_goes(
+    tmp_path: Path, place: str, stored: Files, kind: Callable[[str], None]
+) -> None:
+    original, there, back = f"{tmp_path}/original", f"{place}/there", f"{tmp_path}/back"
+    kind(original)
+
+    (first,) = hf.copy_checkpoint(original, there)
+    (second,) = hf.copy_checkpoint(there, back)
+
+    for copy in (there, back):
+        assert contents(copy, stored) == contents(original, stored)
+        assert hf.verify(copy).ok
+        assert read_record(as_location(copy)).fingerprint == read_record(as_location(original)).fingerprint
+    assert first.sent == first.bytes == second.sent == read_record(as_location(original)).nbytes
+    assert not list(Path(back).glob("checkpoint.partial"))
+
+
+def test_checkpoints_of_earlier_versions_are_copied(tmp_path: Path) -> None:
+    folder = Path(earlier).parent / "v0_1_0"
+    runs = [one for one in sorted(folder.iterdir()) if one.is_dir()]
+    assert runs
+    for source in runs:
+        try:
+            found = hf.copy_checkpoint(source, tmp_path / source.name)
+        except hf.CheckpointNotFoundError:
+            continue
+        assert found
+        assert hf.verify(tmp_path / source.name).ok
+
+
+def test_a_tree_of_components_is_copied(tmp_path: Path) -> None:
+    pair = Pair()
+    pair.two.w[:] = 3
+    pair.save_to_path(tmp_path / "a")
+
+    hf.copy_checkpoint(tmp_path / "a", tmp_path / "b")
+
+    other, part = Pair(), Weights()
+    other.restore_from_path(tmp_path / "b")
+    part.restore_from_path(tmp_path / "b" / "two")
+    assert other.two.w.tolist() == part.w.tolist() == [3.0] * 10
+    with pytest.raises(hf.CheckpointExistsError, match="tree of components is not replaced"):
+        hf.copy_checkpoint(save(f"{tmp_path}/c"), tmp_path / "b", overwrite=True)
+
+
+def test_another_checkpoint_is_replaced_only_on_request(tmp_path: Path, assert_same: Same) -> None:
+    original, other = save(f"{tmp_path}/original", 1), save(f"{tmp_path}/other", 2)
+
+    with pytest.raises(hf.CheckpointExistsError, match=r"another checkpoint is there.*overwrite=True"):
+        hf.copy_checkpoint(original, other)
+    assert_same(hf.load(other), tree(2))
+    hf.copy_checkpoint(original, other, overwrite=True)
+    assert_same(hf.load(other), tree(1))
+    (again,) = hf.copy_checkpoint(original, other)
+    assert again.sent == 0
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_damaged_byte_anywhere_is_refused(tmp_path: Path, place: str, stored: Files, remote: bool) -> None:
+    original = save(f"{place}/original" if remote else f"{tmp_path}/original")
+    files, target = stored(original), as_location(tmp_path / "copy")
+    whole = files.read()
+    large = max(whole, key=lambda path: len(whole[path]))
+    at = [(path, 0) for path in whole] + [(large, 20_000), (large, 16_384), (large, 16_387), (large, 300_001)]
+    for path, position in at:
+        content = bytearray(whole[path])
+        content[position] ^= 4
+        files.write(path, bytes(content))
+        with pytest.raises(hf.DamagedCheckpointError, match=path.rpartition("/")[2]):
+            hf.copy_checkpoint(original, target)
+        assert not target.exists(), path
+        files.write(path, whole[path])
+    for path in set(whole) - {"checkpoint.json"}:
+        files.write(path, whole[path][:-1])
+        with pytest.raises(hf.DamagedCheckpointError, match=path.rpartition("/")[2]):
+            hf.copy_checkpoint(original, target)
+        files.remove(path)
+        with pytest.raises(hf.DamagedCheckpointError, match=path.rpartition("/")[2]):
+            hf.copy_checkpoint(original, target)
+        assert not target.exists(), path
+        files.write(path, whole[path])
+    hf.copy_checkpoint(original, target)
+    assert hf.verify(target.url).ok
+
+
+def test_chunks_that_changed_places_are_refused(tmp_path: Path, stored: Files) -> None:
+    """Each has its own checksum beside it; only the index knows where it belongs."""
+    original = save(f"{tmp_path}/original")
+    files = stored(original)
+    path, content = max(files.read().items(), key=lambda item: len(item[1]))
+    record = read_record(as_location(original))
+    check = copying.file_checks(as_location(original), record)[path]
+    one, other = (slice(int(check.offsets[n]), int(check.offsets[n] + check.lengths[n])) for n in (0, 1))
+    assert one.stop - one.start == other.stop - other.start
+    swapped = bytearray(content)
+    swapped[one], swapped[other] = content[other], content[one]
+    files.write(path, bytes(swapped))
+
+    with pytest.raises(hf.DamagedCheckpointError, match="chunk at byte 0 should have the crc32c"):
+        hf.copy_checkpoint(original, tmp_path / "copy")
+
+
+# ---- interrupted
+
+
+class Interrupted(Exception):  # noqa: N818 - stands in for whatever ends a copy
+    """Ends a copy."""
+
+
+def calls(original: str, target: str) -> int:
+    """Returns how often a copy looks whether it should end."""
+    counter = itertools.count()
+    copy_step(as_location(original), as_location(target), read_record(as_location(original)), check=counter.__next__)
+    as_location(target).remove_tree()
+    return next(counter)
+
+
+def stop_after(count: int) -> Callable[[], None]:
+    left = iter(range(count))
+
+    def check() -> None:
+        if next(left, None) is None:
+            raise Interrupted
+
+    return check
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_copy_goes_on_where_it_was_interrupted(
+    tmp_path: Path, place: str, stored: Files, every: bool, remote: bool
+) -> None:
+    original = save(f"{tmp_path}/original")
+    target = as_location(f"{place}/copy" if remote else f"{tmp_path}/copy")
+    record = read_record(as_location(original))
+    total = calls(original, target.url)
+    sent = []
+    for count in range(0, total, 1 if every else total // 9):
+        with pytest.raises(Interrupted):
+            copy_step(as_location(original), target, record, check=stop_after(count))
+        with pytest.raises(hf.CheckpointNotFoundError):
+            hf.load(target.url)
+        progress = CopyProgress()
+        copy_step(as_location(original), target, record, progress=progress)
+        sent.append(progress.sent)
+        assert progress.done == progress.total == record.nbytes
+        assert hf.verify(target.url).ok
+        assert contents(target.url, stored) == contents(original, stored)
+        target.remove_tree()
+    assert sent[0] == record.nbytes
+    assert remote or sent == sorted(sent, reverse=True)  # uploads overtake each other
+    assert sent[-1] < record.nbytes // 2
+
+
+def test_a_file_that_was_torn_is_sent_again(tmp_path: Path, stored: Files) -> None:
+    """A crash may leave a file of the right length whose bytes never arrived."""
+    original, target = save(f"{tmp_path}/original"), as_location(tmp_path / "copy")
+    record = read_record(as_location(original))
+    with pytest.raises(Interrupted):
+        copy_step(as_location(original), target, record, check=stop_after(calls(original, f"{tmp_path}/x") - 1))
+    torn = max((one for one in Path(target.url).rglob("d/*")), key=lambda one: one.stat().st_size)
+    torn.write_bytes(bytes(torn.stat().st_size))
+
+    progress = CopyProgress()
+    copy_step(as_location(original), target, record, progress=progress)
+
+    assert progress.sent == torn.stat().st_size
+    assert contents(target.url, stored) == contents(original, stored)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_the_rest_of_another_checkpoint_is_not_used(
+    tmp_path: Path, place: str, stored: Files, assert_same: Same, remote: bool
+) -> None:
+    first, second = save(f"{tmp_path}/first", 1), save(f"{tmp_path}/second", 2)
+    target = as_location(f"{place}/copy" if remote else f"{tmp_path}/copy")
+    with pytest.raises(Interrupted):
+        copy_step(
+            as_location(first),
+            target,
+            read_record(as_location(first)),
+            check=stop_after(calls(first, f"{place}/x") - 1),
+        )
+
+    (report,) = hf.copy_checkpoint(second, target)
+
+    assert report.sent == report.bytes
+    assert_same(hf.load(target.url), tree(2))
+    record = read_record(target)
+    named = {f"{item.folder}/{path}" for item in record.items.values() for path in item.files}
+    assert set(stored(target.url).read()) == {*named, "checkpoint.json"}
+
+
+def test_a_save_over_an_interrupted_copy_removes_it(tmp_path: Path, assert_same: Same) -> None:
+    first, target = save(f"{tmp_path}/first", 1), as_location(tmp_path / "copy")
+    with pytest.raises(Interrupted):
+        copy_step(as_location(first), target, read_record(as_location(first)), check=stop_after(3))
+    save(target.url, 2)
+    assert_same(hf.load(target.url), tree(2))
+    assert hf.verify(target.url).ok
+
+
+def copies(process: Process, source: str, destination: str) -> int:
+    process.mark(type(as_location(source)), "write_data", "a data file is written", after=True)
+    (report,) = hf.copy_checkpoint(source, destination)
+    return report.sent
+
+
+def test_killed_in_the_middle_of_a_copy(tmp_path: Path, stored: Files) -> None:
+    layout = hf.Layout(chunk_bytes=1 << 20, segment_bytes=1 << 20, data_file_bytes=2 << 20)
+    original = f"{tmp_path}/original"
+    hf.save(original, {"w": np.random.default_rng(0).normal(size=(1 << 20,))}, layout=layout)
+
+    run_outcomes(copies, 1, original, f"{tmp_path}/copy", kill=(0, "a data file is written"))
+
+    with pytest.raises(hf.CheckpointNotFoundError):
+        hf.load(tmp_path / "copy")
+    (report,) = hf.copy_checkpoint(original, tmp_path / "copy")
+    assert 0 < report.sent < report.bytes - (1 << 20)
+    assert contents(f"{tmp_path}/copy", stored) == contents(original, stored)
+
+
+# ---- whole runs
+
+
+def run(directory: str, steps: tuple[int, ...] = (1, 2, 3), **options: Any) -> None:
+    with hf.CheckpointManager(
+        directory, options=hf.CheckpointManagerOptions(**options), metadata={"who": "me"}
+    ) as manager:
+        for step in steps:
+            manager.save(step, {"w": np.full(9, step)}, metrics={"loss": 1 / step}, custom_metadata={"n": step})
+        manager.wait_until_finished()
+        manager.pin(2)
+
+
+@pytest.mark.parametrize("prefix", [None, "a-"])
+def test_a_run_is_copied_with_what_belongs_to_it(tmp_path: Path, place: str, prefix: str | None) -> None:
+    run(f"{tmp_path}/run", step_prefix=prefix)
+    hf.record_metrics(tmp_path / "run", 3, {"late": 9}, step_prefix=prefix)
+
+    done = hf.copy_checkpoint(tmp_path / "run", place)
+
+    assert [one.step for one in done] == [1, 2, 3]
+    with hf.CheckpointManager(place, options=hf.CheckpointManagerOptions(step_prefix=prefix)) as manager:
+        assert manager.all_steps() == [1, 2, 3]
+        assert manager.metadata() == {"who": "me"}
+        assert manager.metrics(3) == {"loss": 1 / 3, "late": 9}
+        assert manager.custom_metadata(1) == {"n": 1}
+        assert "pinned" in manager.why_kept(2)
+        assert manager.restore()["w"].tolist() == [3] * 9
+
+
+def test_only_new_steps_and_metrics_follow(tmp_path: Path, place: str) -> None:
+    run(f"{tmp_path}/run", (1, 2))
+    hf.copy_checkpoint(tmp_path / "run", place)
+    with hf.CheckpointManager(tmp_path / "run") as manager:
+        manager.record_metrics(1, {"accuracy": 1})
+        manager.save(3, {"w": np.zeros(1)})
+
+    done = hf.copy_checkpoint(tmp_path / "run", place)
+
+    assert [one.sent for one in done] == [0, 0, done[2].bytes]
+    with hf.CheckpointManager(place) as manager:
+        assert manager.metrics(1) == {"loss": 1.0, "accuracy": 1}
+
+
+def test_the_whole_steps_of_a_damaged_run_are_copied(tmp_path: Path, stored: Files, place: str) -> None:
+    run(f"{tmp_path}/run")
+    stored(f"{tmp_path}/run/2").write("state/tree.json", b"{}")
+
+    with pytest.raises(hf.DamagedCheckpointError, match=r"step 2: .*2/state/tree.json"):
+        hf.copy_checkpoint(tmp_path / "run", place)
+
+    assert [one.step for one in hf.list_checkpoints(place)] == [1, 3]
+
+
+def test_nothing_is_copied_into_the_directory_of_a_live_run(tmp_path: Path) -> None:
+    run(f"{tmp_path}/run")
+    outcomes = run_outcomes(copies_into_live, 1, f"{tmp_path}/run", f"{tmp_path}/live")
+    assert outcomes[0].value == "OwnershipError", outcomes
+
+
+def copies_into_live(process: Process, source: str, live: str) -> str:
+    import subprocess
+    import sys
+
+    code = f"import holdfast as hf; hf.copy_checkpoint({source!r}, {live!r})"
+    with hf.CheckpointManager(live) as manager:
+        manager.acquire()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return done.stderr.strip().splitlines()[-1].partition(":")[0].rpartition(".")[2]
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "error"),
+    [
+        ("missing", "copy", hf.CheckpointNotFoundError),
+        ("original", "original/inside", hf.OptionError),
+        ("original", "full", hf.CheckpointExistsError),
+    ],
+)
+def test_what_cannot_be_copied(tmp_path: Path, source: str, destination: str, error: type[Exception]) -> None:
+    save(f"{tmp_path}/original")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    with pytest.raises(error):
+        hf.copy_checkpoint(tmp_path / source, tmp_path / destination)
+    assert (tmp_path / "full" / "file").read_text() == "mine"
+
+
+# ---- bandwidth and memory
+
+
+def test_the_bandwidth_is_shared_by_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def wait(pause: float) -> None:
+        now[0] = max(now[0], now[0] + pause)
+
+    monkeypatch.setattr(copying.time, "monotonic", lambda: now[0])
+    original = save(f"{tmp_path}/original")
+    record = read_record(as_location(original))
+    copy_step(
+        as_location(original), as_location(tmp_path / "copy"), record, throttle=Throttle(record.nbytes / 100, wait)
+    )
+    assert now[0] >= 99
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("50 MB/s", 5e7), ("1.5GiB", 1.5 * (1 << 30)), (1000, 1000.0), ("8k", 8000.0), ("77", 77.0)]
+)
+def test_rates(text: str | int, rate: float) -> None:
+    assert bytes_per_second(text) == rate
+
+
+@pytest.mark.parametrize("text", ["", "fast", "-1", 0, True, float("inf"), "5 TB", "1 MB/h"])
+def test_rates_that_are_none(text: Any) -> None:
+    with pytest.raises(hf.OptionError, match="is not a rate"):
+        hf.copy_checkpoint("a", "b", max_bandwidth=text)
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> str:
+    hf.save(tmp_path / "large", {f"w{n}": np.zeros(1 << 24, np.uint8) for n in range(80)})
+    return f"{tmp_path}/large"
+
+
+@pytest.mark.sweep
+def test_memory_does_not_grow_with_the_checkpoint(large: str, tmp_path: Path, little_memory: int) -> None:
+    (report,) = hf.copy_checkpoint(large, tmp_path / "copy")
+    assert report.bytes > little_memory

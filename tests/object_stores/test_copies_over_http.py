@@ -1,0 +1,45 @@
+"""Copies to and from an object store: nothing is sent twice, and a store that fails leaves nothing that counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.object_stores.conftest import Store
+
+import holdfast as hf
+
+SMALL = hf.Layout(chunk_bytes=4096, segment_bytes=8192, data_file_bytes=16_384)
+WEIGHTS = np.arange(20_000, dtype=np.float32)
+
+
+def test_copies_go_there_and_back(store: Store, tmp_path: Path) -> None:
+    hf.save(tmp_path / "original", {"w": WEIGHTS}, layout=SMALL)
+    hf.copy_checkpoint(tmp_path / "original", f"{store.url}/copy")
+    hf.copy_checkpoint(f"{store.url}/copy", tmp_path / "back")
+    assert np.array_equal(hf.load(tmp_path / "back")["w"], WEIGHTS)
+    assert hf.verify(f"{store.url}/copy").ok
+    assert hf.verify(tmp_path / "back").ok
+    assert not [key for key in store.stored() if "partial" in key]
+
+
+@pytest.mark.parametrize("code", [(507, "StorageFull"), (403, "AccessDenied"), (503, "SlowDown")])
+def test_an_upload_that_fails_goes_on(store: Store, tmp_path: Path, code: tuple[int, str]) -> None:
+    hf.save(tmp_path / "original", {"w": WEIGHTS}, layout=SMALL)
+    store.server.fail(r"(PUT|POST) .*\.0\.3$", answer=store.server.error(*code), times=1000)
+    with pytest.raises(hf.StorageError):
+        hf.copy_checkpoint(tmp_path / "original", f"{store.url}/copy")
+    with pytest.raises(hf.CheckpointNotFoundError):
+        hf.load(f"{store.url}/copy")
+    before = {key for key in store.stored() if ".0." in key}
+    assert before
+    store.server.reset()
+
+    (report,) = hf.copy_checkpoint(tmp_path / "original", f"{store.url}/copy")
+
+    assert report.sent < report.bytes
+    written = [what for what in store.server.sent() if what.startswith(("PUT", "POST")) and ".0." in what]
+    assert not [key for key in before for what in written if what.endswith(key)]
+    assert np.array_equal(hf.load(f"{store.url}/copy")["w"], WEIGHTS)
+    assert hf.verify(f"{store.url}/copy").ok
