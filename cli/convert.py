@@ -9,7 +9,7 @@ from typing import cast, get_args
 
 from ..engine.errors import CheckpointExistsError, OptionError, TreeMismatchError
 from ..engine.formats.convert import Conversion, ExportFormat, export_checkpoint, import_checkpoint
-from ..engine.manager.copying import copy_checkpoint
+from ..engine.manager import copy_checkpoint
 from .log import configure_logging
 from .places import checkpoints_at
 from .report import count, print_json, size

@@ -84,11 +84,11 @@ if TYPE_CHECKING:
     from .engine.inspection import list_checkpoints as list_checkpoints
     from .engine.manager import CheckpointManager as CheckpointManager
     from .engine.manager import CheckpointManagerOptions as CheckpointManagerOptions
+    from .engine.manager import CopyReport as CopyReport
     from .engine.manager import Decision as Decision
     from .engine.manager import Restored as Restored
+    from .engine.manager import copy_checkpoint as copy_checkpoint
     from .engine.manager import record_metrics as record_metrics
-    from .engine.manager.copying import CopyReport as CopyReport
-    from .engine.manager.copying import copy_checkpoint as copy_checkpoint
     from .engine.pytree import LeafMetadata as LeafMetadata
     from .engine.pytree import Transform as Transform
     from .engine.pytree import apply_transformations as apply_transformations
@@ -123,8 +123,9 @@ _HOMES = {
         RestoreArgs SaveArgs SaveFuture TypeHandler TypeHandlerRegistry register_type_handler
     """,
     "inspection": "CheckpointSummary LeafSummary describe list_checkpoints",
-    "manager": "CheckpointManager CheckpointManagerOptions Decision Restored record_metrics",
-    "manager.copying": "CopyReport copy_checkpoint",
+    "manager": """
+        CheckpointManager CheckpointManagerOptions CopyReport Decision Restored copy_checkpoint record_metrics
+    """,
     "pytree": "LeafMetadata Transform apply_transformations",
     "stateful": "skip_to",
     "storage": "Location as_location",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .copying import CopyReport, copy_checkpoint
 from .directory import (
     StepEntry,
     list_steps,

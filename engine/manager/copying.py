@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..checkpoint import Place, read_record, read_steadily, write_record
-from ..checkpoint.copying import CopyProgress, Throttle, copy_step
+from ..checkpoint import CopyProgress, Place, Throttle, copy_step, read_record, read_steadily, write_record
 from ..clock import Rate, SystemClock, bytes_per_second
 from ..distributed import Coordinator, run_on_primary
 from ..errors import (
