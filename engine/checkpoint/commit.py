@@ -186,6 +186,7 @@ class PendingCheckpoint:
             self.paths = dict(zip(items, folders, strict=True))
         self.folders = {item: location / path for item, path in self.paths.items()}
         self._deleted = DELETED in names
+        self._stale: list[str] = []  # folders that the old checkpoint had replaced, and that are there again
         self._marker_size: int | None = None
         self._begun = False
         self._claimed = False
@@ -210,6 +211,10 @@ class PendingCheckpoint:
         (self.location / PARTIAL).write_bytes(marker, atomic=False)
         self._marked = True
         self.location.sync_directory()  # the marker is durable before anything that it explains
+        if self._old is not None and self.location.is_local and not self.continues:
+            # The last save removed these and then its marker: a power failure may bring back folders alone.
+            self._stale = [folder for folder in self._old.replaced if _lies_in(self.location, folder)]
+            _remove_folders(self._parts, self._stale, self._old)
         for folder in self.folders.values():
             folder.make_directory(sync=False)
 
@@ -302,7 +307,8 @@ class PendingCheckpoint:
 
     def _sync_directories(self) -> None:
         """Make the names of all items durable, and that what was withdrawn is gone: deepest first, then around them."""
-        inside = {parent for path in (*self.paths.values(), *_folders(self._old)) for parent in _parents(path)}
+        paths = (*self.paths.values(), *_folders(self._old), *self._stale)
+        inside = {parent for path in paths for parent in _parents(path)}
         for path in sorted(inside, key=lambda path: path.count("/"), reverse=True):
             if (self.location / path).is_directory():  # one of the old checkpoint may be missing
                 (self.location / path).sync_directory()
@@ -445,6 +451,12 @@ def _remove_folders(parts: CommitParts, folders: Iterable[str], record: Checkpoi
         if live.isdisjoint([folder, *_parents(folder)]):
             with contextlib.suppress(InvalidLocationError):
                 parts.remove(folder, record)
+
+
+def _lies_in(location: Location, folder: str) -> bool:
+    with contextlib.suppress(InvalidLocationError):
+        return (location / folder).exists()
+    return False
 
 
 def _folders(record: CheckpointRecord | None) -> set[str]:

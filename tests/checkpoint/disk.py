@@ -61,13 +61,18 @@ class Disk:
         self._unsynced_files.clear()
         self._unsynced_names.clear()
 
-    def cut_power(self, generator: random.Random | None) -> None:
-        """Loses what was not synced: all of it, or in every directory what came after a random point."""
+    def cut_power(self, generator: random.Random | None, *, whole: str | None = None) -> None:
+        """Loses what was not synced: all of it, or in every directory what came after a random point.
+
+        Nothing is lost of the names in the directory ``whole``.
+        """
         self.recover()
         keep: dict[str, int] = {}
         for folder, _ in self._unsynced_names:
             keep[folder] = keep.get(folder, 0) + 1
         keep = {folder: generator.randint(0, count) if generator else 0 for folder, count in keep.items()}
+        if whole in keep:
+            keep[whole] = len(self._unsynced_names)
         seen: dict[str, int] = {}
         undone = []
         for folder, undo in self._unsynced_names:
