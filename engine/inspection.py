@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -183,13 +184,27 @@ def _own_leaves(name: str, folder: Location, files: Mapping[str, FileRecord] | N
 def _file_problems(location: Location, record: CheckpointRecord) -> Iterator[Problem]:
     """Compare the sizes of a checkpoint's files with its record."""
     for item in record.items.values():
-        sizes = _sizes(location / item.folder)
+        folder = location / item.folder
+        sizes = _local_sizes(folder, item.files) if location.is_local else _sizes(folder)
         for file, known in item.files.items():
             path = f"{item.folder}/{file}"
             if file not in sizes:
                 yield Problem(path, "", "missing")
             elif sizes[file] not in (known.size, None):
                 yield Problem(path, "", f"expected {known.size} bytes, found {sizes[file]}")
+
+
+def _local_sizes(folder: Location, files: Iterable[str]) -> dict[str, int | None]:
+    """Return the sizes of files that exist; None for those that the system does not show."""
+    root, found = os.fspath(folder), dict[str, int | None]()
+    for file in files:
+        try:
+            found[file] = os.stat(f"{root}/{file}").st_size
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            found[file] = None
+    return found
 
 
 def _sizes(folder: Location, prefix: str = "") -> dict[str, int | None]:

@@ -435,7 +435,8 @@ def decode_keys(
 
 def is_inside(path: str) -> bool:
     """Whether a path is relative and leads to a file below its directory."""
-    return not ("\\" in path or "\0" in path or any(part in ("", ".", "..") for part in path.split("/")))
+    parts = path.split("/")
+    return not ("\\" in path or "\0" in path or "" in parts or "." in parts or ".." in parts)
 
 
 def is_increasing(keys: list[bytes]) -> bool:

@@ -137,6 +137,10 @@ class CheckpointRecord:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def encode(self) -> bytes:
+        return encode_document(_KIND, self.to_document())
+
+    def to_document(self) -> dict[str, Any]:
+        """Return the record as JSON, without the digest: what :meth:`from_document` takes."""
         body: dict[str, Any] = {"step": self.step, "time": self.time, "reason": self.reason}
         body["items"] = self._items_document()
         if self.metrics is not None:
@@ -147,7 +151,7 @@ class CheckpointRecord:
             body["pinned"] = True
         if self.replaced:
             body["replaced"] = list(self.replaced)
-        return encode_document(_KIND, body)
+        return body
 
     def _items_document(self) -> dict[str, Any]:
         return {
@@ -164,7 +168,11 @@ class CheckpointRecord:
 
     @classmethod
     def decode(cls, data: bytes, *, source: str) -> CheckpointRecord:
-        body = decode_document(data, _KIND, source=source)
+        return cls.from_document(decode_document(data, _KIND, source=source), source=source)
+
+    @classmethod
+    def from_document(cls, body: Mapping[str, Any], *, source: str) -> CheckpointRecord:
+        """Check the values of a document and return the record in it."""
         try:
             items = {
                 str(name): ItemRecord(

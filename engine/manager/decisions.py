@@ -187,7 +187,7 @@ class Rollback:
 
     def restored(self, step: int) -> list[int]:
         """Note that a step was restored, from which the run may go on; return the later steps."""
-        later = self._later_than(step)
+        later = self._run.steps_after(step)
         self._origin, self._left, self._began = step, frozenset(later), True
         return later
 
@@ -197,7 +197,7 @@ class Rollback:
 
     def saving(self, step: int) -> None:
         """Note that a step is about to be saved; warn, once, if later ones are there."""
-        later = self._later_than(step)
+        later = self._run.steps_after(step)
         if not self._began and later:
             self._warn(
                 f"step {step} is saved, and this run has not restored the later steps that are there "
@@ -222,9 +222,6 @@ class Rollback:
                 "replaced when the run saves it again",
                 origin,
             )
-
-    def _later_than(self, step: int) -> list[int]:
-        return [one for one in self._run.steps() if one > step]
 
     def _warn(self, what: str, origin: int | str = "step") -> None:
         if self._warns:

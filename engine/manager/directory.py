@@ -23,7 +23,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -44,11 +44,12 @@ from ..errors import (
 )
 from ..format import PARTIAL, RECORD, CheckpointRecord, decode_document, encode_document
 from ..storage import Entry, Location, SaveLock, as_location, is_unreadable, max_concurrency, parallel_map
-from .late_metrics import LATE, read_late, remove_late, with_late, write_late
+from .index import FEWEST, INDEX, RecordIndex
+from .late_metrics import LATE, LateMetrics, remove_late, with_late, write_late
 from .metrics import metric_name, plain_metrics
 from .options import CheckpointManagerOptions
 from .ownership import OWNER, Ownership
-from .retention import KeepBest, StepInfo, reasons
+from .retention import KeepAll, KeepBest, StepInfo, kept_steps, reasons
 
 _logger = logging.getLogger("holdfast")
 
@@ -74,6 +75,7 @@ class StepEntry:
     # The commit record; None if that is damaged, or if another library wrote the step.
     record: CheckpointRecord | None = None
     error: DamagedCheckpointError | FormatVersionError | None = None  # why the commit record cannot be used, or None
+    indexed: bool = False  # whether the record comes from the index of the directory, not from its own file
 
     @property
     def info(self) -> StepInfo:
@@ -107,19 +109,36 @@ def step_folders(
 
 
 def list_steps(
-    directory: Location, series: str | None = None, entries: Sequence[Entry] | None = None
+    directory: Location,
+    series: str | None = None,
+    entries: Sequence[Entry] | None = None,
+    *,
+    index: RecordIndex | None = None,
+    late: LateMetrics | None = None,
 ) -> list[StepEntry]:
     """Return the steps of one series, or of all, with their commit records: by series, in ascending order.
 
-    Folders without a record are left out: a save that never finished, or a folder of another program.
+    Folders without a record are left out: a save that never finished, or a folder of another program. ``index`` and
+    ``late`` are what a caller that lists a directory again and again remembers of it.
     """
     entries = directory.entries() if entries is None else entries
     folders = list(step_folders(directory, series, entries))
-    found = [entry for entry in parallel_map(_read, folders, max_concurrency(directory)) if entry is not None]
-    if any(entry.name == LATE for entry in entries):
-        late = read_late(directory, [entry.location.name for entry in found])
+    names = {entry.name for entry in entries}
+    if directory.is_local and INDEX in names:
+        index = index or RecordIndex(directory)
+        index.load(len(names))
+    found = [
+        entry
+        for entry in parallel_map(lambda folder: _read(folder, index), folders, max_concurrency(directory))
+        if entry is not None
+    ]
+    if LATE in names:
+        late = late or LateMetrics(directory)
+        late.refresh({entry.location.name for entry in found})
         found = [
-            replace(entry, record=with_late(entry.record, late.get(entry.location.name, ()))) if entry.record else entry
+            replace(entry, record=with_late(entry.record, added))
+            if entry.record and (added := late.of(entry.location.name))
+            else entry
             for entry in found
         ]
     return sorted(found, key=lambda entry: (entry.series, entry.step))
@@ -142,23 +161,27 @@ def _commit_order(entry: StepEntry) -> tuple[float, str]:
     return math.inf if entry.record is None else entry.record.time, entry.location.name
 
 
-def _read(folder: StepEntry) -> StepEntry | None:
+def _read(folder: StepEntry, index: RecordIndex | None = None) -> StepEntry | None:
     """Add the commit record to the entry of a folder, or what is wrong with it; None if there is no record."""
+    indexed = False
     try:
-        record = read_record(folder.location)
+        if index is None:
+            record = read_record(folder.location)
+        else:
+            record, indexed = index.read(folder.location)
     except CheckpointNotFoundError:
         return None
     except (DamagedCheckpointError, FormatVersionError) as error:
         return replace(folder, error=error)
     if record.step is None:  # written by hf.save: no retention rule may delete it
-        return replace(folder, record=replace(record, step=folder.step, pinned=True))
+        return replace(folder, record=replace(record, step=folder.step, pinned=True), indexed=indexed)
     if record.step != folder.step:
         what = (
             f"{folder.location / RECORD}: written for step {record.step}, found in the directory of step "
             f"{folder.step}; give the step its name back, or load it by its own path"
         )
         return replace(folder, error=DamagedCheckpointError(what))
-    return replace(folder, record=record)
+    return StepEntry(folder.step, folder.location, folder.series, record, indexed=indexed)
 
 
 def stored_options(location: Location) -> CheckpointManagerOptions | None:
@@ -281,11 +304,17 @@ class RunDirectory:
         self._writes = writes
         self._warned = False  # that no checkpoint can be the best
         self._changing = threading.Lock()  # records are rewritten and steps deleted one after the other
+        self._index = RecordIndex(location) if location.is_local else None
+        self._indexes = False  # whether this run keeps the index up to date
+        self._late = LateMetrics(location)
         self._lock = threading.Lock()  # of the attributes below
         self._records: dict[int, CheckpointRecord] = {}
+        self._unread: set[int] = set()  # steps whose record comes from the index
+        self._changed: set[int] = set()  # steps that were added since the last collection
         self._errors: dict[int, DamagedCheckpointError | FormatVersionError] = {}
         self._condemned: dict[int, tuple[CheckpointRecord, DamagedCheckpointError]] = {}
-        self._infos: tuple[StepInfo, ...] | None = None
+        self._info: dict[int, StepInfo] = {}  # what retention rules see of the records
+        self._infos: tuple[StepInfo, ...] | None = None  # the same in ascending order; None once it has changed
         names = self.reload()
         if not (options.read_only or self._records or self._errors):
             self._check_unclaimed(names)
@@ -298,7 +327,7 @@ class RunDirectory:
 
     def _check_unclaimed(self, names: frozenset[str]) -> None:
         """Refuse to begin a run beside steps that it does not resume from."""
-        if names - {OWNER, OPTIONS, _METADATA, LATE}:
+        if names - {OWNER, OPTIONS, INDEX, _METADATA, LATE}:
             # Imported by its name, and only here: the lister of all formats lies above this room.
             sources = importlib.import_module("..sources", __package__)
             sources.check_unclaimed(self.location, self._series, begun=OWNER in names)
@@ -309,7 +338,7 @@ class RunDirectory:
         ``forget`` lists steps whose data was found damaged as whole again.
         """
         content = self.location.entries()
-        entries = list_steps(self.location, self._series, content)
+        entries = list_steps(self.location, self._series, content, index=self._index, late=self._late)
         records = {entry.step: entry.record for entry in entries if entry.record is not None}
         errors = {entry.step: entry.error for entry in entries if entry.error is not None}
         with self._lock:
@@ -319,48 +348,68 @@ class RunDirectory:
                 if step in records and records[step].identity == condemned.identity:
                     del records[step]
                     errors[step] = error
-            self._records, self._errors, self._infos = records, errors, None
+            self._info = {
+                step: self._info[step] if self._records.get(step) is record else _info(step, record)
+                for step, record in records.items()
+            }
+            self._records, self._errors = records, errors
+            self._unread = {entry.step for entry in entries if entry.indexed}
+            self._infos = None
         return frozenset(entry.name for entry in content)
 
     def add(self, step: int, record: CheckpointRecord | None) -> None:
         """Note that a step was committed, or its record replaced; None says that it was deleted."""
         with self._lock:
-            for known in (self._records, self._errors, self._condemned):
-                known.pop(step, None)
+            self._forget(step)
             if record is not None:
-                self._records[step] = record
-            self._infos = None
+                self._put(step, record)
+                self._changed.add(step)
 
     def condemn(self, step: int, damage: str, *, unreadable: bool) -> None:
         """Note that the data of a step is damaged: the step is not listed any more, and may be replaced."""
         with self._lock:
-            record = self._records.pop(step, None)
+            record = self._records.get(step)
+            self._forget(step)
             error = self._errors[step] = DamagedCheckpointError(damage, unreadable=unreadable)
             if record is not None:
                 self._condemned[step] = record, error
-            self._infos = None
+
+    def _put(self, step: int, record: CheckpointRecord) -> None:
+        self._records[step], self._info[step], self._infos = record, _info(step, record), None
+
+    def _forget(self, step: int) -> None:
+        for known in (self._records, self._errors, self._condemned, self._info):
+            known.pop(step, None)
+        self._unread.discard(step)
+        self._infos = None
 
     def add_late_metrics(self) -> None:
         """Add the metrics that other programs have recorded since the directory was read."""
         with self._lock:
-            records = dict(self._records)
-        late = read_late(self.location, [self.step_location(step).name for step in records])
-        for step, record in records.items():
-            added = with_late(record, late.get(self.step_location(step).name, ()))
+            steps = {f"{self._series}{step}": step for step in self._records}
+            changed = {f"{self._series}{step}" for step in self._changed}
+        for folder in self._late.refresh(steps.keys()) | changed:
+            added = self._late.of(folder)
             with self._lock:
-                if self._records.get(step) is record and added != record:
-                    self._records[step], self._infos = added, None
+                record = self._records.get(steps.get(folder, -1))
+                if record is not None and added and (found := with_late(record, added)) != record:
+                    self._put(steps[folder], found)
 
     def infos(self) -> tuple[StepInfo, ...]:
         """Return the committed steps as retention rules see them, in ascending order."""
         with self._lock:
             if self._infos is None:
-                self._infos = tuple(_info(step, record) for step, record in sorted(self._records.items()))
+                self._infos = tuple(map(self._info.__getitem__, sorted(self._info)))
             return self._infos
 
     def steps(self) -> list[int]:
         """Return the committed steps whose record verifies, in ascending order."""
         return [info.step for info in self.infos()]
+
+    def steps_after(self, step: int) -> list[int]:
+        """Return the committed steps after one, in ascending order; most often none, whatever the directory holds."""
+        later = itertools.takewhile(lambda info: info.step > step, reversed(self.infos()))
+        return [info.step for info in later][::-1]
 
     def steps_and_damaged(self) -> list[int]:
         """Return the committed steps and the damaged ones, in ascending order."""
@@ -386,11 +435,24 @@ class RunDirectory:
                     raise
                 self.add(step, None if found is None else found.record)  # which says that a deleted one is not there
 
+    def _confirm(self, step: int) -> None:
+        """Read the record of a step itself where what is known of it comes from the index."""
+        if step not in self._unread:
+            return
+        found = self._look(step)
+        with self._lock:
+            self._forget(step)
+            if found is not None and found.error is not None:
+                self._errors[step] = found.error
+            elif found is not None and found.record is not None:
+                self._put(step, with_late(found.record, self._late.of(found.location.name)))
+
     def _look(self, step: int) -> StepEntry | None:
         return _read(StepEntry(step, self.step_location(step), self._series))
 
     def record(self, step: int) -> CheckpointRecord:
         """Return the commit record of a step; looks again where it was not there, as another process may have saved."""
+        self._confirm(step)
         if step not in self._records and step not in self._errors:
             found = self._look(step)
             if found is not None and found.error is not None:
@@ -413,10 +475,18 @@ class RunDirectory:
         """Take the right to write, remove what interrupted runs left, and store facts and options of the run."""
         check_json("metadata", metadata)
         self.ownership.take()
-        remove_temporary(self.location, [entry.name for entry in self.location.entries()])
-        folders = [folder.location for folder in step_folders(self.location, self._series)]
+        content = self.location.entries()
+        remove_temporary(self.location, [entry.name for entry in content])
+        folders = [folder.location for folder in step_folders(self.location, self._series, content)]
+        if self._index is not None:
+            folders = [folder for folder in folders if not self._index.is_tidy(folder.name)]
+            self._index.begin(OWNER)
         parallel_map(self._sweep, folders, max_concurrency(self.location))
-        self.reload()
+        names = self.reload()
+        if self._index is not None and (INDEX in names or len(self._records) >= FEWEST):
+            self._indexes = True
+            self._index.keep(names)
+            self._index.write()
         store_metadata(self.location, metadata)
         options = encode_document("options", {"options": self._options.to_document()})
         (self.location / OPTIONS).write_bytes(options)
@@ -454,6 +524,7 @@ class RunDirectory:
     def delete(self, step: int) -> None:
         """Delete a step, whole or damaged."""
         with self._changing:
+            self._confirm(step)
             if not self.is_damaged(step):
                 self.record(step)
             self._delete(step)
@@ -477,6 +548,8 @@ class RunDirectory:
                     self.add(step, None)
                 raise
             remove_late(self.location, location.name)
+            if self._indexes and self._index is not None:
+                self._index.forget([location.name])
         self.add(step, None)
 
     def make_room(self, step: int) -> None:
@@ -511,10 +584,14 @@ class RunDirectory:
         """Delete the steps that no rule keeps. A failure is logged; the next call tries again."""
         if self._reads_metrics:
             self.add_late_metrics()
+        infos = self.infos()  # also so that the training loop need not make them
+        if not any(isinstance(rule, KeepAll) for rule in self._rules):
+            self._delete_all_but(kept_steps(infos, self._rules) | {self.last_saved})
+        self._keep_index()
+
+    def _delete_all_but(self, kept: Collection[int | None]) -> None:
         with self._lock:
-            records = dict(self._records)
-        kept = self.kept()
-        doomed = {step: record for step, record in records.items() if step not in kept}
+            doomed = {step: record for step, record in self._records.items() if step not in kept}
         if doomed:
             self._warn_without_best()
         for step, record in doomed.items():
@@ -525,6 +602,17 @@ class RunDirectory:
                         self._delete(step)
             except (StorageError, OwnershipError) as error:
                 _logger.warning("%s: step %d could not be deleted: %s", self.location, step, error)
+
+    def _keep_index(self) -> None:
+        """Bring the index up to date, once there are enough steps for one."""
+        with self._lock:
+            changed, self._changed = self._changed, set()
+            steps = changed if self._indexes else set(self._records)
+        if self._index is None or not self._writes or len(steps) < (1 if self._indexes else FEWEST):
+            return
+        with self._changing:
+            self._indexes = True
+            self._index.changed([self.step_location(step).name for step in sorted(steps)])
 
     def _warn_without_best(self) -> None:
         """Warn, once, that no step has the metric of ``best_fn``, most likely as it is misspelt."""

@@ -8,13 +8,14 @@ metrics of the old one are void. Readers of the steps of a directory add them to
 from __future__ import annotations
 
 import contextlib
+import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from ..errors import HoldfastError, StorageError
 from ..format import CheckpointRecord, decode_document, decode_metrics, encode_document, encode_metrics
-from ..storage import Location, max_concurrency, parallel_map
+from ..storage import Location, max_concurrency, os_errors, parallel_map
 
 LATE = "metrics"  # name of the folder
 _LIMIT = 1 << 20  # bytes of a file
@@ -32,16 +33,32 @@ def write_late(directory: Location, folder: str, record: CheckpointRecord, metri
     place.write_bytes(encode_document("metrics", document))
 
 
-def read_late(directory: Location, folders: Iterable[str]) -> dict[str, list[Added]]:
-    """Return what was added to the checkpoint in each folder, in any order."""
-    wanted = set(folders)
-    names = [entry.name for entry in (directory / LATE).entries() if _folder(entry.name) in wanted]
-    found: dict[str, list[Added]] = {}
-    contents = parallel_map(lambda name: _read(directory / LATE / name), names, max_concurrency(directory))
-    for name, content in zip(names, contents, strict=True):
-        if content is not None:
-            found.setdefault(_folder(name), []).append(content)
-    return found
+class LateMetrics:
+    """What was added to the steps of one directory; a file never changes, so each is read once."""
+
+    def __init__(self, directory: Location) -> None:
+        self._directory = directory
+        self._files: dict[str, Added] = {}  # by name
+        self._names: dict[str, set[str]] = {}  # of those files, by the folder of the step
+
+    def refresh(self, folders: Collection[str]) -> set[str]:
+        """Read what was added to steps since the last call; return the folders of these steps."""
+        names = set(_names(self._directory))
+        for name in self._files.keys() - names:
+            del self._files[name]
+            self._names[_folder(name)].discard(name)
+        unread = [name for name in names - self._files.keys() if _folder(name) in folders]
+        place = self._directory / LATE
+        contents = parallel_map(lambda name: _read(place / name), unread, max_concurrency(self._directory))
+        for name, content in zip(unread, contents, strict=True):
+            if content is not None:  # else it may be readable the next time
+                self._files[name] = content
+                self._names.setdefault(_folder(name), set()).add(name)
+        return {_folder(name) for name in unread}
+
+    def of(self, folder: str) -> list[Added]:
+        """Return what was added to the checkpoint in a folder, in any order."""
+        return [self._files[name] for name in self._names.get(folder, ())]
 
 
 def with_late(record: CheckpointRecord, added: Iterable[Added]) -> CheckpointRecord:
@@ -55,9 +72,20 @@ def with_late(record: CheckpointRecord, added: Iterable[Added]) -> CheckpointRec
 def remove_late(directory: Location, folder: str) -> None:
     """Remove what was added to a checkpoint that is gone; what is left takes no effect."""
     with contextlib.suppress(StorageError):
-        for entry in (directory / LATE).entries():
-            if _folder(entry.name) == folder:
-                (directory / LATE / entry.name).remove()
+        for name in _names(directory):
+            if _folder(name) == folder:
+                (directory / LATE / name).remove()
+
+
+def _names(directory: Location) -> list[str]:
+    place = directory / LATE
+    if not directory.is_local:
+        return [entry.name for entry in place.entries()]
+    with os_errors(place.url, "list"):  # without the sizes of thousands of files
+        try:
+            return os.listdir(place)
+        except FileNotFoundError:
+            return []
 
 
 def _folder(name: str) -> str:

@@ -151,8 +151,8 @@ class CheckpointManager:
         """
         if item is not None:
             return newest_with(item, self._run.infos())
-        steps = self._run.steps()
-        return steps[-1] if steps else None
+        infos = self._run.infos()
+        return infos[-1].step if infos else None
 
     def item_due(self, item: str, step: int) -> bool:
         """Return whether a save at a step has an item, so that a loop need not collect a large one in vain.

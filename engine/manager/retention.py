@@ -6,8 +6,10 @@ always means the highest step, never the latest time: clocks differ and jump.
 
 from __future__ import annotations
 
+import heapq
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..clock import format_duration
@@ -28,6 +30,13 @@ class StepInfo:
     metrics: Mapping[str, Any] | None = None  # the metrics stored with it, or None
     pinned: bool = False  # whether it stays even if no rule keeps it
     items: Collection[str] = ()  # the names of its items
+    _values: dict[Metric, float | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def value(self, metric: Metric) -> float | None:
+        """Return one metric as a number, or None; a function is called once, as each save ranks all steps."""
+        if metric not in self._values:
+            self._values[metric] = metric_value(self.metrics, metric)
+        return self._values[metric]
 
 
 class Rule(Protocol):
@@ -53,7 +62,7 @@ class KeepLatest:
     n: int
 
     def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
-        newest = sorted((info.step for info in steps), reverse=True)[: self.n]
+        newest = heapq.nlargest(self.n, (info.step for info in steps))
         return {step: f"one of the newest {self.n}" if place else NEWEST for place, step in enumerate(newest)}
 
 
@@ -68,7 +77,7 @@ class KeepBest:
     def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         name = metric_name(self.metric)
         kept = {}
-        for place, (step, value) in enumerate(_ranked(steps, self.metric, self.mode)[: self.n], start=1):
+        for place, (step, value) in enumerate(_ranked(steps, self.metric, self.mode, self.n), start=1):
             rank = "best" if place == 1 else f"{_ordinal(place)} best"
             kept[step] = f"{rank} {name} ({format_metric(value)})"
         return kept
@@ -83,7 +92,7 @@ class KeepPeriod:
     def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         reason = "every step" if self.period == 1 else f"every {self.period} steps"
         # The multiple that was passed last; no step passes 0, where runs begin.
-        first = {info.step // self.period: info.step for info in sorted(steps, key=lambda one: -one.step)}
+        first = {info.step // self.period: info.step for info in sorted(steps, key=attrgetter("step"), reverse=True)}
         return {step: reason for multiple, step in first.items() if multiple or step == 0}
 
 
@@ -100,7 +109,7 @@ class KeepTimeInterval:
         reason = f"every {format_duration(self.seconds)}"
         kept: dict[int, str] = {}
         last: float | None = None
-        for info in sorted(steps, key=lambda info: info.step):
+        for info in sorted(steps, key=attrgetter("step")):
             if not math.isfinite(info.time):
                 continue
             if last is None or info.time - last >= self.seconds:
@@ -163,6 +172,12 @@ def reasons(steps: Sequence[StepInfo], rules: Sequence[Rule]) -> dict[int, tuple
     return {step: tuple(found[step]) for step in sorted(found)}
 
 
+def kept_steps(steps: Sequence[StepInfo], rules: Sequence[Rule]) -> set[int]:
+    """Return the steps for which :func:`reasons` has a reason, at the cost of the rules alone."""
+    newest = {max(info.step for info in steps)} if steps else set()
+    return newest.union(*(rule.keep(steps) for rule in rules or (KeepAll(),)))
+
+
 def newest_with(item: str, steps: Sequence[StepInfo], before: float = math.inf) -> int | None:
     """Return the newest step that has an item, of those before a step; None if none has."""
     return max((info.step for info in steps if item in info.items and info.step < before), default=None)
@@ -170,14 +185,14 @@ def newest_with(item: str, steps: Sequence[StepInfo], before: float = math.inf) 
 
 def best(steps: Sequence[StepInfo], metric: Metric, mode: Mode = "max") -> int | None:
     """Return the step with the best value of a metric; of several with the same value, the newest."""
-    ranked = _ranked(steps, metric, mode)
+    ranked = _ranked(steps, metric, mode, 1)
     return ranked[0][0] if ranked else None
 
 
-def _ranked(steps: Sequence[StepInfo], metric: Metric, mode: Mode) -> list[tuple[int, float]]:
+def _ranked(steps: Sequence[StepInfo], metric: Metric, mode: Mode, n: int) -> list[tuple[int, float]]:
     sign = 1.0 if mode == "max" else -1.0
-    valued = [(info.step, value) for info in steps if (value := metric_value(info.metrics, metric)) is not None]
-    return sorted(valued, key=lambda pair: (sign * pair[1], pair[0]), reverse=True)
+    valued = ((sign * value, info.step) for info in steps if (value := info.value(metric)) is not None)
+    return [(step, sign * value) for value, step in heapq.nlargest(n, valued)]
 
 
 def _ordinal(number: int) -> str:

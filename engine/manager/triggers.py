@@ -117,7 +117,7 @@ class OnBest:
         if value is None:
             return None
         for info in moment.earlier:
-            other = metric_value(info.metrics, self.metric)
+            other = info.value(self.metric)
             if other is not None and not better(value, other, self.mode):
                 return None
         return f"best {metric_name(self.metric)} ({format_metric(value)})"

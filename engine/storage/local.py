@@ -17,6 +17,7 @@ import stat
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,7 +80,7 @@ class LocalBackend:
                     except OSError:
                         size = None
                     found.append(Entry(item.name, is_directory, size))
-        return sorted(found)
+        return sorted(found, key=attrgetter("name"))
 
     def read_bytes(self, key: str, limit: int | None, size: int | None) -> bytes:
         with os_errors(key, "read"):
