@@ -44,7 +44,11 @@ def _measure_sharded(options: argparse.Namespace, directory: Path) -> Results:
     """Programs of several processes, each of which holds a part of every array."""
     results = Results(rounds=options.rounds, machine=describe_machine(directory))
     contenders = [name for name in options.only or SHARDED_PEERS if name in SHARDED_PEERS]
-    for name in options.workload or ["model"]:
+    names = options.workload or ["model"]
+    if any(name.startswith("raw disk") for name in contenders) and any(name in STANDARD for name in names):
+        results.machine |= settle_raw_disk(directory, options.processes)
+        tell(f"raw disk settled: {results.machine}")
+    for name in names:
         for measurements in run_sharded(name, contenders, options.processes, options.rounds, directory):
             results.workloads[f"{name}, {options.processes} processes"] = measurements
             if options.json:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -73,17 +74,26 @@ def run_startup(rounds: int, directory: Path) -> Measurements:
     return measurements
 
 
-def settle_raw_disk(directory: Path) -> dict[str, str]:
-    """Find the fastest threads and request sizes for this disk, and set them for all measuring processes."""
-    path = directory / "raw_disk_settings"
+def settle_raw_disk(directory: Path, processes: int = 1) -> dict[str, str]:
+    """Find the fastest threads and request sizes for this disk, and set them for all measuring processes.
+
+    For several processes, each writes and reads a file of its own; a thread stands for each of them here.
+    """
+    paths = [directory / f"raw_disk_settings.{index}" for index in range(processes)]
     writes: dict[str, float] = {}
     reads: dict[str, float] = {}
     for setting in SETTINGS * SETTLE_REPEATS:
         text = setting_text(*setting)
+        for path in paths:
+            remove(path)
+        transfers = (
+            (writes, [partial(write, path, SETTLE_BYTES // processes, *setting) for path in paths]),
+            (reads, [partial(read, path, *setting) for path in paths]),
+        )
+        for found, actions in transfers:
+            found[text] = min(_timed(partial(_together, actions)), found.get(text, math.inf))
+    for path in paths:
         remove(path)
-        writes[text] = min(_timed(partial(write, path, SETTLE_BYTES, *setting)), writes.get(text, math.inf))
-        reads[text] = min(_timed(partial(read, path, *setting)), reads.get(text, math.inf))
-    remove(path)
     settled = {WRITE_SETTING: min(writes, key=writes.__getitem__), READ_SETTING: min(reads, key=reads.__getitem__)}
     os.environ.update(settled)
     return {"raw disk writes (threads x bytes)": settled[WRITE_SETTING], "reads": settled[READ_SETTING]}
@@ -123,6 +133,12 @@ def _run_worker(contender: str, workload: str, operation: str, path: Path, reser
     measured = json.loads(last)
     assert isinstance(measured, dict)
     return measured
+
+
+def _together(actions: Sequence[Callable[[], object]]) -> None:
+    with ThreadPoolExecutor(len(actions)) as pool:
+        for done in [pool.submit(action) for action in actions]:
+            done.result()
 
 
 def _timed(action: Callable[[], object]) -> float:

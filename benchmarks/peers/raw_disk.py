@@ -40,11 +40,11 @@ class RawDisk(Peer):
 
     @override
     def save(self, path: Path, tree: Tree) -> None:
-        write(path, tree["nbytes"], *_setting(WRITE_SETTING))
+        write(path, tree["nbytes"], *setting(WRITE_SETTING))
 
     @override
     def load_numpy(self, path: Path, shapes: Mapping[str, Shape]) -> Tree:
-        read(path, *_setting(READ_SETTING))
+        read(path, *setting(READ_SETTING))
         return {}
 
 
@@ -53,8 +53,8 @@ class RawDiskNewMemory(RawDisk):
 
     @override
     def load_numpy(self, path: Path, shapes: Mapping[str, Shape]) -> Tree:
-        memory = _huge_pages(path.stat().st_size)
-        read(path, *_setting(READ_SETTING), memory=lambda _, start, count: memory[start : start + count])
+        memory = huge_pages(path.stat().st_size)
+        read(path, *setting(READ_SETTING), memory=lambda _, start, count: memory[start : start + count])
         return {"memory": memory}
 
 
@@ -63,7 +63,8 @@ def setting_text(threads: int, block: int) -> str:
     return f"{threads}x{block}"
 
 
-def _setting(name: str) -> tuple[int, int]:
+def setting(name: str) -> tuple[int, int]:
+    """Return the threads and bytes a request that were settled for writing or reading."""
     threads, block = os.environ.get(name, setting_text(*SETTINGS[1])).split("x")
     return int(threads), int(block)
 
@@ -125,13 +126,13 @@ def _transfer(descriptor: int, size: int, threads: int, block: int, call: Transf
 def _reused(threads: int, block: int) -> Memory:
     """Warm memory, one block a worker, full of noise: a disk may be quick with zeros."""
     noise = np.random.default_rng(0).bytes(block)
-    buffers = [_huge_pages(block) for _ in range(threads)]
+    buffers = [huge_pages(block) for _ in range(threads)]
     for buffer in buffers:
         buffer[:] = noise
     return lambda worker, _, count: buffers[worker][:count]
 
 
-def _huge_pages(nbytes: int) -> memoryview:
+def huge_pages(nbytes: int) -> memoryview:
     """Page-aligned memory in huge pages, where the machine has them."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)

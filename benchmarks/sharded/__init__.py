@@ -7,6 +7,8 @@ from importlib import import_module
 from .base import ShardedPeer
 
 SHARDED_PEERS = {
+    "raw disk": "raw_programs:RawDisk",
+    "raw disk, new memory": "raw_programs:RawDiskNewMemory",
     "holdfast (jax)": "jax_programs:HoldfastJax",
     "holdfast (torch)": "torch_programs:HoldfastTorch",
     "orbax": "jax_programs:Orbax",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,8 @@ class ShardedPeer(ABC):
     Args:
         program: This process's place.
     """
+
+    verified: ClassVar[bool] = True  # whether what was loaded is compared with what was saved
 
     def __init__(self, program: Program) -> None:
         self.program = program

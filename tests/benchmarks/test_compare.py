@@ -38,10 +38,13 @@ def test_tiny_run(tmp_path: Path) -> None:
 
 
 def test_tiny_run_of_two_processes(tmp_path: Path) -> None:
-    finished = _compare("--processes", "2", "--only", "holdfast (torch)", "--directory", str(tmp_path))
+    contenders = ("raw disk", "raw disk, new memory", "holdfast (torch)")
+    chosen = [argument for name in contenders for argument in ("--only", name)]
+    finished = _compare("--processes", "2", *chosen, "--directory", str(tmp_path))
     assert finished.returncode == 0, finished.stderr
     assert "sharded over 2 processes" in finished.stdout
-    assert any(line.startswith("holdfast (torch)") for line in finished.stdout.splitlines()), finished.stdout
+    for name in contenders:
+        assert any(line.startswith(f"{name}  ") for line in finished.stdout.splitlines()), finished.stdout
 
 
 def test_check_fails_when_nothing_was_measured(tmp_path: Path) -> None:
@@ -75,6 +78,18 @@ def test_goal_of_many_leaves(goals: Any, ours: list[float], orbax: list[float], 
     found = goals.goals(results.Results(rounds=1, workloads={"leaves": measured}))
     (goal,) = [goal for goal in found if goal.name.startswith("10,000 leaves, save")]
     assert goal.met is met
+
+
+@pytest.mark.parametrize(("ours", "met"), [(1.3, True), (1.31, False)])
+def test_goals_of_two_processes_are_ratios_to_the_disk(goals: Any, ours: float, met: bool) -> None:
+    results = importlib.import_module("benchmarks.results")
+    measured = results.Measurements(title="", nbytes=1)
+    for name, seconds in (("raw disk", 1.0), ("raw disk, new memory", 1.0), ("holdfast (torch)", ours)):
+        measured.add(name, {"save_seconds": seconds, "load_native_seconds": seconds})
+    found = goals.goals(results.Results(rounds=1, workloads={"model, 2 processes": measured}))
+    about = [one for one in found if "2 processes" in one.name and one.value is not None]
+    assert [one.name.rpartition(" / ")[2] for one in about] == ["raw disk", "raw disk", "raw disk, new memory"]
+    assert all(one.met is met for one in about)
 
 
 def test_limits_bound_the_right_side(goals: Any) -> None:

@@ -4,6 +4,9 @@ import json
 import math
 
 import pytest
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from holdfast.cli.report import age, count, metrics_text, print_json, print_table, size
 
@@ -52,6 +55,31 @@ def test_tables_in_a_pipe_are_as_wide_as_they_need_to_be(capsys: pytest.CaptureF
     assert lines[1] == f"{name}   1"
     assert lines[2].split() == ["b", "23"]
     assert not any(line.endswith(" ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ["plain", "", "x"],
+        ["two\nlines", "a longer line\n\nafter an empty one", "y"],
+        ["日本語", "naïve", "🙂"],
+        ["a\vtab", "a\rreturn", "\abell"],
+        ["[red]not markup[/red]", " leading", "trailing "],
+    ],
+)
+def test_a_table_in_a_pipe_is_the_one_that_rich_lays_out(capsys: pytest.CaptureFixture[str], cells: list[str]) -> None:
+    columns, rows = ["NAME", "N", "WHAT"], [["first", "1", "-"], cells]
+    print_table(columns, rows, right=["N"])
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column == "N" else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console = Console(width=1_000_000, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    expected = [line.rstrip() for line in capture.get().splitlines()]
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == expected
 
 
 def test_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import pytest
 from tests.clocks import FakeClock
 
 import holdfast as hf
+from holdfast.engine.manager import late_metrics
 
 OPTIONS = {"best_fn": "return", "max_to_keep": 1, "keep_latest": 2}
 
@@ -55,6 +56,32 @@ def test_an_evaluator_beside_the_run_decides_which_step_is_best(tmp_path: Path) 
         "4",
         "4",
     ]  # no others are left
+
+
+def test_a_run_reads_each_file_of_metrics_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    original = late_metrics._read
+
+    def noted(place: Any) -> Any:
+        read.append(place.name.partition(".")[0])
+        return original(place)
+
+    monkeypatch.setattr(late_metrics, "_read", noted)
+    with trainer(tmp_path, max_to_keep=100) as run:
+        for step in range(10):
+            save(run, step)
+            hf.record_metrics(tmp_path, step, {"return": float(step)})
+        assert run.best_step() == 9
+        assert read == [str(step) for step in range(10)]
+        run.record_metrics(9, {"return": -1.0})  # what was added from outside counts, in memory as on disk
+        save(run, 10)
+        assert run.metrics(9) == {"return": 9.0}
+        run.delete(9)
+        save(run, 9)  # the metrics of the deleted one are void
+        assert run.best_step() == 8
+        run.reload()
+        assert run.best_step() == 8
+        assert read == [str(step) for step in range(10)]
 
 
 @pytest.mark.parametrize("when", ["before", "between", "after"])

@@ -23,6 +23,7 @@ from holdfast.engine.manager import (
     best,
     reasons,
 )
+from holdfast.engine.manager.retention import kept_steps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -184,6 +185,7 @@ def test_collecting_twice_changes_nothing(data: list[tuple[float, float | None, 
     ]
     rules: list[Rule] = [KeepBest(n, "acc", mode), KeepLatest(n), KeepPeriod(4), KeepTimeInterval(10), KeepPinned()]
     kept = reasons(steps, rules)
+    assert kept_steps(steps, rules) == kept.keys()
     survivors = [info for info in steps if info.step in kept]
     assert max(kept) == steps[-1].step
     assert best(survivors, "acc", mode) == best(steps, "acc", mode)
@@ -293,6 +295,16 @@ def test_a_run_that_went_back_protects_its_highest_step() -> None:
         run.commit(step)
     run.commit(250)
     assert run.kept() == [250, 300]
+
+
+def test_a_function_ranks_each_step_once() -> None:
+    called: list[Any] = []
+    rule = KeepBest(2, lambda metrics: (called.append(metrics), metrics["acc"])[1])  # type: ignore[func-returns-value]
+    steps = scored({1: 0.5, 2: 0.9, 3: 0.1})
+    assert [*rule.keep(steps)] == [*rule.keep(steps)] == [2, 1]
+    assert len(called) == 3
+    assert kept_steps([], [rule]) == set()
+    assert kept_steps(steps, []) == {1, 2, 3}
 
 
 def test_rules_and_steps_are_values() -> None:

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from tests.clocks import TickingClock
 
 import holdfast as hf
-from holdfast.engine.checkpoint import read_record
+from holdfast.engine.checkpoint import read_record, sweep
 from holdfast.engine.format import CheckpointRecord, crc32c
 from holdfast.engine.manager import directory as directories
 from holdfast.engine.manager import index as indexes
 from holdfast.engine.manager import list_steps
 from holdfast.engine.manager.index import INDEX, RecordIndex
-from holdfast.engine.storage import as_location
+from holdfast.engine.storage import Location, as_location
 
 STEPS = range(1, 9)
 
@@ -89,10 +89,20 @@ def forged(place: Path, step: int, **changes: Any) -> bytes:
     return replace(read_record(as_location(place / str(step))), **changes).encode()
 
 
+def noting(names: list[str], work: Callable[[Location], Any]) -> Callable[[Location], Any]:
+    """Return a function that does the same, and notes the names of the folders."""
+
+    def noted(place: Location) -> Any:
+        names.append(place.name)
+        return work(place)
+
+    return noted
+
+
 def test_a_reader_reads_no_record_that_the_index_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = fill(tmp_path / "run")
     read: list[str] = []
-    monkeypatch.setattr(indexes, "read_record", lambda at: read.append(at.name) or read_record(at))
+    monkeypatch.setattr(indexes, "read_record", noting(read, read_record))
     assert [entry.step for entry in list_steps(as_location(place))] == [*STEPS]
     assert read == []
     assert hf.list_checkpoints(place)[0].metrics == {"loss": 1.0}
@@ -342,8 +352,8 @@ def test_a_copied_run_is_read_and_its_index_is_not_believed(tmp_path: Path) -> N
 def test_an_owner_looks_only_into_folders_that_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = fill(tmp_path / "run")
     swept: list[str] = []
-    sweep = directories.sweep
-    monkeypatch.setattr(directories, "sweep", lambda at: swept.append(at.name) or sweep(at))
+
+    monkeypatch.setattr(directories, "sweep", noting(swept, sweep))
     with writer(place) as run:
         run.acquire()
     assert swept == []
