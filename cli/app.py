@@ -50,10 +50,16 @@ def run(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or a name that 'recipes' lists.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Values that override the file, such as train.steps=400."),
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Values that override the file, such as train.steps=400; seed=0,1,2 is three runs.",
+        ),
     ] = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print every key and value; run nothing.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything and say what would be done; run nothing.")
     ] = False,
 ) -> int:
     """Train a recipe; the same command again resumes.
@@ -62,12 +68,14 @@ def run(
     """
     from .recipes import run_recipe
 
-    return run_recipe(config, overrides or [], print_config=print_config)
+    return run_recipe(config, overrides or [], print_config=print_config, dry_run=dry_run)
 
 
 @app.command()
 def recipes(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Explain every key of this recipe.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Explain every key of this recipe, or module:function.")
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """List the available recipes."""

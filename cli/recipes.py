@@ -2,39 +2,103 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..engine.errors import OptionError
 from .log import configure_logging
 from .report import print_json, print_table
-from .status import DONE, PREEMPTED
+from .status import DONE, FAILED, PREEMPTED
+
+if TYPE_CHECKING:
+    from ..recipes.configuration import Configuration
 
 
-def run_recipe(config: str, overrides: Sequence[str], *, print_config: bool) -> int:
-    """Run a configuration, a path or a bundled name, and return the exit status."""
-    from ..recipes.configuration import load_configuration
+def run_recipe(config: str, overrides: Sequence[str], *, print_config: bool, dry_run: bool) -> int:
+    """Run a configuration, a path or a bundled name; of several values for a key, one after the other.
+
+    Args:
+        config: The path or the name.
+        overrides: ``key=value`` texts.
+        print_config: Print all keys and values instead.
+        dry_run: Print what would be done instead.
+
+    Returns:
+        The exit status.
+    """
     from ..recipes.runner import run
 
-    configuration = load_configuration(config, overrides)
+    runs = _runs(config, overrides)
     if print_config:
-        print(configuration.yaml(), end="")
+        print("---\n".join(one.yaml() for one in runs.values()), end="")
         return DONE
-    configure_logging(configuration.config.logging.level)
-    outcome = run(configuration)
-    return PREEMPTED if outcome.preempted else DONE
+    if dry_run:
+        for one in runs.values():
+            print(_plan(one))
+        return DONE
+    failed = []
+    for name, one in runs.items():
+        configure_logging(one.config.logging.level)
+        try:
+            outcome = run(one)
+        except Exception as error:
+            if len(runs) == 1:
+                raise
+            logging.getLogger("holdfast").error("%s failed, the next run begins: %s", name, error)
+            failed.append(name)
+            continue
+        if outcome.preempted:
+            return PREEMPTED
+    if failed:
+        logging.getLogger("holdfast").error("%d of %d runs failed: %s", len(failed), len(runs), ", ".join(failed))
+    return FAILED if failed else DONE
+
+
+def _runs(config: str, overrides: Sequence[str]) -> dict[str, Configuration]:
+    """Return the configurations of all runs by name; all are checked before the first begins."""
+    from ..recipes.configuration import expand_sweep, load_configuration
+    from ..recipes.runner import places_of
+
+    runs = {}
+    for name, arguments in expand_sweep(overrides):
+        one = load_configuration(config, arguments)
+        if name:
+            run_dir = os.path.join(places_of(one)[0], name)
+            own = [f"run_dir={json.dumps(run_dir)}"]
+            if one.config.checkpoint.directory is not None:
+                own.append(f"checkpoint.directory={json.dumps(f'{one.config.checkpoint.directory}/{name}')}")
+            given = {text.partition("=")[0] for text in own}
+            one = load_configuration(config, [text for text in arguments if text.partition("=")[0] not in given] + own)
+        runs[name] = one
+    return runs
+
+
+def _plan(configuration: Configuration) -> str:
+    from ..recipes.runner import first_step, places_of
+
+    step, total = first_step(configuration), configuration.config.train.steps
+    todo = f"would train steps {step + 1} to {total}" if step < total else f"nothing to do, as step {step} is saved"
+    begin = f"would resume from step {step}, and " if 0 < step < total else ""
+    run_dir, checkpoints = places_of(configuration)
+    return f"{configuration.recipe.name} in {run_dir}: {begin}{todo}; checkpoints go to {checkpoints}"
 
 
 def list_recipes(name: str | None, *, as_json: bool) -> int:
     """Print all recipes, or the keys of one, and return the exit status."""
     from ..recipes.problems import did_you_mean
-    from ..recipes.registry import RECIPES
+    from ..recipes.registry import RECIPES, find_recipe, installed_recipes
 
+    installed = installed_recipes()
     if name is not None:
-        if name not in RECIPES:
-            hint = did_you_mean(name, RECIPES) or f"; the recipes are {', '.join(RECIPES)}"
+        recipe = find_recipe(name)
+        if recipe is None:
+            known = [*RECIPES, *installed]
+            hint = did_you_mean(name, known) or f"; the recipes are {', '.join(known)}, or write module:function"
             raise OptionError(f"no recipe is called {name}{hint}")
-        return _explain(name, as_json)
+        return _explain(recipe.schema, name, as_json)
     found = [
         {
             "name": recipe.name,
@@ -45,6 +109,10 @@ def list_recipes(name: str | None, *, as_json: bool) -> int:
         }
         for recipe in RECIPES.values()
     ]
+    found += [
+        {"name": point.name, "summary": f"{point.value}, of {point.dist.name if point.dist else '?'}", "missing": []}
+        for point in installed.values()
+    ]
     if as_json:
         print_json({"recipes": found})
     else:
@@ -54,10 +122,10 @@ def list_recipes(name: str | None, *, as_json: bool) -> int:
     return DONE
 
 
-def _explain(name: str, as_json: bool) -> int:
-    from ..recipes.configuration import load_configuration
+def _explain(schema: Any, name: str, as_json: bool) -> int:
+    from ..recipes.configuration import bundled_configs, load_configuration
 
-    keys = list(_keys(load_configuration(name).config))
+    keys = list(_keys(load_configuration(name).config if name in bundled_configs() else schema))
     if as_json:
         print_json({"recipe": name, "keys": keys})
     else:
@@ -66,8 +134,12 @@ def _explain(name: str, as_json: bool) -> int:
 
 
 def _keys(section: Any, prefix: str = "") -> Iterator[dict[str, Any]]:
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
+    """Generate the keys of a section, or, of a model, its keys with their defaults."""
+    is_model = isinstance(section, type)
+    for name, field in (section if is_model else type(section)).model_fields.items():
+        value = getattr(section, name, None)
+        if is_model:
+            value = None if field.is_required() else field.get_default(call_default_factory=True)
         if hasattr(type(value), "model_fields"):
             yield from _keys(value, f"{prefix}{name}.")
         else:

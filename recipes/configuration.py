@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import io
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 
+from ..engine.errors import OptionError
 from .problems import ConfigError, KeyPath, Problem, SourceLine, did_you_mean, dotted, found
-from .registry import RECIPES, Recipe
+from .registry import RECIPES, Recipe, RecipeError, find_recipe, installed_recipes
 from .schema import Config
 from .yaml_reader import Document, read_yaml
 
@@ -67,8 +69,7 @@ def load_configuration(name: str, arguments: Sequence[str] = ()) -> Configuratio
     Raises:
         ConfigError: Something is wrong; the message has one line for every problem.
     """
-    source, text = read_config(name)
-    document = read_yaml(text, source)
+    source, document = _read(name)
     if not document.problems and not isinstance(document.values, dict):
         what = f"expected a section with keys, the first of them recipe, found {found(document.values)}"
         raise ConfigError([Problem(document.place(()), "", what)])
@@ -87,6 +88,56 @@ def load_configuration(name: str, arguments: Sequence[str] = ()) -> Configuratio
     if document.problems:
         raise ConfigError(sorted(document.problems, key=_position))
     return Configuration(source, recipe, config)
+
+
+def _read(name: str, including: tuple[str, ...] = ()) -> tuple[str, Document]:
+    """Read a file and those that its ``defaults`` name, whose keys it overrides; return what to call it, too."""
+    source, text = read_config(name)
+    document = read_yaml(text, source)
+    if not isinstance(document.values, dict) or "defaults" not in document.values:
+        return source, document
+    place = document.place(("defaults",))
+    names = document.values.pop("defaults")
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
+        text = f"expected the name of a file, or a list of them, found {found(names)}"
+        document.problems.append(Problem(place, "defaults", text))
+        return source, document
+    merged = Document({}, {(): SourceLine(source)})
+    for one in names:
+        beside = Path(source).parent / one
+        path = next((str(path) for path in (beside, Path(f"{beside}.yaml")) if path.is_file()), one)
+        if path in (*including, source):
+            document.problems.append(Problem(place, "defaults", f"{one} includes itself, by way of {source}"))
+            continue
+        try:
+            inner = _read(path, (*including, source))[1]
+        except ConfigError as error:
+            document.problems += [Problem(place, "defaults", problem.text) for problem in error.problems]
+            continue
+        _merge(merged, inner)
+    _merge(merged, document)
+    return source, merged
+
+
+def _merge(base: Document, over: Document) -> None:
+    """Put the values of a document over those of another one, section by section, with their places."""
+    base.problems += over.problems
+    if not isinstance(over.values, dict):
+        return
+
+    def merge(into: dict[str, Any], values: dict[str, Any], path: KeyPath) -> None:
+        for key, value in values.items():
+            inner = (*path, key)
+            if isinstance(value, dict) and isinstance(into.get(key), dict):
+                merge(into[key], value, inner)
+            else:
+                for old in [old for old in base.places if old[: len(inner)] == inner]:
+                    del base.places[old]
+                into[key] = value
+
+    merge(base.values, over.values, ())
+    base.places.update({path: place for path, place in over.places.items() if path and path[0] != "defaults"})
 
 
 def bundled_configs() -> list[str]:
@@ -125,6 +176,40 @@ def read_config(name: str) -> tuple[str, str]:
 
 def _no_config(name: str, text: str) -> ConfigError:
     return ConfigError([Problem(SourceLine(name), "", text)])
+
+
+def expand_sweep(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return every combination of the values that arguments give, each with a name that its folder can have.
+
+    ``seed=0,1,2`` gives three values; commas within quotes, brackets and braces do not count. Without several values
+    anywhere, there is one combination, and its name is empty.
+    """
+    choices = []
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        choices.append([f"{key}{equals}{value}" for value in _split(text)])
+    several = [index for index, values in enumerate(choices) if len(values) > 1]
+    return [
+        (",".join(chosen[index] for index in several).replace("/", "_"), list(chosen))
+        for chosen in itertools.product(*choices)
+    ]
+
+
+def _split(text: str) -> list[str]:
+    """Split a text at its commas, but not within quotes, brackets and braces."""
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        else:
+            depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
 
 
 def apply_overrides(document: Document, arguments: Sequence[str]) -> None:
@@ -172,14 +257,20 @@ def section_keys(schema: type[BaseModel], path: KeyPath) -> list[str]:
 
 
 def _recipe(document: Document) -> Recipe:
-    names = ", ".join(RECIPES)
+    known = [*RECIPES, *installed_recipes()]
+    names = f"{', '.join(known)}, or module:function"
     name = document.values.get("recipe")
-    if isinstance(name, str) and name in RECIPES:
-        return RECIPES[name]
+    try:
+        recipe = find_recipe(name) if isinstance(name, str) else None
+    except (RecipeError, OptionError) as error:
+        problem = Problem(document.place(("recipe",)), "recipe", str(error))
+        raise ConfigError([*document.problems, problem]) from error
+    if recipe is not None:
+        return recipe
     if "recipe" not in document.values:
         text = f"the key is missing; expected one of {names}"
     else:
-        hint = did_you_mean(name, RECIPES) if isinstance(name, str) else ""
+        hint = did_you_mean(name, known) if isinstance(name, str) else ""
         text = f"expected one of {names}, found {found(name)}{hint}"
     raise ConfigError([*document.problems, Problem(document.place(("recipe",)), "recipe", text)])
 

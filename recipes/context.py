@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .progress import Progress
+from .schema import Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,12 +15,14 @@ class RunContext:
     """What a program is given beside its configuration.
 
     Attributes:
+        config: The checked configuration, with the keys that all recipes have, such as ``train.steps`` and ``seed``.
         run_dir: Where the run keeps its files.
         checkpoints: Where its checkpoints go: a path or a URL.
         callback_arguments: The keyword arguments for its checkpoint callback.
         log_interval: Report the progress every so many steps.
     """
 
+    config: Config
     run_dir: Path
     checkpoints: str
     callback_arguments: dict[str, Any]

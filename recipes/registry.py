@@ -1,15 +1,25 @@
-"""The available recipes."""
+"""The recipes: those that come with holdfast, installed ones, and functions of your own.
+
+The value of the ``recipe`` key is the name of a recipe of ours; a name that an installed package declares in the group
+``holdfast.recipes`` of its entry points; or ``module:function``, with the working directory on the path.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
+import os
+import sys
+import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, is_dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from ..engine.errors import HoldfastError
 from . import schema
+from .dataclass_schema import dataclass_instance, dataclass_schema
 
 if TYPE_CHECKING:
     from .context import Outcome, RunContext
@@ -29,13 +39,15 @@ class Recipe:
         schema: The model of its configuration.
         extra: The extra of holdfast that it needs, as in ``pip install 'holdfast[flax]'``.
         packages: The import names of the packages that it needs beyond the recipes' own requirements.
+        function: The program, where it is imported already; None for the modules of this package.
     """
 
     name: str
     summary: str
     schema: type[schema.Config]
-    extra: str
-    packages: tuple[str, ...]
+    extra: str = ""
+    packages: tuple[str, ...] = ()
+    function: Callable[[Any, RunContext], Outcome] | None = None
 
     def missing(self) -> list[str]:
         """Return which of the packages are not installed, without importing them."""
@@ -47,6 +59,8 @@ class Recipe:
         Raises:
             MissingExtraError: A package that it needs is not installed; the message has the pip command.
         """
+        if self.function is not None:
+            return self.function
         missing = self.missing()
         if missing:
             raise MissingExtraError(
@@ -90,3 +104,72 @@ RECIPES = {
         ),
     )
 }
+
+ENTRY_POINTS = "holdfast.recipes"  # the group in which installed packages declare recipes
+
+
+class RecipeError(HoldfastError):
+    """A recipe of one's own that cannot be imported, or is no training program."""
+
+
+def installed_recipes() -> dict[str, EntryPoint]:
+    """Return the recipes that installed packages declare, by name; nothing is imported."""
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS) if point.name not in RECIPES}
+
+
+def find_recipe(name: str) -> Recipe | None:
+    """Return the recipe of a name, or None if there is none.
+
+    Args:
+        name: The name of a recipe of ours or of an installed package, or ``module:function``.
+
+    Raises:
+        RecipeError: The module cannot be imported, or the function is no recipe.
+    """
+    if name in RECIPES:
+        return RECIPES[name]
+    point = installed_recipes().get(name)
+    if point is not None:
+        return _recipe(name, point.value)
+    return _recipe(name, name) if ":" in name else None
+
+
+def _recipe(name: str, target: str) -> Recipe:
+    function = _import(target)
+    parameters = list(inspect.signature(function).parameters.values())
+    if len(parameters) != 2:
+        raise RecipeError(
+            f"{target} takes {len(parameters)} arguments; a recipe takes two: its config, and the context"
+        )
+    try:
+        kind = get_type_hints(function).get(parameters[0].name, schema.Config)
+    except NameError as error:
+        raise RecipeError(f"{target}: the annotation of {parameters[0].name} cannot be resolved: {error}") from error
+    summary = (inspect.getdoc(function) or "").partition("\n")[0]
+    if isinstance(kind, type) and issubclass(kind, schema.Config):
+        return Recipe(name, summary, kind, function=function)
+    if isinstance(kind, type) and is_dataclass(kind):
+        made = dataclass_schema(kind)
+        return Recipe(name, summary, made, function=lambda config, run: function(dataclass_instance(kind, config), run))
+    raise RecipeError(
+        f"{target}: {parameters[0].name} is annotated with {kind!r}; expected a subclass of holdfast.recipes.Config, "
+        "or a dataclass"
+    )
+
+
+def _import(target: str) -> Callable[..., Outcome]:
+    module_name, _, path = target.partition(":")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename][1:]
+        lines = "".join(traceback.format_list(frames) + traceback.format_exception_only(error))
+        raise RecipeError(f"{module_name} cannot be imported from {os.getcwd()}:\n{lines.rstrip()}") from error
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise RecipeError(f"{module_name} has no function {path or '(none is named: write module:function)'}")
+    function: Callable[..., Outcome] = found
+    return function

@@ -37,8 +37,7 @@ def run(configuration: Configuration) -> Outcome:
         HoldfastError: The checkpoints cannot be read or written.
     """
     config = configuration.config
-    run_dir = Path(config.run_dir or os.path.join("runs", config.name))
-    checkpoints = config.checkpoint.directory or str(run_dir / "checkpoints")
+    run_dir, checkpoints = places_of(configuration)
     logger.info("%s: %d steps of %s in %s", config.name, config.train.steps, configuration.recipe.name, run_dir)
     with PreemptionSignal(config.checkpoint.options().preemption_signals()) as preemption:
         # Until the program handles preemptions itself, there is nothing to save.
@@ -52,6 +51,7 @@ def run(configuration: Configuration) -> Outcome:
             logger.info("preempted before the first step: nothing to save; run the same command again")
             return Outcome(start=newest, step=newest, preempted=True)
     context = RunContext(
+        config=config,
         run_dir=run_dir,
         checkpoints=checkpoints,
         callback_arguments=_callback_arguments(configuration),
@@ -59,8 +59,29 @@ def run(configuration: Configuration) -> Outcome:
     )
     began = time.monotonic()
     outcome = program(config, context)
+    if not isinstance(outcome, Outcome):
+        raise OptionError(
+            f"the recipe {configuration.recipe.name} returned {type(outcome).__name__}; it has to return an Outcome of "
+            "holdfast.recipes, which says how the run ended"
+        )
     _report(outcome, config.train.steps, time.monotonic() - began, checkpoints)
     return outcome
+
+
+def places_of(configuration: Configuration) -> tuple[Path, str]:
+    """Return the directory of the run, and where its checkpoints go: a path or a URL."""
+    config = configuration.config
+    run_dir = Path(config.run_dir or os.path.join("runs", config.name))
+    return run_dir, config.checkpoint.directory or str(run_dir / "checkpoints")
+
+
+def first_step(configuration: Configuration) -> int:
+    """Return the step that a run would go on from, 0 without a checkpoint; writes nothing.
+
+    Raises:
+        HoldfastError: The run would be refused; see :func:`run`.
+    """
+    return _check_checkpoints(configuration, places_of(configuration)[1])
 
 
 def _check_checkpoints(configuration: Configuration, checkpoints: str) -> int:

@@ -132,13 +132,23 @@ class LoggingSection(Section):
     """The least important messages to log; info has a line for every save."""
 
 
-class Config(Section):
-    """The keys that all recipes have."""
+_IDENTITY_ORDER = ("recipe", "seed", "model", "data", "optimizer")
 
-    IDENTITY: ClassVar[tuple[str, ...]] = ("recipe", "seed", "model", "data", "optimizer")
-    """The keys that identify a run: it does not resume when one of them has changed."""
+
+class Config(Section):
+    """The keys that all recipes have; a recipe of your own adds its sections in a subclass."""
+
+    IDENTITY: ClassVar[tuple[str, ...]] = ("recipe", "seed")
+    """The keys that identify a run: it does not resume when one of them has changed. By default, all keys that a recipe
+    adds are among them."""
     METRICS: ClassVar[tuple[str, ...]] = ()
-    """The names of the metrics that the recipe stores with its checkpoints."""
+    """The names of the metrics that the recipe stores with its checkpoints; without any, ``best_fn`` is not checked."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        if "IDENTITY" not in vars(cls):
+            first = [name for name in _IDENTITY_ORDER if name in cls.model_fields]
+            cls.IDENTITY = (*first, *(name for name in cls.model_fields if name not in {*Config.model_fields, *first}))
 
     recipe: str
     """Which training program to run."""
@@ -163,7 +173,7 @@ class Config(Section):
             yield ("checkpoint", "save_on_best"), f"expected best_fn to name a metric as well: {metrics}"
         if given["resume"] == "best" and best_fn is None:
             yield ("checkpoint", "resume"), f"expected best_fn to name a metric as well: {metrics}"
-        if best_fn is not None and best_fn not in self.METRICS:
+        if best_fn is not None and self.METRICS and best_fn not in self.METRICS:
             text = f'expected a metric of this recipe ({metrics}), found "{best_fn}"'
             yield ("checkpoint", "best_fn"), text + did_you_mean(best_fn, self.METRICS)
         known = list(self.identity_keys())

@@ -2,11 +2,16 @@
 
 Scalars follow the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema): ``1e-3`` is a number, ``on``,
 ``no`` and ``2024-01-01`` are text, and ``010`` is ten. Tags are refused, and so is a key that is given twice.
+
+``${env:NAME}`` stands for a variable of the environment, and ``${env:NAME,value}`` for a value where it is not set. A
+scalar without quotes that is nothing else is read as YAML again, so that it may be a number; elsewhere it is text.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +22,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from .problems import KeyPath, Problem, SourceLine, dotted
 
 _TAG = "tag:yaml.org,2002:"
+_ENVIRONMENT = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)(?:,([^}]*))?\}")
 _TEXT_TAGS = {f"{_TAG}str", f"{_TAG}timestamp", f"{_TAG}value", f"{_TAG}merge"}
 
 
@@ -105,7 +111,7 @@ class _Reader:
     def _scalar(self, node: ScalarNode, path: KeyPath) -> Any:
         tag, text = str(node.tag), str(node.value)
         if tag in _TEXT_TAGS:
-            return text
+            return self._with_environment(node, text, path)
         try:
             match tag.removeprefix(_TAG):
                 case "null":
@@ -120,6 +126,22 @@ class _Reader:
             pass
         self._report(self._place(node), path, f"the tag {tag} is not allowed: write plain YAML")
         return None
+
+    def _with_environment(self, node: ScalarNode, text: str, path: KeyPath) -> Any:
+        def value(match: re.Match[str]) -> str:
+            found = os.environ.get(match[1], match[2])
+            if found is None:
+                what = f"the environment has no variable {match[1]}; set it, or write ${{env:{match[1]},value}}"
+                self._report(self._place(node), path, what)
+            return found or ""
+
+        plain = node.style is None and _ENVIRONMENT.fullmatch(text)
+        text = _ENVIRONMENT.sub(value, text)
+        if not plain:
+            return text
+        again = YAML(typ="safe", pure=True).compose(text)
+        is_scalar = isinstance(again, ScalarNode) and again.tag not in _TEXT_TAGS
+        return self._scalar(again, path) if is_scalar else text
 
     def _place(self, node: Node) -> SourceLine:
         return SourceLine(self._source, None if self._one_place else node.start_mark.line + 1)

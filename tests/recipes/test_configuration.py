@@ -187,8 +187,8 @@ def test_all_problems_are_listed_in_the_order_of_the_file(tmp_path: Path) -> Non
         ),
         (
             "\nrecipe: flax_digit\n",
-            "FILE:2: recipe: expected one of flax_digits, flax_text, lightning_digits, self_play, found the text "
-            '"flax_digit"; did you mean "flax_digits"?',
+            "FILE:2: recipe: expected one of flax_digits, flax_text, lightning_digits, self_play, or module:function, "
+            'found the text "flax_digit"; did you mean "flax_digits"?',
         ),
         ("recipe: flax_digits\nname: [a\n", "FILE:3: this is not YAML: "),
         ("recipe: flax_digits\n--- \nrecipe: x\n", "FILE:2: this is not YAML: "),

@@ -1,0 +1,268 @@
+"""Recipes of one's own: functions of a project, files that include others, variables, and sweeps."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.cli.commands import error_of, output_of
+
+from holdfast.recipes.configuration import expand_sweep, load_configuration
+from holdfast.recipes.problems import ConfigError
+
+PROGRAM = '''
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+import holdfast as hf
+from holdfast.recipes import Config, Outcome, RunContext, Section
+
+
+@dataclass(frozen=True)
+class Model:
+    """The walk."""
+
+    width: int = field(default=4, metadata={"help": "Numbers in the state."})
+    scales: tuple[float, ...] = (1.0, 2.0)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A random walk."""
+
+    seed: int
+    rate: float = 0.5
+    model: Model = field(default_factory=Model)
+
+
+def train(config: Walk, context: RunContext) -> Outcome:
+    """Walks at random."""
+    assert isinstance(config, Walk) and isinstance(config.model, Model)
+    state = {"x": np.zeros(config.model.width), "scale": np.array(config.model.scales)}
+    total = step = context.config.train.steps
+    with hf.CheckpointCallback(context.checkpoints, **context.callback_arguments) as checkpoint:
+        state, start = checkpoint.restore_or_initialize(state)
+        for step in range(start + 1, total + 1):
+            noise = np.random.default_rng([config.seed, step]).normal(size=len(state["x"]))
+            state["x"] = state["x"] + config.rate * noise
+            if checkpoint.on_step(step, state).should_stop:
+                break
+    return Outcome(start=start, step=step, preempted=checkpoint.should_stop and step < total)
+
+
+class Noise(Section):
+    """Noise."""
+
+    sigma: float = 1.0
+    """Its standard deviation."""
+
+
+class Settings(Config):
+    """The keys of this recipe."""
+
+    noise: Noise = Noise()
+    """The noise."""
+
+
+def own(config: Settings, context: RunContext) -> Outcome:
+    """Does nothing."""
+    return Outcome(start=0, step=config.train.steps, preempted=False)
+
+
+def forgets(config: Settings, context: RunContext) -> None:
+    pass
+
+
+def one(config: Settings) -> None:
+    pass
+
+
+def number(config: int, context: RunContext) -> None:
+    pass
+'''
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Gives a working directory with a module ``walks`` and a configuration ``walk.yaml``."""
+    (tmp_path / "walks.py").write_text(PROGRAM, encoding="utf-8")
+    (tmp_path / "broken.py").write_text("def f():\n    import no_such_module_of_ours\n\n\nf()\n", encoding="utf-8")
+    (tmp_path / "walk.yaml").write_text(
+        "recipe: walks:train\nname: walk\nseed: 1\ntrain: {steps: 6}\ncheckpoint: {save_interval_steps: 2}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    for name in ("walks", "broken"):
+        sys.modules.pop(name, None)
+
+
+def problems(*arguments: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_configuration("walk.yaml", arguments)
+    return str(caught.value)
+
+
+def test_a_function_of_a_project_trains_and_resumes(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "done: 6 steps" in output_of(capsys, "run", "walk.yaml")
+    assert "nothing to do: step 6 is saved" in output_of(capsys, "run", "walk.yaml")
+    resumed = output_of(capsys, "run", "walk.yaml", "train.steps=8")
+    assert "step 8 of 8 is saved in runs/walk/checkpoints" in resumed
+    assert "another configuration" in error_of_run(capsys, "walk.yaml", "model.width=5", "logging.level=error")
+
+
+def error_of_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    return error_of(capsys, "run", *arguments, status=2)
+
+
+def test_mistakes_are_reported_together(project: Path) -> None:
+    said = problems("model.widht=3", "rate=fast", "train.steps=0").splitlines()
+    assert sorted(said) == [
+        'argument model.widht=3: model.widht: unknown key; did you mean "width"?',
+        'argument rate=fast: rate: expected a number, found the text "fast"',
+        "argument train.steps=0: train.steps: expected a number above 0, found 0",
+    ]
+
+
+def test_lists_stand_for_tuples(project: Path) -> None:
+    config = load_configuration("walk.yaml", ["model.scales=[3, 4.5]"]).resolved()
+    assert config["model"] == {"width": 4, "scales": [3.0, 4.5]}
+    assert list(config)[:5] == ["recipe", "name", "run_dir", "seed", "model"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("walks:forgotten", "walks has no function forgotten"),
+        ("walks:one", "walks:one takes 1 arguments; a recipe takes two"),
+        ("walks:number", "config is annotated with <class 'int'>; expected a subclass of holdfast.recipes.Config"),
+        ("broken:f", "No module named 'no_such_module_of_ours'"),
+        ("broken:f", 'broken.py", line 2, in f'),
+        ("absent:f", "absent cannot be imported from"),
+        ("walk", "or module:function, found the text"),
+    ],
+)
+def test_what_is_no_recipe(project: Path, name: str, said: str) -> None:
+    assert said in problems(f"recipe={name}")
+
+
+def test_a_subclass_of_config(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configuration = load_configuration("walk.yaml", ["recipe=walks:own", "noise.sigma=2.5"])
+    assert configuration.resolved()["noise"] == {"sigma": 2.5}
+    assert configuration.config.IDENTITY == ("recipe", "seed", "noise")
+    assert "has to return an Outcome" in error_of_run(
+        capsys, "walk.yaml", "recipe=walks:forgets", "logging.level=error"
+    )
+
+
+def test_recipes_explains_it(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = {key["key"]: key for key in json.loads(output_of(capsys, "recipes", "walks:train", "--json"))["keys"]}
+    assert (keys["model.width"]["value"], keys["model.width"]["meaning"]) == (4, "Numbers in the state.")
+    assert "train.steps" in keys
+
+
+def test_an_installed_package_declares_one(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = project / "walking-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: walking\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[holdfast.recipes]\nrandom_walk = walks:train\n")
+    monkeypatch.syspath_prepend(str(project))
+
+    listed = json.loads(output_of(capsys, "recipes", "--json"))["recipes"]
+    assert listed[-1] == {"name": "random_walk", "summary": "walks:train, of walking", "missing": []}
+    assert "walks" not in sys.modules, "a listing imports nothing"
+    assert "done: 6 steps of random_walk" not in output_of(
+        capsys, "run", "walk.yaml", "recipe=random_walk", "--dry-run"
+    )
+    assert "done: 6 steps" in output_of(capsys, "run", "walk.yaml", "recipe=random_walk")
+
+
+# ---- files
+
+
+def test_defaults_are_included(project: Path) -> None:
+    (project / "parts").mkdir()
+    (project / "parts" / "short.yaml").write_text("train: {steps: 3, eval_interval_steps: 1}\nseed: 5\n")
+    (project / "parts" / "wide.yaml").write_text("defaults: short\nmodel: {width: 9}\n")
+    (project / "mine.yaml").write_text("defaults: [walk, parts/wide.yaml]\ntrain: {steps: 4}\n")
+
+    config = load_configuration("mine.yaml", ["seed=6"]).resolved()
+
+    assert config["train"] == {"steps": 4, "eval_interval_steps": 1}
+    assert (config["model"]["width"], config["seed"], config["name"]) == (9, 6, "walk")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("defaults: nowhere\n", "mine.yaml:1: defaults: no such file"),
+        ("defaults: 3\n", "mine.yaml:1: defaults: expected the name of a file, or a list of them, found 3"),
+        ("defaults: mine\n", "mine.yaml:1: defaults: mine includes itself"),
+        ("defaults: bad\n", "bad.yaml:2: seed: expected a whole number"),
+    ],
+)
+def test_mistakes_in_included_files(project: Path, text: str, said: str) -> None:
+    (project / "bad.yaml").write_text("defaults: walk\nseed: x\n")
+    (project / "mine.yaml").write_text(f"{text}recipe: walks:train\nname: m\n")
+    with pytest.raises(ConfigError) as caught:
+        load_configuration("mine.yaml")
+    assert said in str(caught.value)
+
+
+def test_variables_of_the_environment(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPS", "12")
+    monkeypatch.setenv("NAME", "7")
+    text = "defaults: walk\nname: '${env:NAME}'\ntrain:\n  steps: ${env:STEPS}\nrate: ${env:RATE,0.25}\n"
+    (project / "mine.yaml").write_text(f"{text}run_dir: runs/${{env:NAME}}/x\n")
+
+    config = load_configuration("mine.yaml").resolved()
+    assert (config["train"]["steps"], config["name"], config["rate"]) == (12, "7", 0.25)
+    assert config["run_dir"] == "runs/7/x"
+
+    monkeypatch.delenv("STEPS")
+    with pytest.raises(ConfigError, match=r"mine.yaml:4: train.steps: the environment has no variable STEPS"):
+        load_configuration("mine.yaml")
+
+
+# ---- sweeps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["seed=1"], [("", ["seed=1"])]),
+        (["a=[1, 2]", 'b="x,y"'], [("", ["a=[1, 2]", 'b="x,y"'])]),
+        (
+            ["seed=0,1", "n=3", "m=[1],[2,3]"],
+            [(f"seed={seed},m={m}", [f"seed={seed}", "n=3", f"m={m}"]) for seed in (0, 1) for m in ("[1]", "[2,3]")],
+        ),
+        (["p=a/b,c"], [("p=a_b", ["p=a/b"]), ("p=c", ["p=c"])]),
+    ],
+)
+def test_expanding_a_sweep(arguments: list[str], expected: list[tuple[str, list[str]]]) -> None:
+    assert expand_sweep(arguments) == expected
+
+
+def test_a_sweep_runs_one_after_the_other(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert error_of_run(capsys, "walk.yaml", "seed=0,1,x").startswith("holdfast: argument seed=x: seed: expected")
+    assert not (project / "runs").exists(), "all runs are checked before the first begins"
+    plan = output_of(capsys, "run", "walk.yaml", "seed=0,1", "--dry-run").splitlines()
+    assert plan[1] == (
+        "walks:train in runs/walk/seed=1: would train steps 1 to 6; checkpoints go to runs/walk/seed=1/checkpoints"
+    )
+    assert not (project / "runs").exists()
+
+    output_of(capsys, "run", "walk.yaml", "seed=0,1")
+    assert output_of(capsys, "run", "walk.yaml", "seed=0,1").count("nothing to do: step 6 is saved") == 2
+    found = json.loads(output_of(capsys, "ls", "runs/walk", "--json"))
+    assert [(run["name"], run["newest"]["step"]) for run in found["runs"]] == [("seed=0", 6), ("seed=1", 6)]
+    plan = output_of(capsys, "run", "walk.yaml", "seed=0,1", "train.steps=9", "--dry-run").splitlines()
+    assert "would resume from step 6, and would train steps 7 to 9" in plan[0]
