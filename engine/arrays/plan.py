@@ -218,10 +218,8 @@ class Catalog:
         arrays: list[str] = []
         positions: list[int] = []
         encodings: list[ArrayEncoding] = []
-        self.documents: list[dict[str, Any]] = []  # what ``tree.json`` says of every leaf, in the order of the tree
         for position, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if isinstance(leaf, ValueLeaf):
-                self.documents.append(leaf.details)
                 continue
             level = compression.get(name, layout.compression)
             limit = chunk_bytes.get(name, layout.chunk_bytes)
@@ -234,7 +232,6 @@ class Catalog:
             arrays.append(name)
             positions.append(position)
             encodings.append(encoding)
-            self.documents.append({**leaf.details, **encoding.facts} if encoding.facts else leaf.details)
         order = key_order(arrays)
         self.names = [arrays[i] for i in order]
         self.positions: Integers = np.array([positions[i] for i in order], np.int64)  # of each among the leaves
@@ -243,6 +240,14 @@ class Catalog:
         self.starts: Integers = np.zeros(len(order) + 1, np.int64)
         np.cumsum([encoding.spec.chunks for encoding in self.encodings], out=self.starts[1:])
         self._values = [name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, ValueLeaf)]
+
+    def documents(self, leaves: Sequence[HostLeaf]) -> list[dict[str, Any]]:
+        """Return what ``tree.json`` says of every leaf, in the order of the tree."""
+        found = [leaf.details for leaf in leaves]
+        for position, encoding in zip(self.positions.tolist(), self.encodings, strict=True):
+            if encoding.facts:
+                found[position] = {**found[position], **encoding.facts}
+        return found
 
     def all_chunks(self) -> ChunkIds:
         arrays = np.repeat(np.arange(len(self.names)), np.diff(self.starts))

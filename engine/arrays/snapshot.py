@@ -1,26 +1,60 @@
-"""Copies of arrays that the training loop goes on changing, in memory that is reused from save to save."""
+"""Copies of arrays that the training loop goes on changing, in memory that is reused from save to save.
+
+A run saves trees of one structure. What that structure determines is found out once (`KnownTree`): from the second save
+on, the loop waits for a comparison of containers and facts, and for the copy.
+"""
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..pytree import Piece, ValueLeaf
+from ..pytree import (
+    ArrayLeaf,
+    Box,
+    Flattened,
+    KnownLeaves,
+    Outline,
+    Piece,
+    TreeDef,
+    ValueLeaf,
+    collection_paused,
+    copy_tensors,
+    tensors_over,
+)
 from ..storage import aligned_empty, parallel_map
-from .plan import Bytes, HostLeaf
+from .plan import Bytes, HostLeaf, batches
 
 _ALIGNMENT = 64
 _SHARED = 64 << 20  # bytes; a smaller snapshot is not worth a thread
+_BATCH = 4 << 20  # bytes of small tensors that one thread copies at a time
+
+_Copy = tuple[Any, Any]  # where to, and what: two arrays, or two lists of tensors
+_HELD = ValueLeaf({})  # in the place of a leaf that is not copied
 
 
 class Snapshot(list[HostLeaf]):
     """Leaves whose arrays lie in a staging buffer; the buffer is reused once this list is gone."""
+
+    def __init__(
+        self, leaves: Sequence[HostLeaf] = (), known: KnownLeaves | None = None, held: Sequence[Any] = ()
+    ) -> None:
+        super().__init__(leaves)
+        self._known = known
+        self._held = held
+
+    def complete(self) -> None:
+        """Describe the leaves that are held, before the list is read. The loop need not wait for that."""
+        if self._known is not None:
+            for position, value in zip(self._known.held, self._held, strict=True):
+                self[position] = self._known.held_leaf(position, value)
+            self._known, self._held = None, ()
 
 
 class StagingBuffer:
@@ -38,6 +72,21 @@ class StagingBuffer:
     def nbytes(self) -> int:
         return self._memory.nbytes
 
+    @property
+    def memory(self) -> Bytes | None:
+        """The memory, if the last snapshot is gone."""
+        return None if self._last is not None and self._last() is not None else self._memory
+
+    def memory_of(self, copies: Snapshot) -> Bytes:
+        """Return the memory with a snapshot, the last."""
+        assert self._last is not None
+        assert self._last() is copies
+        return self._memory
+
+    def lend(self, copies: Snapshot) -> None:
+        """Note the snapshot that uses the memory."""
+        self._last = weakref.ref(copies)
+
     def prepare(self, nbytes: int) -> None:
         """Allocate memory, so that the first snapshot need not."""
         if nbytes > self._memory.nbytes:
@@ -48,13 +97,13 @@ class StagingBuffer:
         return sum(map(_space, leaves))
 
     def snapshot(self, leaves: Sequence[HostLeaf]) -> Snapshot:
-        if self._last is not None and self._last() is not None:
+        if self.memory is None:
             # One handler saves two items: the copies of the other item are not written yet.
             self._memory = np.empty(0, np.uint8)
         self.prepare(self.needed(leaves))
         copies = Snapshot()
-        self._last = weakref.ref(copies)
-        pending: list[tuple[NDArray[Any], NDArray[Any]]] = []
+        self.lend(copies)
+        pending: list[_Copy] = []
         offset = 0
         for leaf in leaves:
             if isinstance(leaf, ValueLeaf) or not leaf.volatile:
@@ -69,14 +118,112 @@ class StagingBuffer:
                 pieces.append(Piece(piece.start, copy))
                 offset = _aligned(end)
             copies.append(replace(leaf, pieces=pieces, volatile=False))
-        # Two threads share a large snapshot: one core does not use all of the memory's bandwidth.
-        parallel_map(_copy, pending, 2 if offset >= _SHARED else 1, name="holdfast-snapshot")
+        _copy_all(pending, offset)
         return copies
 
 
-def _copy(pair: tuple[NDArray[Any], NDArray[Any]]) -> None:
-    copy, array = pair
-    copy[...] = array
+class KnownTree:
+    """A tree that was saved, as far as its structure goes: takes snapshots of the next trees that have the same one.
+
+    It holds names, containers, facts and places in the staging buffer; no leaf of the tree, and no value of one. A tree
+    that differs in anything that decides what is stored is refused, and takes the long way.
+
+    Args:
+        flat: The tree.
+        leaves: Its leaves, as they were described.
+        copies: The snapshot of them, perhaps cut down to what this process writes.
+        staging: The buffer with the snapshot.
+    """
+
+    def __init__(self, flat: Flattened, leaves: Sequence[HostLeaf], copies: Snapshot, staging: StagingBuffer) -> None:
+        self.names = flat.names
+        self._staging = staging
+        self._memory = staging.memory_of(copies)
+        self._leaves = KnownLeaves(flat.values, leaves, [_is_whole(*pair) for pair in zip(leaves, copies, strict=True)])
+        self._is_copied = [isinstance(leaf, ArrayLeaf) and leaf.volatile for leaf in leaves]
+        self._copies: list[HostLeaf] = []
+        self._arrays: list[NDArray[Any]] = []
+        self._tensors: list[tuple[list[Any], int]] = []
+        self._nbytes = 0
+
+    def settle(self, structure: TreeDef | None, copies: Snapshot) -> None:
+        """Prepare for the next tree; the loop need not wait for that."""
+        known = self._leaves
+        self._outline = Outline(structure)
+        self._copies = [leaf if copied else _HELD for leaf, copied in zip(copies, self._is_copied, strict=True)]
+        self._nbytes = sum(piece.array.nbytes for leaf in self._copies for piece in _pieces(leaf))
+        self._arrays = [_pieces(copies[position])[0].array for position in known.arrays]
+        places = [_pieces(copies[position])[0].array for position in known.tensors]
+        tensors = tensors_over(places, known.tensor_facts)
+        numbers = batches(range(len(places)), lambda number: places[number].nbytes, _BATCH)
+        self._tensors = [([tensors[number] for number in batch], batch[0]) for batch in numbers]
+
+    @property
+    def structure(self) -> TreeDef | None:
+        """The containers, for documents."""
+        return self._outline.structure
+
+    def snapshot(self, tree: Any) -> Snapshot | None:
+        """Copy a tree to where the one before it was; None if it differs, or the snapshot before is still needed."""
+        if self._staging.memory is not self._memory:
+            return None
+        with collection_paused():
+            try:
+                values = self._outline.leaves_of(tree)
+                taken = None if values is None else self._leaves.take(values)
+            except Exception:  # the long way raises it again, with the name of the leaf
+                return None
+            if taken is None:
+                return None
+            copies = Snapshot(self._copies, self._leaves, taken.held)
+            self._staging.lend(copies)
+            pending: list[_Copy] = list(zip(self._arrays, taken.arrays, strict=True))
+            pending += [(batch, taken.tensors[first : first + len(batch)]) for batch, first in self._tensors]
+            for position, leaf in zip(self._leaves.others, taken.others, strict=True):
+                if self._is_copied[position]:
+                    pending += _parts(_pieces(copies[position]), _pieces(leaf))
+                else:
+                    copies[position] = leaf
+            _copy_all(pending, self._nbytes)
+        return copies
+
+
+def _is_whole(leaf: HostLeaf, copy: HostLeaf) -> bool:
+    """Whether a leaf is copied, all of it, into one place."""
+    if isinstance(leaf, ValueLeaf) or not leaf.volatile:
+        return False
+    pieces = _pieces(copy)
+    return len(pieces) == 1 and pieces[0].array.shape == leaf.shape
+
+
+def _pieces(leaf: HostLeaf) -> Sequence[Piece]:
+    return leaf.pieces if isinstance(leaf, ArrayLeaf) else ()
+
+
+def _parts(copies: Sequence[Piece], pieces: Sequence[Piece]) -> Iterator[_Copy]:
+    """Generate what to copy to each place from the piece that holds all of it."""
+    for copy in copies:
+        box = Box.at(copy.start, copy.array.shape)
+        around = next(piece for piece in pieces if _holds(Box.at(piece.start, piece.array.shape), box))
+        yield copy.array, around.array[box.within(Box.at(around.start, around.array.shape))]
+
+
+def _holds(one: Box, other: Box) -> bool:
+    bounds = zip(one.start, other.start, other.stop, one.stop, strict=True)
+    return all(first <= low and high <= last for first, low, high, last in bounds)
+
+
+def _copy_all(pending: Sequence[_Copy], nbytes: int) -> None:
+    # Two threads share a large snapshot: one core does not use all of the memory's bandwidth.
+    parallel_map(_copy, pending, 2 if nbytes >= _SHARED else 1, name="holdfast-snapshot")
+
+
+def _copy(pair: _Copy) -> None:
+    copy, source = pair
+    if isinstance(copy, list):
+        copy_tensors(copy, source)
+    else:
+        copy[...] = source
 
 
 def _space(leaf: HostLeaf) -> int:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ from .assignment import WriteAssignment
 from .encode import ChunkToCompress, Source, segment_parts, write_compressed
 from .fragments import data_path, make_fragment, merge_fragments, short_token
 from .plan import ArraySpec, Catalog, ChunkIds, HostLeaf, Layout, check_level, check_size, plan_files, planned_chunks
-from .snapshot import StagingBuffer
+from .snapshot import Snapshot, StagingBuffer
 
 MANIFEST = "manifest.ocdbt"
 INDEX = "d/index"
@@ -57,6 +58,35 @@ class HostTree:
                 )
 
 
+class TreePlan:
+    """What the structure of a tree determines: it is made by the first save, and serves all trees that are alike."""
+
+    def __init__(self) -> None:
+        self._catalog: Catalog | None = None
+        self._chunks: dict[tuple[int, int], ChunkIds] = {}
+        self._document: tuple[list[dict[str, Any]], bytes] | None = None
+
+    def catalog(self, make: Callable[[], Catalog]) -> Catalog:
+        if self._catalog is None:
+            self._catalog = make()
+        return self._catalog
+
+    def chunks_of(self, catalog: Catalog, member: ProcessInfo) -> ChunkIds:
+        """Return the chunks that a process writes, in the order of the tree."""
+        key = member.index, member.count
+        if key not in self._chunks:
+            alone = member.count == 1
+            chunks = catalog.all_chunks() if alone else WriteAssignment(catalog, member.count).chunks_of(member.index)
+            self._chunks[key] = catalog.in_tree_order(*chunks)
+        return self._chunks[key]
+
+    def document(self, structure: TreeDef | None, documents: list[dict[str, Any]]) -> bytes:
+        """Return ``tree.json``; the last one, where no value in it is another."""
+        if self._document is None or self._document[0] != documents:
+            self._document = documents, encode_document(TREE_KIND, {"tree": to_document(structure, documents)})
+        return self._document[1]
+
+
 class TreeWriter:
     def __init__(
         self,
@@ -65,7 +95,10 @@ class TreeWriter:
         *,
         compression: Mapping[str, int | None] | None = None,
         chunk_bytes: Mapping[str, int] | None = None,
+        plan: TreePlan | None = None,
     ) -> None:
+        self.plan = plan or TreePlan()
+        self.when_written: Callable[[], None] | None = None  # called once this process's share is written
         self._tree = tree
         self._layout = layout
         self._compression = compression or {}
@@ -80,15 +113,19 @@ class TreeWriter:
                 f"compression or chunk_bytes names leaves that the tree does not have: {sorted(unknown)[:5]}"
             )
 
-    def take_snapshot(self, staging: StagingBuffer, member: ProcessInfo = _ALONE) -> None:
-        """Copy arrays that may change, so that they may do so before the tree is written."""
+    def take_snapshot(self, staging: StagingBuffer, member: ProcessInfo = _ALONE) -> Snapshot:
+        """Copy arrays that may change, so that they may do so before the tree is written; return the copies."""
         leaves = self._tree.leaves
         if member.count > 1 and staging.needed(leaves) >= _WORTH * len(leaves):
             leaves = _needed(self._catalog, leaves, self._chunks_of(member))
-        self._tree = replace(self._tree, leaves=staging.snapshot(leaves))
+        copies = staging.snapshot(leaves)
+        self._tree = replace(self._tree, leaves=copies)
+        return copies
 
     def write(self, location: Location, member: ProcessInfo) -> bytes:
         """Write this process's chunks into the item's folder, durably; return its fragment for process 0."""
+        if isinstance(self._tree.leaves, Snapshot):
+            self._tree.leaves.complete()
         catalog = self._catalog
         data = location / "d"
         data.make_directory()
@@ -129,6 +166,8 @@ class TreeWriter:
             sizes += more
         if member.count > 1:  # otherwise merging is next and syncs this directory, too
             data.sync_directory()
+        if self.when_written is not None:
+            self.when_written()
         return make_fragment(catalog, member, token, table, sizes)
 
     def merge(self, location: Location, fragments: Sequence[bytes]) -> dict[str, FileRecord]:
@@ -136,7 +175,7 @@ class TreeWriter:
         index, written = merge_fragments(self._catalog, fragments)
         manifest, nodes = index.encode(node_file=INDEX, database_id=uuid.uuid4().bytes, created_ns=time.time_ns())
         try:
-            structure = encode_document(TREE_KIND, {"tree": to_document(self._tree.structure, self._catalog.documents)})
+            structure = self.plan.document(self._tree.structure, self._catalog.documents(self._tree.leaves))
         except ValueError as error:
             raise UnsupportedLeafError(
                 f"{location}: tree.json cannot hold this tree: {error}; put long texts into arrays"
@@ -149,15 +188,13 @@ class TreeWriter:
         return written
 
     def _chunks_of(self, member: ProcessInfo) -> ChunkIds:
-        catalog = self._catalog
-        if member.count == 1:
-            return catalog.in_tree_order(*catalog.all_chunks())
-        return catalog.in_tree_order(*WriteAssignment(catalog, member.count).chunks_of(member.index))
+        return self.plan.chunks_of(self._catalog, member)
 
     @cached_property
     def _catalog(self) -> Catalog:
         tree = self._tree
-        return Catalog(tree.names, tree.leaves, self._layout, self._compression, self._chunk_bytes)
+        make = partial(Catalog, tree.names, tree.leaves, self._layout, self._compression, self._chunk_bytes)
+        return self.plan.catalog(make)
 
     def _divided(self, chunks: ChunkIds) -> tuple[list[tuple[int, int]], list[ChunkToCompress]]:
         """Divide chunks into those stored as they are and those to compress."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from ..arrays import (
     AggregateHandler,
     HostTree,
+    KnownTree,
     Layout,
     MsgpackHandler,
+    Snapshot,
     StagingBuffer,
+    TreePlan,
     TreeReader,
     TreeSource,
     TreeWriter,
@@ -28,6 +33,7 @@ from ..pytree import (
     Flattened,
     LeafRequest,
     Patterns,
+    TreeDef,
     class_name,
     collection_paused,
     describe,
@@ -38,6 +44,8 @@ from ..storage import Location
 from .args import Leaf, RestoreArgs, SaveArgs, aggregate, broadcast_prefix, cast
 from .base import Files, PreparedCheckpointHandler, PreparedItem, no_arguments
 from .registry import DEFAULT_REGISTRY, ExternalLeaves, TypeHandlerRegistry, restore_external
+
+_logger = logging.getLogger("holdfast")
 
 
 class PyTreeCheckpointHandler(PreparedCheckpointHandler):
@@ -79,6 +87,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         self._registry = DEFAULT_REGISTRY if type_handler_registry is None else type_handler_registry
         self._aggregate = aggregate_handler or MsgpackHandler()
         self._staging = StagingBuffer()
+        self._known: _KnownPlan | None = None  # of the last tree that was written
 
     def prepare(
         self,
@@ -109,6 +118,15 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             OptionError: ``save_args`` do not fit the tree.
         """
         no_arguments(self, kwargs, self.prepare)
+        layout, process = layout or self._layout, member or ProcessInfo()
+        # What the trees of a run have in common is found out once, except for leaves that a program treats its own way.
+        recurs = snapshot and save_args is None and not self._registry.leaf_types
+        known = self._known
+        if recurs and known is not None and known.key == (layout, process.index, process.count):
+            copies = known.tree.snapshot(item)
+            if copies is not None:
+                tree = HostTree(known.tree.names, copies, known.tree.structure)
+                return TreeWriter(tree, layout, plan=known.plan)
         flat = flatten(item, self._registry.leaf_types)
         args: list[SaveArgs | None] = [None] * len(flat.names)
         if save_args is not None:
@@ -125,13 +143,26 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         given = [(name, one) for name, one in zip(flat.names, args, strict=True) if one is not None]
         writer = TreeWriter(
             HostTree(flat.names, leaves, flat.structure),
-            layout or self._layout,
+            layout,
             compression={name: one.compression or None for name, one in given if one.compression is not None},
             chunk_bytes={name: one.chunk_bytes for name, one in given if one.chunk_bytes is not None},
         )
         if snapshot:
-            writer.take_snapshot(self._staging, member or ProcessInfo())
+            copies = writer.take_snapshot(self._staging, process)
+            if recurs:
+                found = KnownTree(flat, leaves, copies, self._staging)
+                known = _KnownPlan((layout, process.index, process.count), found, writer.plan)
+                writer.when_written = partial(self._keep, known, flat.structure, copies)
         return _PreparedTree(writer, external, files) if files or external.notes else writer
+
+    def _keep(self, known: _KnownPlan, structure: TreeDef | None, copies: Snapshot) -> None:
+        """Keep what was found out about a tree, once it is written."""
+        try:
+            known.tree.settle(structure, copies)
+        except Exception as error:  # the tree is written all the same
+            _logger.warning("the next save will take as long as the first: its preparation failed: %r", error)
+        else:
+            self._known = known
 
     def restore(
         self,
@@ -222,6 +253,14 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             for value in flat.values
         ]
         return Flattened(flat.names, values, flat.structure)
+
+
+class _KnownPlan(NamedTuple):
+    """What is known of the tree before: it serves the next one that is alike and written in the same way."""
+
+    key: tuple[Layout, int, int]  # the layout, the number of this process, and how many there are
+    tree: KnownTree
+    plan: TreePlan
 
 
 def _described(flat: Flattened, external: ExternalLeaves) -> list[Leaf]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from .cast import CastProblem, cast_checked
 from .containers import class_name, expand, is_nnx, opens_as
-from .describe import describe
+from .describe import KnownLeaves, describe
 from .document import TreeDocument, from_document, to_document
 from .flatten import (
     MAX_DEPTH,
     Flattened,
     Key,
     KeyProblem,
+    Outline,
     TreeDef,
     collection_paused,
     flatten,
@@ -58,6 +59,7 @@ from .names import (
 )
 from .packing import PACKED_FROM, PackedNumbers, pack_numbers, pack_tree
 from .template import LeafRequest, LeafTemplate, compare, compare_metadata, describe_template, with_request
+from .torch_leaves import copy_tensors, tensors_over
 from .transform import (
     Call,
     Computed,

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from operator import attrgetter, eq
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ..errors import UnsupportedLeafError
 from .containers import class_name
 from .flatten import collection_paused
-from .host_leaves import describe_numpy, describe_python, is_python_value
-from .jax_leaves import JaxDescriber, is_key, is_tracer
+from .host_leaves import INT64, describe_numpy, describe_python, is_python_value
+from .jax_leaves import JaxDescriber, WholeArrays, is_key, is_tracer, is_whole
 from .leaves import (
     ArrayLeaf,
     LeafMetadata,
     LeafProblem,
+    Piece,
     ValueLeaf,
     is_jax_abstract,
     is_jax_array,
@@ -22,7 +26,7 @@ from .leaves import (
     report_problems,
 )
 from .packing import PackedNumbers
-from .torch_leaves import TorchDescriber, is_dtensor
+from .torch_leaves import TorchDescriber, have_facts, is_dtensor, is_small, small_facts
 
 _Describe = Callable[[Any], ArrayLeaf | ValueLeaf]
 
@@ -94,3 +98,121 @@ def _refuse(value: Any) -> ArrayLeaf:
     if callable(value):
         raise LeafProblem(f"is of type {kind}, which is code; leave it out of the tree")
     raise LeafProblem(f"is of type {kind}; leaves are arrays, numbers, strings, bytes and None")
+
+
+# ---- the leaves of the next tree
+
+
+class TakenLeaves(NamedTuple):
+    """The leaves of a tree like one before, in the order of the positions in `KnownLeaves`."""
+
+    tensors: list[Any]  # to copy
+    arrays: list[Any]  # to copy
+    held: list[Any]  # for `KnownLeaves.held_leaf`: host views of jax arrays, then Python values
+    others: list[ArrayLeaf | ValueLeaf]
+
+
+class KnownLeaves:
+    """Facts of the leaves of a tree, by which those of the next tree are known to be alike.
+
+    The many leaves of few kinds are checked together, and what is stored of them needs no new description. The others
+    are described anew, and their descriptions compared. No leaf is held, and no value of one.
+
+    Args:
+        values: The leaves.
+        leaves: Their descriptions.
+        is_copied: Which of them are copied whole, into one place.
+    """
+
+    def __init__(
+        self, values: Sequence[Any], leaves: Sequence[ArrayLeaf | ValueLeaf], is_copied: Sequence[bool]
+    ) -> None:
+        self.types = list(map(type, values))
+        self.tensors: list[int] = []  # small ones, on the host
+        self.arrays: list[int] = []  # of numpy
+        self.whole: list[int] = []  # jax arrays on one device
+        self.plain: list[int] = []  # numbers and None
+        self.others: list[int] = []
+        kinds: dict[type, str] = {}
+        for position, (value, leaf, copied) in enumerate(zip(values, leaves, is_copied, strict=True)):
+            kind = kinds.get(type(value)) or kinds.setdefault(type(value), _kind(value))
+            group = self.others
+            if kind == "array" and copied:
+                group = self.arrays
+            elif kind == "tensor" and copied and is_small(value):
+                group = self.tensors
+            elif kind == "jax" and is_whole(value.sharding):
+                group = self.whole
+            elif kind == "plain" and (type(value) is not int or isinstance(leaf, ArrayLeaf)):
+                group = self.plain  # an int of more than 64 bits is another kind of leaf
+            group.append(position)
+        self._tensors = small_facts([values[position] for position in self.tensors])
+        self._arrays = [_ARRAY_FACTS(values[position]) for position in self.arrays]
+        self._whole = WholeArrays([values[position] for position in self.whole])
+        self._others = [_facts(leaves[position]) for position in self.others]
+        self._held: dict[int, ArrayLeaf] = {}
+        for position in self.whole:
+            leaf = leaves[position]
+            assert isinstance(leaf, ArrayLeaf)
+            self._held[position] = ArrayLeaf(leaf.dtype, leaf.shape, [], False, leaf.details)
+
+    def take(self, values: Sequence[Any]) -> TakenLeaves | None:
+        """Return the leaves of a tree, ready to be copied or held; None if they are not like those known."""
+        if list(map(type, values)) != self.types:
+            return None
+        get = values.__getitem__
+        arrays, tensors = list(map(get, self.arrays)), list(map(get, self.tensors))
+        if not all(map(eq, map(_ARRAY_FACTS, arrays), self._arrays)):
+            return None
+        if tensors and not have_facts(tensors, self._tensors):
+            return None
+        plain = list(map(get, self.plain))
+        if any(type(value) is int and value not in INT64 for value in plain):
+            return None
+        try:
+            others = describe([""] * len(self.others), list(map(get, self.others)))
+        except UnsupportedLeafError:
+            return None  # described again with all others, for an error that lists every leaf
+        if list(map(_facts, others)) != self._others:
+            return None
+        whole = self._whole.take(list(map(get, self.whole))) if self.whole else []
+        return None if whole is None else TakenLeaves(tensors, arrays, [*whole, *plain], others)
+
+    @property
+    def tensor_facts(self) -> Sequence[tuple[Any, ...]]:
+        return self._tensors
+
+    @property
+    def held(self) -> list[int]:
+        """The positions of `TakenLeaves.held`."""
+        return [*self.whole, *self.plain]
+
+    def held_leaf(self, position: int, value: Any) -> ArrayLeaf | ValueLeaf:
+        """Describe a leaf that is held, not copied."""
+        known = self._held.get(position)
+        if known is None:
+            return describe_python(value)
+        array: NDArray[Any] = value
+        return ArrayLeaf(known.dtype, known.shape, [Piece((0,) * array.ndim, array)], False, known.details)
+
+
+_ARRAY_FACTS = attrgetter("dtype", "shape")
+
+
+def _kind(value: Any) -> str:
+    """Return the group that a leaf of this type may belong to, or ""."""
+    if type(value) is np.ndarray:
+        return "array"
+    if type(value) in (bool, int, float, complex, type(None)):
+        return "plain"
+    if is_torch_tensor(value):
+        return "tensor"
+    return "jax" if is_jax_array(value) and not is_tracer(value) and not is_key(value) else "other"
+
+
+def _facts(leaf: ArrayLeaf | ValueLeaf) -> tuple[Any, ...] | None:
+    """Return all of a description but the elements; None for a value that is not an array."""
+    if isinstance(leaf, ValueLeaf):
+        return None
+    boxes = [(piece.start, piece.array.shape) for piece in leaf.pieces]
+    return leaf.dtype, leaf.shape, leaf.volatile, leaf.details, boxes, leaf.parts

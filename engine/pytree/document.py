@@ -46,7 +46,8 @@ class TreeDocument:
 def to_document(structure: TreeDef | None, leaf_documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     tree = None if structure is None else _encode_node(structure)
     facts: list[dict[str, Any]] = []
-    numbers: dict[int, int] = {}  # by the identity of the documents: leaves share them
+    numbers: dict[int, int] = {}  # by the identity of the documents, which leaves share
+    equal: dict[str, int] = {}  # by their content: how leaves share documents does not decide what is written
     leaves: list[dict[str, Any] | int] = []
     for document in leaf_documents:
         number = numbers.get(id(document))
@@ -54,9 +55,9 @@ def to_document(structure: TreeDef | None, leaf_documents: Sequence[dict[str, An
             if _has_value(document):
                 leaves.append(document)
                 continue
-            if not facts or document != facts[-1]:
+            number = numbers[id(document)] = equal.setdefault(repr(document), len(facts))
+            if number == len(facts):
                 facts.append(document)
-            number = numbers[id(document)] = len(facts) - 1
         leaves.append(number)
     if len(facts) * 2 > len(leaf_documents):
         return {"tree": tree, "leaves": list(leaf_documents)}

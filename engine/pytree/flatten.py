@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -182,6 +183,80 @@ def unflatten(structure: TreeDef | None, values: Sequence[Any]) -> Any:
 
 def _build(node: TreeDef, values: Any) -> Any:
     return node.build([next(values) if child is None else _build(child, values) for child in node.children])
+
+
+class Outline:
+    """The containers and keys of a tree, which recognize the next tree that has the same ones.
+
+    It holds keys and names of classes, neither leaves nor containers.
+    """
+
+    def __init__(self, structure: TreeDef | None) -> None:
+        self.structure = None if structure is None else _without_values(structure)
+        self._root = None if self.structure is None else _Container(self.structure)
+
+    def leaves_of(self, tree: Any) -> list[Any] | None:
+        """Return the leaves of a tree in the order of `flatten`; None if its containers are others.
+
+        A value in the place of a leaf is returned unseen, even if it is a container: compare its type.
+        """
+        leaves: list[Any] = []
+        if self._root is None:
+            leaves.append(tree)
+        elif not self._root.collect(tree, leaves, NnxObjects()):
+            return None
+        return leaves
+
+
+# What `expand` opens by the type alone; it opens all others anew for every tree.
+_EXACT: dict[str, type] = {"dict": dict, "list": list, "tuple": tuple, "ordered_dict": OrderedDict}
+
+
+class _Container:
+    """One container of an outline."""
+
+    __slots__ = ("children", "keys", "kind", "label", "size", "type", "types")
+
+    def __init__(self, node: TreeDef) -> None:
+        self.type = _EXACT.get(node.kind) if node.label is None else None
+        self.kind, self.label, self.keys = node.kind, node.label, node.keys
+        self.types = None if node.keys is None else list(map(type, node.keys))  # 1, True and np.int64(1) are equal
+        self.size = len(node.children)
+        children = [None if child is None else _Container(child) for child in node.children]
+        self.children = children if any(child is not None for child in children) else None  # None if all are leaves
+
+    def collect(self, value: Any, leaves: list[Any], objects: NnxObjects) -> bool:
+        """Append the leaves of a container; return whether it is like this one."""
+        is_exact = type(value) is self.type
+        if self.type is None:
+            contents = None if is_leaf(value) else expand(value, objects)
+            if contents is None or (contents.kind, contents.label) != (self.kind, self.label):
+                return False
+            keys: list[Any] | None = contents.keys
+            values: Any = contents.values
+        elif not is_exact:
+            return False
+        elif self.keys is None:
+            keys, values = None, value
+        else:
+            keys, values = list(value), value.values()
+        if len(values) != self.size or keys != self.keys or (keys and list(map(type, keys)) != self.types):
+            return False
+        if self.children is None:
+            leaves.extend(values)
+            return True
+        for child, known in zip(values, self.children, strict=True):
+            if known is None:
+                leaves.append(child)
+            elif not known.collect(child, leaves, objects):
+                return False
+        return True
+
+
+def _without_values(node: TreeDef) -> TreeDef:
+    """Return a structure for documents only: what builds a container may refer to it and the arrays in it."""
+    children = [None if child is None else _without_values(child) for child in node.children]
+    return TreeDef(node.kind, None if node.keys is None else list(node.keys), children, list, node.label)
 
 
 _lock = threading.Lock()

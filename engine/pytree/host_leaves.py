@@ -27,7 +27,7 @@ _NUMBERS: dict[Any, tuple[Details, np.dtype[Any]]] = {
     float: ({"kind": "float"}, np.dtype(np.float64)),
     complex: ({"kind": "complex"}, np.dtype(np.complex128)),
 }
-_INT64 = range(-(1 << 63), 1 << 63)
+INT64 = range(-(1 << 63), 1 << 63)
 _LARGEST_INT = 1 << 22  # bits
 _LONG = 1 << 16  # bytes; longer text and bytes are stored as arrays, which are written and read in bulk
 _BUILT_IN = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
@@ -81,7 +81,7 @@ def describe_python(value: Any) -> ArrayLeaf | ValueLeaf:
     """Describe a Python value. A subclass (such as an enumeration) counts as the plain value that it equals."""
     for kind, (details, dtype) in _NUMBERS.items():
         if isinstance(value, kind):
-            if kind is int and int(value) not in _INT64:
+            if kind is int and int(value) not in INT64:
                 break
             return ArrayLeaf(dtype, (), [Piece((), np.array(kind(value), dtype))], False, details)
     if isinstance(value, str | bytes) and len(value) > _LONG:

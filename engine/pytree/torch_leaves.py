@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from operator import attrgetter, eq
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -27,6 +28,7 @@ _COMMON_TYPES = {"uint8", "int8", "int16", "int32", "int64", "uint16", "uint32",
 }  # fmt: skip
 _PAIRED = {"complex32": "float16"}  # stored as real and imaginary part, in one more axis
 _ASYNCHRONOUS = {"cuda", "xpu"}  # devices whose copies to the host go on in the background
+_SMALL = 1 << 15  # elements; torch copies a tensor of as many with threads of its own
 
 
 def is_dtensor(value: Any) -> bool:
@@ -101,6 +103,10 @@ class TorchDescriber:
             tensor = own.detach() if own.requires_grad else own
         if tensor.is_conj() or tensor.is_neg():
             tensor, volatile = tensor.resolve_conj().resolve_neg(), False
+        if tensor.numel() and not tensor.data_ptr():
+            raise LeafProblem(
+                "has no memory: its storage was freed, as FSDP frees unsharded parameters; save the sharded ones"
+            )
         encoding = tensor_encoding(value.dtype)
         try:
             return encoding.to_numpy(tensor), volatile, encoding
@@ -176,6 +182,49 @@ def tensor_encoding(dtype: Any) -> TensorEncoding:
     # Integers of less than 8 bits, packed numbers and the like: for torch they are bytes without operations.
     details = {"kind": "torch", "torch_dtype": name}
     return TensorEncoding(dtype, np.dtype(f"uint{8 * dtype.itemsize}"), carrier, False, name, details)
+
+
+# ---- many small tensors in the host's memory, checked and copied together
+
+# All that decides how a tensor is stored, and that it can be copied; attributes of a tensor that is none raise.
+_FACTS = attrgetter("dtype", "shape", "requires_grad", "layout", "is_cpu")
+
+
+def is_small(value: Any) -> bool:
+    """Whether a tensor that `TorchDescriber.describe` has described can be copied by `copy_tensors`."""
+    torch: Any = loaded("torch")
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or not value.is_cpu or not 0 < value.numel() < _SMALL:
+        return False
+    encoding = tensor_encoding(value.dtype)
+    return not encoding.paired and encoding.variant is None
+
+
+def small_facts(tensors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    return list(map(_FACTS, tensors))
+
+
+def have_facts(tensors: Sequence[Any], facts: Sequence[tuple[Any, ...]]) -> bool:
+    """Whether tensors of the same types as others have the facts of those, and memory."""
+    torch: Any = loaded("torch")
+    if (
+        torch._C._len_torch_dispatch_stack()
+    ):  # a mode, such as that of fake tensors, may turn a copy into something else
+        return False
+    return all(map(eq, map(_FACTS, tensors), facts)) and all(map(torch.Tensor.data_ptr, tensors))
+
+
+def tensors_over(arrays: Sequence[NDArray[Any]], facts: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Return tensors of the dtypes in the facts over memory, to copy to."""
+    torch: Any = loaded("torch")
+    with torch.inference_mode(False):  # otherwise they could not be written outside of that mode
+        return [tensor_encoding(fact[0]).to_tensor(array) for array, fact in zip(arrays, facts, strict=True)]
+
+
+def copy_tensors(targets: list[Any], sources: list[Any]) -> None:
+    """Copy tensors to those of `tensors_over`, which have the same shapes and dtypes."""
+    torch: Any = loaded("torch")
+    with torch.no_grad():
+        torch._foreach_copy_(targets, sources)
 
 
 def torch_name(dtype: np.dtype[Any]) -> str | None:

@@ -1,0 +1,441 @@
+"""What the structure of a tree determines is found out once; every later save writes what a first save would write."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import re
+import weakref
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.equality import assert_same
+
+import holdfast as hf
+from holdfast.engine.arrays.snapshot import KnownTree
+from holdfast.engine.distributed import ProcessInfo
+from holdfast.engine.storage import as_location
+
+torch = pytest.importorskip("torch")
+jax = pytest.importorskip("jax")
+
+Tree = dict[str, Any]
+Change = Callable[[Tree], None]
+Pair = namedtuple("Pair", ["first", "second"])  # noqa: PYI024 - the plain kind
+
+
+def module() -> Tree:
+    weight = torch.ones(4, 3)
+    return OrderedDict(weight=weight, bias=torch.nn.Parameter(torch.ones(3)), tied=weight, half=torch.ones(5).half())
+
+
+def moments() -> Tree:
+    return {"step": torch.tensor(1.0), "mean": torch.ones(4, 3)}
+
+
+def a_tree() -> Tree:
+    return {
+        "one": module(),
+        "two": {"weight": torch.ones(4, 3)},
+        "states": {0: moments(), 1: moments()},
+        "groups": [{"rate": 0.5, "parameters": [0, 1]}, ()],
+        "pair": Pair(np.ones(2), torch.ones(2)),
+        "host": {"array": np.ones((3, 2)), "scalar": np.float32(1), "number": 3, "flag": True, "no": None, "text": "a"},
+        "jax": {"array": jax.numpy.ones((8, 2)), "key": jax.random.key(1), "other": jax.numpy.ones(3)},
+        "large": torch.ones(200, 200),
+    }
+
+
+def put(*path: Any) -> Callable[[Callable[[Any], Any]], Change]:
+    """Return what makes a change of one value in a tree from a function of the value."""
+
+    def change(make: Callable[[Any], Any]) -> Change:
+        def apply(tree: Tree) -> None:
+            node: Any = tree
+            for key in path[:-1]:
+                node = node[key]
+            node[path[-1]] = make(node[path[-1]])
+
+        return apply
+
+    return change
+
+
+def sharded(*axes: str | None, devices: int = 4) -> Callable[[Any], Any]:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("x",))
+    return lambda array: jax.device_put(array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
+
+
+def set_data(tensor: Any) -> Any:
+    tensor.data = torch.full((4, 3), 7.0)
+    return tensor
+
+
+def freed(tensor: Any) -> Any:
+    freed = torch.ones(4, 3)
+    freed.untyped_storage().resize_(0)
+    return freed
+
+
+def deleted(array: Any) -> Any:
+    gone = array + 1
+    gone.delete()
+    return gone
+
+
+def inferred(tensor: Any) -> Any:
+    with torch.inference_mode():
+        return torch.ones(4, 3)
+
+
+def swap(tree: Tree) -> None:
+    tree["one"], tree["two"] = tree["two"], tree["one"]
+
+
+def reorder(tree: Tree) -> None:
+    for name in ("one", "jax"):
+        tree[name] = type(tree[name])(reversed(list(tree[name].items())))
+
+
+def remove(tree: Tree) -> None:
+    tree["host"].popitem()
+
+
+def add(tree: Tree) -> None:
+    tree["states"][len(tree["states"])] = moments()
+
+
+weight, array, number = put("two", "weight"), put("host", "array"), put("host", "number")
+CHANGES: dict[str, Change] = {
+    "nothing": lambda tree: None,
+    "a container goes": lambda tree: tree.pop("groups", None),
+    "modules are swapped": swap,
+    "keys change their order": reorder,
+    "a leaf is removed": remove,
+    "a leaf is added": add,
+    "another dtype": weight(lambda _: torch.ones(4, 3, dtype=torch.float64)),
+    "bfloat16": weight(lambda _: torch.ones(4, 3).bfloat16()),
+    "float8": weight(lambda _: torch.ones(4, 3).to(torch.float8_e4m3fn)),
+    "complex": weight(lambda _: torch.full((4, 3), 1 + 2j)),
+    "a conjugate": weight(lambda _: torch.full((4, 3), 1 + 2j).conj()),
+    "a negative view": weight(lambda _: torch.full((4, 3), 1 + 2j).conj().imag),
+    "another shape": weight(lambda _: torch.ones(3, 4)),
+    "one that would be broadcast": weight(lambda _: torch.ones(1, 3)),
+    "turned": weight(lambda _: torch.arange(12.0).reshape(3, 4).T),
+    "expanded": weight(lambda _: torch.arange(3.0).expand(4, 3)),
+    "empty": weight(lambda _: torch.ones(0, 3)),
+    "a scalar": weight(lambda _: torch.tensor(2.0)),
+    "large": weight(lambda _: torch.ones(300, 300)),
+    "of inference mode": weight(inferred),
+    "a gradient": weight(lambda _: torch.ones(4, 3, requires_grad=True) * 2),
+    "a parameter": weight(lambda _: torch.nn.Parameter(torch.ones(4, 3))),
+    "no parameter": put("one")(lambda found: {**found, "bias": torch.ones(3)}),
+    "no gradient": put("one")(lambda found: {**found, "bias": torch.nn.Parameter(torch.ones(3), requires_grad=False)}),
+    "untied": put("one")(lambda found: {**found, "tied": torch.full((4, 3), 5.0)}),
+    "tied": put("two")(lambda found: {**found, "weight": found["weight"], "again": found["weight"]}),
+    "other data": weight(set_data),
+    "torch becomes numpy": weight(lambda _: np.ones((4, 3), np.float32)),
+    "numpy becomes torch": array(lambda _: torch.ones(3, 2)),
+    "jax becomes numpy": put("jax", "array")(lambda found: np.asarray(found).copy()),
+    "an array of another order": array(lambda _: np.asfortranarray(np.arange(6.0).reshape(3, 2))),
+    "an array of another byte order": array(lambda _: np.ones((3, 2), ">f8")),
+    "an array of bfloat16": array(lambda _: np.ones((3, 2), ml_dtypes.bfloat16)),
+    "an array of text": array(lambda _: np.array(["a", "bc"])),
+    "read only": array(lambda _: np.broadcast_to(np.arange(2.0), (3, 2))),
+    "another number": number(lambda _: 17),
+    "a bool for an int": number(lambda _: True),
+    "a float for an int": number(lambda _: 3.0),
+    "a long int": number(lambda _: 1 << 100),
+    "a long text": number(lambda _: "long " * 20_000),
+    "text for None": number(lambda _: None),
+    "another text": number(lambda found: f"{found}!"),
+    "a list of many numbers": number(lambda _: list(range(100))),
+    "an ordered dictionary": put("two")(OrderedDict),
+    "a dictionary": put("one")(dict),
+    "a named tuple": put("two")(lambda found: Pair(found, 1)),
+    "a list for a tuple": put("pair")(list),
+    "keys that are text": put("states")(lambda found: {str(key): value for key, value in found.items()}),
+    "keys that are bool": put("states")(lambda found: {bool(key): value for key, value in list(found.items())[:2]}),
+    "keys of numpy": put("states")(lambda found: {np.int64(key): value for key, value in found.items()}),
+    "sharded over devices": put("jax", "array")(sharded("x")),
+    "sharded otherwise": put("jax", "array")(sharded("x", None)),
+    "on one device of a mesh": put("jax", "array")(sharded("x", devices=1)),
+    "on another device": put("jax", "other")(lambda found: jax.device_put(found, jax.devices()[1])),
+    "another key": put("jax", "key")(lambda _: jax.random.key(2, impl="rbg")),
+    "refused: sparse": weight(lambda _: torch.ones(4, 3).to_sparse()),
+    "refused: meta": weight(lambda _: torch.ones(4, 3, device="meta")),
+    "refused: freed": weight(freed),
+    "refused: deleted": put("jax", "other")(deleted),
+    "refused: objects": number(lambda _: object()),
+}
+
+
+def fill(tree: Any, value: int) -> None:
+    """Change every element in place, as a training step does."""
+    if isinstance(tree, torch.Tensor):
+        if tree.untyped_storage().nbytes() and not tree.is_inference() and tree.layout is torch.strided:
+            with torch.no_grad():
+                (tree if 0 not in tree.stride() else tree[:1]).copy_(torch.tensor(value % 2))
+    elif isinstance(tree, np.ndarray) and tree.flags.writeable and tree.dtype.kind != "U":
+        tree[...] = value
+    elif isinstance(tree, dict | list | tuple):
+        for one in tree.values() if isinstance(tree, dict) else tree:
+            fill(one, value)
+
+
+class Saves:
+    """Saves trees through one handler, and compares each save with the first save of a new one."""
+
+    def __init__(self, directory: Path) -> None:
+        self._folders = (directory / str(number) for number in itertools.count())
+        self.handler = hf.PyTreeCheckpointHandler()
+
+    def write(self, prepared: Any) -> tuple[bytes, Any]:
+        folder = next(self._folders)
+        folder.mkdir(parents=True)
+        prepared.merge(as_location(folder), [prepared.write(as_location(folder), ProcessInfo())])
+        return (folder / "tree.json").read_bytes(), hf.PyTreeCheckpointHandler().restore(as_location(folder))
+
+    def check(self, tree: Tree) -> None:
+        try:
+            expected = self.write(hf.PyTreeCheckpointHandler().prepare(tree, snapshot=False))
+        except hf.UnsupportedLeafError as error:
+            with pytest.raises(hf.UnsupportedLeafError, match=f"^{re.escape(str(error))}$"):
+                self.handler.prepare(tree, snapshot=True)
+            return
+        prepared = self.handler.prepare(tree, snapshot=True)
+        fill(tree, 9)
+        found = self.write(prepared)
+        assert found[0] == expected[0]
+        assert_same(found[1], expected[1])
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Whether each tree was recognized, of those that came after a first one."""
+    seen: list[bool] = []
+    snapshot = KnownTree.snapshot
+
+    def noted(self: KnownTree, tree: Any) -> Any:
+        copies = snapshot(self, tree)
+        seen.append(copies is not None)
+        return copies
+
+    monkeypatch.setattr(KnownTree, "snapshot", noted)
+    return seen
+
+
+# Changes of elements, of their order in memory and of Python values: what is stored stays the same in all else.
+SAME = {
+    *("nothing", "other data", "another number", "a negative view", "turned", "expanded", "of inference mode"),
+    *("an array of another order", "read only"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_between_saves(name: str, tmp_path: Path, known: list[bool]) -> None:
+    saves, tree = Saves(tmp_path), a_tree()
+    for step in range(2):
+        fill(tree, step)
+        saves.check(tree)
+    assert known == [True]
+    CHANGES[name](tree)
+    saves.check(tree)
+    assert known[1:] == [name in SAME]
+    if not name.startswith("refused"):
+        fill(tree, 5)
+        saves.check(tree)
+        assert known[2:] == [True]
+
+
+@settings(max_examples=25)
+@given(
+    names=st.lists(st.sampled_from(sorted(CHANGES)) | st.just("nothing"), min_size=2, max_size=5),
+    fates=st.lists(st.sampled_from(["saved", "saved", "dropped", "failed"]), min_size=5, max_size=5),
+    back=st.booleans(),
+)
+def test_any_changes_between_saves(
+    names: list[str], fates: list[str], back: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    saves, tree = Saves(tmp_path_factory.mktemp("saves")), a_tree()
+    saves.check(tree)
+    for step, (name, fate) in enumerate(zip(names, fates, strict=False)):
+        before = dict(tree)
+        try:
+            CHANGES[name](tree)
+        except (KeyError, TypeError, AttributeError, ValueError, IndexError):
+            tree = before  # an earlier change has left nothing to change
+        fill(tree, step)
+        if fate == "saved":
+            saves.check(tree)
+        else:  # a save that ends before its first byte, or that cannot write
+            try:
+                prepared = saves.handler.prepare(tree, snapshot=True)
+            except hf.UnsupportedLeafError:
+                continue
+            if fate == "failed":
+                with pytest.raises(OSError, match=r"/proc"):
+                    prepared.write(as_location("/proc/none"), ProcessInfo())
+            del prepared
+        if back:
+            tree = before
+            saves.check(tree)
+
+
+def test_two_handlers_save_one_tree(tmp_path: Path, known: list[bool]) -> None:
+    tree = a_tree()
+    one, two = Saves(tmp_path / "one"), Saves(tmp_path / "two")
+    for step in range(3):
+        fill(tree, step)
+        one.check(tree)
+        CHANGES["another number"](tree)
+        two.check(tree)
+    assert known == [True] * 4
+
+
+def test_a_snapshot_that_is_still_needed_is_left_alone(tmp_path: Path, known: list[bool]) -> None:
+    saves, tree = Saves(tmp_path), {"tensor": torch.zeros(10), "array": np.zeros(10)}
+    saves.check(tree)
+    prepared = []
+    for value in (3, 4, 5):
+        tree["tensor"].fill_(value)
+        tree["array"].fill(value)
+        prepared.append(saves.handler.prepare(tree, snapshot=True))
+    for value, one in zip((3, 4, 5), prepared, strict=True):
+        _, found = saves.write(one)
+        assert set(found["tensor"].tolist()) == set(found["array"].tolist()) == {value}
+    assert known == [True, False, False]
+
+
+def test_nothing_of_a_tree_is_kept(tmp_path: Path) -> None:
+    saves = Saves(tmp_path)
+    torch_model = torch.nn.Linear(3, 2)
+
+    def watched() -> tuple[Tree, list[Any]]:
+        tree = {
+            "torch": torch_model.state_dict(keep_vars=False),  # an OrderedDict that has attributes
+            "tensor": torch.ones(5),
+            "large": torch.ones(200, 200),
+            "array": np.ones(3),
+            "jax": jax.numpy.ones(3),
+            "sharded": sharded("x")(jax.numpy.ones(8)),
+        }
+        leaves = [tree["torch"]["weight"], *list(tree.values())[1:]]
+        return tree, [weakref.ref(leaf) for leaf in leaves]
+
+    for _ in range(2):
+        tree, references = watched()
+        saves.check(tree)
+        del tree
+        gc.collect()
+        assert [reference() for reference in references] == [None] * len(references)
+
+
+def as_array(value: Any) -> Any:
+    return value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+
+
+def test_a_share_of_a_tree(tmp_path: Path, known: list[bool]) -> None:
+    count = 3
+    members = [ProcessInfo(index, count, "token") for index in range(count)]
+    handlers = [hf.PyTreeCheckpointHandler(chunk_bytes=100_000) for _ in members]
+    tree = {"large": torch.ones(700, 200), "array": np.ones((400, 300)), "small": torch.ones(3), "number": 1}
+    for step in range(3):
+        tree["large"].copy_(torch.arange(140_000.0).reshape(700, 200) + step)
+        tree["array"][...] = np.arange(120_000.0).reshape(400, 300) * step
+        tree["number"] = step
+        prepared = [
+            handler.prepare(tree, snapshot=True, member=member)
+            for handler, member in zip(handlers, members, strict=True)
+        ]
+        expected = {name: np.copy(as_array(value)) for name, value in tree.items()}
+        fill(tree, 99)
+        folder = as_location(tmp_path / str(step))
+        folder.make_directory()
+        fragments = [one.write(folder, member) for one, member in zip(prepared, members, strict=True)]
+        prepared[0].merge(folder, fragments)
+        del prepared
+        found = hf.PyTreeCheckpointHandler().restore(folder)
+        for name, value in expected.items():
+            np.testing.assert_array_equal(as_array(found[name]), value, err_msg=name)
+    assert known == [True] * 2 * count
+
+
+def test_the_arguments_of_a_save(tmp_path: Path, known: list[bool]) -> None:
+    saves, tree = Saves(tmp_path), {"weight": torch.ones(500), "array": np.arange(3.0)}
+    saves.check(tree)
+    half = saves.handler.prepare(tree, snapshot=True, save_args=hf.SaveArgs(dtype="float16"))
+    assert saves.write(half)[1]["array"].dtype == np.float16
+    del half
+    small = saves.handler.prepare(tree, snapshot=True, layout=hf.Layout(compression=3))
+    assert set(saves.write(small)[1]["weight"].tolist()) == {1.0}
+    assert known == []
+    del small
+    saves.check(tree)
+    assert known == []
+    saves.check(tree)
+    assert known == [True]
+
+
+def test_a_type_handler_that_comes_later(tmp_path: Path) -> None:
+    class Refuses(hf.TypeHandler):
+        name = "refuses"
+
+        def param_infos(self, values: Any, names: Any) -> Any:
+            raise RuntimeError("asked")
+
+        def serialize(self, values: Any, infos: Any, args: Any) -> Any: ...
+
+        def deserialize(self, infos: Any, args: Any) -> Any: ...
+
+    registry = hf.TypeHandlerRegistry()
+    saves, tree = Saves(tmp_path), {"array": np.ones(3)}
+    saves.handler = hf.PyTreeCheckpointHandler(type_handler_registry=registry)
+    saves.check(tree)
+    registry.register(np.ndarray, Refuses())
+    with pytest.raises(RuntimeError, match="asked"):
+        saves.handler.prepare(tree, snapshot=True)
+
+
+def test_under_fake_tensors(tmp_path: Path, known: list[bool]) -> None:
+    """A mode that turns copies of tensors into something else does not reach a snapshot."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Nothing(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "copy_" in str(function):
+                return args[0]
+            return function(*args, **(kwargs or {}))
+
+    saves, tree = Saves(tmp_path), {"weight": torch.zeros(5)}
+    saves.check(tree)
+    tree["weight"].fill_(4)
+    with Nothing():
+        prepared = saves.handler.prepare(tree, snapshot=True)
+    assert set(saves.write(prepared)[1]["weight"].tolist()) == {4.0}
+    assert known == [False]
+
+
+def test_the_steps_of_a_run(tmp_path: Path, known: list[bool]) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    with hf.CheckpointManager(tmp_path / "run") as manager:
+        for step in range(1, 5):
+            model(torch.randn(6, 4)).sum().backward()
+            optimizer.step()
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            hf.save(tmp_path / f"{step}", state)
+            manager.save(step, state)
+            for parameter in model.parameters():
+                parameter.data.add_(1)
+        manager.wait_until_finished()
+        assert known == [True] * 3
+        for step in range(1, 5):
+            assert_same(manager.restore(step), hf.load(tmp_path / f"{step}", like=manager.restore(step)))
