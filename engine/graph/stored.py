@@ -24,13 +24,17 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
     The tree can be loaded, shown and verified as any other.
     """
 
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._own_states = PyTreeCheckpointHandler(**kwargs)  # a handler knows the structure of one tree
+
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
         """Make a `CapturedGraph` ready to be written."""
         assert isinstance(item, CapturedGraph)
         tree = super().prepare(item.tree, snapshot=snapshot, **kwargs)
         share = None
         if item.per_process is not None:
-            share = ProcessShare(super().prepare(dict(item.per_process), snapshot=snapshot))
+            share = ProcessShare(self._own_states.prepare(dict(item.per_process), snapshot=snapshot))
         return PreparedGraph(tree, item.document, share)
 
     def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
