@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import itertools
 import re
 import weakref
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,7 @@ class Saves:
 
 
 @pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+def known(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each tree was recognized, of those that came after a first one."""
     seen: list[bool] = []
     snapshot = KnownTree.snapshot
@@ -405,9 +406,9 @@ def test_a_type_handler_that_comes_later(tmp_path: Path) -> None:
 
 def test_under_fake_tensors(tmp_path: Path, known: list[bool]) -> None:
     """A mode that turns copies of tensors into something else does not reach a snapshot."""
-    from torch.utils._python_dispatch import TorchDispatchMode
+    base: Any = importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
 
-    class Nothing(TorchDispatchMode):
+    class Nothing(base):  # type: ignore[misc]
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if "copy_" in str(function):
                 return args[0]
