@@ -11,15 +11,15 @@ import warnings
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-import lightning as L
+import lightning.pytorch as lightning
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 from typing_extensions import override
 
 from holdfast.integrations.lightning import CheckpointCallback
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from . import Plan
 
 
-class Model(L.LightningModule):
+class Model(lightning.LightningModule):
     """A decoder-only transformer with AdamW."""
 
     def __init__(self, plan: Plan) -> None:
@@ -72,11 +72,11 @@ class _Times(Callback):
 def _train(plan: Plan, path: Path, *callbacks: Any, plugins: list[Any] | None = None) -> dict[str, float]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    L.seed_everything(0, verbose=False)
+    lightning.seed_everything(0, verbose=False)
     tokens = torch.randint(plan.vocabulary, (plan.last * plan.batch, plan.length + 1))
-    data = torch.utils.data.DataLoader(tokens, batch_size=plan.batch)  # type: ignore[arg-type]  # a tensor is a dataset
+    data: Any = torch.utils.data.DataLoader(tokens, batch_size=plan.batch)  # type: ignore[arg-type]  # has what a data set has
     stopwatch = Stopwatch(plan, path)
-    trainer = L.Trainer(
+    trainer = lightning.Trainer(
         max_steps=plan.last,
         accelerator="cpu",
         callbacks=[_Times(stopwatch), *callbacks],
@@ -108,9 +108,7 @@ def model_checkpoint(plan: Plan, path: Path) -> dict[str, float]:
 
 def async_checkpoint_io(plan: Plan, path: Path) -> dict[str, float]:
     """Save with ModelCheckpoint on a thread of Lightning's."""
-    return _train(
-        plan, path, ModelCheckpoint(path, every_n_train_steps=plan.interval), plugins=[AsyncCheckpointIO()]
-    )
+    return _train(plan, path, ModelCheckpoint(path, every_n_train_steps=plan.interval), plugins=[AsyncCheckpointIO()])
 
 
 def torch_dcp(plan: Plan, path: Path) -> dict[str, float]:
@@ -158,9 +156,9 @@ class _TorchDcp(Callback):
             return
         self._wait()
         model, optimizer = get_state_dict(pl_module, trainer.optimizers)
-        pending = dcp.async_save(
+        pending = async_save(
             {"model": model, "optimizer": optimizer},
-            storage_writer=dcp.FileSystemWriter(self._path / str(step), thread_count=os.cpu_count() or 1),
+            storage_writer=FileSystemWriter(self._path / str(step), thread_count=os.cpu_count() or 1),
             async_checkpointer_type=self._kind,
             async_stager=self._stager,
             no_dist=self._kind is AsyncCheckpointerType.THREAD,

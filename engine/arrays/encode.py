@@ -7,7 +7,6 @@ known only after compression.
 from __future__ import annotations
 
 import math
-import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from ..errors import StateError, UnsupportedLeafError
 from ..format import compress_chunks, crc32c, extend
 from ..pytree import CastProblem, Piece, cast_checked, format_path
-from ..storage import Segment, parallel_map
+from ..storage import CORES, Segment, parallel_map
 from .plan import CHECKSUM_BYTES, SEGMENT_ALIGNMENT, ArraySpec, Bytes, Layout, PlannedSegment, batches, checksum_after
 
 _STEP = 1 << 20  # a piece this large is still in the second-level cache when it is copied after its checksum was taken
@@ -201,7 +200,7 @@ def write_compressed(
         ]
         return placed, size
 
-    files = parallel_map(write_batch, range(len(files_of)), _FILES, name="holdfast-compressed-file")
+    files = parallel_map(write_batch, range(len(files_of)), _FILES, beside=1, name="holdfast-compressed-file")
     return [chunk for placed, _ in files for chunk in placed], [size for _, size in files]
 
 
@@ -222,9 +221,11 @@ def _compressed(batch: Sequence[ChunkToCompress], sources: Sequence[Source]) -> 
         raw = [chunk_bytes(sources[chunk.array], chunk.number) for chunk in chunks]
         return compress_chunks(raw, chunks[0].level)
 
-    threads = min(_THREADS, os.cpu_count() or 1)
     found: dict[int, bytes] = {}
-    for group, stored in zip(groups, parallel_map(compress, groups, threads, name="holdfast-compress"), strict=True):
+    compressed = parallel_map(
+        compress, groups, min(_THREADS, CORES), beside=max(1, CORES // 2), name="holdfast-compress"
+    )
+    for group, stored in zip(groups, compressed, strict=True):
         found.update(zip(group, stored, strict=True))
     return [found[position] for position in range(len(batch))]
 

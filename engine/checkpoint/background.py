@@ -25,6 +25,7 @@ class BackgroundSave:
     def __init__(self, timeout: float = 3600.0) -> None:
         self._timeout = timeout
         self._thread: Helper | None = None
+        self._awaited = threading.Event()  # whether the loop waits for the save that is under way
         self._what = ""
         self._step: int | None = None
         self._error: SaveFailedError | None = None
@@ -53,7 +54,8 @@ class BackgroundSave:
                 _running.discard(self)
 
         self._what, self._step = what, step
-        self._thread = thread = Helper(run, "holdfast-save")
+        self._awaited = threading.Event()
+        self._thread = thread = Helper(run, "holdfast-save", awaited=self._awaited)
         _running.add(self)
         try:
             thread.start()
@@ -67,6 +69,7 @@ class BackgroundSave:
         thread = self._thread
         if thread is None:
             return
+        self._awaited.set()
         thread.join(self._timeout)
         if thread.is_alive():
             raise SaveFailedError(

@@ -8,5 +8,5 @@ from .local import TEMPORARY_PREFIX, LocalBackend
 from .location import Location, as_location, max_concurrency
 from .lock import FileLock, SaveLock
 from .object_store import shared_context, store_spec
-from .parallel import REQUESTS, Helper, parallel_map
+from .parallel import CORES, REQUESTS, Helper, parallel_map
 from .status import check_extent, is_unreadable, map_status, os_errors, unreadable_as_damage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -14,15 +14,23 @@ R = TypeVar("R")
 REQUESTS = 16
 UPLOADS = 8  # how many data files are uploaded at a time; each of them is in memory meanwhile
 
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
 
 class Helper(threading.Thread):
     """A thread whose end an interrupt does not hide.
 
     ``Thread.join`` of Python 3.11, when interrupted, takes a thread that is running for one that has ended.
+
+    A thread that works beside a training loop has an event, which is set once the loop waits for it. Until then,
+    :func:`parallel_map` leaves processors to the loop in this thread and in its helpers.
     """
 
-    def __init__(self, work: Callable[[], None], name: str, *, daemon: bool = False) -> None:
+    def __init__(
+        self, work: Callable[[], None], name: str, *, daemon: bool = False, awaited: threading.Event | None = None
+    ) -> None:
         super().__init__(target=work, name=name, daemon=daemon)
+        self.awaited = awaited
         self._process: int | None = None  # that it runs in; it does not run in a forked one
         self._ended = threading.Event()
 
@@ -54,51 +62,77 @@ def parallel_map(
     items: Sequence[T],
     max_concurrency: int,
     *,
+    beside: int | None = None,
     name: str = "holdfast-request",
     stop: threading.Event | None = None,
 ) -> list[R]:
     """Call ``work`` for every item, in the calling thread and helper threads; return the results in order.
 
-    The first exception of any thread, an interrupt included, is raised once all helpers have ended. No thread takes
-    another item after it. ``stop`` is set then, so that long work can end early. Helpers are named ``name``-1, -2, ...
+    ``beside`` is the concurrency while a training loop runs beside the calling thread; when the loop begins to wait,
+    more helpers join in. The first exception of any thread, an interrupt included, is raised once all helpers have
+    ended. No thread takes another item after it. ``stop`` is set then, so that long work can end early. Helpers are
+    named ``name``-1, -2, ...
     """
-    count = min(max_concurrency, len(items))
-    if count <= 1:
+    if min(max_concurrency, len(items)) <= 1:
         return list(map(work, items))
     stopped = threading.Event() if stop is None else stop
-    results: list[Any] = [None] * len(items)
-    errors: list[BaseException] = []
-    pending = iter(range(len(items)))
-    lock = threading.Lock()
-
-    def fail(error: BaseException) -> None:
-        errors.append(error)
-        stopped.set()
-
-    def run() -> None:
+    shared = _SharedWork(work, items, max_concurrency, beside, name, stopped)
+    shared.run()
+    for helper in shared.helpers:  # one of them may start another
+        helper.finish(shared.fail)
+    shared.helpers.clear()  # one that could not be started refers to the work, and the work to it
+    if shared.errors:
         try:
-            while not stopped.is_set():
-                with lock:
-                    number = next(pending, None)
-                if number is None:
-                    return
-                results[number] = work(items[number])
-        except BaseException as error:  # raised by the calling thread, below
-            fail(error)
-
-    # Plain threads: an executor refuses work once the main thread has ended, and saves continue after that.
-    helpers = [Helper(run, f"{name}-{number}", daemon=True) for number in range(1, count)]
-    try:
-        for helper in helpers:
-            helper.start()
-        run()
-    except BaseException as error:  # an interrupt, or a thread that could not be started
-        fail(error)
-    for helper in helpers:
-        helper.finish(fail)
-    if errors:
-        try:
-            raise errors[0]
+            raise shared.errors[0]
         finally:
-            errors.clear()  # the error's frames refer to this list: a cycle would keep what they hold alive
-    return results
+            shared.errors.clear()  # the error's frames refer to this list: a cycle would keep what they hold alive
+    return shared.results
+
+
+class _SharedWork(Generic[T, R]):
+    """The state of one :func:`parallel_map`, for all of its threads."""
+
+    def __init__(
+        self,
+        work: Callable[[T], R],
+        items: Sequence[T],
+        max_concurrency: int,
+        beside: int | None,
+        name: str,
+        stopped: threading.Event,
+    ) -> None:
+        current = threading.current_thread()
+        self._awaited = current.awaited if isinstance(current, Helper) else None
+        self._most = min(max_concurrency, len(items))
+        self._beside = self._most if beside is None or self._awaited is None else min(beside, self._most)
+        self._work, self._items, self._name, self._stopped = work, items, name, stopped
+        self._pending = iter(range(len(items)))
+        self._lock = threading.Lock()
+        self.results: list[Any] = [None] * len(items)
+        self.errors: list[BaseException] = []
+        self.helpers: list[Helper] = []
+
+    def run(self) -> None:
+        """Take one item after the other, in any of the threads."""
+        try:
+            while not self._stopped.is_set():
+                with self._lock:
+                    number = next(self._pending, None)
+                    if number is None:
+                        return
+                    self._start_helpers()
+                self.results[number] = self._work(self._items[number])
+        except BaseException as error:  # raised by the calling thread, above
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        self.errors.append(error)
+        self._stopped.set()
+
+    def _start_helpers(self) -> None:
+        awaited = self._awaited is not None and self._awaited.is_set()
+        while len(self.helpers) + 1 < (self._most if awaited else self._beside):
+            # Plain threads: an executor refuses work once the main thread has ended, and saves continue after that.
+            name = f"{self._name}-{len(self.helpers) + 1}"
+            self.helpers.append(Helper(self.run, name, daemon=True, awaited=self._awaited))
+            self.helpers[-1].start()

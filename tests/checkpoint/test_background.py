@@ -15,6 +15,7 @@ import pytest
 
 import holdfast as hf
 from holdfast.engine.checkpoint.background import BackgroundSave
+from holdfast.engine.storage import Helper
 
 
 def fail() -> None:
@@ -50,6 +51,26 @@ def test_an_interrupted_wait_does_not_hide_the_save() -> None:
     go.set()
     save.wait()
     assert not save.running
+
+
+def test_the_save_learns_that_it_is_waited_for() -> None:
+    begun, told = threading.Event(), []
+
+    def work() -> None:
+        thread = threading.current_thread()
+        assert isinstance(thread, Helper)
+        assert thread.awaited is not None
+        told.append(thread.awaited.is_set())
+        begun.set()
+        told.append(thread.awaited.wait(10))
+
+    save = BackgroundSave()
+    for _ in range(2):  # a save that was waited for says nothing of the next one
+        begun.clear()
+        save.start(work, what="step 3")
+        assert begun.wait(10)
+        save.wait()
+    assert told == [False, True, False, True]
 
 
 def test_joining_keeps_the_error() -> None:

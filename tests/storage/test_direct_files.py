@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from holdfast.engine.errors import DamagedCheckpointError, StorageError, StorageFullError
-from holdfast.engine.storage import Location, Segment, as_location
+from holdfast.engine.storage import Helper, Location, Segment, as_location
 from holdfast.engine.storage import local as local_storage
 
 if TYPE_CHECKING:
@@ -261,6 +261,24 @@ def test_several_threads_write_within_bounded_memory(place: Location, monkeypatc
         place.write_data(count * 8 * MIB, [Segment(number * 8 * MIB, 8 * MIB, parts) for number in range(count)])
         assert len(addresses) == count
     assert count * local_storage.BLOCK < 64 * MIB
+
+
+def test_few_threads_write_beside_a_loop(place: Location) -> None:
+    writers: set[str] = set()
+
+    def parts() -> Iterator[NDArray[np.uint8]]:
+        writers.update(thread.name for thread in threading.enumerate() if thread.name.startswith("holdfast-write"))
+        yield DATA[:MIB]
+
+    segments = [Segment(number * MIB, MIB, parts) for number in range(2 * local_storage.THREADS)]
+    for awaited in (False, True):
+        event = threading.Event()
+        if awaited:
+            event.set()
+        thread = Helper(lambda: place.write_data(len(segments) * MIB, segments), "holdfast-save", awaited=event)
+        thread.start()
+        thread.join()
+        assert len(writers) + 1 == (local_storage.THREADS if awaited else local_storage.THREADS_BESIDE)
 
 
 def test_small_files_are_written_by_the_caller_alone(place: Location) -> None:

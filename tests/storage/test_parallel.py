@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.engine.storage import parallel_map
+from holdfast.engine.storage import Helper, parallel_map
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +126,74 @@ def test_an_error_keeps_nothing_alive() -> None:
         with contextlib.suppress(KeyError):
             parallel_map(fail, things, 2)
         things.clear()
+        assert watched() is None
+    finally:
+        gc.enable()
+
+
+def _helpers(name: str) -> int:
+    return sum(thread.name.startswith(f"{name}-") for thread in threading.enumerate())
+
+
+def test_few_helpers_beside_a_loop_and_more_once_it_waits() -> None:
+    awaited, both, all_four = threading.Event(), threading.Barrier(2, timeout=10), threading.Barrier(4, timeout=10)
+    counted: list[int] = []
+
+    def work(number: int) -> int:
+        if number < 2:
+            both.wait()
+            if number == 0:
+                counted.append(_helpers("holdfast-test"))
+                awaited.set()
+            both.wait()
+        else:
+            all_four.wait()
+        return number
+
+    def save() -> None:
+        found.extend(parallel_map(work, range(6), 4, beside=2, name="holdfast-test"))
+
+    found: list[int] = []
+    thread = Helper(save, "holdfast-save", awaited=awaited)
+    thread.start()
+    thread.join()
+    assert counted == [1]  # and the calling thread
+    assert found == list(range(6))
+
+
+@pytest.mark.parametrize("awaited", [None, threading.Event()], ids=["no loop", "beside a loop"])
+def test_helpers_are_beside_the_same_loop(awaited: threading.Event | None) -> None:
+    barrier = threading.Barrier(2, timeout=10)
+    counted: list[int] = []
+
+    def inner(_: int) -> None:
+        counted.append(_helpers("holdfast-inner"))
+
+    def outer(_: int) -> None:
+        barrier.wait()
+        if threading.current_thread().name.startswith("holdfast-outer"):
+            parallel_map(inner, range(3), 3, beside=1, name="holdfast-inner")
+
+    def save() -> None:
+        parallel_map(outer, range(2), 2, name="holdfast-outer")
+
+    thread = Helper(save, "holdfast-save", awaited=awaited)
+    thread.start()
+    thread.join()
+    assert len(counted) == 3
+    assert (max(counted) == 0) is (awaited is not None)
+
+
+def test_finished_work_keeps_nothing_alive() -> None:
+    class Thing:
+        pass
+
+    things = [Thing(), Thing()]
+    watched = weakref.ref(things[0])
+    gc.disable()
+    try:
+        parallel_map(lambda thing: None, things, 2)
+        things = []
         assert watched() is None
     finally:
         gc.enable()

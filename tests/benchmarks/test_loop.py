@@ -1,0 +1,109 @@
+"""The comparison of training loops: a whole run of tiny programs, and how numbers become a table and goals."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.loop import CONTENDERS, QUICK
+from benchmarks.loop.report import goals, relative, report
+from benchmarks.loop.stopwatch import Stopwatch
+from benchmarks.results import Measurements, Results
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("framework", "peers"),
+    [
+        pytest.param("jax", (), id="jax"),
+        pytest.param("jax", ("orbax", "orbax (tuned)"), marks=pytest.mark.sweep, id="jax, peers"),
+        pytest.param(
+            "lightning",
+            ("ModelCheckpoint", "AsyncCheckpointIO", "torch dcp", "torch dcp (process)"),
+            marks=pytest.mark.sweep,
+            id="lightning, peers",
+        ),
+    ],
+)
+def test_a_quick_run(framework: str, peers: tuple[str, ...], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.loop", "--quick", "--framework", framework, "--only", "holdfast"]
+    command += [text for peer in peers for text in ("--only", peer)]
+    command += ["--directory", str(tmp_path), "--json", str(tmp_path / "all.json")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # tests run beside each other
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    values = json.loads((tmp_path / "all.json").read_text())["workloads"][framework]["values"]
+    assert values.keys() == {"no saving", "holdfast", *peers}
+    rows = [line.split("  ")[0] for line in done.stdout.splitlines()]
+    assert values.keys() <= set(rows)
+    for measured in values.values():
+        assert measured.keys() == {"worst_seconds", "mean_seconds", "total_seconds", "cpu_seconds"}
+        (worst,), (mean,), (total,) = (measured[f"{name}_seconds"] for name in ("worst", "mean", "total"))
+        assert 0 < mean <= worst < total
+    assert [path.name for path in tmp_path.iterdir()] == ["all.json"]
+
+
+def test_every_contender_has_a_program() -> None:
+    for framework, contenders in CONTENDERS.items():
+        source = (ROOT / "benchmarks" / "loop" / f"{framework}_runs.py").read_text()
+        for where in contenders.values():
+            module, function = where.split(":")
+            assert module == f"{framework}_runs"
+            assert f"\ndef {function}(plan: Plan, path: Path)" in source
+
+
+def test_steps_are_measured_from_half_an_interval_after_the_first_save(tmp_path: Path) -> None:
+    stopwatch = Stopwatch(QUICK, tmp_path / "absent")
+    for step in range(1, QUICK.last):
+        stopwatch.step_ends(step)
+    with pytest.raises(AssertionError, match="measured 1 steps, expected 2"):
+        stopwatch.finish()
+    stopwatch.step_ends(QUICK.last)
+    measured = stopwatch.finish()
+    assert measured["worst_seconds"] >= measured["mean_seconds"]
+    assert measured["total_seconds"] >= 2 * measured["mean_seconds"]
+
+
+def _measured(worst: list[float], mean: list[float], total: list[float]) -> dict[str, list[float]]:
+    return {"worst_seconds": worst, "mean_seconds": mean, "total_seconds": total, "cpu_seconds": total}
+
+
+def _results(ours: float) -> Results:
+    values = {
+        "no saving": _measured([3.0, 6.0], [2.0, 4.0], [20.0, 40.0]),
+        "holdfast": _measured([2.0 * ours, 4.0 * ours], [2.0 * ours, 4.0 * ours], [20.0, 40.0]),
+        "orbax": _measured([4.0, 8.0], [4.0, 8.0], [40.0, 80.0]),
+    }
+    return Results(rounds=2, workloads={"jax": Measurements(title="a loop with jax", nbytes=0, values=values)})
+
+
+def test_numbers_are_relative_to_the_same_round() -> None:
+    measurements = _results(1.5).workloads["jax"]
+    assert relative(measurements, "no saving", "worst_seconds", "mean_seconds") == 1.5
+    assert relative(measurements, "orbax", "total_seconds", "total_seconds") == 2.0
+    assert relative(measurements, "torch dcp", "total_seconds", "total_seconds") is None
+
+
+@pytest.mark.parametrize(("ours", "met"), [(1.5, [True, True, True]), (2.5, [False, False, True])])
+def test_goals(ours: float, met: list[bool]) -> None:
+    results = _results(ours)
+    found = goals(results)
+    assert [goal.name for goal in found] == [
+        f"jax, {column}, holdfast / orbax" for column in ("worst step", "mean step", "total")
+    ]
+    assert [goal.met for goal in found] == met
+    text = report(results, found, as_markdown=False)
+    assert "A loop with jax, a step of 3000 ms" in text
+    assert text.count("MISSED") == met.count(False)
+
+
+def test_check_fails_without_measurements(tmp_path: Path) -> None:
+    from benchmarks.loop.runner import main
+
+    (tmp_path / "none.json").write_text(json.dumps({"rounds": 1, "machine": {}, "workloads": {}}))
+    assert main(["--report", str(tmp_path / "none.json"), "--check"]) == 1
