@@ -34,7 +34,7 @@ TEMPORARY_PREFIX = ".holdfast-"  # prefix of the temporary names that atomic wri
 
 THREADS = 8  # how many threads write one file, the calling one included
 
-# How many while a training loop runs: two reach four fifths of the speed, and with more the loop waits for processors.
+# How many while a training loop runs: two reach most of the speed, and with more the loop waits for processors.
 THREADS_BESIDE = max(2, CORES // 2)
 
 BLOCK = 4 << 20  # bytes that a thread gathers before it writes them
