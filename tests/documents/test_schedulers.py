@@ -1,0 +1,158 @@
+"""The files for schedulers: the scripts run with the commands of SLURM replaced, the job is valid."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate  # type: ignore[import-untyped]  # it comes without type information
+import numpy as np
+import pytest
+from ruamel.yaml import YAML
+
+import holdfast as hf
+
+FILES = Path(__file__).parents[2] / "docs" / "schedulers"
+
+PROGRAM = """
+import signal, sys, threading
+import numpy as np
+import holdfast as hf
+
+received = threading.Event()
+
+with hf.CheckpointCallback("runs/x") as checkpoint:
+    ours = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *given: (ours(*given), received.set()))
+    state, start = checkpoint.restore_or_initialize({"x": np.zeros(3)})
+    for step in range(start + 1, 7):
+        state["x"] += np.random.default_rng(step).normal(size=3)
+        if step == 3 and start == 0:
+            print("step 3", flush=True)
+            received.wait(60)  # the script has passed the signal on
+        if checkpoint.on_step(step, state).should_stop:
+            break
+sys.exit(checkpoint.exit_status)
+"""
+# What would be run, with the program's exit status; then, as SLURM does, the job is ended.
+SRUN = '#!/bin/sh\nshift\necho "srun $*" >> calls\nexec "$@"\n'
+SCONTROL = '#!/bin/sh\necho "scontrol $*" >> calls\n'
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    (tmp_path / "bin").mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "train.py").write_text(PROGRAM)
+    return tmp_path
+
+
+def submit(job: Path, **variables: str) -> subprocess.Popen[str]:
+    path = f"{job / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.Popen(
+        ["bash", str(FILES / "train.sbatch")],
+        cwd=job,
+        env={**os.environ, "PATH": path, "SLURM_JOB_ID": "12", **variables},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "variables", "job_id"),
+    [
+        (signal.SIGUSR1, {}, "12"),
+        (signal.SIGTERM, {"SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "3"}, "11_3"),
+    ],
+)
+def test_a_job_is_saved_and_requeued(job: Path, number: signal.Signals, variables: dict[str, str], job_id: str) -> None:
+    with submit(job, **variables) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "step 3\n"
+        first.send_signal(number)
+        assert first.wait(60) == 75
+    assert (job / "calls").read_text().splitlines() == ["srun python train.py", f"scontrol requeue {job_id}"]
+
+    with submit(job, **variables) as second:
+        assert second.wait(60) == 0
+    assert (job / "calls").read_text().splitlines()[2:] == ["srun python train.py"], "a job that is done stays done"
+    with hf.CheckpointManager(job / "runs" / "x", options=hf.CheckpointManagerOptions(read_only=True)) as manager:
+        assert manager.all_steps() == [3, 6]
+        expected = sum(np.random.default_rng(step).normal(size=3) for step in range(1, 7))
+        np.testing.assert_allclose(manager.restore()["x"], expected)
+
+
+def test_a_crash_is_not_requeued(job: Path) -> None:
+    (job / "train.py").write_text("raise SystemExit(1)\n")
+    with submit(job) as process:
+        assert process.wait(60) == 1
+    assert (job / "calls").read_text().splitlines() == ["srun python train.py"]
+
+
+@pytest.mark.parametrize("name", ["train.sbatch", "lightning.sbatch"])
+def test_scripts_have_no_mistakes_in_their_syntax(name: str) -> None:
+    subprocess.run(["bash", "-n", str(FILES / name)], check=True)
+    directives = [line for line in (FILES / name).read_text().splitlines() if line.startswith("#SBATCH")]
+    assert {"#SBATCH --requeue", "#SBATCH --open-mode=append"} <= set(directives)
+
+
+# ---- Kubernetes
+
+
+def mistakes(job: dict[str, Any]) -> list[str]:
+    """Returns what the API server refuses, as far as it is not in the schema (batch/v1, Pod failure policy)."""
+    found = []
+    try:
+        kubernetes_validate.validate(job, "1.34", strict=True)
+    except kubernetes_validate.ValidationError as error:
+        found.append(str(error))
+    spec = job["spec"]
+    rules = spec["podFailurePolicy"]["rules"]
+    if spec["template"]["spec"].get("restartPolicy") != "Never":
+        found.append("podFailurePolicy needs restartPolicy: Never")
+    for rule in rules:
+        codes = rule.get("onExitCodes")
+        if (codes is None) == ("onPodConditions" not in rule):
+            found.append("a rule has exit codes or conditions, one of them")
+        if codes is not None and (codes["values"] != sorted(set(codes["values"])) or 0 in codes["values"]):
+            found.append("exit codes are in ascending order, without doubles and without 0")
+        if rule["action"] == "Ignore" and codes is not None and codes["operator"] != "In":
+            found.append("codes to ignore are listed")
+        if rule["action"] not in ("Ignore", "FailJob", "Count", "FailIndex"):
+            found.append(f"there is no action {rule['action']}")
+    return found
+
+
+def job_with(**changes: Any) -> dict[str, Any]:
+    job: dict[str, Any] = YAML(typ="safe", pure=True).load((FILES / "job.yaml").read_text())
+    for path, value in changes.items():
+        target: Any = job["spec"]
+        *inner, last = path.split("__")
+        for key in inner:
+            target = target[int(key)] if key.isdigit() else target[key]
+        target[int(last) if last.isdigit() else last] = value
+    return job
+
+
+def test_the_job_is_valid() -> None:
+    assert mistakes(job_with()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"template__spec__restartPolicy": "OnFailure"}, "podFailurePolicy needs restartPolicy: Never"),
+        ({"podFailurePolicy__rules__0__onExitCodes__values": [143, 75]}, "ascending order"),
+        ({"podFailurePolicy__rules__0__action": "Retry"}, "there is no action Retry"),
+        ({"backoffLimits": 3}, "backoffLimits"),
+    ],
+)
+def test_mistakes_in_a_job_are_found(changes: dict[str, Any], said: str) -> None:
+    assert said in "\n".join(mistakes(job_with(**changes)))
