@@ -169,14 +169,16 @@ class KnownLeaves:
         plain = list(map(get, self.plain))
         if any(type(value) is int and value not in INT64 for value in plain):
             return None
+        whole = list(map(get, self.whole))
+        if not self._whole.start(whole):
+            return None
         try:
             others = describe([""] * len(self.others), list(map(get, self.others)))
         except UnsupportedLeafError:
             return None  # described again with all others, for an error that lists every leaf
         if list(map(_facts, others)) != self._others:
             return None
-        whole = self._whole.take(list(map(get, self.whole))) if self.whole else []
-        return None if whole is None else TakenLeaves(tensors, arrays, [*whole, *plain], others)
+        return TakenLeaves(tensors, arrays, [*map(np.asarray, whole), *plain], others)
 
     @property
     def tensor_facts(self) -> Sequence[tuple[Any, ...]]:

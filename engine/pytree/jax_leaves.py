@@ -115,22 +115,22 @@ class WholeArrays:
         self._facts = list(map(self._FACTS, arrays))
         self._shardings = list(map(self._SHARDING, arrays))
 
-    def take(self, arrays: Sequence[Any]) -> list[NDArray[Any]] | None:
-        """Return the elements of arrays of jax; None if they are not like those that the facts are of.
+    def start(self, arrays: Sequence[Any]) -> bool:
+        """Return whether arrays are like those that the facts are of; if so, start their copies from devices.
 
         Raises:
             RuntimeError: One was deleted or donated.
         """
         shardings = list(map(self._SHARDING, arrays))
         if not all(map(eq, map(self._FACTS, arrays), self._facts)):
-            return None
+            return False
         if not all(map(is_, shardings, self._shardings)) and not self._equal(shardings):
-            return None
+            return False
         jax: Any = loaded("jax")
-        if jax.default_backend() != "cpu":
+        if arrays and jax.default_backend() != "cpu":
             for array in arrays:
                 array.copy_to_host_async()
-        return list(map(np.asarray, arrays))
+        return True
 
     def _equal(self, shardings: Sequence[Any]) -> bool:
         known: dict[int, Details | None] = {}

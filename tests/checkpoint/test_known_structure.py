@@ -423,6 +423,33 @@ def test_under_fake_tensors(tmp_path: Path, known: list[bool]) -> None:
     assert known == [False]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tensors_on_a_gpu(tmp_path: Path, known: list[bool]) -> None:
+    """The snapshot waits for kernels that were started before it, and is done when ``prepare`` returns."""
+    saves = Saves(tmp_path)
+    tree = {
+        "weight": torch.ones(500, 500, device="cuda"),
+        "small": torch.ones(3),
+        "half": torch.ones(9, device="cuda").half(),
+    }
+    for step in range(4):
+        for _ in range(50):
+            tree["weight"] = (tree["weight"] @ tree["weight"]).clamp(-1, 1) + step
+        prepared = saves.handler.prepare(tree, snapshot=True)
+        expected = {name: value.cpu() for name, value in tree.items()}
+        for value in tree.values():
+            value.fill_(9)
+        found = saves.write(prepared)[1]
+        del prepared
+        for name, value in expected.items():
+            np.testing.assert_array_equal(found[name], value.numpy(), err_msg=name)
+        if step == 2:  # offloaded, and back
+            tree["weight"] = tree["weight"].cpu()
+            saves.check(tree)
+            tree["weight"] = tree["weight"].cuda()
+    assert known == [True, True, False, False]
+
+
 def test_the_steps_of_a_run(tmp_path: Path, known: list[bool]) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
