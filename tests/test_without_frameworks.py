@@ -40,6 +40,15 @@ assert len(hf.describe(place)) == 6
 assert hf.verify(place).ok
 hf.save(place + ".again", tree)
 assert hf.load(place + ".again")["numpy"][7, 7] == 63
+
+from holdfast.engine.arrays.snapshot import KnownTree
+
+snapshot, known = KnownTree.snapshot, []
+KnownTree.snapshot = lambda self, tree: known.append(snapshot(self, tree) is not None)
+with hf.CheckpointManager(place + ".run") as manager:
+    for step in range(3):
+        manager.save(step, tree)
+assert known == [True, True], known
 print("read")
 """
 

@@ -215,6 +215,8 @@ def have_facts(tensors: Sequence[Any], facts: Sequence[tuple[Any, ...]]) -> bool
 
 def tensors_over(arrays: Sequence[NDArray[Any]], facts: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Return tensors of the dtypes in the facts over memory, to copy to."""
+    if not arrays:
+        return []  # torch may not be loaded
     torch: Any = loaded("torch")
     with torch.inference_mode(False):  # otherwise they could not be written outside of that mode
         return [tensor_encoding(fact[0]).to_tensor(array) for array, fact in zip(arrays, facts, strict=True)]
