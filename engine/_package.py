@@ -86,6 +86,8 @@ if TYPE_CHECKING:
     from .engine.manager import CheckpointManagerOptions as CheckpointManagerOptions
     from .engine.manager import CopyReport as CopyReport
     from .engine.manager import Decision as Decision
+    from .engine.manager import Mirror as Mirror
+    from .engine.manager import MirrorStatus as MirrorStatus
     from .engine.manager import Restored as Restored
     from .engine.manager import copy_checkpoint as copy_checkpoint
     from .engine.manager import record_metrics as record_metrics
@@ -124,7 +126,8 @@ _HOMES = {
     """,
     "inspection": "CheckpointSummary LeafSummary describe list_checkpoints",
     "manager": """
-        CheckpointManager CheckpointManagerOptions CopyReport Decision Restored copy_checkpoint record_metrics
+        CheckpointManager CheckpointManagerOptions CopyReport Decision Mirror MirrorStatus Restored copy_checkpoint
+        record_metrics
     """,
     "pytree": "LeafMetadata Transform apply_transformations",
     "stateful": "skip_to",

@@ -87,6 +87,8 @@ def first_step(configuration: Configuration) -> int:
 def _check_checkpoints(configuration: Configuration, checkpoints: str) -> int:
     """Return the newest step, 0 without any, if the run may go on from it."""
     section = configuration.config.checkpoint.options()
+    if section.mirror is not None:
+        CheckpointManager(checkpoints, options=section.manager_options()).close()  # fetches what is newer there
     with CheckpointManager(checkpoints, options=replace(section.manager_options(), read_only=True)) as manager:
         newest = manager.latest_step()
         try:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Collection, Iterator
+from dataclasses import MISSING
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from pydantic_core import PydanticCustomError
 
 from ..engine import clock
 from ..engine.checkpoint import Place
 from ..engine.errors import OptionError
-from ..engine.manager import BestFn, documented_fields
+from ..engine.manager import BestFn, Mirror, documented_fields
 from ..integrations.options import CallbackOptions, Resume
 from .problems import KeyPath, did_you_mean
 
@@ -37,6 +38,16 @@ def _resume(value: Any) -> Any:
         return value
     expected = "'auto', 'must', 'never', 'best' or the number of a step"
     raise PydanticCustomError("expected", "{expected}", {"expected": expected})
+
+
+def _rate(value: Any) -> Any:
+    try:
+        if value is not None:
+            clock.bytes_per_second(value)
+        return value
+    except (OptionError, TypeError):
+        expected = 'bytes a second above zero, or text such as "50 MB/s"'
+        raise PydanticCustomError("expected", "{expected}", {"expected": expected}) from None
 
 
 def _file_name(value: str) -> str:
@@ -77,11 +88,16 @@ class CheckpointKeys(Section):
 
     def callback_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments that the integrations' callbacks take, without the directory."""
-        return self.model_dump(exclude=set(CheckpointKeys.model_fields))
+        found = self.model_dump(exclude=set(CheckpointKeys.model_fields))
+        mirror = found["mirror"]
+        return {**found, "mirror": None if mirror is None else Mirror(**mirror)}
 
 
 _IN_YAML: dict[Any, Any] = {
+    clock.Duration: Duration,
     clock.Duration | None: Duration | None,
+    clock.Rate | None: Annotated[Any, AfterValidator(_rate)],
+    Place: Annotated[PathOrUrl, Field(min_length=1)],
     BestFn | None: str | None,
     Resume: Annotated[Any, AfterValidator(_resume)],
     Collection[int]: list[Annotated[int, Field(ge=0)]],
@@ -91,16 +107,28 @@ _IN_YAML: dict[Any, Any] = {
 """Types of options, and how YAML writes them where that differs."""
 
 
-def _checkpoint_keys() -> Iterator[tuple[str, Any]]:
-    """Yield a key of the ``checkpoint:`` section for every option of the callbacks."""
-    kinds = get_type_hints(CallbackOptions)
-    for option in documented_fields(CallbackOptions):
+def _keys_of(options: type) -> Iterator[tuple[str, Any]]:
+    """Yield a key of a section for every option of a dataclass."""
+    kinds = get_type_hints(options)
+    for option in documented_fields(options):
         kind = kinds[option.name]
         default = list(option.default) if isinstance(option.default, tuple) else option.default
+        default = ... if default is MISSING else default
         description = option.metadata["documentation"].replace("``", "").replace("None", "null")
         limits = {"ge": option.metadata["least"], "le": option.metadata["greatest"]}
         written = _IN_YAML.get(kind, kind)
         yield option.name, (written, Field(default, description=description, **limits))
+
+
+MirrorSection = create_model(
+    "MirrorSection",
+    __base__=Section,
+    __doc__="A second place for the checkpoints, with an interval and limits of its own.",
+    **dict(_keys_of(Mirror)),
+)
+_IN_YAML[Place | Mirror | None] = Annotated[
+    MirrorSection | None, BeforeValidator(lambda found: {"url": found} if isinstance(found, str) else found)
+]
 
 
 if TYPE_CHECKING:
@@ -110,7 +138,7 @@ else:
         "CheckpointSection",
         __base__=CheckpointKeys,
         __doc__="When to save, what to keep and whether to resume: the options of the callbacks.",
-        **dict(_checkpoint_keys()),
+        **dict(_keys_of(CallbackOptions)),
     )
 
 

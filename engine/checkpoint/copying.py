@@ -104,6 +104,7 @@ def copy_step(
     throttle: Throttle | None = None,
     progress: CopyProgress | None = None,
     check: Callable[[], None] = lambda: None,
+    last_check: Callable[[], None] = lambda: None,
 ) -> CheckpointRecord:
     """Copy a checkpoint by its record; return the record of the copy.
 
@@ -114,7 +115,8 @@ def copy_step(
         overwrite: Whether to replace a checkpoint at the destination.
         throttle: The limit of the bandwidth, or None.
         progress: Is kept up to date.
-        check: Called between pieces and right before the commit; may raise an error, which ends the copy.
+        check: Called between pieces; may raise an error, which ends the copy.
+        last_check: The same right before the commit.
 
     Raises:
         DamagedCheckpointError: The original is damaged; the message names the file. Nothing is left at the destination.
@@ -136,7 +138,7 @@ def copy_step(
         ]
         copy.run(files, continues=pending.continues)
         _sync_folders(files)
-        check()
+        last_check()
         items = {name: replace(item, folder=pending.paths[name]) for name, item in record.items.items()}
         copied = replace(record, items=items, replaced=())
         pending.commit(copied)

@@ -14,7 +14,7 @@ from ..checkpoint import AsyncCheckpointer, Checkpointer, Place
 from ..clock import Clock, SystemClock
 from ..errors import CheckpointExistsError, OptionError, SaveFailedError
 from ..manager import CheckpointManager as StepManager
-from ..manager import CheckpointManagerOptions, Rule, StepInfo, list_steps
+from ..manager import CheckpointManagerOptions, Mirror, Rule, StepInfo, list_steps
 from ..storage import as_location
 from .checkpoint import Checkpoint
 from .reader import numbers_of
@@ -45,6 +45,8 @@ class CheckpointManager:
         background: Return from `save` as soon as the objects may change again, and write then.
         layout: Sizes of chunks, segments and data files.
         clock: The source of the time.
+        mirror: A second place, such as ``s3://bucket/run``, or a `holdfast.Mirror`: checkpoints are copied there in the
+            background, and `restore_or_initialize` takes the newest of both places.
 
     Raises:
         OptionError: An option is not valid.
@@ -75,6 +77,7 @@ class CheckpointManager:
         background: bool = False,
         layout: Layout | None = None,
         clock: Clock | None = None,
+        mirror: Place | Mirror | None = None,
     ) -> None:
         if checkpoint_interval is not None and step_counter is None:
             raise OptionError("checkpoint_interval= counts steps: pass step_counter=, too")
@@ -106,6 +109,7 @@ class CheckpointManager:
                 max_to_keep=max_to_keep,
                 preserve_secs=None if hours is None else 3600.0 * hours,
                 preserve_since=since,
+                mirror=mirror,
             ),
             metadata={_SINCE: since} if fresh else None,
             clock=self._clock,

@@ -15,11 +15,13 @@ from .directory import (
 )
 from .manager import CheckpointManager, Restored
 from .metrics import Metric, Mode, better, metric_name, metric_value, plain_metrics
+from .mirror import MirrorStatus
 from .options import (
     BestFn,
     BestMode,
     CheckpointManagerOptions,
     CheckpointOptions,
+    Mirror,
     documentation,
     documented,
     documented_fields,

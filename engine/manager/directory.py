@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from ..checkpoint import Place, delete_checkpoint, read_record, remove_temporary, sweep, write_record
+from ..checkpoint import Place, copy_left, delete_checkpoint, read_record, remove_temporary, sweep, write_record
 from ..clock import Clock, SystemClock
 from ..errors import (
     CheckpointNotFoundError,
@@ -303,6 +303,8 @@ class RunDirectory:
         self._series = series_of(options.step_prefix)
         self._writes = writes
         self._warned = False  # that no checkpoint can be the best
+        self._held: set[int] = set()  # steps that are being copied elsewhere
+        self._spared: list[Location] = []  # folders of interrupted copies that may go on
         self._changing = threading.Lock()  # records are rewritten and steps deleted one after the other
         self._index = RecordIndex(location) if location.is_local else None
         self._indexes = False  # whether this run keeps the index up to date
@@ -471,8 +473,11 @@ class RunDirectory:
 
     # -- what the writer changes
 
-    def acquire(self, metadata: Mapping[str, Any] | None) -> None:
-        """Take the right to write, remove what interrupted runs left, and store facts and options of the run."""
+    def acquire(self, metadata: Mapping[str, Any] | None, *, spare: Collection[str] = ()) -> None:
+        """Take the right to write, remove what interrupted runs left, and store facts and options of the run.
+
+        ``spare`` has the fingerprints of checkpoints of which an interrupted copy is left for the next attempt.
+        """
         check_json("metadata", metadata)
         self.ownership.take()
         content = self.location.entries()
@@ -481,7 +486,9 @@ class RunDirectory:
         if self._index is not None:
             folders = [folder for folder in folders if not self._index.is_tidy(folder.name)]
             self._index.begin(OWNER)
-        parallel_map(self._sweep, folders, max_concurrency(self.location))
+        self._spared = [folder for folder in folders if copy_left(folder) in spare] if spare else []
+        swept = [folder for folder in folders if folder not in self._spared]
+        parallel_map(self._sweep, swept, max_concurrency(self.location))
         names = self.reload()
         if self._index is not None and (INDEX in names or len(self._records) >= FEWEST):
             self._indexes = True
@@ -490,6 +497,22 @@ class RunDirectory:
         store_metadata(self.location, metadata)
         options = encode_document("options", {"options": self._options.to_document()})
         (self.location / OPTIONS).write_bytes(options)
+
+    def sweep_spared(self) -> None:
+        """Remove the interrupted copies that :meth:`acquire` has left; those that went on are whole by now."""
+        spared, self._spared = self._spared, []
+        parallel_map(self._sweep, spared, max_concurrency(self.location))
+
+    @contextlib.contextmanager
+    def holding(self, step: int) -> Iterator[None]:
+        """Keep a step while it is copied elsewhere; then delete it if no rule keeps it."""
+        self._held.add(step)
+        try:
+            yield
+        finally:
+            self._held.discard(step)
+            if self.ownership.held and step in self and step not in self.kept():
+                self.collect()
 
     def _sweep(self, location: Location) -> None:
         lock = SaveLock(location / PARTIAL)
@@ -578,6 +601,9 @@ class RunDirectory:
         last = self.last_saved
         if last is not None and last not in found and last in self:  # the later steps are of another branch
             found[last] = ("saved last",)
+        for step in tuple(self._held):
+            if step in self:
+                found.setdefault(step, ("being copied to the mirror",))
         return found
 
     def collect(self) -> None:

@@ -38,6 +38,7 @@ from .decisions import Rollback, SaveDecisions
 from .directory import RunDirectory, check_json, stored_metadata
 from .directory import record_metrics as add_metrics
 from .metrics import plain_metrics
+from .mirror import MirrorStatus, RunMirror
 from .options import CheckpointManagerOptions
 from .retention import StepInfo, best, newest_with
 from .triggers import Decision, EverySteps
@@ -45,6 +46,8 @@ from .triggers import Decision, EverySteps
 _logger = logging.getLogger("holdfast")
 
 T = TypeVar("T")
+
+_FETCH = 86400.0  # seconds that the other processes wait while process 0 fetches a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +122,74 @@ class CheckpointManager:
         self._run = RunDirectory(
             self.directory, self.options, self._clock, self._background.join, writes=self._processes.is_primary
         )
-        self._decisions = SaveDecisions(self.options.triggers(), self._clock, self._processes, self.latest_step())
-        self._rollback = Rollback(self._run, warns=self._processes.is_primary)
         self._listeners: list[Callable[[SaveReport], None]] = []
         self._pending: _PendingSave | None = None  # the save that is under way
         self._acquired = False
         self._closed = False
         self._changing = threading.RLock()  # held by the thread that begins a save, or takes the right to write
+        self._mirror: RunMirror | None = None
+        if self.options.mirror is not None and not self.options.read_only:
+            self._open_mirror()
+        self._decisions = SaveDecisions(self.options.triggers(), self._clock, self._processes, self.latest_step())
+        self._rollback = Rollback(self._run, warns=self._processes.is_primary)
+
+    # ---- the mirror
+
+    def _open_mirror(self) -> None:
+        """Fetch the newest step of the mirror, if it is newer than all that are here."""
+        self._mirror = RunMirror(self._run, self.options, self._clock, self.metadata)
+        for step in self._processes.decide("the newest step of the mirror", self._mirror.newer_steps):
+            if self._fetch(step):
+                break
+
+    def _fetch(self, step: int, *, overwrite: bool = False) -> bool:
+        """Copy a step from the mirror into the directory, on process 0; return whether it is there now."""
+        mirror = self._mirror
+        if mirror is None:
+            return False
+        self.acquire()
+        work = lambda: mirror.fetch(step, overwrite=overwrite)  # noqa: E731
+        found: bool = self._processes.decide(f"fetch step {step}", work, work_timeout=_FETCH)
+        if found and not self._processes.is_primary:
+            self._run.reload()
+        return found
+
+    def fetch(self, step: int) -> bool:
+        """Copy a step from the mirror into the directory, if it is not there.
+
+        A new manager fetches the newest step by itself, and :meth:`restore` those that it is asked for.
+
+        Args:
+            step: The step.
+
+        Returns:
+            Whether the directory has the step now.
+        """
+        step = valid_step(step)
+        here: bool = self._processes.decide(f"look for step {step}", lambda: step in self._run)
+        return here or self._fetch(step)
+
+    def mirror_status(self) -> MirrorStatus | None:
+        """Return what the mirror has and what it is doing; None without a mirror, and on processes other than 0."""
+        return self._mirror.status() if self._mirror is not None and self._processes.is_primary else None
+
+    def finish_mirror(self, timeout_secs: float | None = None) -> bool:
+        """Copy the newest step to the mirror, due or not, and end the mirror; :meth:`close` does it otherwise.
+
+        What the mirror does not have in the end is logged, with what to do.
+
+        Args:
+            timeout_secs: How long to wait at most, in seconds. Where the measured rate says that the step does not
+                arrive in that time, this returns at once. None waits for ``wait_secs`` of the mirror.
+
+        Returns:
+            Whether the mirror has the newest step; True without a mirror.
+        """
+        if self._mirror is None or not self._processes.is_primary:
+            return True
+        if timeout_secs is None:
+            return self._mirror.finish(self._mirror.limit)
+        return self._mirror.finish(timeout_secs, must_fit=True)
 
     # ---- what is in the directory
 
@@ -283,6 +347,8 @@ class CheckpointManager:
                 raise CheckpointNotFoundError(f"{self.directory}: there is no checkpoint to restore")
             return restored.items
         step = valid_step(step)
+        if self._mirror is not None:
+            self.fetch(step)
         found = self._restore(step, items, restore_kwargs or {})
         self._goes_on_from(step)
         return found
@@ -305,9 +371,16 @@ class CheckpointManager:
         """
         self._background.join()
         skipped: list[tuple[int, _Damage]] = []
-        steps = self._processes.decide("steps", self._run.steps_and_damaged)
-        for step in reversed(steps):
+        steps = self._processes.decide("steps", self._steps_of_both_places)
+        for step, is_here in reversed(steps):
+            if not is_here and not self._fetch(step):
+                continue
             found, damage = self._restore_everywhere(step, items, restore_kwargs or {})
+            if damage is not None and not damage.deleted and is_here and self._fetch(step, overwrite=True):
+                _logger.warning(
+                    "%s: step %d was damaged, and is that of the mirror now: %s", self.directory, step, damage.what
+                )
+                found, damage = self._restore_everywhere(step, items, restore_kwargs or {})
             if damage is not None and damage.deleted:  # by the run that writes here, which has newer steps by now
                 self._run.reload()
                 return self.restore_latest(items, restore_kwargs=restore_kwargs)
@@ -330,6 +403,12 @@ class CheckpointManager:
                 )
             )
         return None
+
+    def _steps_of_both_places(self) -> list[tuple[int, bool]]:
+        """Return the steps in ascending order, damaged ones among them, and whether they are in the directory."""
+        here = self._run.steps_and_damaged()
+        there = [] if self._mirror is None else self._mirror.steps()
+        return sorted([(step, True) for step in here] + [(step, False) for step in set(there).difference(here)])
 
     def note_resume(self, step: int) -> list[int]:
         """Note that the run goes on from a step, and warn at once if there are later ones.
@@ -508,6 +587,7 @@ class CheckpointManager:
         _logger.info("%s", report)
         try:
             self._run.collect()
+            self._notify_mirror()
             for listener in self._listeners:
                 listener(report)
         except Exception as error:
@@ -587,6 +667,7 @@ class CheckpointManager:
     def _change(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._join_save_of(step)
         self._run.change(step, lambda record: record.with_metrics(metrics))
+        self._notify_mirror()
 
     def pin(self, step: int) -> None:
         """Keep a step until it is unpinned, also if no rule keeps it."""
@@ -608,6 +689,8 @@ class CheckpointManager:
         self._check_writable()
         self._join_save_of(step)
         self._everywhere(f"delete {step}", lambda: self._run.delete(step))
+        if self._mirror is not None and self._processes.is_primary:
+            self._mirror.delete([step])
 
     def delete_after(self, step: int) -> list[int]:
         """Delete all steps later than one, pinned and damaged ones, too: the way to go back to a step for good.
@@ -633,6 +716,8 @@ class CheckpointManager:
         if not self._processes.is_primary:
             for one in deleted:
                 self._run.add(one, None)
+        elif self._mirror is not None:
+            self._mirror.delete([one for one in {*deleted, *self._mirror.steps()} if one > step])
         return deleted
 
     def _join_save_of(self, step: int) -> None:
@@ -646,6 +731,11 @@ class CheckpointManager:
         self._processes.decide(what, work)
         if not self._processes.is_primary:
             work()
+        self._notify_mirror()
+
+    def _notify_mirror(self) -> None:
+        if self._mirror is not None:
+            self._mirror.notify()
 
     # ---- the right to write, and the end
 
@@ -667,6 +757,8 @@ class CheckpointManager:
             if not self._processes.is_primary:
                 self._run.reload()
             self._acquired = True
+            if self._mirror is not None and self._processes.is_primary:
+                self._mirror.start()
 
     def _check_writable(self) -> None:
         if self._closed:
@@ -679,7 +771,7 @@ class CheckpointManager:
         return self._background.running
 
     def wait_until_finished(self) -> None:
-        """Wait for the save that is under way.
+        """Wait for the save that is under way, until it is durable in the directory; the mirror follows on its own.
 
         Raises:
             SaveFailedError: It failed.
@@ -691,10 +783,10 @@ class CheckpointManager:
         self._background.check()
 
     def close(self) -> None:
-        """Wait for the save that is under way and give the directory back.
+        """Wait for the save that is under way, for a limited time for the mirror, and give the directory back.
 
         Raises:
-            SaveFailedError: It failed.
+            SaveFailedError: The save failed.
         """
         if self._closed:
             return
@@ -702,7 +794,10 @@ class CheckpointManager:
         try:
             self._background.wait()
         finally:
-            self._run.ownership.release()
+            try:
+                self.finish_mirror()
+            finally:
+                self._run.ownership.release()
 
     def __enter__(self) -> Self:
         return self

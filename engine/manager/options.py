@@ -14,8 +14,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
-from ..clock import Duration, seconds
+from ..checkpoint import Place
+from ..clock import Duration, Rate, bytes_per_second, seconds
 from ..errors import OptionError, UnknownArgumentError
+from ..storage import as_location
 from .retention import (
     KeepAll,
     KeepBest,
@@ -111,6 +113,80 @@ def documented(options: type[T]) -> type[T]:
 
 @documented
 @dataclass(frozen=True, kw_only=True)
+class Mirror:
+    """A second place for the checkpoints of a run: steps are copied there in the background, and back at the start.
+
+    Without an interval, every step is due; if copying takes longer than the time between two, the newest is copied.
+    Without an option that says what to keep, the rules of the run hold.
+
+    >>> Mirror("s3://bucket/run", save_interval_steps=1000, max_to_keep=2, max_bandwidth="50 MB/s").max_to_keep
+    2
+    """
+
+    url: Place = field(kw_only=False, metadata=documentation("Where the mirror is: a path or a URL."))
+    save_interval_steps: int | None = field(
+        default=None,
+        metadata=documentation("Copy a step when it is past the next multiple of this after the last copy.", least=1),
+    )
+    save_interval_secs: Duration | None = field(
+        default=None,
+        metadata=documentation(
+            'Copy a step that was saved at least this long after the last copied one: seconds, or ``"15m"``, ``"1h"``.'
+        ),
+    )
+    max_to_keep: int | None = field(
+        default=None,
+        metadata=documentation("Keep this many checkpoints: the best with ``best_fn``, the newest without.", least=1),
+    )
+    keep_latest: int | None = field(
+        default=None,
+        metadata=documentation("Keep this many of the newest checkpoints as well, best or not.", least=1),
+    )
+    keep_period: int | None = field(
+        default=None,
+        metadata=documentation("Keep the first checkpoint at or past each multiple of this many steps.", least=1),
+    )
+    keep_time_interval: Duration | None = field(
+        default=None,
+        metadata=documentation("Keep every checkpoint saved at least this long after the last one so kept."),
+    )
+    max_bandwidth: Rate | None = field(
+        default=None,
+        metadata=documentation('The most to copy in a second: bytes, or text such as ``"50 MB/s"``.'),
+    )
+    wait_secs: Duration = field(
+        default="10m",
+        metadata=documentation("How long the end of a run waits for the copy of its last step, at most."),
+    )
+
+    def __post_init__(self) -> None:
+        as_location(self.url)  # raises if it is not a place
+        for one in documented_fields(type(self)):
+            _check_limits(one, getattr(self, one.name))
+        if self.max_bandwidth is not None:
+            bytes_per_second(self.max_bandwidth, name="max_bandwidth")
+        for name in ("save_interval_secs", "keep_time_interval", "wait_secs"):
+            if getattr(self, name) is not None:
+                seconds(getattr(self, name), name=name)
+
+    def manager_options(self, run: CheckpointManagerOptions) -> CheckpointManagerOptions:
+        """Return the options of the directory of the mirror, given those of the run."""
+        own = {
+            name: getattr(self, name) for name in ("max_to_keep", "keep_latest", "keep_period", "keep_time_interval")
+        }
+        kept = {**own, "keep_steps": ()} if any(value is not None for value in own.values()) else {}
+        return replace(
+            run,
+            mirror=None,
+            save_on_best=False,
+            save_interval_steps=self.save_interval_steps,
+            save_interval_secs=self.save_interval_secs,
+            **kept,
+        )
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
     """When to save and what to keep: the options that managers, callbacks and recipes have in common.
 
@@ -163,8 +239,16 @@ class CheckpointOptions:
         ),
     )
     keep_steps: Collection[int] = field(default=(), metadata=documentation("Keep the checkpoints of these steps."))
+    mirror: Place | Mirror | None = field(
+        default=None,
+        metadata=documentation(
+            "A second place, such as ``s3://bucket/run``, or a ``Mirror`` with an interval and limits of its own: "
+            "steps are copied there in the background, and a run goes on from the newest step of both places."
+        ),
+    )
 
     def __post_init__(self) -> None:
+        self.mirror_options()
         if self.save_on_best and self.best_fn is None:
             raise OptionError("save_on_best=True needs best_fn: the name of a metric, or a function of the metrics")
         for one in documented_fields(type(self)):
@@ -179,6 +263,10 @@ class CheckpointOptions:
             raise OptionError(f"keep_steps={self.keep_steps!r} must be a collection of steps")
         self.triggers()
         self.rules()
+
+    def mirror_options(self) -> Mirror | None:
+        """Return the options of the mirror, or None."""
+        return self.mirror if self.mirror is None or isinstance(self.mirror, Mirror) else Mirror(self.mirror)
 
     @property
     def has_triggers(self) -> bool:

@@ -137,6 +137,8 @@ class CheckpointCallback(ResumingCallback):
         """
         self._decides = was_given_no_path()
         steps = self._store.steps()
+        if self._store.may_fetch:  # the mirror is asked in setup, when the processes have met
+            return ResumePath(self._store.directory) if steps and self._options.resume in ("auto", "must") else None
         if self._options.resume == "must":
             check_resume("must", steps, self._store.directory)
         step = None if self._has_saved else resume_step(self._options.resume, self._store.manager)
@@ -221,6 +223,7 @@ class CheckpointCallback(ResumingCallback):
             )
         # Trainers look for a checkpoint before they ask the module for its callbacks, this one perhaps among them.
         redirect_resume(trainer, lambda path: self._begin_from(trainer, self._chosen(trainer, path)))
+        self._store.fetch()
         if self._options.resume == "never" and not self._has_saved:
             check_resume("never", self._store.steps(), self._store.directory)
         self._store.open()
@@ -369,7 +372,7 @@ class CheckpointCallback(ResumingCallback):
             return
         self._searches.end()
         try:
-            self._store.close()
+            self._store.close(orderly=orderly)
         finally:
             saver.detach(orderly=orderly)
             if orderly:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ...engine.clock import seconds
 from ...engine.errors import SaveFailedError, StateError
 from ..loop import PreemptionSignal, Stop, announce
 from .arguments import CallbackArguments
@@ -275,6 +276,9 @@ class FitSaver:
     def _leave(self) -> NoReturn:
         try:
             self._store.manager.wait_until_finished()
+            grace = self._options.grace_secs
+            left = self._preemption.seconds_left(None if grace is None else seconds(grace))
+            self._store.manager.finish_mirror(left)
         finally:
             self._store.part()
         self._say("preempted: stopping after step %d in %s", self._trainer.global_step, self._store.directory)

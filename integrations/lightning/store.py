@@ -18,7 +18,7 @@ from ...engine.format import RECORD, CheckpointRecord
 from ...engine.handlers import PerProcessCheckpointHandler
 from ...engine.manager import CheckpointManager, CheckpointManagerOptions, list_steps, metric_value
 from ...engine.storage import Location, as_location
-from ..loop import GraceCheck, all_steps, part
+from ..loop import WITHOUT_GRACE, GraceCheck, all_steps, part
 from ..options import CallbackOptions
 from .strategies import SharedState, StateHandler
 from .trees import POSITION, from_tree, to_tree
@@ -54,6 +54,7 @@ class RunStore:
         self.is_open = False
         self.has_late_metrics = False
         self._has_positions = False
+        self._has_fetched = False
         self._reported: set[str] = set()
         self.reports: list[SaveReport] = []
         self.intent: Intent | None = None
@@ -87,7 +88,7 @@ class RunStore:
             manager.add_listener(self._grace)
         self._manager, self.is_open = manager, True
 
-    def close(self) -> None:
+    def close(self, *, orderly: bool = True) -> None:
         """Wait for the save that is under way and give the directory back.
 
         Raises:
@@ -95,7 +96,20 @@ class RunStore:
         """
         if self.is_open and self._manager is not None:
             self.is_open = False
+            if not orderly:
+                self._manager.finish_mirror(WITHOUT_GRACE)
             self._manager.close()
+
+    @property
+    def may_fetch(self) -> bool:
+        """Whether a mirror may have a newer step, which :meth:`fetch` fetches."""
+        return self._options.mirror is not None and not self._has_fetched
+
+    def fetch(self) -> None:
+        """Fetch the newest step of the mirror, if it is newer than all in the directory; all processes call it."""
+        if self.may_fetch:
+            self._make(self._options).close()
+            self._has_fetched = True
 
     def agree(self, found: bool) -> bool:
         """Return whether process 0 has found a checkpoint to go on from."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from .announce import announce
 from .callback import CheckpointCallback, StepOutcome
 from .objects import ComponentAdapter
-from .preemption import PREEMPTED, GraceCheck, PreemptionSignal
+from .preemption import PREEMPTED, WITHOUT_GRACE, GraceCheck, PreemptionSignal
 from .resuming import all_steps, check_resume, resume_step
 from .states import LoopArguments, Misfits, StateAdapter
 from .stopping import AgreedStop, OwnStop, Stop, part
 
 __all__ = [
     "PREEMPTED",
+    "WITHOUT_GRACE",
     "AgreedStop",
     "CheckpointCallback",
     "ComponentAdapter",

@@ -23,7 +23,7 @@ from .announce import announce
 from .extras import check_extras, missing_extras
 from .initial import InitialState
 from .objects import adapter_for
-from .preemption import PREEMPTED, GraceCheck, PreemptionSignal
+from .preemption import PREEMPTED, WITHOUT_GRACE, GraceCheck, PreemptionSignal
 from .resuming import all_steps, check_resume, restore
 from .states import LoopArguments, Misfits, StateAdapter
 from .steps import StepSaver, check_metrics
@@ -341,6 +341,7 @@ class CheckpointCallback:
             return
         self._closed = True
         try:
+            self._manager.finish_mirror(WITHOUT_GRACE)
             self._manager.close()
         except Exception:
             # The exception under way matters more; this one must not take its place.
@@ -412,6 +413,8 @@ class CheckpointCallback:
         if save:
             self._saver.save("preempted")
         self._manager.wait_until_finished()
+        grace = self._options.grace_secs
+        self._manager.finish_mirror(self._preemption.seconds_left(None if grace is None else seconds(grace)))
         self._should_stop = True
         self._announce("preempted: step %d is saved in %s; stopping", self._saver.step, self._manager.directory)
         return StepOutcome(save, "preempted", should_stop=True)

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -18,6 +19,9 @@ logger = logging.getLogger("holdfast")
 
 PREEMPTED = 75
 """The exit status of a program that was preempted and has saved: run the same command again (``EX_TEMPFAIL``)."""
+
+WITHOUT_GRACE = 10.0
+"""Seconds that a process takes for the mirror before it ends early, where ``grace_secs`` is not known."""
 
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
@@ -46,6 +50,7 @@ class PreemptionSignal:
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM,)) -> None:
         self._signals = tuple(signals)
         self._received: int | None = None
+        self._since = 0.0  # when the signal arrived, on the monotonic clock
         self._statuses: dict[int, int] = {}
         self._process: int | None = None
         self._previous: dict[int, Handler] = {}
@@ -84,7 +89,13 @@ class PreemptionSignal:
     def request(self, number: int = signal.SIGTERM) -> None:
         """Set the flag as the signal would: for tests, and for other sources of preemptions."""
         if self._received is None:
-            self._received = number
+            self._received, self._since = number, time.monotonic()
+
+    def seconds_left(self, grace: float | None) -> float:
+        """Return how long the process may still take, with some reserve, if it has ``grace`` seconds in all."""
+        if grace is None:
+            return WITHOUT_GRACE
+        return max(0.0, 0.9 * (grace - (time.monotonic() - self._since)))
 
     def add(self, number: signal.Signals, status: int) -> None:
         """Let one more signal announce a preemption, with an exit status of its own; call it before :meth:`install`."""

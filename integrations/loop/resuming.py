@@ -96,7 +96,7 @@ def resume_step(resume: Resume, manager: CheckpointManager, *, option: str = "re
     if resume == "best":
         ranked = any(manager.metrics(one) for one in steps)
         step = (manager.best_step() if ranked else None) or "best"
-    if step in steps:
+    if step in steps or (type(step) is int and not manager.options.read_only and manager.fetch(step)):
         return int(step)
     there = f"it has the steps {shortened_steps(steps)}" if steps else "it has no checkpoint"
     what = "no step has the metric that ranks them" if resume == "best" and steps else there

@@ -1,0 +1,524 @@
+"""The second place of a run's checkpoints: a thread copies committed steps there, and a run fetches them at its start.
+
+The mirror is a directory of steps like that of the run, with one writer, retention rules and commit protocol; only
+process 0 copies. The thread takes the newest step that is due by the mirror's interval; steps between are skipped if it
+falls behind. While it copies a step, the run does not delete it. Its errors are logged, once for each kind, and tried
+again with growing pauses; training never waits for it, except for a limited time when the run ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..checkpoint import CopyProgress, Throttle, copy_step
+from ..clock import Clock, bytes_per_second, seconds
+from ..errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    FormatVersionError,
+    OptionError,
+    OwnershipError,
+    StorageError,
+)
+from ..format import CheckpointRecord
+from ..storage import Helper, as_location
+from .copying import follow
+from .directory import RunDirectory, store_metadata, stored_metadata
+from .options import CheckpointManagerOptions
+from .triggers import Moment, decide
+
+_logger = logging.getLogger("holdfast")
+
+_FIRST_PAUSE = 1.0  # seconds until the first new attempt after an error; each later pause is twice as long
+_LONGEST_PAUSE = 300.0
+_DELETION = 30.0  # seconds that a deletion waits for the mirror
+_NICE = 10
+_MARGIN = 1.2  # by which a copy may take longer than the measured rate says
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorStatus:
+    """What a mirror has, and what it is doing.
+
+    Attributes:
+        path: Where it is.
+        step: The newest step that is whole there, or None; also None while the mirror was not reached yet.
+        copying: The step that is being copied, or None.
+        bytes_left: Bytes of the newest step of the run that are not in the mirror yet.
+        bytes_per_second: How fast the last copy was, or None before the first one.
+        error: Why the last attempt failed; None after one that succeeded.
+    """
+
+    path: str
+    step: int | None
+    copying: int | None
+    bytes_left: int
+    bytes_per_second: float | None
+    error: str | None
+
+
+class _Ended(Exception):  # noqa: N818 - no error: the mirror ends
+    """Ends a copy because the run ends."""
+
+
+class _Superseded(Exception):  # noqa: N818 - no error: another step is copied
+    """Ends a copy of a step that was deleted or replaced, or that is not the one to end with."""
+
+
+class RunMirror:
+    """The mirror of one run, as process 0 of its program sees it.
+
+    Args:
+        run: The directory of the run.
+        options: The options of the run; ``mirror`` is set.
+        clock: Where the time of checkpoints comes from.
+        metadata: Returns the facts about the run.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        options: CheckpointManagerOptions,
+        clock: Clock,
+        metadata: Callable[[], Mapping[str, Any] | None],
+    ) -> None:
+        mirror = options.mirror_options()
+        assert mirror is not None
+        self.location = as_location(mirror.url)
+        for one, other in ((self.location, run.location), (run.location, self.location)):
+            if f"{one.url}/".startswith(f"{other.url}/"):
+                raise OptionError(
+                    f"mirror={self.location} and the directory {run.location} must not contain each other"
+                )
+        self.limit = seconds(mirror.wait_secs, name="wait_secs")
+        self._run = run
+        self._options = mirror.manager_options(options)
+        self._triggers = self._options.triggers()
+        self._clock = clock
+        self._metadata = metadata
+        rate = None if mirror.max_bandwidth is None else bytes_per_second(mirror.max_bandwidth, name="max_bandwidth")
+        self._throttle = Throttle(rate, self._pause)
+        self._far: RunDirectory | None = None
+        self._acquired = False
+        self._thread: Helper | None = None
+        self._ending = threading.Event()  # set when nothing more may be committed
+        self._wake = threading.Condition()  # of the attributes below
+        self._due = False
+        self._final = False  # the run ends: the newest step is copied, due or not
+        self._settled = False  # whether the thread has nothing more to do after that
+        self._doomed: set[int] = set()  # steps that the run has deleted on purpose
+        self._refused: set[str] = set()  # fingerprints of steps that are damaged in the run's directory
+        self._warned: set[str] = set()  # kinds of errors
+        self._error: str | None = None
+        self._copying: int | None = None
+        self._progress = CopyProgress()
+        self._rate: float | None = None  # bytes a second
+
+    # ---- from the mirror to the run
+
+    def newer_steps(self) -> list[int]:
+        """Return the steps that are newer than all of the run, the newest first.
+
+        Raises:
+            StorageError: The mirror cannot be read, and the run has no step: it must not start from 0 beside the steps
+                that the mirror may have.
+        """
+        here = self._run.steps_and_damaged()
+        newest = max(self._run.steps(), default=-1)
+        return [step for step in reversed(self.steps(required=not here)) if step > newest]
+
+    def steps(self, *, required: bool = False) -> list[int]:
+        """Return the steps in the mirror, in ascending order; nothing, with a warning, where it cannot be read."""
+        try:
+            return self._look().steps()
+        except StorageError as error:
+            if required:
+                error.add_note(
+                    f"The mirror {self.location} cannot be read, and {self._run.location} has no checkpoint: whether "
+                    "there is one to go on from is unknown, so the run does not start. Try again, or take the option "
+                    "mirror away to start from the beginning"
+                )
+                raise
+            self._warn(error, "its steps are not considered")
+            return []
+
+    def fetch(self, step: int, *, overwrite: bool) -> bool:
+        """Copy a step into the directory of the run, whose right to write is held; return whether it is there now."""
+        run = self._run
+        try:
+            far = self._look()
+            if step not in far:
+                return False
+            record = far.record(step)
+            run.make_room(step)
+            _logger.info("%s: fetching step %d from the mirror %s", run.location, step, self.location)
+            copied = copy_step(
+                far.step_location(step),
+                run.step_location(step),
+                record,
+                overwrite=overwrite,
+                last_check=run.ownership.check,
+            )
+        except (DamagedCheckpointError, FormatVersionError, CheckpointNotFoundError) as error:
+            _logger.warning("%s: step %d cannot be fetched: %s", self.location, step, error)
+            return False
+        except StorageError as error:
+            if not run.steps():
+                raise
+            self._warn(error, f"step {step} is not fetched")
+            return False
+        run.add(step, copied)
+        if stored_metadata(run.location) is None:
+            store_metadata(run.location, stored_metadata(self.location))
+        return True
+
+    # ---- from the run to the mirror
+
+    def start(self) -> None:
+        """Begin to copy; done once."""
+        with self._wake:
+            self._due = True
+            self._wake.notify_all()
+            if self._thread is None and not self._ending.is_set():
+                self._thread = Helper(self._work, "holdfast-mirror", daemon=True)
+                self._thread.start()
+                _open.add(self)
+
+    def notify(self) -> None:
+        """Look again: a step was committed, or the metrics of one have changed."""
+        with self._wake:
+            self._due = True
+            self._wake.notify_all()
+
+    def delete(self, steps: Collection[int]) -> None:
+        """Delete steps that the run has deleted on purpose, or a later run would fetch them again."""
+        with self._wake:
+            self._doomed.update(steps)
+            self._due = True
+            self._wake.notify_all()
+            self._wake.wait_for(lambda: not self._doomed or self._error is not None, _DELETION)
+            left = sorted(self._doomed)
+        if left:
+            _logger.warning(
+                "%s: steps %s were deleted in %s, and are still in the mirror (%s); it is tried again while this run "
+                "lives. If they stay, a run with an empty directory goes on from them",
+                self.location,
+                ", ".join(map(str, left)),
+                self._run.location,
+                self._error or "it has not answered yet",
+            )
+
+    def status(self) -> MirrorStatus:
+        """Return what the mirror has, and what it is doing."""
+        steps = self._far.steps() if self._far is not None else []
+        return MirrorStatus(
+            path=str(self.location),
+            step=steps[-1] if steps else None,
+            copying=self._copying,
+            bytes_left=self._bytes_left(),
+            bytes_per_second=self._rate,
+            error=self._error,
+        )
+
+    def finish(self, timeout: float, *, must_fit: bool = False) -> bool:
+        """Copy the newest step, due or not, for at most so many seconds; then end, and say what is where.
+
+        ``must_fit`` ends at once where the measured rate says that the step does not arrive in time.
+        """
+        if self._ending.is_set():
+            return self._is_complete()
+        if self._thread is None:  # the manager has read only
+            self._end()
+            return self._is_complete()
+        deadline = time.monotonic() + timeout
+        with self._wake:
+            self._final = self._due = True
+            self._wake.notify_all()
+            while not self._settled and self._thread.is_alive():
+                left = deadline - time.monotonic()
+                needed = self._bytes_left() / self._rate * _MARGIN if must_fit and self._rate else 0.0
+                if left <= 0 or needed > left:
+                    break
+                self._wake.wait(min(left, 0.2))
+        self._end()
+        self._tell()
+        return self._is_complete()
+
+    def _end(self) -> None:
+        self._ending.set()
+        with self._wake:
+            self._wake.notify_all()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(1.0)  # one that waits for an answer of a store commits nothing any more
+        _open.discard(self)
+        if self._far is not None:
+            self._far.ownership.release()
+
+    def _is_complete(self) -> bool:
+        newest = self._newest()
+        return newest is None or self._has(newest[1])
+
+    def _tell(self) -> None:
+        """Say what is where, if the mirror lacks the newest step."""
+        newest = self._newest()
+        if newest is None or self._has(newest[1]):
+            return
+        step = newest[0]
+        there = self.status().step
+        place = self._run.step_location(step)
+        _logger.warning(
+            "step %d is in %s, and not in the mirror %s, where %s%s: %d of its %d bytes are missing there. Run the "
+            "same program again in this directory, or copy it: holdfast cp %s %s",
+            step,
+            place,
+            self.location,
+            "there is no step" if there is None else f"the newest is step {there}",
+            f" ({self._error})" if self._error else "",
+            self._bytes_left(),
+            newest[1].nbytes,
+            place,
+            self.location / place.name,
+        )
+
+    # ---- the thread
+
+    def _work(self) -> None:
+        if sys.platform == "linux" and self.location.is_local:
+            # Threads inherit the priority. Those of TensorStore, which it shares with loads, must not.
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        pause: float | None = None  # after an error; then new steps do not shorten it
+        while not self._ending.is_set():
+            with self._wake:
+                if pause is None:
+                    self._wake.wait_for(lambda: self._ending.is_set() or self._final or self._due)
+                else:
+                    self._wake.wait_for(lambda: self._ending.is_set() or self._final, pause)
+                final, self._due = self._final, False
+            try:
+                self._round(final)
+            except _Ended:
+                return
+            except _Superseded:
+                self._due = True
+                continue
+            except Exception as error:  # whatever it is, training goes on
+                pause = min(_LONGEST_PAUSE, 2 * pause if pause else _FIRST_PAUSE)
+                self._warn(error, "it is tried again")
+                if self._is_lost():
+                    self._settle()
+                    return
+            else:
+                pause = None
+                self._works_again()
+            if final:
+                self._settle()
+                return
+            self._tell_watchers()
+
+    def _tell_watchers(self) -> None:
+        with self._wake:
+            self._wake.notify_all()
+
+    def _settle(self) -> None:
+        with self._wake:
+            self._settled = True
+            self._wake.notify_all()
+
+    def _round(self, final: bool) -> None:
+        """Bring the mirror up to date."""
+        far = self._acquire()
+        for step in sorted(self._doomed, reverse=True):
+            if step in far.steps_and_damaged() and step not in self._run:
+                far.delete(step)
+            with self._wake:
+                self._doomed.discard(step)
+                self._wake.notify_all()
+        self._follow(far)
+        while (found := self._next(far, final or self._final)) is not None:
+            self._copy(far, *found)
+            self._follow(far)
+
+    def _next(self, far: RunDirectory, final: bool) -> tuple[int, CheckpointRecord] | None:
+        """Return the step to copy: the newest one, if it is due and not there."""
+        newest = self._newest()
+        if newest is None or newest[1].fingerprint in self._refused or self._has(newest[1]):
+            return None
+        step, record = newest
+        before = max((one for one in far.steps() if one < step), default=None)
+        if final or before is None or step in far.steps_and_damaged():
+            return newest
+        moment = Moment(step=step, previous=before, now=record.time, last=far.record(before).time)
+        return newest if decide(self._triggers, moment) else None
+
+    def _copy(self, far: RunDirectory, step: int, record: CheckpointRecord) -> None:
+        began = time.monotonic()
+        self._progress = progress = CopyProgress()
+        self._copying = step
+        self._tell_watchers()
+
+        def check() -> None:
+            if self._ending.is_set():
+                raise _Ended
+            newest = self._newest()
+            if not self._is_here(step, record) or (self._final and newest is not None and newest[0] != step):
+                raise _Superseded
+
+        def last_check() -> None:
+            check()
+            far.ownership.check()
+
+        try:
+            with self._run.holding(step):
+                copied = copy_step(
+                    self._run.step_location(step),
+                    far.step_location(step),
+                    record,
+                    overwrite=True,
+                    throttle=self._throttle,
+                    progress=progress,
+                    check=check,
+                    last_check=last_check,
+                )
+        except DamagedCheckpointError as error:
+            if not self._is_here(step, record):
+                raise _Superseded from error
+            self._refused.add(record.fingerprint)
+            _logger.warning(
+                "%s: step %d is damaged, and is not copied to %s: %s", self._run.location, step, self.location, error
+            )
+            return
+        finally:
+            self._copying = None
+        far.add(step, copied)
+        far.last_saved = step
+        if progress.sent:
+            self._rate = progress.sent / max(time.monotonic() - began, 1e-3)
+        _logger.info("%s: copied step %d to the mirror", far.step_location(step), step)
+        far.collect()
+        far.sweep_spared()
+
+    def _follow(self, far: RunDirectory) -> None:
+        """Give the copies the metrics and pins that the steps of the run have by now."""
+        for step in far.steps():
+            if step not in self._run:
+                continue
+            original, copy = self._run.record(step), far.record(step)
+            if original.fingerprint == copy.fingerprint and (original.metrics, original.pinned) != (
+                copy.metrics,
+                copy.pinned,
+            ):
+                far.ownership.check()
+                far.add(step, follow(far.step_location(step), copy, original))
+
+    def _look(self) -> RunDirectory:
+        """Return the steps in the mirror, read again unless this run writes there."""
+        if self._far is None:
+            self._far = RunDirectory(self.location, self._options, self._clock, self._hand_over)
+        elif not self._acquired:
+            self._far.reload()
+        return self._far
+
+    def _is_lost(self) -> bool:
+        """Whether another run has taken the mirror over, for good."""
+        return self._acquired and self._far is not None and not self._far.ownership.held
+
+    def _acquire(self) -> RunDirectory:
+        """Take the right to write to the mirror; copies that were interrupted stay, if they can go on."""
+        far = self._look()
+        if not self._acquired:
+            wanted = {self._run.record(step).fingerprint for step in self._run.steps()}
+            far.acquire(self._metadata(), spare=wanted)
+            self._acquired = True
+        far.ownership.check()
+        return far
+
+    def _hand_over(self) -> None:
+        """Stop, because a newer manager in this process takes the mirror over."""
+        self._ending.set()
+        with self._wake:
+            self._wake.notify_all()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(60.0)
+
+    # ---- what is where
+
+    def _newest(self) -> tuple[int, CheckpointRecord] | None:
+        with contextlib.suppress(CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError):
+            steps = self._run.steps()
+            return (steps[-1], self._run.record(steps[-1])) if steps else None
+        return None
+
+    def _is_here(self, step: int, record: CheckpointRecord) -> bool:
+        with contextlib.suppress(CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError):
+            return step in self._run and self._run.record(step).fingerprint == record.fingerprint
+        return False
+
+    def _has(self, record: CheckpointRecord) -> bool:
+        """Whether the mirror has a checkpoint, as far as it is known."""
+        far = self._far
+        if far is None or record.step is None or record.step not in far:
+            return False
+        return far.record(record.step).fingerprint == record.fingerprint
+
+    def _bytes_left(self) -> int:
+        newest = self._newest()
+        if newest is None or self._has(newest[1]):
+            return 0
+        if self._copying == newest[0] and self._progress.total:
+            return self._progress.total - self._progress.done
+        return newest[1].nbytes
+
+    # ---- errors
+
+    def _pause(self, duration: float) -> None:
+        if self._ending.wait(duration):
+            raise _Ended
+
+    def _warn(self, error: Exception, then: str) -> None:
+        """Log an error, those of one kind once until the mirror works again."""
+        kind, self._error = type(error).__name__, str(error) or type(error).__name__
+        with self._wake:
+            self._wake.notify_all()
+        if self._is_lost():
+            then = "another run writes there, so that this one copies nothing more"
+        if kind in self._warned:
+            _logger.debug("%s: the mirror still fails: %s", self.location, error)
+            return
+        self._warned.add(kind)
+        _logger.warning(
+            "%s: the mirror failed, and %s; training goes on, and its steps are in %s: %s%s",
+            self.location,
+            then,
+            self._run.location,
+            "" if isinstance(error, (StorageError, OwnershipError)) else f"{kind}: ",
+            error,
+        )
+
+    def _works_again(self) -> None:
+        if self._error is not None:
+            _logger.info("%s: the mirror works again", self.location)
+        self._error = None
+        self._warned.clear()
+
+
+_open: weakref.WeakSet[RunMirror] = weakref.WeakSet()
+
+
+@atexit.register
+def _tell_at_exit() -> None:
+    """Say what is missing in the mirrors of managers that were not closed."""
+    for mirror in list(_open):
+        mirror._tell()

@@ -1,0 +1,445 @@
+"""A mirror: committed steps arrive there in the background, and a run goes on from the newest step of both places."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.clocks import FakeClock
+from tests.fixtures import StoredFiles
+
+import holdfast as hf
+from holdfast.engine.checkpoint import copying
+from holdfast.engine.manager import mirror as mirrors
+from holdfast.engine.storage import Location, as_location
+
+Files = Callable[[str], StoredFiles]
+
+
+def tree(step: int) -> dict[str, Any]:
+    return {"w": np.full(1000, step, np.float32), "step": step}
+
+
+def manager(directory: object, mirror: Any, **options: Any) -> hf.CheckpointManager:
+    clock = options.pop("clock", None)
+    return hf.CheckpointManager(
+        str(directory), options=hf.CheckpointManagerOptions(mirror=mirror, **options), clock=clock
+    )
+
+
+def steps(place: object) -> list[int | None]:
+    return [one.step for one in hf.list_checkpoints(str(place))] if as_location(str(place)).exists() else []
+
+
+def arrives(run: hf.CheckpointManager, step: int | None) -> None:
+    """Waits until a step is in the mirror."""
+    wait_until(run, lambda status: status.step == step and status.copying is None)
+
+
+def wait_until(run: hf.CheckpointManager, holds: Callable[[hf.MirrorStatus], bool]) -> None:
+    mirror = run._mirror
+    assert mirror is not None
+    with mirror._wake:  # which the thread notifies of all that it does
+        assert mirror._wake.wait_for(lambda: holds(mirror.status()), 60), mirror.status()
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirrors, "_FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(mirrors, "_DELETION", 5.0)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """What copies wait for before each piece; open at the end."""
+    found = threading.Event()
+    take = copying.Throttle.take
+
+    def waits(self: copying.Throttle, count: int) -> None:
+        while not found.wait(0.01):
+            self._wait(0.0)  # where the mirror notices that it has to end
+        take(self, count)
+
+    monkeypatch.setattr(copying.Throttle, "take", waits)
+    yield found
+    found.set()
+
+
+class Broken:
+    """A mirror whose requests fail on demand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
+        self.error: type[hf.StorageError] | None = None
+        for name in ("entries", "write_bytes", "write_data", "read_bytes"):
+            monkeypatch.setattr(Location, name, self._failing(name, getattr(Location, name), prefix))
+
+    def _failing(self, name: str, method: Callable[..., Any], prefix: str) -> Callable[..., Any]:
+        def call(place: Location, *args: Any, **kwargs: Any) -> Any:
+            writes = name.startswith("write")
+            if (
+                self.error is not None
+                and place.url.startswith(prefix)
+                and (writes or self.error is not hf.StorageFullError)
+            ):
+                raise self.error(f"cannot {name} {place.url}: broken")
+            return method(place, *args, **kwargs)
+
+        return call
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch, place: str) -> Broken:
+    return Broken(monkeypatch, place)
+
+
+# ---- there and back
+
+
+def test_steps_arrive_whole_with_what_belongs_to_them(tmp_path: Path, place: str) -> None:
+    with manager(tmp_path / "run", place) as run:
+        run.save(5, tree(5), metrics={"loss": 1.0}, custom_metadata={"a": 1})
+        arrives(run, 5)
+        run.record_metrics(5, {"late": 2})
+        run.pin(5)
+    assert hf.verify(place).ok
+    with hf.CheckpointManager(place) as mirror:
+        assert mirror.all_steps() == [5]
+        assert mirror.metrics(5) == {"loss": 1.0, "late": 2}
+        assert mirror.custom_metadata(5) == {"a": 1}
+        assert "pinned" in mirror.why_kept(5)
+        assert mirror.restore(5)["w"][0] == 5
+
+
+@pytest.mark.parametrize("prefix", [None, "ckpt"])
+def test_a_new_machine_goes_on_from_the_mirror(tmp_path: Path, place: str, prefix: str | None) -> None:
+    with hf.CheckpointManager(
+        tmp_path / "run",
+        options=hf.CheckpointManagerOptions(mirror=place, step_prefix=prefix),
+        metadata={"who": "me"},
+    ) as run:
+        for step in (1, 2):
+            run.save(step, tree(step), metrics={"loss": step})
+    shutil.rmtree(tmp_path / "run")
+
+    with manager(tmp_path / "run", place, step_prefix=prefix) as again:
+        assert again.latest_step() == 2
+        assert again.metadata() == {"who": "me"}
+        assert again.metrics(2) == {"loss": 2}
+        assert again.restore()["w"][0] == 2
+        again.save(3, tree(3))
+    assert steps(tmp_path / "run") == [2, 3]
+    assert hf.verify(tmp_path / "run").ok
+
+
+def test_the_newest_of_both_places_counts(tmp_path: Path, place: str) -> None:
+    with manager(tmp_path / "one", place) as run:
+        run.save(10, tree(10))
+    shutil.copytree(tmp_path / "one", tmp_path / "older")
+    with manager(tmp_path / "one", place) as run:
+        run.save(20, tree(20))
+    with manager(tmp_path / "older", place) as run:
+        assert run.all_steps() == [10, 20]
+        run.save(30, tree(30))
+    with manager(tmp_path / "older", f"{place}-other") as run:  # an empty mirror
+        run.acquire()
+        assert run.latest_step() == 30
+    assert steps(f"{place}-other") == [30]
+    as_location(f"{place}-other").remove_tree()
+
+
+def test_a_damaged_step_is_taken_from_the_mirror(
+    tmp_path: Path, place: str, stored: Files, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager(tmp_path / "run", place) as run:
+        for step in (1, 2):
+            run.save(step, tree(step))
+            arrives(run, step)
+    stored(f"{tmp_path}/run/2").write("state/tree.json", b"{}")
+
+    with manager(tmp_path / "run", place) as run:
+        restored = run.restore_latest()
+
+    assert restored is not None
+    assert (restored.step, restored.items["w"][0]) == (2, 2)
+    assert "step 2 was damaged, and is that of the mirror now" in caplog.text
+    assert hf.verify(tmp_path / "run").ok
+
+
+def test_a_damaged_step_of_the_mirror_is_passed_over(
+    tmp_path: Path, place: str, stored: Files, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager(tmp_path / "run", place) as run:
+        for step in (1, 2):
+            run.save(step, tree(step))
+            arrives(run, step)
+    shutil.rmtree(tmp_path / "run")
+    folder = next(iter(as_location(f"{place}/2").entries())).name
+    files = stored(f"{place}/2")
+    path = next(path for path in files.read() if path.endswith("tree.json"))
+    files.write(path, b"{}")
+
+    with manager(tmp_path / "run", place) as run:
+        assert run.all_steps() == [1], folder
+    assert "step 2 cannot be fetched" in caplog.text
+
+
+def test_one_step_is_fetched_on_request(tmp_path: Path, place: str) -> None:
+    with manager(tmp_path / "run", hf.Mirror(place, max_to_keep=5), max_to_keep=1) as run:
+        for step in (1, 2, 3):
+            run.save(step, tree(step))
+            arrives(run, step)
+        run.wait_until_finished()
+        assert run.all_steps() == [3]
+        assert run.restore(1)["w"][0] == 1
+        assert not run.fetch(7)
+        with pytest.raises(hf.CheckpointNotFoundError):
+            run.restore(7)
+
+
+# ---- which steps, and for how long
+
+
+def test_the_interval_and_the_limit_of_the_mirror_are_its_own(tmp_path: Path, place: str) -> None:
+    with manager(tmp_path / "run", hf.Mirror(place, save_interval_steps=10, max_to_keep=2), max_to_keep=3) as run:
+        for step in range(1, 42, 4):  # 1, 5, 9, 13, ..., 41
+            run.save(step, tree(step))
+            run.wait_until_finished()
+            arrives(run, {1: 1, 5: 1, 9: 1, 17: 13, 25: 21, 29: 21, 37: 33}.get(step, step))
+        assert run.all_steps() == [33, 37, 41]
+    assert steps(place) == [33, 41]
+
+
+def test_the_interval_may_be_a_time(tmp_path: Path, place: str) -> None:
+    clock = FakeClock()
+    with manager(tmp_path / "run", hf.Mirror(place, save_interval_secs="10m"), clock=clock) as run:
+        for step, there in ((1, 1), (2, 1), (3, 3), (4, 3)):
+            run.save(step, tree(step))
+            run.wait_until_finished()
+            arrives(run, there)
+            clock.wall += 360
+        run._mirror._end()  # type: ignore[union-attr]  # without the copy of the last step
+    assert steps(place) == [1, 3]
+
+
+def test_without_limits_of_its_own_the_rules_of_the_run_hold(tmp_path: Path, place: str) -> None:
+    with manager(tmp_path / "run", place, max_to_keep=2, best_fn="score") as run:
+        for step, score in ((1, 9.0), (2, 1.0), (3, 5.0), (4, 2.0)):
+            run.save(step, tree(step), metrics={"score": score})
+            run.wait_until_finished()
+            arrives(run, step)
+        assert run.all_steps() == [1, 3, 4]
+    assert steps(place) == [1, 3, 4]
+
+
+def test_the_last_step_is_copied_at_the_end_although_it_is_not_due(tmp_path: Path, place: str) -> None:
+    with manager(tmp_path / "run", hf.Mirror(place, save_interval_steps=100)) as run:
+        for step in (100, 101, 102):
+            run.save(step, tree(step))
+            run.wait_until_finished()
+            arrives(run, 100)
+    assert steps(place) == [100, 102]
+
+
+def test_a_slow_mirror_skips_steps_and_delays_no_save(tmp_path: Path, place: str, gate: threading.Event) -> None:
+    with manager(tmp_path / "run", place, max_to_keep=1) as run:
+        run.save(1, tree(1))
+        wait_until(run, lambda status: status.copying == 1)
+        for step in range(2, 8):
+            run.save(step, tree(step))
+            run.wait_until_finished()
+        assert run.all_steps() == [1, 7]  # the copied one is held
+        assert run.why_kept(1) == ("being copied to the mirror",)
+        assert steps(place) == []
+        gate.set()
+        arrives(run, 7)
+    assert steps(place) == [7]
+    assert steps(tmp_path / "run") == [7]
+
+
+def test_a_step_that_is_replaced_is_replaced_in_the_mirror(tmp_path: Path, place: str) -> None:
+    with manager(tmp_path / "run", place) as run:
+        run.save(1, tree(1))
+        arrives(run, 1)
+        run.save(1, tree(100), force=True)
+    assert hf.load(f"{place}/1")["step"] == 100
+
+
+def test_what_is_deleted_on_purpose_does_not_come_back(tmp_path: Path, place: str) -> None:
+    with manager(tmp_path / "run", place) as run:
+        for step in (1, 2, 3):
+            run.save(step, tree(step))
+            arrives(run, step)
+        run.wait_until_finished()
+        run.delete(3)
+        assert steps(place) == [1, 2]
+        run.delete_after(1)
+        assert steps(place) == [1]
+    with manager(tmp_path / "run", place) as run:
+        assert run.all_steps() == [1]
+
+
+def test_a_save_that_is_overtaken_while_it_is_copied(tmp_path: Path, place: str, gate: threading.Event) -> None:
+    with manager(tmp_path / "run", place) as run:
+        run.save(1, tree(1))
+        wait_until(run, lambda status: status.copying == 1)
+        run.save(1, tree(100), force=True)
+        run.wait_until_finished()
+        gate.set()
+    assert hf.load(f"{place}/1")["step"] == 100
+    assert hf.verify(place).ok
+
+
+def test_interrupted_copies_go_on_in_the_next_run_or_are_removed(
+    tmp_path: Path, place: str, gate: threading.Event
+) -> None:
+    with manager(tmp_path / "run", hf.Mirror(place, wait_secs=0.1)) as run:
+        run.save(1, tree(1))
+        wait_until(run, lambda status: status.copying == 1)
+    assert as_location(f"{place}/1").exists()  # its marker
+    assert steps(place) == []
+    gate.set()
+    with manager(tmp_path / "run", place) as run:
+        run.save(2, tree(2))
+    assert steps(place)[-1] == 2
+    assert hf.verify(place).ok
+    for folder in as_location(place).entries():
+        assert not as_location(f"{place}/{folder.name}/checkpoint.partial").exists()
+
+
+# ---- trouble
+
+
+@pytest.mark.parametrize("error", [hf.StorageUnavailableError, hf.StorageFullError, hf.StoragePermissionError])
+def test_trouble_is_told_once_and_tried_again(
+    tmp_path: Path, place: str, broken: Broken, caplog: pytest.LogCaptureFixture, error: type[hf.StorageError]
+) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    with manager(tmp_path / "run", place) as run:
+        run.save(1, tree(1))
+        arrives(run, 1)
+        broken.error = error
+        for step in (2, 3):
+            run.save(step, tree(step))
+            run.wait_until_finished()
+            wait_until(run, lambda status: status.error is not None)
+        assert run.all_steps() == [1, 2, 3]
+        broken.error = None
+        arrives(run, 3)
+        wait_until(run, lambda status: status.error is None)
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "the mirror failed, and it is tried again; training goes on" in warnings[0]
+    assert "the mirror works again" in caplog.text
+    assert steps(place) == [1, 3]
+
+
+def test_the_end_of_a_run_says_what_the_mirror_lacks(
+    tmp_path: Path, place: str, broken: Broken, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager(tmp_path / "run", place) as run:
+        run.save(1, tree(1))
+        arrives(run, 1)
+        broken.error = hf.StorageFullError
+        run.save(2, tree(2))
+    assert f"step 2 is in {tmp_path}/run/2, and not in the mirror {place}, where the newest is step 1" in caplog.text
+    assert f"holdfast cp {tmp_path}/run/2 {place}/2" in caplog.text
+
+
+def test_a_run_with_steps_begins_although_the_mirror_is_down(
+    tmp_path: Path, place: str, broken: Broken, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager(tmp_path / "run", place) as run:
+        run.save(1, tree(1))
+    broken.error = hf.StorageUnavailableError
+    with manager(tmp_path / "run", place) as run:
+        assert run.latest_step() == 1
+        run.save(2, tree(2))
+        run.wait_until_finished()
+        broken.error = None
+        arrives(run, 2)
+    assert "its steps are not considered" in caplog.text
+    assert steps(place) == [1, 2]
+
+
+def test_an_empty_directory_beside_a_mirror_that_is_down_is_no_fresh_start(
+    tmp_path: Path, place: str, broken: Broken
+) -> None:
+    broken.error = hf.StorageUnavailableError
+    with pytest.raises(hf.StorageUnavailableError) as caught:
+        manager(tmp_path / "run", place)
+    assert "take the option mirror away" in "".join(caught.value.__notes__)
+
+
+def test_a_step_that_is_damaged_here_is_not_copied(
+    tmp_path: Path, place: str, stored: Files, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager(tmp_path / "run", None) as run:
+        run.save(1, tree(1))
+    stored(f"{tmp_path}/run/1").write("state/tree.json", b"{}")
+    with manager(tmp_path / "run", place) as run:
+        run.acquire()
+    assert steps(place) == []
+    assert "step 1 is damaged, and is not copied" in caplog.text
+
+
+def test_another_run_that_takes_the_mirror_over_is_left_alone(
+    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager(tmp_path / "run", place) as run:
+        run.save(1, tree(1))
+        arrives(run, 1)
+        owner = as_location(place) / "owner.json"
+        owner.write_bytes(owner.read_bytes().replace(b'"token": "', b'"token": "x'))  # as on another machine
+        run.save(2, tree(2))
+        wait_until(run, lambda status: status.error is not None)
+    assert "another run writes there, so that this one copies nothing more" in caplog.text
+    assert steps(place) == [1]
+    assert steps(tmp_path / "run") == [1, 2]
+
+
+def test_a_preemption_does_not_begin_what_does_not_fit(
+    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager(tmp_path / "run", place) as run:
+        run.save(1, tree(1))
+        arrives(run, 1)
+        run._mirror._rate = 1.0  # type: ignore[union-attr]  # byte a second
+        run._mirror._triggers = ()  # type: ignore[union-attr]  # nothing is due
+        run.save(2, tree(2))
+        run.wait_until_finished()
+        assert not run.finish_mirror(30.0)
+        assert "bytes are missing there" in caplog.text
+        assert run.finish_mirror(30.0) is False
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": "what://x"}, "unknown scheme"),
+        ({"url": "x", "max_to_keep": 0}, "max_to_keep=0"),
+        ({"url": "x", "max_bandwidth": "fast"}, "max_bandwidth='fast'"),
+        ({"url": "x", "wait_secs": -1}, "wait_secs=-1"),
+        ({"url": "x", "save_interval_secs": "often"}, "save_interval_secs='often'"),
+    ],
+)
+def test_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((hf.OptionError, hf.InvalidLocationError), match=message):
+        hf.Mirror(**options)
+
+
+def test_the_mirror_is_another_place(tmp_path: Path) -> None:
+    for directory, mirror in (("a", "a"), ("a", "a/b"), ("a/b", "a")):
+        with pytest.raises(hf.OptionError, match="must not contain each other"):
+            manager(tmp_path / directory, str(tmp_path / mirror))
+
+
+def test_a_reader_has_no_mirror(tmp_path: Path, place: str) -> None:
+    reader = manager(tmp_path / "run", place, read_only=True)
+    assert reader.mirror_status() is None
+    assert reader.finish_mirror()
