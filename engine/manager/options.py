@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from ..checkpoint import Place
 from ..clock import Duration, Rate, bytes_per_second, seconds
-from ..errors import OptionError, UnknownArgumentError
+from ..errors import InvalidLocationError, OptionError, UnknownArgumentError
 from ..storage import as_location
 from .retention import (
     KeepAll,
@@ -160,7 +160,10 @@ class Mirror:
     )
 
     def __post_init__(self) -> None:
-        as_location(self.url)  # raises if it is not a place
+        try:
+            as_location(self.url)
+        except InvalidLocationError as error:
+            raise OptionError(f"mirror={self.url!r}: {error}") from error
         for one in documented_fields(type(self)):
             _check_limits(one, getattr(self, one.name))
         if self.max_bandwidth is not None:

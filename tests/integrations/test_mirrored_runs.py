@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from tests.integrations.mirrored import jax_loop, lightning_fit
+from tests.integrations.mirrored import jax_loop, lightning_fit, wait_for
 from tests.processes.harness import run_outcomes, told
 
 import holdfast as hf
+from holdfast import graph
+from holdfast.recipes.configuration import load_configuration
+from holdfast.recipes.runner import run
 
 PROGRAMS = {"jax": jax_loop, "lightning": lightning_fit}
 
@@ -55,3 +60,75 @@ def test_killed_and_started_on_another_machine(tmp_path: Path, name: str, instan
     assert hf.verify(directory).ok
     assert hf.verify(mirror).ok
     assert hf.list_checkpoints(mirror)[-1].step == hf.list_checkpoints(directory)[-1].step
+
+
+@pytest.mark.usefixtures("default_sigterm")
+@pytest.mark.parametrize(("grace", "fits"), [(60, True), (None, True), (0.001, False)])
+def test_a_preempted_run_uploads_its_last_step_if_there_is_time(
+    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture, grace: float | None, fits: bool
+) -> None:
+    mirror = hf.Mirror(place, save_interval_steps=100)
+    with hf.CheckpointCallback(
+        tmp_path / "run", save_interval_steps=100, mirror=mirror, grace_secs=grace
+    ) as checkpoint:
+        state, _ = checkpoint.restore_or_initialize({"w": np.arange(9.0)})
+        checkpoint.on_step(100, state)
+        checkpoint.manager.wait_until_finished()
+        wait_for(checkpoint.manager, "it has a step")
+        checkpoint._preemption.request()
+        assert checkpoint.on_step(101, state).should_stop
+        assert [one.step for one in hf.list_checkpoints(place)] == ([100, 101] if fits else [100])
+    assert [one.step for one in hf.list_checkpoints(tmp_path / "run")] == [100, 101]
+    what = f"step 101 is in {tmp_path}/run/101, and not in the mirror {place}, where the newest is step 100"
+    assert (what in caplog.text) != fits
+
+
+def test_a_step_that_only_the_mirror_has_can_be_named(tmp_path: Path, place: str) -> None:
+    for steps in ((1, 2), (3, 4)):
+        with hf.CheckpointCallback(tmp_path / "run", save_interval_steps=1, max_to_keep=1, mirror=place) as checkpoint:
+            state, _ = checkpoint.restore_or_initialize({"w": np.zeros(3)})
+            for step in steps:
+                checkpoint.on_step(step, {"w": state["w"] + step})
+                checkpoint.manager.wait_until_finished()
+                checkpoint.manager.pin(step) if step == 2 else None
+    shutil.rmtree(tmp_path / "run")
+    with hf.CheckpointCallback(tmp_path / "run", resume=2, mirror=place, save_at_end=False) as checkpoint:
+        state, start = checkpoint.restore_or_initialize({"w": np.zeros(3)})
+    assert (start, state["w"].tolist()) == (2, [2.0] * 3)
+
+
+def test_graphs_have_mirrors(tmp_path: Path, place: str) -> None:
+    for count in (1, 2):
+        counter = graph.Checkpoint(step=0)
+        with graph.CheckpointManager(counter, tmp_path / "run", max_to_keep=2, mirror=place) as manager:
+            found = manager.restore_or_initialize()
+            assert (found is not None) == (count == 2)
+            assert counter.step == (10 if count == 2 else 0)
+            counter.step += 10
+            manager.save()
+        shutil.rmtree(tmp_path / "run")
+    assert [one.step for one in hf.list_checkpoints(place)] == [1, 2]
+
+
+def test_a_recipe_goes_on_from_its_mirror(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    monkeypatch.chdir(tmp_path)
+    keys = [
+        "model.hidden=[4]",
+        f"checkpoint.mirror={{url: {place}, max_to_keep: 1}}",
+        "checkpoint.save_interval_steps=5",
+    ]
+    first = run(load_configuration("flax_digits", [*keys, "train.steps=10"]))
+    shutil.rmtree(tmp_path / "runs")
+    with pytest.raises(hf.OptionError, match="another configuration"):
+        run(load_configuration("flax_digits", [*keys, "train.steps=15", "seed=5"]))
+    shutil.rmtree(tmp_path / "runs")
+    second = run(load_configuration("flax_digits", [*keys, "train.steps=15"]))
+    assert (first.start, first.step) == (0, 10)
+    assert (second.start, second.step) == (10, 15)
+    assert [one.step for one in hf.list_checkpoints(place)] == [15]
+    shutil.rmtree(tmp_path / "runs")
+    with pytest.raises(hf.CheckpointExistsError):
+        run(load_configuration("flax_digits", [*keys, "checkpoint.resume=never"]))

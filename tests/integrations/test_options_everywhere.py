@@ -83,6 +83,11 @@ EFFECTS: dict[str, tuple[dict[str, Any], tuple[Any, ...], tuple[Any, ...]]] = {
         (EverySteps(1),),
         (KeepLatest(1), KeepSteps(frozenset({2, 5})), KeepPinned()),
     ),
+    "mirror": (
+        {"save_interval_steps": 1, "mirror": "memory://tests/options"},
+        (EverySteps(1),),
+        (KeepPinned(), KeepAll()),
+    ),
 }
 REFUSED: dict[str, dict[str, Any]] = {
     "steps": {"save_interval_steps": 0},
@@ -94,6 +99,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "period": {"keep_period": True},
     "time": {"keep_time_interval": 0},
     "chosen": {"keep_steps": 4},
+    "mirror": {"mirror": "what://x"},
 }
 
 
@@ -110,6 +116,7 @@ def test_an_option_has_the_same_effect_everywhere(place: str, case: str, tmp_pat
 
     assert options.triggers() == triggers
     assert options.rules() == rules
+    assert options.mirror_options() == (hf.Mirror(given["mirror"]) if "mirror" in given else None)
 
 
 @pytest.mark.parametrize("place", PLACES)
