@@ -25,6 +25,7 @@ from ..storage import DataReader, Location, Segment, parallel_map
 from .commit import CommitParts, PendingCheckpoint
 
 _PIECE = 4 << 20  # bytes read, checked and passed on at a time
+_LEAST_PIECE = 64 << 10
 _SPAN = 16 << 20  # bytes of a data file that one thread copies at a time
 _PAGE = 4096  # what the offsets of segments are multiples of
 _SMALL = 1 << 20  # bytes; a smaller file is written in one go
@@ -41,6 +42,11 @@ class Throttle:
         self._wait = wait
         self._lock = threading.Lock()
         self._free = 0.0  # when the bytes so far have passed, on the monotonic clock
+
+    @property
+    def piece(self) -> int:
+        """Bytes to pass on at a time: little at a low rate, so that no connection is silent for long."""
+        return _PIECE if self._rate is None else max(_LEAST_PIECE, min(_PIECE, int(self._rate / 4)))
 
     def take(self, count: int) -> None:
         """Wait until so many bytes may pass."""
@@ -142,12 +148,15 @@ def copy_step(
         items = {name: replace(item, folder=pending.paths[name]) for name, item in record.items.items()}
         copied = replace(record, items=items, replaced=())
         pending.commit(copied)
-    except DamagedCheckpointError as error:
-        pending.abort(error)
-        raise
-    except BaseException:
-        pending.leave()
-        raise
+    except BaseException as error:
+        failure = copy.failure or error  # a store may report the end of its upload instead
+        if isinstance(failure, DamagedCheckpointError):
+            pending.abort(failure)
+        else:
+            pending.leave()
+        if failure is error:
+            raise
+        raise failure from error
     return copied
 
 
@@ -181,6 +190,7 @@ class _Copy:
         self._progress = progress
         self._check = check
         self._lock = threading.Lock()
+        self.failure: Exception | None = None  # of the original, or of a check
 
     def run(self, files: list[_File], *, continues: bool) -> None:
         if not files:
@@ -217,11 +227,15 @@ class _Copy:
         return Segment(start, stop - start, lambda: self._parts(file, reader, start, stop))
 
     def _parts(self, file: _File, reader: DataReader, start: int, stop: int) -> Iterator[NDArray[np.uint8]]:
-        for part in file.check.read(file.source, reader, start, stop, _PIECE):
-            self._check()
-            self._throttle.take(len(part))
-            yield part
-            self._passed(len(part), sent=True)
+        try:
+            for part in file.check.read(file.source, reader, start, stop, self._throttle.piece):
+                self._check()
+                self._throttle.take(len(part))
+                yield part
+                self._passed(len(part), sent=True)
+        except Exception as error:
+            self.failure = self.failure or error
+            raise
 
     def _is_there(self, file: _File) -> bool:
         if file.destination.is_local:

@@ -138,9 +138,13 @@ class CheckpointManager:
     def _open_mirror(self) -> None:
         """Fetch the newest step of the mirror, if it is newer than all that are here."""
         self._mirror = RunMirror(self._run, self.options, self._clock, self.metadata)
+        self._mirror.fetches = True
         for step in self._processes.decide("the newest step of the mirror", self._mirror.newer_steps):
             if self._fetch(step):
                 break
+        self._mirror.fetches = False
+        if self._acquired and self._processes.is_primary:
+            self._mirror.start()
 
     def _fetch(self, step: int, *, overwrite: bool = False) -> bool:
         """Copy a step from the mirror into the directory, on process 0; return whether it is there now."""

@@ -111,6 +111,8 @@ class RunMirror:
         self._far: RunDirectory | None = None
         self._acquired = False
         self._thread: Helper | None = None
+        self.process = os.getpid()
+        self.fetches = False  # whether the run is not ready to be copied yet
         self._ending = threading.Event()  # set when nothing more may be committed
         self._wake = threading.Condition()  # of the attributes below
         self._due = False
@@ -189,7 +191,7 @@ class RunMirror:
         with self._wake:
             self._due = True
             self._wake.notify_all()
-            if self._thread is None and not self._ending.is_set():
+            if self._thread is None and not self.fetches and not self._ending.is_set():
                 self._thread = Helper(self._work, "holdfast-mirror", daemon=True)
                 self._thread.start()
                 _open.add(self)
@@ -313,7 +315,9 @@ class RunMirror:
             except _Superseded:
                 self._due = True
                 continue
-            except Exception as error:  # whatever it is, training goes on
+            except Exception as error:  # of any kind: training goes on
+                if self._ending.is_set():
+                    return
                 pause = min(_LONGEST_PAUSE, 2 * pause if pause else _FIRST_PAUSE)
                 self._warn(error, "it is tried again")
                 if self._is_lost():
@@ -457,8 +461,11 @@ class RunMirror:
 
     def _newest(self) -> tuple[int, CheckpointRecord] | None:
         with contextlib.suppress(CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError):
-            steps = self._run.steps()
-            return (steps[-1], self._run.record(steps[-1])) if steps else None
+            steps, last = self._run.steps(), self._run.last_saved
+            if not steps:
+                return None
+            step = last if last is not None and last in self._run else steps[-1]  # later ones are of another branch
+            return step, self._run.record(step)
         return None
 
     def _is_here(self, step: int, record: CheckpointRecord) -> bool:
@@ -478,7 +485,7 @@ class RunMirror:
         if newest is None or self._has(newest[1]):
             return 0
         if self._copying == newest[0] and self._progress.total:
-            return self._progress.total - self._progress.done
+            return max(0, self._progress.total - self._progress.done)  # a store may have asked for some again
         return newest[1].nbytes
 
     # ---- errors
@@ -521,4 +528,5 @@ _open: weakref.WeakSet[RunMirror] = weakref.WeakSet()
 def _tell_at_exit() -> None:
     """Say what is missing in the mirrors of managers that were not closed."""
     for mirror in list(_open):
-        mirror._tell()
+        if mirror.process == os.getpid():  # not in one that was forked
+            mirror._tell()

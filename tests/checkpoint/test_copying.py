@@ -205,19 +205,20 @@ def calls(original: str, target: str) -> int:
     """Returns how often a copy looks whether it should end."""
     counter: list[None] = []
     check = lambda: counter.append(None)  # noqa: E731
-    copy_step(as_location(original), as_location(target), read_record(as_location(original)), check=check)
+    record = read_record(as_location(original))
+    copy_step(as_location(original), as_location(target), record, check=check, last_check=check)
     as_location(target).remove_tree()
     return len(counter)
 
 
-def stop_after(count: int) -> Callable[[], None]:
+def stop_after(count: int) -> dict[str, Callable[[], None]]:
     left = iter(range(count))
 
     def check() -> None:
         if next(left, None) is None:
             raise Interrupted
 
-    return check
+    return {"check": check, "last_check": check}
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -231,7 +232,7 @@ def test_a_copy_goes_on_where_it_was_interrupted(
     sent = []
     for count in range(0, total, 1 if every else total // 9):
         with pytest.raises(Interrupted):
-            copy_step(as_location(original), target, record, check=stop_after(count))
+            copy_step(as_location(original), target, record, **stop_after(count))
         with pytest.raises(hf.CheckpointNotFoundError):
             hf.load(target.url)
         progress = CopyProgress()
@@ -251,7 +252,7 @@ def test_a_file_that_was_torn_is_sent_again(tmp_path: Path, stored: Files) -> No
     original, target = save(f"{tmp_path}/original"), as_location(tmp_path / "copy")
     record = read_record(as_location(original))
     with pytest.raises(Interrupted):
-        copy_step(as_location(original), target, record, check=stop_after(calls(original, f"{tmp_path}/x") - 1))
+        copy_step(as_location(original), target, record, **stop_after(calls(original, f"{tmp_path}/x") - 1))
     torn = max((one for one in Path(target.url).rglob("d/*")), key=lambda one: one.stat().st_size)
     torn.write_bytes(bytes(torn.stat().st_size))
 
@@ -273,7 +274,7 @@ def test_the_rest_of_another_checkpoint_is_not_used(
             as_location(first),
             target,
             read_record(as_location(first)),
-            check=stop_after(calls(first, f"{place}/x") - 1),
+            **stop_after(calls(first, f"{place}/x") - 1),
         )
 
     (report,) = hf.copy_checkpoint(second, target)
@@ -288,7 +289,7 @@ def test_the_rest_of_another_checkpoint_is_not_used(
 def test_a_save_over_an_interrupted_copy_removes_it(tmp_path: Path, assert_same: Same) -> None:
     first, target = save(f"{tmp_path}/first", 1), as_location(tmp_path / "copy")
     with pytest.raises(Interrupted):
-        copy_step(as_location(first), target, read_record(as_location(first)), check=stop_after(3))
+        copy_step(as_location(first), target, read_record(as_location(first)), **stop_after(3))
     save(target.url, 2)
     assert_same(hf.load(target.url), tree(2))
     assert hf.verify(target.url).ok
