@@ -473,10 +473,10 @@ class RunDirectory:
 
     # -- what the writer changes
 
-    def acquire(self, metadata: Mapping[str, Any] | None, *, spare: Collection[str] = ()) -> None:
+    def acquire(self, metadata: Mapping[str, Any] | None, *, spare: CheckpointRecord | None = None) -> None:
         """Take the right to write, remove what interrupted runs left, and store facts and options of the run.
 
-        ``spare`` has the fingerprints of checkpoints of which an interrupted copy is left for the next attempt.
+        ``spare`` is a step of which an interrupted copy, if there is one, is left for the next attempt.
         """
         check_json("metadata", metadata)
         self.ownership.take()
@@ -486,7 +486,9 @@ class RunDirectory:
         if self._index is not None:
             folders = [folder for folder in folders if not self._index.is_tidy(folder.name)]
             self._index.begin(OWNER)
-        self._spared = [folder for folder in folders if copy_left(folder) in spare] if spare else []
+        if spare is not None and spare.step is not None:
+            place = self.step_location(spare.step)
+            self._spared = [place] if place in folders and copy_left(place) == spare.fingerprint else []
         swept = [folder for folder in folders if folder not in self._spared]
         parallel_map(self._sweep, swept, max_concurrency(self.location))
         names = self.reload()
@@ -612,7 +614,7 @@ class RunDirectory:
             self.add_late_metrics()
         infos = self.infos()  # also so that the training loop need not make them
         if not any(isinstance(rule, KeepAll) for rule in self._rules):
-            self._delete_all_but(kept_steps(infos, self._rules) | {self.last_saved})
+            self._delete_all_but(kept_steps(infos, self._rules) | {self.last_saved} | self._held)
         self._keep_index()
 
     def _delete_all_but(self, kept: Collection[int | None]) -> None:

@@ -415,16 +415,13 @@ class RunMirror:
 
     def _follow(self, far: RunDirectory) -> None:
         """Give the copies the metrics and pins that the steps of the run have by now."""
-        for step in far.steps():
-            if step not in self._run:
-                continue
-            original, copy = self._run.record(step), far.record(step)
-            if original.fingerprint == copy.fingerprint and (original.metrics, original.pinned) != (
-                copy.metrics,
-                copy.pinned,
-            ):
-                far.ownership.check()
-                far.add(step, follow(far.step_location(step), copy, original))
+        here = {info.step: info for info in self._run.infos()}
+        for info in far.infos():
+            if info.step in here and info != here[info.step]:
+                original, copy = self._run.record(info.step), far.record(info.step)
+                if original.fingerprint == copy.fingerprint:
+                    far.ownership.check()
+                    far.add(info.step, follow(far.step_location(info.step), copy, original))
 
     def _look(self) -> RunDirectory:
         """Return the steps in the mirror, read again unless this run writes there."""
@@ -442,8 +439,8 @@ class RunMirror:
         """Take the right to write to the mirror; copies that were interrupted stay, if they can go on."""
         far = self._look()
         if not self._acquired:
-            wanted = {self._run.record(step).fingerprint for step in self._run.steps()}
-            far.acquire(self._metadata(), spare=wanted)
+            newest = self._newest()
+            far.acquire(self._metadata(), spare=None if newest is None else newest[1])
             self._acquired = True
         far.ownership.check()
         return far
