@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -135,7 +136,18 @@ def read_chunks(
         count = 1  # little to read, or mostly work for the interpreter, which threads only slow down
     if remote:
         count = REQUESTS
+        extents = _spread(extents)
     return sum(parallel_map(read, extents, count, name="holdfast-read"))
+
+
+def _spread(extents: Sequence[Extent]) -> list[Extent]:
+    """Order extents so that those read at a time are of different files: a service may serve one file slowly."""
+    ranks: Counter[str] = Counter()
+    order = []
+    for extent in extents:
+        order.append(ranks[extent.file])
+        ranks[extent.file] += 1
+    return [extent for _, extent in sorted(zip(order, extents, strict=True), key=lambda pair: pair[0])]
 
 
 def _read_extent(

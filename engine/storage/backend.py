@@ -32,8 +32,9 @@ class Segment:
 
     offset: int  # where it starts in the file, in bytes; a multiple of 4096
     size: int  # its length in bytes
-    # Called once, in one thread. Yields one-dimensional uint8 arrays of ``size`` bytes in total, best of at most 1 MiB
-    # each; the memory of one is copied before the next is requested.
+    # Called in one thread at a time, and again where the bytes are sent again: they must be the same. Yields
+    # one-dimensional uint8 arrays of ``size`` bytes in total, best of at most 1 MiB each; the memory of one is copied
+    # or sent before the next is requested.
     parts: Callable[[], Iterator[NDArray[np.uint8]]]
 
 

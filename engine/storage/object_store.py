@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -37,6 +37,8 @@ from .status import check_extent, map_status
 
 if TYPE_CHECKING:
     import tensorstore
+
+    from .s3_transfer import Patience, S3Transfer
 
 _logger = logging.getLogger("holdfast")
 
@@ -119,6 +121,7 @@ class ObjectStoreBackend:
         self.spec = spec
         self._lock = threading.Lock()
         self._opened: tensorstore.KvStore | None = None
+        self._bulk: list[S3Transfer | None] | None = None  # its only element, once it is known
 
     def url(self, key: str) -> str:
         path = quote(key, safe="/-_.~!$&'()*+,;=:@", errors="surrogateescape")
@@ -196,18 +199,16 @@ class ObjectStoreBackend:
                 self.remove(name)
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
-        # A store takes a value as a whole, so its bytes are gathered in memory. The stream returns them without a copy,
-        # because they have their final length from the start.
+        transfer = self._transfer()
+        if transfer is not None and transfer.put(
+            key, size, lambda: _parts(size, segments), self._patience(key, "write", size)
+        ):
+            return
+        # TensorStore takes a value as a whole. The stream returns its bytes without a copy, because they have their
+        # final length from the start.
         stream = io.BytesIO(bytes(size))
-        for segment in segments:
-            stream.seek(segment.offset)
-            for part in segment.parts():
-                stream.write(part.data)
-            if stream.tell() != segment.offset + segment.size:
-                raise ValueError(
-                    f"the segment at offset {segment.offset} should have {segment.size} bytes, "
-                    f"but its parts have {stream.tell() - segment.offset}"
-                )
+        for part in _parts(size, segments):
+            stream.write(part.data)
         content = [stream.getvalue()]
         del stream
         self._write(key, content)
@@ -225,6 +226,16 @@ class ObjectStoreBackend:
         value: bytes = answer.value
         return value
 
+    def read_into(self, key: str, offset: int, memory: NDArray[np.uint8], answered: Callable[[], None]) -> bool:
+        """Fill memory with a range of an object; return False where only :meth:`read_range` can tell what is there.
+
+        ``answered`` is called when the service begins to answer, if it does.
+        """
+        transfer = self._transfer()
+        if transfer is None or not memory.size:
+            return False
+        return transfer.get(key, offset, memory, self._patience(key, "read", memory.size), answered)
+
     def _write(self, key: str, content: list[bytes]) -> None:
         # TensorStore copies the bytes, so the list gives its own up.
         self._request(key, "write", lambda: self._store().write(key, content.pop()), len(content[0]))
@@ -236,6 +247,26 @@ class ObjectStoreBackend:
 
                 self._opened = tensorstore.KvStore.open(self.spec, context=shared_context()).result()
             return self._opened
+
+    def _transfer(self) -> S3Transfer | None:
+        """Return the client for bulk data, if this store has one."""
+        if self.scheme != "s3":
+            return None
+        with self._lock:
+            if self._bulk is None:
+                from .s3_transfer import S3Transfer
+
+                self._bulk = [S3Transfer.open(self.spec)]
+            return self._bulk[0]
+
+    def _patience(self, key: str, action: str, nbytes: int) -> Patience:
+        from .s3_transfer import Patience
+
+        return Patience(REQUEST_TIMEOUT + nbytes / SLOWEST, WARN_AFTER, lambda: self._warn(key, action))
+
+    def _warn(self, key: str, action: str) -> None:
+        advice = self._advice(StorageUnavailableError)
+        _logger.warning("%s: still waiting to %s it after %.0f s%s", self.url(key), action, WARN_AFTER, advice)
 
     def names(self, key: str) -> list[str]:
         """Return the names of all objects below a key, relative to it, sorted."""
@@ -276,8 +307,7 @@ class ObjectStoreBackend:
             except TimeoutError:
                 if timeout <= WARN_AFTER:
                     raise
-                advice = self._advice(StorageUnavailableError)
-                _logger.warning("%s: still waiting to %s it after %.0f s%s", self.url(key), action, WARN_AFTER, advice)
+                self._warn(key, action)
                 return future.result(timeout=timeout - WARN_AFTER)
         except TimeoutError as error:
             assert future is not None
@@ -329,6 +359,7 @@ class ObjectStoreSnapshot(ObjectStoreBackend):
     def __init__(self, store: ObjectStoreBackend, key: str) -> None:
         super().__init__(store.scheme, store.bucket, store.spec)
         self._store = store._store  # type: ignore[method-assign]  # opened once, for both
+        self._transfer = store._transfer  # type: ignore[method-assign]
         self._prefix = f"{key}/" if key else ""
         self._known = [self._prefix + name for name in store.names(key)]
         self._others: dict[str, bool] = {}
@@ -358,6 +389,8 @@ class ObjectReader(DataReader):
         self._lock = threading.Lock()
         self._whole: bytes | None = None
         self._missing: ObjectNotFoundError | None = None
+        self._first = threading.Lock()  # taken by the first read, for ever
+        self._answered = threading.Event()  # whether that one has been answered, or has ended
 
     @property
     def size(self) -> int:
@@ -365,19 +398,33 @@ class ObjectReader(DataReader):
         return len(self._read_whole())
 
     def read(self, offset: int, length: int, buffer: Buffer | None = None) -> NDArray[np.uint8]:
+        if self._missing is not None:  # one request suffices
+            raise self._missing
+        if self._known is not None:
+            check_extent(self._backend.url(self._key), self._known, offset, length)
+        if self._whole is None and offset >= 0 and 0 < length and (self._known is not None or length <= _UNKNOWN_SIZE):
+            memory = aligned_empty(length) if buffer is None else buffer.view(length)
+            if self._read_into(offset, memory):
+                return memory
         value = self._fetch(offset, length)
         memory = aligned_empty(length) if buffer is None else buffer.view(length)
         memory[:] = np.frombuffer(value, np.uint8)
         return memory
 
+    def _read_into(self, offset: int, memory: NDArray[np.uint8]) -> bool:
+        """Read a range without copies; a service may hash or fetch an object before it answers: it is asked once."""
+        if self._first.acquire(blocking=False):
+            try:
+                return self._backend.read_into(self._key, offset, memory, self._answered.set)
+            finally:
+                self._answered.set()
+        self._answered.wait(REQUEST_TIMEOUT)
+        return self._backend.read_into(self._key, offset, memory, self._answered.set)
+
     def close(self) -> None:
         self._whole = None
 
     def _fetch(self, offset: int, length: int) -> bytes | memoryview:
-        if self._missing is not None:  # one request suffices
-            raise self._missing
-        if self._known is not None:
-            check_extent(self._backend.url(self._key), self._known, offset, length)
         end = offset + length
         try:
             if self._whole is None and 0 <= offset < end <= _LONGEST_RANGE:
@@ -398,3 +445,20 @@ class ObjectReader(DataReader):
             if self._whole is None:
                 self._whole = self._backend.read_range(self._key, None)
             return self._whole
+
+
+def _parts(size: int, segments: Sequence[Segment]) -> Iterator[NDArray[np.uint8]]:
+    """Generate the bytes of a data file, the zeros between segments included."""
+    position = 0
+    for segment in [*segments, Segment(size, 0, lambda: iter(()))]:
+        while position < segment.offset:
+            yield np.zeros(min(segment.offset - position, 1 << 20), np.uint8)
+            position += min(segment.offset - position, 1 << 20)
+        for part in segment.parts():
+            yield part
+            position += part.size
+        if position != segment.offset + segment.size:
+            raise ValueError(
+                f"the segment at offset {segment.offset} should have {segment.size} bytes, "
+                f"but its parts have {position - segment.offset}"
+            )
