@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import importlib.util
 import io
 import json
@@ -84,9 +85,7 @@ class Boto3(Contender):
     key = "boto3"
 
     def warm(self) -> None:
-        import boto3
-
-        self.client = boto3.client("s3", endpoint_url=self.url)
+        self.client = importlib.import_module("boto3").client("s3", endpoint_url=self.url)
         self.client.put_object(Bucket=BUCKET, Key=f"warm-{self.key}", Body=b"x")
         self.client.get_object(Bucket=BUCKET, Key=f"warm-{self.key}")["Body"].read()
 
@@ -149,7 +148,8 @@ class Obstore(Contender):
         found = np.empty(size, np.uint8)
 
         def get(start: int) -> None:
-            for piece in self.store.get(f"obstore/{start}").stream():
+            pieces: Any = self.store.get(f"obstore/{start}").stream()
+            for piece in pieces:
                 data = np.frombuffer(piece, np.uint8)
                 found[start : start + data.size] = data
                 start += data.size
@@ -165,7 +165,8 @@ class ObstoreOne(Obstore):
         self.store.put("obstore-one", array.data)
 
     def load(self, size: int) -> Any:
-        return np.frombuffer(self.store.get("obstore-one").bytes(), np.uint8)
+        found: Any = self.store.get("obstore-one").bytes()
+        return np.frombuffer(found, np.uint8)
 
 
 CONTENDERS: dict[str, type[Contender]] = {
@@ -222,10 +223,14 @@ def measure(name: str, operation: str, url: str, size: int) -> dict[str, float]:
     contender.warm()
     array = content(size) if operation == "save" else None
     memory, processor, began = PeakMemory(), time.process_time(), time.perf_counter()
-    found = contender.load(size) if array is None else contender.save(array)
+    found = None
+    if array is None:
+        found = contender.load(size)
+    else:
+        contender.save(array)
     seconds, used = time.perf_counter() - began, time.process_time() - processor
     rise = (memory.rise() or 0) - (size if array is None else 0)
-    if array is None and not np.array_equal(found, content(size)):
+    if array is None and not np.array_equal(np.asarray(found), content(size)):
         raise AssertionError(f"{name} loaded other bytes than it saved")
     return {f"{operation}_seconds": seconds, f"{operation}_processor": used, f"{operation}_memory": rise}
 
@@ -273,7 +278,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.one:
-        print(json.dumps(measure(*options.one, options.bytes)))
+        name, operation, url = options.one
+        print(json.dumps(measure(name, operation, url, options.bytes)))
         return 0
     chosen = options.only or list(CONTENDERS)
     missing = [name for name in ("boto3", "obstore") if importlib.util.find_spec(name) is None]

@@ -402,7 +402,7 @@ class ObjectReader(DataReader):
             raise self._missing
         if self._known is not None:
             check_extent(self._backend.url(self._key), self._known, offset, length)
-        if self._whole is None and offset >= 0 and 0 < length and (self._known is not None or length <= _UNKNOWN_SIZE):
+        if self._whole is None and offset >= 0 and length > 0 and (self._known is not None or length <= _UNKNOWN_SIZE):
             memory = aligned_empty(length) if buffer is None else buffer.view(length)
             if self._read_into(offset, memory):
                 return memory
