@@ -1,7 +1,9 @@
 """How a checkpoint comes to exist, is replaced, and is deleted: the commit protocol, once for all kinds of checkpoint.
 
 A save puts a marker into the checkpoint's directory, writes its items into folders of their own, makes all of it
-durable, and writes the commit record last, in one atomic step. A crash before that leaves what was there before. To
+durable, and writes the commit record last, in one atomic step. A crash before that leaves what was there before. Where
+an object store has conditional writes, the record is only written while nothing, or the replaced record, is there; so
+of saves that run at the same time exactly one is committed, and nothing of another save is removed before that. To
 replace a checkpoint, the new items go into folders with new names beside the old ones; the record decides which count.
 To delete one, its record is renamed to a marker first. A directory with a marker and no record may be removed; one
 with neither belongs to something else and is never touched.
@@ -86,18 +88,26 @@ def has_changed(location: Location, record: CheckpointRecord) -> bool:
         return False
 
 
-def write_record(location: Location, record: CheckpointRecord) -> None:
-    """Write or replace the commit record, atomically and durably."""
+def write_record(
+    location: Location, record: CheckpointRecord, *, conditional: bool = False, old: bytes | None = None
+) -> bool:
+    """Write or replace the commit record, atomically and durably; return whether that was done.
+
+    With ``conditional`` it is done only while the record is ``old``, or missing if that is None.
+    """
     content = record.encode()
     try:
+        if conditional:
+            return (location / RECORD).write_bytes_if(content, old)
         (location / RECORD).write_bytes(content)
     except StorageUnavailableError:
         if not location.is_remote:
             raise
         with contextlib.suppress(StorageError, DamagedCheckpointError):
             if (location / RECORD).read_bytes(limit=_RECORD_LIMIT) == content:
-                return
+                return True
         raise
+    return True
 
 
 class CommitParts:
@@ -160,6 +170,7 @@ class PendingCheckpoint:
         self._find_replaceable(names, overwrite=overwrite)
         untouched = not {PARTIAL, DELETED} & names
         self._lock = SaveLock(location / PARTIAL)
+        self._leftovers: set[str] = set()  # folders that go once this save is committed
         items, folders = list(items), []
         if not untouched:
             try:
@@ -167,7 +178,13 @@ class PendingCheckpoint:
                     raise self._lock.conflict()
                 folders = self._left_by_copy(items, names)
                 self.continues = bool(folders)
-                if not self.continues:
+                if not self.continues and PARTIAL in names and location.is_remote:
+                    # They may be those of a save that is alive, and is committed before this one.
+                    found = {*self._lock.folders(), *(() if self._old is None else self._old.replaced)}
+                    if RECORD not in names:
+                        found |= names
+                    self._leftovers = {*filter(self._parts.owns, found)} - {PARTIAL, DELETED}
+                elif not self.continues:
                     sweep(location, parts)
             finally:
                 if not self.continues:
@@ -192,6 +209,8 @@ class PendingCheckpoint:
         self._claimed = False
         self._marked = False
         self._stays = False
+        self._conditional = False
+        self._lost = False  # whether another save was committed first
 
     def begin(self) -> None:
         """Make the folders, and mark the directory so that a crash leaves nothing unexplained; done once."""
@@ -203,13 +222,15 @@ class PendingCheckpoint:
             self._lock.make()
             self._check_unchanged()
         self._claimed = True
-        content = {"format": "holdfast", "token": self.token, "folders": [*self.paths.values()]}
+        folders = [*self.paths.values(), *sorted(self._leftovers)]
+        content = {"format": "holdfast", "token": self.token, "folders": folders}
         if self._copies is not None:
             content["copies"] = self._copies
         marker = json.dumps(content).encode()
         self._marker_size = len(marker)
         (self.location / PARTIAL).write_bytes(marker, atomic=False)
         self._marked = True
+        self._conditional = self.location.is_remote and (self.location / PARTIAL).honours_conditions(marker)
         self.location.sync_directory()  # the marker is durable before anything that it explains
         if self._old is not None and self.location.is_local and not self.continues:
             # The last save removed these and then its marker: a power failure may bring back folders alone.
@@ -274,19 +295,24 @@ class PendingCheckpoint:
         record = dataclasses.replace(record, replaced=tuple(sorted(_folders(self._old) - {*self.paths.values()})))
         self._stays = True  # from here on its data may be all that there is, also where a person interrupts
         try:
-            write_record(self.location, record)
+            if not write_record(self.location, record, conditional=self._conditional, old=self._old_record):
+                self._stays, self._lost = False, True
+                raise self._lock.conflict()
             overtaken = not self._is_claimed()
-            if overtaken and (self._old_record is None or not self._is_whole(record)):
-                # Another save began in this very moment; it removed what it found without a record.
+            alone = self._old_record is None and not self._conditional
+            if overtaken and (alone or not self._is_whole(record)):
+                # Another save began in this very moment, or a run that removes what it finds without a record.
                 raise self._lock.conflict()
         except BaseException as error:
+            if self._lost:
+                raise
             if isinstance(error, StorageUnavailableError) and not self.location.is_local:
                 # A request that has no answer may still arrive, even after others: its data has to be there then.
                 error.add_note(
                     f"{self.location}: the next run removes what was written, or finds it committed and whole"
                 )
                 raise
-            self._take_back()
+            self._take_back(record.encode())
             if self._stays:
                 error.add_note(
                     f"{self.location}: the record is in place and could not be taken back: although its save has "
@@ -294,12 +320,12 @@ class PendingCheckpoint:
                     "save it again, replacing it, or delete it"
                 )
             raise
-        if overtaken:  # by a save that saw the record: it has removed the old checkpoint, and replaces this one
+        if overtaken:  # by a save that replaces this one, or that finds this record and fails
             self._lock.release()
             return
         with _leftover(self.location):
             self._parts.publish(record, replaces=self._old is not None)
-            _remove_folders(self._parts, record.replaced, record)
+            _remove_folders(self._parts, {*record.replaced, *self._leftovers}, record)
             if self._deleted:
                 (self.location / DELETED).remove()
             (self.location / PARTIAL).remove()  # last: it tells the next run that something may be left
@@ -326,16 +352,22 @@ class PendingCheckpoint:
         except ObjectNotFoundError:
             return False
 
-    def _take_back(self) -> None:
+    def _take_back(self, content: bytes) -> None:
         """Undo a commit that failed half-way: the record was renamed, and making its name durable failed."""
         with contextlib.suppress(StorageError):
             if not self._is_visible():
                 self._stays = False
                 return
-            if self._old_record is None:
-                (self.location / RECORD).rename(DELETED)
+            place = self.location / RECORD
+            if self._conditional and self._old_record is None:
+                (self.location / DELETED).write_bytes(content)
+                place.remove_if(content)
+            elif self._conditional:
+                place.write_bytes_if(self._old_record or b"", content)
+            elif self._old_record is None:
+                place.rename(DELETED)
             else:
-                (self.location / RECORD).write_bytes(self._old_record)
+                place.write_bytes(self._old_record)
         # Should even that fail, the record must not be left without its data.
         self._stays = self._is_visible()
 
@@ -384,9 +416,21 @@ class PendingCheckpoint:
                 if PARTIAL in names or RECORD not in names:
                     return ours
                 paths -= _folders(read_record(self.location))
+            elif self._lost:  # to another copy into the same folders
+                paths -= _folders(read_record(self.location))
             for path in sorted(paths, key=len, reverse=True):
-                self._parts.remove(path, self._old if ours and not late else None)
+                self._parts.remove(path, self._old if ours and not late and not self._lost else None)
             if not ours or late:
+                return ours
+            if self.location.is_remote:
+                # Another save may be alive here; the marker names what is left of earlier ones.
+                if self._lost:
+                    sweep(self.location, self._parts)
+                elif not self._leftovers:
+                    if self._old is not None:
+                        self._parts.repair(self._old)
+                    (self.location / DELETED).remove()
+                    (self.location / PARTIAL).remove()
                 return ours
             if any(entry.name == RECORD for entry in self.location.entries()):
                 if self._old is not None:

@@ -232,6 +232,28 @@ class Location:
         """
         self._backend.write_bytes(self._key, data, atomic=atomic)
 
+    def honours_conditions(self, data: bytes) -> bool:
+        """Return whether ``write_bytes_if`` is atomic here: never on a disk, and where the service of a store says so.
+
+        Args:
+            data: The content of this object, which may be written again to find out.
+        """
+        return isinstance(self._backend, ObjectStoreBackend) and self._backend.honours_conditions(self._key, data)
+
+    def write_bytes_if(self, data: bytes, expected: bytes | None) -> bool:
+        """Write a small object, only while its content is ``expected``, or while it is missing if that is None.
+
+        Returns:
+            Whether the object has the new content; another process may have written just that.
+        """
+        assert isinstance(self._backend, ObjectStoreBackend)
+        return self._backend.write_bytes_if(self._key, data, expected)
+
+    def remove_if(self, expected: bytes) -> None:
+        """Delete a small object, only while its content is ``expected``; S3 may not check that atomically."""
+        assert isinstance(self._backend, ObjectStoreBackend)
+        self._backend.remove_if(self._key, expected)
+
     def make_directory(self, *, sync: bool = True) -> None:
         """Create this directory and its parents; one that exists is fine. Object stores need none.
 

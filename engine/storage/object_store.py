@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from ..errors import (
     DamagedCheckpointError,
     HoldfastError,
     ObjectNotFoundError,
+    StorageConflictError,
     StoragePermissionError,
     StorageUnavailableError,
 )
@@ -52,7 +54,10 @@ _LONGEST_RANGE = 1 << 50
 _LIST_PAGE = 1000  # how many names stores list at a time
 _UNKNOWN_SIZE = 32 << 20  # bytes that the time limit allows for an object of unknown length
 
+_CONFLICTS = 5  # answers that ask to repeat a conditional request, S3's 409, after which it has failed
+
 _context_lock = threading.Lock()
+_conditional: dict[str, bool] = {}  # by the service: whether it honours conditions
 
 
 @functools.cache
@@ -67,6 +72,16 @@ def shared_context() -> tensorstore.Context:
     """Return the TensorStore context of this process; with it, ``memory://`` is the same store everywhere."""
     with _context_lock:
         return _new_context()
+
+
+@functools.cache
+def _missing() -> bytes:
+    """Return TensorStore's generation of an object that does not exist."""
+    import tensorstore
+
+    store = tensorstore.KvStore.open({"driver": "memory"}, context=tensorstore.Context()).result()
+    generation: bytes = store.read("nothing").result().stamp.generation
+    return generation
 
 
 def store_spec(scheme: str, bucket: str) -> dict[str, Any]:
@@ -173,6 +188,56 @@ class ObjectStoreBackend:
         # Stores replace objects in one step, and answer when they are durable.
         self._write(key, [bytes(data)])
 
+    def honours_conditions(self, key: str, data: bytes) -> bool:
+        """Return whether the service refuses to create an object that exists; each service is asked once.
+
+        ``key`` holds ``data``, which a service that ignores conditions writes again.
+        """
+        service = self.spec.get("endpoint", "") if self.scheme == "s3" else ""
+        if self.scheme == "s3" and service not in _conditional:
+            try:
+                # If the first one succeeds, the object may have been missing.
+                found = not all(self._write_where(key, data, _missing()) for _ in range(2))
+            except StorageUnavailableError:
+                raise
+            except HoldfastError:
+                found = False
+            if not found:
+                _logger.info("%s: no conditional writes here; two saves to one path are not kept apart", self._root)
+            _conditional[service] = found
+        return self.scheme != "s3" or _conditional[service]
+
+    def write_bytes_if(self, key: str, data: bytes, expected: bytes | None) -> bool:
+        generation = _missing()
+        if expected is not None:
+            content, generation = self._read_with_generation(key)
+            if content != expected:
+                return content == data
+        # A request whose answer was lost is repeated, and refused because of itself.
+        return self._write_where(key, data, generation) or self._read_with_generation(key)[0] == data
+
+    def remove_if(self, key: str, expected: bytes) -> None:
+        content, generation = self._read_with_generation(key)
+        if content == expected:
+            self._write_where(key, None, generation)
+
+    def _read_with_generation(self, key: str) -> tuple[bytes | None, bytes]:
+        answer = self._request(key, "read", lambda: self._store().read(key), _UNKNOWN_SIZE)
+        return answer.value if answer.state == "value" else None, answer.stamp.generation
+
+    def _write_where(self, key: str, data: bytes | None, generation: bytes) -> bool:
+        """Write or delete an object that has a generation; return whether the service did."""
+        nbytes = len(data or b"")
+        for attempt in itertools.count(1):
+            try:
+                stamp = self._request(key, "write", lambda: self._store().write(key, data, if_equal=generation), nbytes)
+                return bool(stamp.generation)  # unknown, which is empty, after a refusal
+            except StorageConflictError:
+                if attempt == _CONFLICTS:
+                    raise
+            time.sleep(0.05 * attempt)
+        raise AssertionError
+
     def make_directory(self, key: str, *, sync: bool) -> None:
         pass  # prefixes need no creation
 
@@ -245,7 +310,9 @@ class ObjectStoreBackend:
             if self._opened is None:
                 import tensorstore
 
-                self._opened = tensorstore.KvStore.open(self.spec, context=shared_context()).result()
+                # Without this, TensorStore asks for an object before each conditional write of it.
+                extra = {"use_conditional_write": True} if self.scheme == "s3" else {}
+                self._opened = tensorstore.KvStore.open(self.spec | extra, context=shared_context()).result()
             return self._opened
 
     def _transfer(self) -> S3Transfer | None:

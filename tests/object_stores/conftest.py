@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import tensorstore
@@ -15,6 +19,7 @@ from tests.object_stores.store_server import StoreServer
 
 from holdfast.engine.storage import object_store
 
+RCLONE_SECRET = "of-a-test-and-of-nothing-else-at-all"
 HURRY = {"max_retries": 3, "initial_delay": "2ms", "max_delay": "5ms"}
 
 _numbers = itertools.count()
@@ -73,6 +78,7 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
         "AWS_ACCESS_KEY_ID": KEY_ID,
         "AWS_SECRET_ACCESS_KEY": SECRET,
     }
+    monkeypatch.setattr(object_store, "_conditional", {s3_server.url: True})  # otherwise the first save asks
     yield _store(s3_server, "s3", environment, monkeypatch)
     s3_server.reset()
 
@@ -83,6 +89,39 @@ def gs(gcs_server: GcsServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store
     environment = {"TENSORSTORE_GCS_HTTP_URL": gcs_server.url, "GOOGLE_AUTH_TOKEN_FOR_TESTING": TOKEN}
     yield _store(gcs_server, "gs", environment, monkeypatch)
     gcs_server.reset()
+
+
+@pytest.fixture(scope="session")
+def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of ``rclone serve s3``, a server that is not ours, with the bucket ``bucket``."""
+    program = Path(sys.executable).with_name("rclone")
+    folder = tmp_path_factory.mktemp("rclone")
+    (folder / "bucket").mkdir()
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    command = [str(program), "serve", "s3", str(folder), "--addr", f"127.0.0.1:{port}", "--auth-key"]
+    output = subprocess.PIPE
+    with subprocess.Popen(
+        [*command, f"{KEY_ID},{RCLONE_SECRET}"], env={"RCLONE_CONFIG": os.devnull, "HOME": str(folder)}, stderr=output
+    ) as server:
+        assert server.stderr is not None
+        line = server.stderr.readline()
+        while line and b"Starting s3 server" not in line:
+            line = server.stderr.readline()
+        yield f"http://127.0.0.1:{port}"
+        server.terminate()
+
+
+@pytest.fixture
+def rclone(rclone_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A URL of its own below the bucket of ``rclone serve s3``."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", rclone_server)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", RCLONE_SECRET)
+    return f"s3://bucket/{next(_numbers)}"
 
 
 @pytest.fixture(params=["s3", "gs"])

@@ -101,6 +101,7 @@ class StoreServer:
         latency: Seconds that pass before a request is looked at, as over a network.
         page: How many keys one answer to a list may have.
         ranges: Whether parts of objects can be had; otherwise it is always all of them.
+        conditions: Whether conditions of writes are honoured.
     """
 
     page = 1000
@@ -110,6 +111,7 @@ class StoreServer:
         self.log: list[Request] = []
         self.latency = 0.0
         self.ranges = True
+        self.conditions = True
         self.most_at_once = 0
         self._at_once = 0
         self._generation = 1000
@@ -148,7 +150,7 @@ class StoreServer:
             self._closing = threading.Event()
             self._faults.clear()
             self.log.clear()
-            self.latency, self.most_at_once, self.ranges = 0.0, 0, True
+            self.latency, self.most_at_once, self.ranges, self.conditions = 0.0, 0, True, True
 
     def fail(self, pattern: str, **how: object) -> Fault:
         """Adds a fault; see :class:`Fault` for the arguments."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from tests.object_stores.conftest import Store
 from tests.processes.harness import Process, run_processes
 
 import holdfast as hf
+from holdfast.engine.storage import object_store
 
 TREE = {"w": np.arange(1000, dtype=np.float32)}
 
@@ -92,32 +94,114 @@ def test_a_store_that_is_silent_for_a_while_is_no_other_run(store: Store) -> Non
     assert hf.verify(f"{store.url}/run").ok
 
 
-def test_two_threads_save_to_one_path(store: Store) -> None:
-    """What is loaded afterwards is of one of them, or there is nothing whole, and the next save puts that right.
+def saves(url: str, values: Sequence[int], **options: Any) -> dict[int, Any]:
+    """Saves several values to one path at once; returns of each the report or the error."""
+    outcomes: dict[int, Any] = {}
 
-    Without conditional writes, a save that is overtaken may take the commit of the other back.
-    """
+    def work(value: int) -> None:
+        try:
+            outcomes[value] = hf.save(url, {"w": np.full(5000, value)}, **options)
+        except hf.HoldfastError as error:
+            outcomes[value] = error
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in values]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes.keys() == set(values)
+    return outcomes
+
+
+@pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
+def test_several_threads_save_to_one_path(store: Store, old: bool) -> None:
+    """A save that reports success is there, unless a later one replaced it; the others fail."""
     for turn in range(4):
         url = f"{store.url}/{turn}"
-        outcomes: list[Any] = []
+        if old:
+            hf.save(url, {"w": np.full(5000, 9)})
+        outcomes = saves(url, range(3), overwrite=old)
+        failed = [value for value in outcomes if isinstance(outcomes[value], hf.HoldfastError)]
+        assert all(isinstance(outcomes[value], hf.StorageConflictError | hf.CheckpointExistsError) for value in failed)
+        [found] = set(hf.load(url)["w"].tolist())
+        assert found in set(range(3)) - set(failed)
+        assert old or len(failed) == 2
+        assert hf.verify(url).ok
+        hf.save(url, {"w": np.full(5000, 3)}, overwrite=True)
+        assert set(hf.load(url)["w"].tolist()) == {3}
+        folders = {key.split("/")[1] for key in store.stored(f"{turn}/")}
+        assert len(folders) == 2, "the record and one tree"
 
-        def work(value: int, url: str = url, outcomes: list[Any] = outcomes) -> None:
-            try:
-                outcomes.append(hf.save(url, {"w": np.full(5000, value)}))
-            except hf.HoldfastError as error:
-                outcomes.append(error)
 
-        threads = [threading.Thread(target=work, args=(value,)) for value in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(outcomes) == 3  # each of them is a report or an error of holdfast
+def test_a_store_without_conditions(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is loaded is of one save, or there is nothing whole, and the next save puts that right."""
+    monkeypatch.setattr(object_store, "_conditional", {})
+    s3.server.conditions = False
+    for turn in range(2):
+        url = f"{s3.url}/{turn}"
+        saves(url, range(3))
         with contextlib.suppress(hf.CheckpointNotFoundError, hf.DamagedCheckpointError):
             assert len(set(hf.load(url)["w"].tolist())) == 1
         hf.save(url, {"w": np.full(5000, 3)}, overwrite=True)
         assert set(hf.load(url)["w"].tolist()) == {3}
         assert hf.verify(url).ok
+    assert object_store._conditional == {s3.server.url: False}
+
+
+def test_each_service_is_asked_once(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "_conditional", {})
+    for number in range(2):
+        hf.save(f"{s3.url}/{number}", TREE)
+    asked = [one.what for one in s3.server.log if one.headers.get("if-none-match") and "partial" in one.what]
+    assert asked == [f"PUT /{s3.bucket}/0/checkpoint.partial"]
+    assert object_store._conditional == {s3.server.url: True}
+
+
+def held_back(store: Store, url: str, value: int) -> tuple[threading.Thread, list[Any], threading.Event]:
+    """Begins a save that waits with its record until the event is set; returns when it does."""
+    arrived, go_on = threading.Event(), threading.Event()
+    store.server.fail(r"(PUT|POST).*\bckpt/checkpoint\.json", act=arrived.set, after=go_on)
+    outcome: list[Any] = []
+    thread = threading.Thread(target=lambda: outcome.append(saves(url, [value], overwrite=True)[value]))
+    thread.start()
+    assert arrived.wait(20)
+    return thread, outcome, go_on
+
+
+@pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
+def test_a_save_is_overtaken_after_its_last_look(store: Store, old: bool) -> None:
+    """The record of the one that was overtaken arrives after that of the other, and is refused."""
+    url = f"{store.url}/ckpt"
+    if old:
+        hf.save(url, {"w": np.full(5000, 9)})
+    thread, outcome, go_on = held_back(store, url, 1)
+    hf.save(url, {"w": np.full(5000, 2)}, overwrite=True)
+    go_on.set()
+    thread.join()
+    assert isinstance(outcome[0], hf.StorageConflictError)
+    assert set(hf.load(url)["w"].tolist()) == {2}
+    assert hf.verify(url).ok
+    assert len({key.split("/")[1] for key in store.stored("ckpt/")}) == 2
+
+
+@pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
+def test_the_first_record_counts(store: Store, old: bool) -> None:
+    """Both saves are about to write their records: the first one succeeds, and nothing of it is removed."""
+    url = f"{store.url}/ckpt"
+    if old:
+        hf.save(url, {"w": np.full(5000, 9)})
+    first, first_outcome, first_goes_on = held_back(store, url, 1)
+    second, second_outcome, second_goes_on = held_back(store, url, 2)
+    first_goes_on.set()
+    first.join()
+    assert not isinstance(first_outcome[0], hf.HoldfastError)
+    assert set(hf.load(url)["w"].tolist()) == {1}
+    second_goes_on.set()
+    second.join()
+    assert isinstance(second_outcome[0], hf.StorageConflictError)
+    assert set(hf.load(url)["w"].tolist()) == {1}
+    assert hf.verify(url).ok
+    assert len({key.split("/")[1] for key in store.stored("ckpt/")}) == 2
 
 
 def test_taken_over_in_the_very_moment_of_the_commit(store: Store) -> None:

@@ -1,0 +1,51 @@
+"""A server that is not ours, ``rclone serve s3``: it ignores conditions, and sends ranges with the status 200."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.object_stores.test_remote import SCENARIOS
+
+import holdfast as hf
+from holdfast.engine.storage import as_location
+from holdfast.engine.storage.object_store import ObjectStoreBackend
+
+
+@pytest.mark.parametrize("name", ["save_and_load", "manager"])
+def test_the_same_as_on_a_disk(name: str, rclone: str, tmp_path: Path, assert_same: Callable[[Any, Any], None]) -> None:
+    assert_same(SCENARIOS[name](rclone), SCENARIOS[name](str(tmp_path)))
+
+
+def test_data_takes_the_short_way(rclone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither TensorStore's client nor reading an object as a whole is needed for data files."""
+    tree: dict[str, Any] = {
+        "w": np.arange(2_000_000, dtype=np.float32),
+        "small": {str(n): np.full(n, n) for n in range(50)},
+    }
+    slow: list[str] = []
+    for name in ("read_range", "_write"):
+        real = getattr(ObjectStoreBackend, name)
+
+        def noted(self: Any, key: str, argument: Any, real: Any = real) -> Any:
+            slow.append(key)
+            return real(self, key, argument)
+
+        monkeypatch.setattr(ObjectStoreBackend, name, noted)
+    layout = hf.Layout(chunk_bytes=1 << 20, segment_bytes=1 << 20, upload_bytes=2 << 20)
+    hf.save(f"{rclone}/ckpt", tree, layout=layout)
+    found: dict[str, Any] = hf.load(f"{rclone}/ckpt")
+    assert np.array_equal(found["w"], tree["w"])
+    assert [found["small"][str(n)].tolist() for n in range(50)] == [[n] * n for n in range(50)]
+    assert not [key for key in slow if "/d/" in key and not key.endswith("index")]
+    assert hf.verify(f"{rclone}/ckpt").ok
+
+
+def test_conditions_are_found_to_be_ignored(rclone: str) -> None:
+    place = as_location(f"{rclone}/object")
+    place.write_bytes(b"content")
+    assert not place.honours_conditions(b"content")
+    assert place.read_bytes() == b"content"
