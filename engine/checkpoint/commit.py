@@ -416,18 +416,19 @@ class PendingCheckpoint:
                 if PARTIAL in names or RECORD not in names:
                     return ours
                 paths -= _folders(read_record(self.location))
-            elif self._lost:  # to another copy into the same folders
-                paths -= _folders(read_record(self.location))
+            elif self._lost:  # perhaps to another copy into the same folders
+                with contextlib.suppress(CheckpointNotFoundError):
+                    paths -= _folders(read_record(self.location))
             for path in sorted(paths, key=len, reverse=True):
                 self._parts.remove(path, self._old if ours and not late and not self._lost else None)
             if not ours or late:
                 return ours
             if self.location.is_remote:
                 # Another save may be alive here; the marker names what is left of earlier ones.
-                if self._lost:
+                if self._lost and has_record(self.location):
                     sweep(self.location, self._parts)
                 elif not self._leftovers:
-                    if self._old is not None:
+                    if self._old is not None and not self._lost:
                         self._parts.repair(self._old)
                     (self.location / DELETED).remove()
                     (self.location / PARTIAL).remove()
