@@ -274,6 +274,7 @@ def main(arguments: list[str] | None = None) -> int:
         type=Path,
         help="where the server keeps its objects; /dev/shm if it exists, so that no disk counts",
     )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add every number to those in this file, if any")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -289,6 +290,8 @@ def main(arguments: list[str] | None = None) -> int:
     memory = Path("/dev/shm")
     directory = options.directory or (memory if memory.is_dir() else Path(tempfile.gettempdir()))
     found: dict[str, dict[str, list[float]]] = {name: {} for name in chosen}
+    if options.json and options.json.exists():
+        found |= json.loads(options.json.read_text())
     reserve = Reserve(2 * options.bytes)
     for number in range(options.rounds):
         first = number % len(chosen)
@@ -301,10 +304,13 @@ def main(arguments: list[str] | None = None) -> int:
                             found[name].setdefault(metric, []).append(value)
                         brief = ", ".join(f"{metric} {value:.4g}" for metric, value in measured.items())
                         print(f"round {number + 1} of {options.rounds}: {name}: {brief}", file=sys.stderr, flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+    rounds = min(len(values["save_seconds"]) for values in found.values())
     lay_out = markdown if options.markdown else aligned
     print(lay_out(table(found)))
     machine = ", ".join(f"{key} {value}" for key, value in describe_machine(directory).items())
-    print(f"\n{options.bytes / 1e9:.2f} GB, medians of {options.rounds}, processor seconds of the client.\n{machine}")
+    print(f"\n{options.bytes / 1e9:.2f} GB, medians of {rounds}, processor seconds of the client.\n{machine}")
     return 0
 
 
