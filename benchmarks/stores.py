@@ -294,7 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
         found |= json.loads(options.json.read_text())
     reserve = Reserve(2 * options.bytes)
     for number in range(options.rounds):
-        first = number % len(chosen)
+        first = len(found[chosen[0]].get("save_seconds", [])) % len(chosen)
         with tempfile.TemporaryDirectory(prefix="benchmark-", dir=directory) as folder:
             for operation in OPERATIONS:
                 with serve(Path(folder)) as url:

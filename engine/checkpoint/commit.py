@@ -88,26 +88,33 @@ def has_changed(location: Location, record: CheckpointRecord) -> bool:
         return False
 
 
-def write_record(
-    location: Location, record: CheckpointRecord, *, conditional: bool = False, old: bytes | None = None
-) -> bool:
-    """Write or replace the commit record, atomically and durably; return whether that was done.
-
-    With ``conditional`` it is done only while the record is ``old``, or missing if that is None.
-    """
+def write_record(location: Location, record: CheckpointRecord) -> None:
+    """Write or replace the commit record, atomically and durably."""
     content = record.encode()
-    try:
-        if conditional:
-            return (location / RECORD).write_bytes_if(content, old)
+    with _answered(location, content):
         (location / RECORD).write_bytes(content)
+
+
+def write_record_if(location: Location, record: CheckpointRecord, old: bytes | None) -> bool:
+    """Write the commit record only while it is ``old``, or missing if that is None; return whether that was done."""
+    content = record.encode()
+    with _answered(location, content):
+        return (location / RECORD).write_bytes_if(content, old)
+    return True
+
+
+@contextlib.contextmanager
+def _answered(location: Location, content: bytes) -> Iterator[None]:
+    """Suppress the error of a request without an answer that has written the record."""
+    try:
+        yield
     except StorageUnavailableError:
         if not location.is_remote:
             raise
         with contextlib.suppress(StorageError, DamagedCheckpointError):
             if (location / RECORD).read_bytes(limit=_RECORD_LIMIT) == content:
-                return True
+                return
         raise
-    return True
 
 
 class CommitParts:
@@ -295,7 +302,9 @@ class PendingCheckpoint:
         record = dataclasses.replace(record, replaced=tuple(sorted(_folders(self._old) - {*self.paths.values()})))
         self._stays = True  # from here on its data may be all that there is, also where a person interrupts
         try:
-            if not write_record(self.location, record, conditional=self._conditional, old=self._old_record):
+            if not self._conditional:
+                write_record(self.location, record)
+            elif not write_record_if(self.location, record, self._old_record):
                 self._stays, self._lost = False, True
                 raise self._lock.conflict()
             overtaken = not self._is_claimed()

@@ -1,0 +1,156 @@
+"""The short way of data files to S3: what it sends and accepts, and when it leaves the rest to TensorStore."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.object_stores.conftest import Store
+
+import holdfast as hf
+from holdfast.engine.storage import Location, Segment, as_location, object_store, s3_transfer, store_spec
+from holdfast.engine.storage.s3_transfer import Part, Patience, S3Transfer
+
+DATA = np.arange(200_000, dtype=np.uint32).view(np.uint8)
+PATIENT = Patience(30.0, 20.0, lambda: None)
+
+
+def parts() -> Iterator[Part]:
+    """Short and long parts."""
+    for start, end in ((0, 4), (4, 1000), (1000, 400_000), (400_000, 400_004), (400_004, DATA.size)):
+        yield DATA[start:end]
+
+
+def nothing() -> None:
+    pass
+
+
+def write(place: Location) -> None:
+    place.write_data(DATA.size, [Segment(0, DATA.size, parts)])
+
+
+@pytest.fixture
+def transfer(s3: Store) -> S3Transfer:
+    found = S3Transfer.open(store_spec("s3", s3.bucket))
+    assert found is not None
+    return found
+
+
+ENDPOINT = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+
+
+@pytest.mark.parametrize(
+    ("bucket", "environment", "usable"),
+    [
+        ("runs", ENDPOINT | CREDENTIALS, True),
+        ("runs", {"AWS_REGION": "eu-west-1"} | CREDENTIALS, True),
+        ("runs", ENDPOINT, False),
+        ("runs", CREDENTIALS, False),
+        ("my.runs", {"AWS_REGION": "eu-west-1"} | CREDENTIALS, False),
+        ("my.runs", ENDPOINT | CREDENTIALS, True),
+        ("runs", {"AWS_REGION": "cn-north-1"} | CREDENTIALS, False),
+        ("runs", ENDPOINT | CREDENTIALS | {"http_proxy": "http://127.0.0.1:8"}, False),
+        ("runs", ENDPOINT | CREDENTIALS | {"http_proxy": "http://127.0.0.1:8", "no_proxy": "127.0.0.1"}, True),
+        ("runs", {"AWS_ENDPOINT_URL": "ftp://127.0.0.1"} | CREDENTIALS, False),
+    ],
+    ids=["endpoint", "amazon", "~/.aws", "no region", "dot", "dot, endpoint", "china", "proxy", "no proxy", "ftp"],
+)
+def test_where_only_tensorstore_can_decide(
+    bucket: str, environment: dict[str, str], usable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ACCESS_KEY_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "https_proxy", "no_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert (S3Transfer.open(store_spec("s3", bucket)) is not None) == usable
+
+
+@pytest.mark.parametrize("key", ["a/b", "a b/größe", "+&=~'()*!@,;:$%41"])
+@pytest.mark.parametrize("token", [None, "of a role"])
+def test_there_and_back(
+    s3: Store, transfer: S3Transfer, key: str, token: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if token is not None:
+        monkeypatch.setenv("AWS_SESSION_TOKEN", token)
+    assert transfer.put(key, DATA.size, parts, PATIENT)
+    memory = np.zeros(100_000, np.uint8)
+    assert transfer.get(key, 5, memory, PATIENT, nothing)
+    assert np.array_equal(memory, DATA[5:100_005])
+    assert [one.headers.get("x-amz-security-token") for one in s3.server.log] == [token, token]
+    assert not transfer.get(key, DATA.size - 10, memory, PATIENT, nothing), "the object ends before the range"
+
+
+def test_what_changes_while_it_is_sent_is_refused(s3: Store, transfer: S3Transfer) -> None:
+    contents = iter((np.zeros(100, np.uint8), np.ones(100, np.uint8)))
+    assert not transfer.put("object", 100, lambda: iter([next(contents)]), PATIENT)
+    assert s3.stored() == []
+
+
+def test_a_connection_that_was_closed_meanwhile(s3: Store, transfer: S3Transfer) -> None:
+    assert transfer.put("object", DATA.size, parts, PATIENT)
+    for _, connection in transfer._idle:
+        connection.sock.shutdown(socket.SHUT_RDWR)
+    assert transfer.put("object", DATA.size, parts, PATIENT)
+    assert len(transfer._idle) == 1
+
+
+def test_an_error_with_the_status_of_success(s3: Store, transfer: S3Transfer) -> None:
+    body = s3.server.error(500, "InternalError").body
+    s3.server.fail("PUT", answer=type(s3.server.error(500, ""))(200, body))
+    assert not transfer.put("object", DATA.size, parts, PATIENT)
+
+
+def test_a_service_without_ranges(s3: Store) -> None:
+    """The first read finds that out, and the object is read once as a whole."""
+    place = as_location(f"{s3.url}/data")
+    write(place)
+    s3.server.ranges = False
+    with place.open_data(size=DATA.size) as reader:
+        for offset in (400, 100, 0):
+            assert np.array_equal(reader.read(offset, 50), DATA[offset : offset + 50])
+
+
+def test_after_failures_in_a_row_tensorstore_takes_over_for_a_while(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    refusing = [True]
+    monkeypatch.setattr("holdfast.engine.storage.s3_transfer.time.monotonic", lambda: now[0])
+    place = as_location(f"{s3.url}/data")
+    s3.server.fail("PUT", times=1000, when=lambda: refusing[0], answer=s3.server.error(501, "NotImplemented"))
+
+    def puts(others: bool) -> int:
+        before = len(s3.server.log)
+        refusing[0] = others
+        write(place)
+        return len(s3.server.log) - before
+
+    real: Any = object_store.ObjectStoreBackend._write
+
+    def slow(self: Any, key: str, content: list[bytes]) -> None:
+        refusing[0] = False
+        real(self, key, content)
+
+    monkeypatch.setattr(object_store.ObjectStoreBackend, "_write", slow)
+    assert [puts(others=True) for _ in range(6)] == [2, 2, 2, 2, 1, 1]
+    now[0] += s3_transfer._PAUSE + 1
+    monkeypatch.setattr(object_store.ObjectStoreBackend, "_write", None)
+    assert puts(others=False) == 1, "by the short way"
+    assert np.array_equal(np.frombuffer(place.read_bytes(), np.uint8), DATA)
+
+
+def test_parts_that_are_too_short(s3: Store) -> None:
+    with pytest.raises(ValueError, match="should have 500 bytes, but its parts have 100"):
+        as_location(f"{s3.url}/data").write_data(500, [Segment(0, 500, lambda: iter([DATA[:100]]))])
+    assert s3.stored() == []
+
+
+def test_a_load_does_not_copy(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf.save(f"{s3.url}/ckpt", {"w": DATA})
+    monkeypatch.setattr(object_store.ObjectReader, "_fetch", None)
+    assert np.array_equal(hf.load(f"{s3.url}/ckpt")["w"], DATA)
