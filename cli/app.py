@@ -18,6 +18,7 @@ Directory = Annotated[
     typer.Argument(metavar="DIR", help="A run, a directory of checkpoints, or one checkpoint: a path or URL."),
 ]
 Step = Annotated[int | None, typer.Argument(metavar="[STEP]", help="The step.", min=0)]
+Command = Annotated[list[str], typer.Argument(metavar="-- PROGRAM [ARGUMENT]...", help="The program to run.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Run = Annotated[str, typer.Argument(metavar="DIR", help="The directory of a run: a path or URL.")]
 Steps = Annotated[list[int], typer.Argument(metavar="STEP...", help="The steps.", min=0)]
@@ -69,6 +70,49 @@ def run(
     from .recipes import run_recipe
 
     return run_recipe(config, overrides or [], print_config=print_config, dry_run=dry_run)
+
+
+@app.command()
+def supervise(
+    command: Command,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", help="Restarts after crashes and hangs; preemptions are free.", min=0)
+    ] = 10,
+    pause: Annotated[
+        str, typer.Option("--pause", help="Before a restart; doubles with every crash without progress.")
+    ] = "1s",
+    longest_pause: Annotated[str, typer.Option("--longest-pause", help="The pause does not grow beyond this.")] = "5m",
+    hang_timeout: Annotated[
+        str | None, typer.Option("--hang-timeout", help="Restart if there is no step within so long, such as 10m.")
+    ] = None,
+    start_timeout: Annotated[
+        str, typer.Option("--start-timeout", help="With --hang-timeout: how long the first step may take.")
+    ] = "1h",
+    grace: Annotated[
+        str, typer.Option("--grace", help="The time between SIGTERM and SIGKILL; slower saves are reported.")
+    ] = "30s",
+    events: Annotated[str | None, typer.Option("--events", metavar="FILE", help="Append the events to a file.")] = None,
+) -> int:
+    """Run a program, and start it again after a preemption, a crash or a hang.
+
+    Write the program after two dashes: holdfast supervise -- python train.py. The run's own events decide whether it
+    has finished or was preempted; SIGTERM and other signals are passed on. Every event is a line of JSON on standard
+    error. Exit status: that of the program; 75 after a preemption of the supervisor itself; 93 if 3 restarts in a row
+    bring no new checkpoint.
+    """
+    from pathlib import Path
+
+    from ..engine.clock import seconds
+    from .supervise import RestartPolicy, Watch
+    from .supervise import supervise as run_supervised
+
+    policy = RestartPolicy(max_restarts, seconds(pause, name="--pause"), seconds(longest_pause, name="--longest-pause"))
+    watch = Watch(
+        None if hang_timeout is None else seconds(hang_timeout, name="--hang-timeout"),
+        seconds(start_timeout, name="--start-timeout"),
+        seconds(grace, name="--grace"),
+    )
+    return run_supervised(command, policy, watch, None if events is None else Path(events))
 
 
 @app.command()

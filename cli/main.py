@@ -18,8 +18,9 @@ _TRACEBACK = "--traceback"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with its arguments, by default those of the process, and return the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    with_traceback = _TRACEBACK in arguments
-    arguments = [argument for argument in arguments if argument != _TRACEBACK]
+    own = arguments.index("--") if "--" in arguments else len(arguments)  # what follows belongs to another program
+    with_traceback = _TRACEBACK in arguments[:own]
+    arguments = [argument for argument in arguments[:own] if argument != _TRACEBACK] + arguments[own:]
     try:
         from .app import app
 

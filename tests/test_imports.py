@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_package", "_graph", "_components"),
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
-POLICIES = ("metrics", "retention", "triggers")  # of the manager: pure functions of a list of steps
+POLICIES = ("metrics", "retention", "decisions")  # of the manager: pure functions of a list of steps
 FRAMEWORKS = {"jax", "jaxlib", "torch", "flax", "optax", "lightning", "pytorch_lightning", "tensorstore"}
 
 
@@ -182,5 +182,5 @@ def test_rooms_are_entered_by_the_front() -> None:
 
 def test_imports_are_found() -> None:
     found = set(imports(ROOT / "engine" / "manager" / "manager.py"))
-    assert {"holdfast.engine.checkpoint.Save", "holdfast.engine.manager.triggers.Decision", "logging"} <= found
+    assert {"holdfast.engine.checkpoint.Save", "holdfast.engine.manager.decisions.Decision", "logging"} <= found
     assert "holdfast.engine.manager.CheckpointManager" in set(imports(ROOT / "engine" / "_package.py"))

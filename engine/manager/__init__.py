@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .copying import CopyReport, copy_checkpoint
+from .decisions import Decision, EverySeconds, EverySteps, Moment, OnBest, Trigger, decide
 from .directory import (
     StepEntry,
     list_steps,
@@ -13,6 +14,7 @@ from .directory import (
     stored_metadata,
     stored_options,
 )
+from .events import BEAT, DRILL, EVENTS, STACKS, SUPERVISOR, append_line, reached, read_events, run_location
 from .manager import CheckpointManager, Restored
 from .metrics import Metric, Mode, better, metric_name, metric_value, plain_metrics
 from .mirror import MirrorStatus
@@ -41,4 +43,3 @@ from .retention import (
     best,
     reasons,
 )
-from .triggers import Decision, EverySeconds, EverySteps, Moment, OnBest, Trigger, decide

@@ -44,6 +44,7 @@ from ..errors import (
 )
 from ..format import PARTIAL, RECORD, CheckpointRecord, decode_document, encode_document
 from ..storage import Entry, Location, SaveLock, as_location, is_unreadable, max_concurrency, parallel_map
+from .events import EVENTS, ROTATED
 from .index import FEWEST, INDEX, RecordIndex
 from .late_metrics import LATE, LateMetrics, remove_late, with_late, write_late
 from .metrics import metric_name, plain_metrics
@@ -329,7 +330,7 @@ class RunDirectory:
 
     def _check_unclaimed(self, names: frozenset[str]) -> None:
         """Refuse to begin a run beside steps that it does not resume from."""
-        if names - {OWNER, OPTIONS, INDEX, _METADATA, LATE}:
+        if names - {OWNER, OPTIONS, INDEX, _METADATA, LATE, EVENTS, ROTATED}:
             # Imported by its name, and only here: the lister of all formats lies above this room.
             sources = importlib.import_module("..sources", __package__)
             sources.check_unclaimed(self.location, self._series, begun=OWNER in names)

@@ -33,15 +33,15 @@ from ..errors import (
 )
 from ..format import CheckpointRecord, ItemRecord
 from ..handlers import PyTreeCheckpointHandler, has_structure, item_structure, restore_item
-from ..storage import Location, as_location
-from .decisions import Rollback, SaveDecisions
+from ..storage import Location
+from .decisions import Decision, EverySteps, Rollback, SaveDecisions
 from .directory import RunDirectory, check_json, stored_metadata
 from .directory import record_metrics as add_metrics
+from .events import RunEvents, reached, run_location, watched_options
 from .metrics import plain_metrics
 from .mirror import MirrorStatus, RunMirror
 from .options import CheckpointManagerOptions
 from .retention import StepInfo, best, newest_with
-from .triggers import Decision, EverySteps
 
 _logger = logging.getLogger("holdfast")
 
@@ -85,6 +85,7 @@ class CheckpointManager:
     Attributes:
         directory: Where the checkpoints are.
         options: When to save and what to keep.
+        events: The events of the run, which go into ``events.jsonl`` in its directory.
 
     Raises:
         CheckpointExistsError: The directory holds checkpoints of another library, or of another ``step_prefix``, and
@@ -110,8 +111,8 @@ class CheckpointManager:
         clock: Clock | None = None,
         coordinator: Coordinator | None = None,
     ) -> None:
-        self.directory: Location = as_location(directory)
-        self.options = options or CheckpointManagerOptions()
+        self.options = watched_options(options or CheckpointManagerOptions())
+        self.directory: Location = run_location(directory, read_only=self.options.read_only)
         self._items = _ItemSet(checkpointers, self.options.item_intervals)
         self._metadata = None if metadata is None else dict(metadata)
         self._clock = clock or SystemClock()
@@ -122,6 +123,7 @@ class CheckpointManager:
         self._run = RunDirectory(
             self.directory, self.options, self._clock, self._background.join, writes=self._processes.is_primary
         )
+        self.events = RunEvents(self.directory, self._clock, self._processes.index)
         self._listeners: list[Callable[[SaveReport], None]] = []
         self._pending: _PendingSave | None = None  # the save that is under way
         self._acquired = False
@@ -396,7 +398,7 @@ class CheckpointManager:
                 _logger.warning("%s: going back to step %d, the newest whole checkpoint", self.directory, step)
             for damaged, one in skipped:
                 self._run.condemn(damaged, one.what, unreadable=one.unreadable)
-            self._goes_on_from(step)
+            self._goes_on_from(step, skipped={damaged: one.what for damaged, one in skipped})
             return Restored(step, found, tuple((damaged, one.what) for damaged, one in skipped))
         if skipped:
             raise NoWholeCheckpointError(
@@ -430,7 +432,11 @@ class CheckpointManager:
         self._rollback.warn(later)
         return later
 
-    def _goes_on_from(self, step: int) -> list[int]:
+    def _goes_on_from(self, step: int, *, skipped: Mapping[int, str] | None = None) -> list[int]:
+        self.events.write(
+            "restored", step=step, skipped=[{"step": n, "damage": what} for n, what in (skipped or {}).items()]
+        )
+        reached("restored", step)
         self._decisions.restored(step)
         return self._rollback.restored(step)
 
@@ -472,6 +478,7 @@ class CheckpointManager:
             step: The number of optimizer updates done.
             metrics: The metrics of this step, for ``save_on_best``.
         """
+        reached("step", step)
         pending = self._pending
         in_flight = pending is not None and pending.step == step
         saved = in_flight or (step in self._run and not self._rollback.replaces(step))
@@ -521,6 +528,8 @@ class CheckpointManager:
         if not decision.save:
             return False
         self.acquire()
+        if force:
+            reached("step", step)  # as far as nothing was asked of this step before
         self._background.join()
         with self._changing:
             self._background.join()  # of another thread that has saved meanwhile
@@ -576,10 +585,12 @@ class CheckpointManager:
     def _complete(self, pending: _PendingSave, save: Save) -> None:
         """Write and commit a save, then delete what no rule keeps and call the listeners."""
         step = pending.step
+        reached("saving", step)
         try:
             done = save.complete()
-        except BaseException:
+        except BaseException as error:
             self._ended(pending, failed=True)
+            self.events.write("save_failed", step=step, error=f"{type(error).__name__}: {error}")
             raise
         if done is None:  # an interrupt came before this thread, and has ended the save
             return
@@ -589,6 +600,15 @@ class CheckpointManager:
         self._rollback.saved(step)
         self._ended(pending, failed=False)
         _logger.info("%s", report)
+        self.events.write(
+            "saved",
+            step=step,
+            reason=report.reason,
+            bytes=report.bytes,
+            blocked_seconds=round(report.blocked_seconds, 6),
+            total_seconds=round(report.total_seconds, 6),
+        )
+        reached("committed", step)
         try:
             self._run.collect()
             self._notify_mirror()
@@ -608,6 +628,7 @@ class CheckpointManager:
     def _record(self, pending: _PendingSave, items: Mapping[str, ItemRecord], reason: str) -> CheckpointRecord:
         """Make the commit record, at the last moment: the right to write is checked here."""
         self._run.ownership.check()
+        reached("commit", pending.step)
         return CheckpointRecord(
             items=items,
             time=self._clock.now(),
@@ -761,6 +782,7 @@ class CheckpointManager:
             if not self._processes.is_primary:
                 self._run.reload()
             self._acquired = True
+            self.events.begin(self.latest_step())
             if self._mirror is not None and self._processes.is_primary:
                 self._mirror.start()
 

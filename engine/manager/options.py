@@ -18,6 +18,7 @@ from ..checkpoint import Place
 from ..clock import Duration, Rate, bytes_per_second, seconds
 from ..errors import InvalidLocationError, OptionError, UnknownArgumentError
 from ..storage import as_location
+from .decisions import EverySeconds, EverySteps, OnBest, Trigger
 from .retention import (
     KeepAll,
     KeepBest,
@@ -30,7 +31,6 @@ from .retention import (
     KeepWithoutMetrics,
     Rule,
 )
-from .triggers import EverySeconds, EverySteps, OnBest, Trigger
 
 _OTHER_NAMES: Mapping[str, str] = {
     # of Lightning's ModelCheckpoint

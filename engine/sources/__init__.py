@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .comparison import LeafDifference, compare_checkpoints
 from .discovery import (
     StepList,
     check_unclaimed,

@@ -11,6 +11,7 @@ import torch
 
 from ...engine.checkpoint import Place
 from ...engine.errors import HoldfastError, OptionError
+from ...engine.manager import reached
 from ...engine.sources import Weights, load_weights
 from ..loop import (
     PREEMPTED,
@@ -35,7 +36,7 @@ from .io import (
 from .published import Published
 from .saver import FitSaver
 from .slurm import requeue, take_over_requeue
-from .stopping import Signals, leave
+from .stopping import Preempted, Signals, leave
 from .store import RunStore
 from .strategies import check_strategy
 from .trees import POSITION
@@ -264,6 +265,7 @@ class CheckpointCallback(ResumingCallback):
 
     def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Leave a validation that would outlast the time that a preempted process has."""
+        reached("validation", trainer.global_step)
         if self._saver is None or trainer.sanity_checking:
             self._leave_evaluation(trainer)
         else:
@@ -366,6 +368,7 @@ class CheckpointCallback(ResumingCallback):
             signals.end(error)
         saver, self._saver = self._saver, None
         evaluation, self._evaluation = self._evaluation, None
+        has_begun = self._store.is_open
         if saver is None:
             if evaluation is not None:
                 evaluation.end(orderly=orderly)
@@ -378,6 +381,10 @@ class CheckpointCallback(ResumingCallback):
             if orderly:
                 self._store.part()
             self._announce(trainer)
+        if has_begun and saver.has_started:
+            ended = "preempted" if isinstance(error, Preempted) else "failed" if error is not None else "finished"
+            facts = {"error": f"{type(error).__name__}: {error}"[:1000]} if ended == "failed" else {}
+            self._store.manager.events.write(ended, step=trainer.global_step, **facts)
 
     def _announce(self, trainer: Any) -> None:
         """Inform loggers about committed checkpoints, from the trainer's thread."""

@@ -11,6 +11,7 @@ import torch
 
 from ...engine.clock import seconds
 from ...engine.errors import SaveFailedError, StateError
+from ...engine.manager import reached
 from ..loop import PreemptionSignal, Stop, announce
 from .arguments import CallbackArguments
 from .copies import Copies
@@ -68,6 +69,11 @@ class FitSaver:
         self._begun = False
         self._metrics: Mapping[str, Any] = {}  # at the point that the run resumes from
         self._has_waited = False
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the ``fit`` has come to training, or found that there was nothing left to do."""
+        return self._begun or self._resumed
 
     def begin(self) -> None:
         """Check that training starts from the checkpoint that the directory holds.
@@ -135,6 +141,7 @@ class FitSaver:
 
     def _after_batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         original(fetcher)
+        reached("batch", self._trainer.global_step)
         self._before_validation.drop()
         step, stop = self._trainer.global_step, self._stop.after_batch()
         if step == self._seen and not stop:

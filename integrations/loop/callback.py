@@ -17,7 +17,7 @@ from ...engine.clock import seconds
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import StateError
 from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHandler
-from ...engine.manager import CheckpointManager
+from ...engine.manager import CheckpointManager, reached
 from ..options import documents, takes
 from .announce import announce
 from .extras import check_extras, missing_extras
@@ -162,7 +162,12 @@ class CheckpointCallback:
 
     @property
     def preempted(self) -> bool:
-        """Whether one of the signals has arrived. It costs next to nothing, so evaluation loops may ask it as well."""
+        """Whether one of the signals has arrived.
+
+        It costs next to nothing, so evaluation loops may ask it as well: a supervisor that watches for hangs then sees
+        that the program is alive.
+        """
+        reached("validation", self._saver.step)
         return self._preemption.received
 
     @property
@@ -176,7 +181,7 @@ class CheckpointCallback:
 
         Otherwise it is 0. Ask for it after the ``with`` block, when the last step is saved.
         """
-        return PREEMPTED if self.preempted else 0
+        return PREEMPTED if self._preemption.received else 0
 
     @overload
     def restore_or_initialize(self, state: Live, *, like: Any = None, **extras: Any) -> tuple[Live, int]: ...
@@ -297,6 +302,7 @@ class CheckpointCallback:
         """
         check_metrics(metrics)
         step = operator.index(step)
+        reached("validation", step)
         if self._saver.record(step, metrics):
             return StepOutcome(False, f"metrics recorded with step {step}", self._should_stop)
         decision = self._saver.reconsider(step, metrics)
@@ -316,11 +322,11 @@ class CheckpointCallback:
         if self._closed:
             return
         self._closed = True
-        if self._saver.step is None and self._restored is not None and not self.preempted:
+        if self._saver.step is None and self._restored is not None and not self._preemption.received:
             self._announce("nothing left to do after step %d in %s", self._restored, self._manager.directory)
         try:
             # Of several processes perhaps only one has received the signal after the last step.
-            preempted = self.preempted and self._stop is None
+            preempted = self._preemption.received and self._stop is None
             if not self._saver.is_saved and (self._options.save_at_end or preempted):
                 self._saver.save_at_end()
         finally:
@@ -328,6 +334,9 @@ class CheckpointCallback:
                 self._manager.close()
             finally:
                 self._end(orderly=True)
+        if self._begun and not self._should_stop:
+            last = self._restored if self._saver.step is None else self._saver.step
+            self._manager.events.write("preempted" if self._preemption.received else "finished", step=last)
 
     def __enter__(self) -> Self:
         self._preemption.install()
@@ -340,6 +349,8 @@ class CheckpointCallback:
             self.close()
             return
         self._closed = True
+        if self._begun:
+            self._manager.events.write("failed", error=f"{type(error).__name__}: {error}"[:1000])
         try:
             self._manager.finish_mirror(WITHOUT_GRACE)
             self._manager.close()
@@ -416,5 +427,6 @@ class CheckpointCallback:
         grace = self._options.grace_secs
         self._manager.finish_mirror(self._preemption.seconds_left(None if grace is None else seconds(grace)))
         self._should_stop = True
+        self._manager.events.write("preempted", step=self._saver.step)
         self._announce("preempted: step %d is saved in %s; stopping", self._saver.step, self._manager.directory)
         return StepOutcome(save, "preempted", should_stop=True)

@@ -1,0 +1,255 @@
+"""Another program as a child: started, watched, sent signals, and ended with everything that it has started.
+
+The child is told by its environment that it is supervised. Its callbacks and managers then write their events and
+heartbeats into a folder (``engine/manager/events.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+from ..engine.manager import BEAT, EVENTS, STACKS, SUPERVISOR, read_events
+
+FORWARDED = tuple(
+    getattr(signal, name)
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)  # not all systems have all of them
+)
+_TICK = 0.25  # seconds between two looks at the child's events and heartbeats
+_BETWEEN_STACKS = 5.0  # seconds
+_SUBREAPER, _DEATH_SIGNAL = 36, 1  # options of prctl(2)
+
+
+class Signals:
+    """The signals that this process forwards, from entering to leaving the context; sleeping ends when one arrives."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []  # in the order of arrival; the caller removes what it has dealt with
+        self._previous: dict[int, Any] = {}
+        self._sockets = socket.socketpair()
+
+    def __enter__(self) -> Self:
+        read, write = self._sockets
+        read.setblocking(False)
+        write.setblocking(False)
+        for number in FORWARDED:
+            self._previous[number] = signal.signal(number, self._note)
+        self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, _ignore)
+        self._wakeup = signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._wakeup)
+        for number, previous in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        for one in self._sockets:
+            one.close()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+
+    def sleep(self, seconds: float) -> None:
+        """Wait, but not longer than until a signal arrives or a child ends."""
+        read = self._sockets[0]
+        if select.select([read], [], [], max(0.0, seconds))[0]:
+            with contextlib.suppress(BlockingIOError):
+                read.recv(4096)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Handle a signal only in order to be woken by it."""
+
+
+class Program:
+    """One start of a command, in a process group of its own.
+
+    What the command starts becomes a child of this process when its parent dies (on Linux), so that nothing outlives
+    :meth:`sweep`: the workers of torchrun, which have sessions of their own, among others. Where this process dies,
+    the command gets SIGTERM.
+
+    Args:
+        command: The program and its arguments.
+        folder: Where the program leaves its events and heartbeats; a new one for every start.
+        signals: The signals to forward, already caught.
+        environment: Variables for the program beside those of this process.
+
+    Raises:
+        OSError: The program cannot be started.
+    """
+
+    def __init__(
+        self, command: Sequence[str], folder: Path, signals: Signals, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._folder = folder
+        self._signals = signals
+        self._offset = 0
+        self._others = {*_children(os.getpid())}  # of this process, which are not the program's
+        self.began = time.monotonic()
+        self.forwarded: list[int] = []
+        _prctl(_SUBREAPER, 1)
+        parent = os.getpid()
+
+        def die_with_parent() -> None:  # this process has one thread, so that it may run code after a fork
+            _prctl(_DEATH_SIGNAL, signal.SIGTERM)
+            if os.getppid() != parent:
+                os._exit(128 + signal.SIGTERM)
+
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._process = subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONFAULTHANDLER": "1", **(environment or {}), SUPERVISOR: str(folder)},
+            stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,  # not of this group
+            process_group=0,
+            preexec_fn=die_with_parent if sys.platform == "linux" else None,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def new_events(self) -> list[dict[str, Any]]:
+        """Return the events that the program has written since the last call."""
+        found, self._offset = read_events(self._folder / EVENTS, self._offset)
+        return found
+
+    def wait(self, look: Callable[[], bool], limit: float | None = None) -> int | None:
+        """Forward signals until the program has ended; return its status as ``subprocess`` has it.
+
+        Args:
+            look: Called every fraction of a second; returns whether to wait no longer.
+            limit: Seconds after which to wait no longer.
+
+        Returns:
+            The status, or None if the program is still running.
+        """
+        until = None if limit is None else time.monotonic() + limit
+        while (status := self._process.poll()) is None:
+            while self._signals.received:
+                number = self._signals.received.pop(0)
+                self.forwarded.append(number)
+                self.send(number)
+            if look() or (until is not None and time.monotonic() >= until):
+                return self._process.poll()
+            self._signals.sleep(_TICK if until is None else min(_TICK, until - time.monotonic()))
+        return status
+
+    def send(self, number: int) -> None:
+        """Send a signal to the command itself, which passes it on to what it has started if that is its way."""
+        self._process.send_signal(number)
+
+    def last_sign(self) -> tuple[float, int]:
+        """Return when the program last showed that it makes progress (monotonic clock), and its step; -1 for none."""
+        beats = []
+        for path in self._folder.glob("heartbeat.*"):
+            content = path.read_bytes()
+            if len(content) == BEAT.size:
+                beats.append(BEAT.unpack(content))
+        return max((when for when, _ in beats), default=self.began), max((step for _, step in beats), default=-1)
+
+    def end_after_hang(self, grace: float) -> int:
+        """Have the program print the stacks of its threads, twice; end it, and return its status."""
+        alive = {self.pid, *_descendants(self.pid)}
+        asked = [pid for path in self._folder.glob("stacks.*") if (pid := int(path.suffix[1:])) in alive]
+        for _ in range(2):
+            for pid in asked:
+                _kill(pid, STACKS)
+            status = self.wait(lambda: False, _BETWEEN_STACKS if asked else 0.0)
+            if status is not None:
+                return status
+        if not asked:  # faulthandler prints the stacks, and the process ends
+            self.send(signal.SIGABRT)
+            self.wait(lambda: False, 1.0)
+        return self.end(grace)
+
+    def end(self, grace: float) -> int:
+        """End the program: SIGTERM, and SIGKILL to all of its processes if it is still there after some seconds."""
+        status = self._process.poll()
+        if status is not None:
+            return status
+        self.send(signal.SIGTERM)
+        status = self.wait(lambda: False, grace)
+        if status is None:
+            for pid in _descendants(self.pid):
+                _kill(pid, signal.SIGKILL)
+            self._process.kill()
+            status = self._process.wait()
+        return status
+
+    def sweep(self, grace: float) -> list[int]:
+        """End what the program has left running, so that the next start finds the devices and the directory free."""
+        left = [pid for pid in _children(os.getpid()) if pid not in self._others and pid != self.pid]
+        for number, limit in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
+            for pid in left:
+                _kill(pid, number)
+            until = time.monotonic() + limit
+            while self._reap() and time.monotonic() < until:
+                self._signals.sleep(0.05)
+        return left
+
+    def _reap(self) -> list[int]:
+        """Return the processes that are left, after those that have ended are removed."""
+        left = [pid for pid in _children(os.getpid()) if pid not in self._others and pid != self.pid]
+        for pid in left:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        return [pid for pid in left if pid in _children(os.getpid())]
+
+
+def shell_status(returncode: int) -> int:
+    """Return a status of ``subprocess`` as shells report it: 137 for a process that SIGKILL has ended."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def _kill(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    """Yield the processes of this system with their parents; nothing where there is no ``/proc``."""
+    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
+        if name.isdecimal():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                stat = Path("/proc", name, "stat").read_bytes()
+                yield int(name), int(stat[stat.rindex(b")") + 2 :].split()[1])
+
+
+def _children(pid: int) -> list[int]:
+    return [child for child, parent in _parents() if parent == pid]
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the processes below one."""
+    below: dict[int, list[int]] = {}
+    for child, parent in _parents():
+        below.setdefault(parent, []).append(child)
+    found = list(below.get(pid, ()))
+    for one in found:
+        found += below.get(one, ())
+    return found
+
+
+def _load_prctl() -> Callable[[int, int], None]:
+    if sys.platform != "linux":
+        return lambda *_: None
+    try:
+        prctl = ctypes.CDLL(None).prctl
+    except (OSError, AttributeError):
+        return lambda *_: None
+    return lambda option, value: prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+
+
+_prctl = _load_prctl()

@@ -1,0 +1,305 @@
+"""``holdfast supervise`` starts a program again until its run has finished.
+
+What counts is the run's own record: whether it has finished or was preempted, and its newest step. The status of the
+program comes second, because torchrun turns every status into 1, and some trainers end with 0 after SIGTERM.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..engine.errors import HoldfastError, OptionError
+from ..engine.manager import append_line, list_steps, newest_step
+from ..engine.storage import as_location
+from .program import Program, Signals, shell_status
+from .status import BAD_USAGE, FAILED, NO_PROGRESS, PREEMPTED
+
+STALLED = 3  # restarts in a row without a new checkpoint, after which the supervisor gives up
+
+Kind = Literal["finished", "preempted", "crashed", "hung", "misused"]
+
+_PREEMPTED = (PREEMPTED, 128 + signal.SIGTERM, -signal.SIGTERM)
+_ENDS = ("preempted", "finished", "failed")
+
+
+# ---- what a start of the program has come to, and what follows from it: pure functions
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """What the runs of one start of the program have reported: the last word of each, and their newest steps."""
+
+    states: dict[tuple[str, int], str] = field(default_factory=dict)  # by directory and process
+    newest: dict[str, int] = field(default_factory=dict)  # when the run took its directory; -1 for no step
+
+    def add(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Take note of events."""
+        for event in events:
+            place, name = str(event.get("directory", "")), event["event"]
+            if name == "started":
+                newest = event.get("newest")
+                self.newest.setdefault(place, newest if isinstance(newest, int) else -1)
+            if name == "started" or name in _ENDS:
+                self.states[place, int(event.get("process", 0))] = name
+
+    @property
+    def state(self) -> str | None:
+        """``preempted``, ``finished`` if all have, ``unfinished``, or None if the program has reported nothing."""
+        states = set(self.states.values())
+        if not states:
+            return None
+        return "preempted" if "preempted" in states else "finished" if states == {"finished"} else "unfinished"
+
+
+def kind_of(returncode: int, state: str | None, *, hung: bool, asked: bool) -> Kind:
+    """Return how a start of the program has ended.
+
+    Args:
+        returncode: The status of the program, as ``subprocess`` has it.
+        state: The state of the :class:`RunRecord`.
+        hung: Whether the supervisor has ended the program, as it made no progress.
+        asked: Whether the supervisor has forwarded a signal.
+    """
+    if hung:
+        return "hung"
+    if state in ("preempted", "finished"):
+        return "preempted" if state == "preempted" else "finished"
+    if returncode in _PREEMPTED or (asked and (returncode == 0 or returncode < 0)):
+        return "preempted"
+    if returncode == 0:
+        return "finished"
+    return "misused" if returncode == BAD_USAGE and state is None else "crashed"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How one start of the program has ended."""
+
+    kind: Kind
+    returncode: int
+    progress: bool | None  # whether it has committed a step beyond all earlier ones; None if that is not known
+    asked: bool = False  # whether the supervisor was asked to end
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """When to start the program again."""
+
+    max_restarts: int = 10  # after crashes and hangs; preemptions are free
+    pause: float = 1.0  # seconds before the first restart; doubles with every crash without progress in between
+    longest_pause: float = 300.0
+
+    def decide(self, starts: Sequence[Start]) -> Verdict:
+        """Return what to do after the last of some starts."""
+        last = starts[-1]
+        status = shell_status(last.returncode)
+        if last.kind == "finished":
+            why = "the run has finished" + (f", and then the program ended with {status}" if status else "")
+            return Verdict("end", why, status)
+        if last.asked:
+            if last.kind == "preempted":
+                return Verdict("end", "preempted", status if last.returncode in _PREEMPTED else PREEMPTED)
+            return Verdict("end", f"the program {last.kind} after a signal", status or FAILED)
+        if last.kind == "misused":
+            return Verdict("end", "status 2: the program was called wrongly, and a restart will not help", status)
+        stalled = 0
+        for start in reversed(starts[1:]):
+            if start.progress:
+                break
+            stalled += start.progress is False
+        if stalled >= STALLED:
+            return Verdict("end", f"no new checkpoint in {stalled} restarts in a row", NO_PROGRESS)
+        crashes = sum(start.kind in ("crashed", "hung") for start in starts)
+        if last.kind != "preempted" and crashes > self.max_restarts:
+            return Verdict("end", f"--max-restarts={self.max_restarts} are used up", status or FAILED)
+        in_a_row = 0
+        for start in reversed(starts):
+            if start.kind == "preempted" or (start.progress and in_a_row):
+                break
+            in_a_row += 1
+        pause = min(self.pause * 2 ** min(max(0, in_a_row - 1), 40), self.longest_pause)
+        how = (
+            f"{last.kind}, {crashes} of {self.max_restarts} restarts used" if last.kind != "preempted" else "preempted"
+        )
+        return Verdict("restart", how, pause=pause)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What to do next."""
+
+    action: Literal["end", "restart"]
+    why: str
+    status: int = 0  # to end with
+    pause: float = 0.0  # seconds to wait before the restart
+
+
+# ---- the supervisor
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What to look at while the program runs, in seconds."""
+
+    hang: float | None = None  # the longest time between two signs of progress, after the first step
+    start: float = 3600.0  # the longest time until the first step, which compiles
+    grace: float = 30.0  # between SIGTERM and SIGKILL
+
+
+class _Log:
+    """One line of JSON for each event: on standard error, and in a file."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def __call__(self, event: str, **facts: Any) -> None:
+        line = json.dumps({"event": event, "time": round(time.time(), 3), **facts})
+        print(line, file=sys.stderr, flush=True)
+        if self._path is not None:
+            try:
+                append_line(self._path, line)
+            except OSError as error:
+                print(f"holdfast: {self._path}: {error}", file=sys.stderr, flush=True)
+                self._path = None
+
+
+def supervise(command: Sequence[str], policy: RestartPolicy, watch: Watch, events: Path | None = None) -> int:
+    """Run a command until its run has finished, and return the exit status.
+
+    Args:
+        command: The program and its arguments.
+        policy: When to start it again.
+        watch: When it hangs.
+        events: A file that the events are appended to.
+
+    Raises:
+        OptionError: The program cannot be started.
+    """
+    log = _Log(events)
+    starts: list[Start] = []
+    newest: dict[str, int] = {}
+    with Signals() as signals, tempfile.TemporaryDirectory(prefix="holdfast-supervise-") as temporary:
+        while True:
+            folder = Path(temporary, str(len(starts)))
+            folder.mkdir()
+            start = _start(command, folder, signals, watch, log, len(starts), newest)
+            starts.append(start)
+            verdict = policy.decide(starts)
+            if verdict.action == "restart":
+                log("restarting", why=verdict.why, pause_seconds=verdict.pause, start=len(starts))
+                until = time.monotonic() + verdict.pause
+                while not signals.received and (left := until - time.monotonic()) > 0:
+                    signals.sleep(left)
+                if not signals.received:
+                    continue
+                names = [signal.Signals(number).name for number in signals.received]
+                preempted = start.kind == "preempted"
+                status = PREEMPTED if preempted else shell_status(start.returncode) or FAILED
+                verdict = Verdict("end", f"{' and '.join(names)} before the restart", status)
+            log("ended", why=verdict.why, status=verdict.status, starts=len(starts))
+            return verdict.status
+
+
+def _start(
+    command: Sequence[str],
+    folder: Path,
+    signals: Signals,
+    watch: Watch,
+    log: _Log,
+    number: int,
+    newest: dict[str, int],
+) -> Start:
+    try:
+        program = Program(command, folder, signals)
+    except OSError as error:
+        raise OptionError(f"cannot start {command[0]}: {error.strerror or error}") from error
+    log("started", command=list(command), pid=program.pid, start=number)
+    record, saves = RunRecord(), SlowSaves(watch.grace, log)
+    forwarded = 0
+
+    def look() -> bool:
+        nonlocal forwarded
+        for one in program.forwarded[forwarded:]:
+            log("forwarded", signal=signal.Signals(one).name)
+        forwarded = len(program.forwarded)
+        _take(program.new_events(), record, saves)
+        return watch.hang is not None and _overdue(program, watch) is not None
+
+    returncode = program.wait(look)
+    hung = returncode is None
+    if returncode is None:
+        why = _overdue(program, watch)
+        log("hangs", why=why, step=program.last_sign()[1])
+        returncode = program.end_after_hang(watch.grace)
+    look()
+    left = program.sweep(min(watch.grace, 5.0))
+    for place, step in record.newest.items():
+        newest.setdefault(place, step)
+    progress = _progress(newest)
+    asked = bool(program.forwarded)
+    kind = kind_of(returncode, record.state, hung=hung, asked=asked)
+    steps = {place: step for place, step in newest.items() if step >= 0}
+    extra = {"left_running": left} if left else {}
+    log(
+        kind, status=shell_status(returncode), seconds=round(time.monotonic() - program.began, 3), newest=steps, **extra
+    )
+    return Start(kind, returncode, progress, asked)
+
+
+def _take(events: list[dict[str, Any]], record: RunRecord, saves: SlowSaves) -> None:
+    record.add(events)
+    for event in events:
+        saves.note(event)
+
+
+def _overdue(program: Program, watch: Watch) -> str | None:
+    """Return why the program hangs, or None if it does not."""
+    when, step = program.last_sign()
+    silent = time.monotonic() - when
+    if step < 0:
+        return f"no first step within {watch.start:g} s" if silent > watch.start else None
+    assert watch.hang is not None
+    return f"no step within {watch.hang:g} s after step {step}" if silent > watch.hang else None
+
+
+def _progress(newest: dict[str, int]) -> bool | None:
+    """Look for the newest step of every directory, and return whether one has grown; None if that is not known."""
+    grown, known = False, bool(newest)
+    for place, before in list(newest.items()):
+        try:
+            location = as_location(place)
+            entry = newest_step(list_steps(location), whole=True) if location.exists() else None
+        except (HoldfastError, OSError):
+            known = False
+            continue
+        if entry is not None and entry.step > before:
+            newest[place] = entry.step
+            grown = True
+    return True if grown else False if known else None
+
+
+class SlowSaves:
+    """Warns of saves that take longer than a preempted process has; several in a row are reported once."""
+
+    def __init__(self, grace: float, log: Callable[..., None]) -> None:
+        self._grace = grace
+        self._log = log
+        self._slow = False
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """Look at one event of the run."""
+        if event["event"] != "saved":
+            return
+        seconds = event.get("total_seconds")
+        slow = isinstance(seconds, int | float) and seconds > self._grace
+        if slow and not self._slow:
+            self._log("slow_save", step=event.get("step"), total_seconds=seconds, grace_seconds=self._grace)
+        self._slow = slow

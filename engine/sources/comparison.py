@@ -1,0 +1,253 @@
+"""Two checkpoints compared leaf by leaf: by their bits, or within tolerances, with bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arrays import SavedLeaf, TreeReader, TreeSource
+from ..errors import UnsupportedLeafError
+from ..format import OWN_FOLDER, FileRecord, own_item
+from ..pytree import Box, format_path, materialize, unescape_key
+from .protocol import JSON, METRICS, TREE, CheckpointSource
+
+_BYTES = 64 << 20  # of one leaf that are compared at a time
+
+Difference = Literal["missing", "added", "type", "values", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class LeafDifference:
+    """One leaf in which two checkpoints differ.
+
+    Attributes:
+        item: The item of the checkpoints that the leaf belongs to.
+        path: Its path in the tree, such as ``params/Dense_0/kernel``; empty for an item that is no tree.
+        kind: ``missing`` from the second, ``added`` by it, of another ``type`` (dtype or shape), other ``values``; or
+            ``unknown``, as holdfast cannot read it.
+        detail: What differs, for people.
+        differing: How many elements differ; 0 where that does not apply.
+        size: How many elements there are.
+        greatest: The greatest absolute difference of two elements; NaN where one of them is NaN or no number.
+        relative: The greatest absolute difference, divided by the greatest absolute element; NaN as for ``greatest``.
+        first: The index of the first element that differs, or None.
+    """
+
+    item: str
+    path: str
+    kind: Difference
+    detail: str
+    differing: int = 0
+    size: int = 0
+    greatest: float = math.nan
+    relative: float = math.nan
+    first: tuple[int, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """The item and the path in one."""
+        return f"{self.item}/{self.path}" if self.path else self.item
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.detail}"
+
+
+def compare_checkpoints(
+    one: CheckpointSource, other: CheckpointSource, *, rtol: float = 0.0, atol: float = 0.0
+) -> Iterator[LeafDifference]:
+    """Yield the leaves in which two checkpoints differ, in the order of the first one's items and trees.
+
+    Values are equal if their bits are. With a tolerance, two elements are equal as well if ``|a - b| <= atol + rtol *
+    |a|``, and NaN equals NaN. Sharding, and the library that an array belonged to, are no differences. Metrics are not
+    compared.
+
+    Args:
+        one: The checkpoint that counts as the expected one.
+        other: The checkpoint that is compared with it.
+        rtol: The relative tolerance.
+        atol: The absolute tolerance.
+
+    Raises:
+        DamagedCheckpointError: Data of one of them is damaged.
+    """
+    trees, others = dict(_trees(one)), dict(_trees(other))
+    for name, tree in trees.items():
+        if name not in others:
+            yield LeafDifference(name, "", "missing", "the second checkpoint lacks this item")
+        else:
+            yield from _compare_trees(name, tree, others[name], rtol, atol)
+    values = {name: kind for name, kind in one.items.items() if kind not in (TREE, METRICS)}
+    for name, kind in values.items():
+        if name not in other.items:
+            yield LeafDifference(name, "", "missing", "the second checkpoint lacks this item")
+        elif kind == JSON and other.items[name] == JSON:
+            expected, found = one.value(name), other.value(name)
+            if repr(expected) != repr(found):
+                yield LeafDifference(name, "", "values", f"expected {_short(expected)}, found {_short(found)}")
+        elif not _same_files(one.files(name), other.files(name)):
+            yield LeafDifference(
+                name, "", "unknown", f"an item of the kind {kind!r}, whose files differ or carry no checksum"
+            )
+    known = trees.keys() | values.keys()
+    for name in [*others, *(name for name, kind in other.items.items() if kind not in (TREE, METRICS))]:
+        if name not in known:
+            yield LeafDifference(name, "", "added", "the first checkpoint lacks this item")
+
+
+def _trees(checkpoint: CheckpointSource) -> Iterator[tuple[str, TreeSource]]:
+    """Yield the trees of a checkpoint by name, with those that each process has saved of its own objects."""
+    for name, kind in checkpoint.items.items():
+        if kind != TREE:
+            continue
+        tree = checkpoint.tree(name)
+        yield name, tree
+        own = own_item(checkpoint.files(name) or {})
+        for process, share in enumerate(() if own is None else own.shares()):
+            yield f"{name}/{OWN_FOLDER}/{process}", TreeReader(tree.location / OWN_FOLDER / str(process), share.files)
+
+
+def _compare_trees(item: str, one: TreeSource, other: TreeSource, rtol: float, atol: float) -> Iterator[LeafDifference]:
+    others = {leaf.name: leaf for leaf in other.leaves}
+    for leaf in one.leaves:
+        match = others.pop(leaf.name, None)
+        path = _path(item, leaf.name)
+        if match is None:
+            yield LeafDifference(item, path, "missing", f"expected {leaf.saved}, and the second checkpoint lacks it")
+            continue
+        try:
+            found = _compare_leaves(item, path, (one, leaf), (other, match), rtol, atol)
+        except UnsupportedLeafError as error:
+            found = LeafDifference(item, path, "unknown", str(error))
+        if found is not None:
+            yield found
+    for leaf in others.values():
+        yield LeafDifference(item, _path(item, leaf.name), "added", f"{leaf.saved}, which the first checkpoint lacks")
+
+
+def _path(item: str, name: str) -> str:
+    if f"/{OWN_FOLDER}/" in item:  # the first key is the path of an object, such as `data.train`, escaped
+        first, *keys = name.split(".")
+        name = ".".join([unescape_key(first), *keys])
+    return format_path(name)
+
+
+def _compare_leaves(
+    item: str,
+    path: str,
+    one: tuple[TreeSource, SavedLeaf],
+    other: tuple[TreeSource, SavedLeaf],
+    rtol: float,
+    atol: float,
+) -> LeafDifference | None:
+    (tree, leaf), (other_tree, match) = one, other
+    saved, found = leaf.saved, match.saved
+    if (saved.dtype, saved.shape, saved.variant) != (found.dtype, found.shape, found.variant):
+        return LeafDifference(item, path, "type", f"expected {saved}, found {found}")
+    if saved.dtype is None or saved.shape is None:
+        expected, value = (
+            materialize([None], [that.saved], source.read([that]), [that.name])[0] for source, that in (one, other)
+        )
+        if type(expected) is type(value) and repr(expected) == repr(value):
+            return None
+        return LeafDifference(item, path, "values", f"expected {_short(expected)}, found {_short(value)}")
+    found_values = _Difference(saved.dtype, rtol, atol)
+    for box in _slabs(saved.shape, saved.dtype.itemsize):
+        ((expected_part,),) = tree.read_boxes([leaf], [[box]])
+        ((found_part,),) = other_tree.read_boxes([match], [[box]])
+        found_values.add(expected_part, found_part, box)
+    return found_values.report(item, path, math.prod(saved.shape))
+
+
+def _slabs(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
+    """Divide an array along its first axis into boxes that may be in memory at the same time."""
+    row = math.prod(shape[1:]) * itemsize
+    if not shape or math.prod(shape) * itemsize <= _BYTES:
+        yield Box((0,) * len(shape), shape)
+        return
+    rows = max(1, _BYTES // max(1, row))
+    for start in range(0, shape[0], rows):
+        stop = min(shape[0], start + rows)
+        yield Box((start, *(0,) * (len(shape) - 1)), (stop, *shape[1:]))
+
+
+class _Difference:
+    """What differs in one array, added up over its parts."""
+
+    def __init__(self, dtype: np.dtype[Any], rtol: float, atol: float) -> None:
+        self._dtype = dtype
+        self._tolerances = (rtol, atol)
+        self._differing = 0
+        self._first: tuple[int, ...] | None = None
+        self._greatest = self._magnitude = 0.0
+        self._values: tuple[Any, Any] = (None, None)
+
+    def add(self, one: NDArray[Any], other: NDArray[Any], box: Box) -> None:
+        different = _bits_differ(one, other)
+        if not different.any():
+            return
+        numbers = _as_numbers(one, other)
+        if numbers is not None:
+            a, b = numbers
+            with np.errstate(all="ignore"):
+                distance = np.abs(a - b)
+                if any(self._tolerances):
+                    rtol, atol = self._tolerances
+                    close = (distance <= atol + rtol * np.abs(a)) | (a == b) | (np.isnan(a) & np.isnan(b))
+                    different &= ~close
+                    if not different.any():
+                        return
+                self._greatest = float(np.maximum(self._greatest, distance[different].max()))
+                self._magnitude = float(np.fmax(self._magnitude, np.fmax.reduce(np.abs(a), axis=None)))
+        else:
+            self._greatest = math.nan
+        if self._first is None:
+            index = np.unravel_index(int(np.flatnonzero(different)[0]), different.shape) if different.shape else ()
+            self._values = one[index], other[index]
+            self._first = tuple(int(i) + low for i, low in zip(index, box.start, strict=True))
+        self._differing += int(different.sum())
+
+    def report(self, item: str, path: str, size: int) -> LeafDifference | None:
+        if not self._differing:
+            return None
+        expected, found = self._values
+        relative = self._greatest / self._magnitude if self._magnitude else math.nan
+        where = f" at {list(self._first)}" if self._first else ""
+        detail = f"{self._differing} of {size} elements differ" if size > 1 else "differs"
+        by = "" if math.isnan(self._greatest) else f", by {self._greatest:.3g} at most"
+        detail += f"{by}; the first{where}: expected {_short(expected)}, found {_short(found)}"
+        return LeafDifference(
+            item, path, "values", detail, self._differing, size, self._greatest, relative, self._first
+        )
+
+
+def _bits_differ(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.bool_]:
+    if one.dtype.itemsize == 0 or one.size == 0:
+        return np.zeros(one.shape, np.bool_)
+    if one.dtype.char in "gG":  # elements have bytes that mean nothing
+        return np.asarray(~((one == other) | ((one != one) & (other != other))))
+    rows = [
+        np.ascontiguousarray(part).reshape(-1).view(np.uint8).reshape(-1, one.dtype.itemsize) for part in (one, other)
+    ]
+    return np.asarray((rows[0] != rows[1]).any(axis=1)).reshape(one.shape)
+
+
+def _as_numbers(one: NDArray[Any], other: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]] | None:
+    kind = np.complex128 if one.dtype.kind == "c" else np.float64
+    try:
+        return one.astype(kind), other.astype(kind)
+    except (TypeError, ValueError):
+        return None
+
+
+def _same_files(one: Mapping[str, FileRecord] | None, other: Mapping[str, FileRecord] | None) -> bool:
+    return one is not None and one == other and all(record.crc32c is not None for record in one.values())
+
+
+def _short(value: Any) -> str:
+    text = repr(value.item() if isinstance(value, np.generic) and value.dtype.kind in "biufc" else value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
