@@ -32,7 +32,7 @@ REPLACED_EVERY = 3  # steps; each of these is saved a second time, with another 
 WARM_SAVES = 5
 BIG_BYTES = 1 << 20
 RECORD = "checkpoint.json"
-ROOT_FILES = {"metadata", "options.json", "owner.json", "steps.log"}  # the manager's own files beside its steps
+ROOT_FILES = {"metadata", "options.json", "owner.json", "events.jsonl", "steps.log"}  # the manager's own
 
 
 def content(step: int, edition: int) -> dict[str, Any]:

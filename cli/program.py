@@ -28,7 +28,6 @@ FORWARDED = tuple(
     if hasattr(signal, name)  # not all systems have all of them
 )
 _TICK = 0.25  # seconds between two looks at the child's events and heartbeats
-_BETWEEN_STACKS = 5.0  # seconds
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # options of prctl(2)
 
 
@@ -159,14 +158,19 @@ class Program:
                 beats.append(BEAT.unpack(content))
         return max((when for when, _ in beats), default=self.began), max((step for _, step in beats), default=-1)
 
-    def end_after_hang(self, grace: float) -> int:
-        """Have the program print the stacks of its threads, twice; end it, and return its status."""
+    def end_after_hang(self, grace: float, between: float) -> int:
+        """Have the program print the stacks of its threads, twice; end it, and return its status.
+
+        Args:
+            grace: Seconds between SIGTERM and SIGKILL.
+            between: Seconds between the two prints, which show what moves and what does not.
+        """
         alive = {self.pid, *_descendants(self.pid)}
         asked = [pid for path in self._folder.glob("stacks.*") if (pid := int(path.suffix[1:])) in alive]
         for _ in range(2):
             for pid in asked:
                 _kill(pid, STACKS)
-            status = self.wait(lambda: False, _BETWEEN_STACKS if asked else 0.0)
+            status = self.wait(lambda: False, between if asked else 0.0)
             if status is not None:
                 return status
         if not asked:  # faulthandler prints the stacks, and the process ends

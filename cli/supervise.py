@@ -22,6 +22,7 @@ from ..engine.storage import as_location
 from .program import Program, Signals, shell_status
 from .status import BAD_USAGE, FAILED, NO_PROGRESS, PREEMPTED
 
+_BETWEEN_STACKS = 5.0  # seconds at most
 STALLED = 3  # restarts in a row without a new checkpoint, after which the supervisor gives up
 
 Kind = Literal["finished", "preempted", "crashed", "hung", "misused"]
@@ -68,7 +69,7 @@ def kind_of(returncode: int, state: str | None, *, hung: bool, asked: bool) -> K
         hung: Whether the supervisor has ended the program, as it made no progress.
         asked: Whether the supervisor has forwarded a signal.
     """
-    if hung:
+    if hung and not (state == "finished" and returncode == 0):
         return "hung"
     if state in ("preempted", "finished"):
         return "preempted" if state == "preempted" else "finished"
@@ -122,7 +123,7 @@ class RestartPolicy:
             return Verdict("end", f"--max-restarts={self.max_restarts} are used up", status or FAILED)
         in_a_row = 0
         for start in reversed(starts):
-            if start.kind == "preempted" or (start.progress and in_a_row):
+            if start.kind == "preempted" or start.progress:
                 break
             in_a_row += 1
         pause = min(self.pause * 2 ** min(max(0, in_a_row - 1), 40), self.longest_pause)
@@ -238,7 +239,7 @@ def _start(
     if returncode is None:
         why = _overdue(program, watch)
         log("hangs", why=why, step=program.last_sign()[1])
-        returncode = program.end_after_hang(watch.grace)
+        returncode = program.end_after_hang(watch.grace, min(watch.hang or _BETWEEN_STACKS, _BETWEEN_STACKS))
     look()
     left = program.sweep(min(watch.grace, 5.0))
     for place, step in record.newest.items():

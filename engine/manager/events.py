@@ -141,13 +141,13 @@ class RunEvents:
         self._run = uuid.uuid4().hex[:12]
         self._writes = process == 0 and directory.is_local
         self._began = False
-        self._warned = False
+        self._logged = False
         self._early: list[dict[str, Any]] = []  # before the run owns its directory
 
     def begin(self, newest: int | None) -> None:
         """Note that the run has taken its directory, in which ``newest`` is the newest step."""
         if self._writes:
-            with self._only_warned():
+            with self._only_logged():
                 _cut_torn_line(self._directory.path / EVENTS)
         early, self._early = self._early, []
         self._began = True
@@ -164,7 +164,7 @@ class RunEvents:
             self._early = [*self._early, line][-_EARLY:]
 
     def _append(self, event: Mapping[str, Any]) -> None:
-        with self._only_warned():
+        with self._only_logged():
             text = json.dumps(_finite(event), default=str)
             if _supervisor is not None:
                 told = {**json.loads(text), "directory": self._directory.url, "process": self._process}
@@ -173,13 +173,13 @@ class RunEvents:
                 append_line(self._directory.path / EVENTS, text, limit=_LIMIT)
 
     @contextlib.contextmanager
-    def _only_warned(self) -> Iterator[None]:
+    def _only_logged(self) -> Iterator[None]:
         try:
             yield
         except (OSError, ValueError, TypeError) as error:
-            if not self._warned:
-                self._warned = True
-                _logger.warning("%s: %s cannot be written, and lacks events: %s", self._directory, EVENTS, error)
+            if not self._logged:
+                self._logged = True
+                _logger.info("%s: %s cannot be written, and lacks events: %s", self._directory, EVENTS, error)
 
 
 def append_line(path: Path, text: str, *, limit: int | None = None) -> None:

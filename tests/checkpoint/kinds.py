@@ -46,8 +46,9 @@ class Kind(ABC):
         return edition
 
     def files(self, place: str) -> list[str]:
-        """Returns the paths of all files, without what tells those of one save from those of another."""
-        return sorted(_TOKENS.sub("", path) for path in _paths(hf.as_location(place), ""))
+        """Returns the paths of all files but the events, without what tells those of one save from those of another."""
+        paths = _paths(hf.as_location(place), "")
+        return sorted(_TOKENS.sub("", path) for path in paths if path != "events.jsonl")
 
 
 def _paths(location: hf.Location, prefix: str) -> list[str]:

@@ -69,7 +69,7 @@ def test_second_process_is_refused_until_the_first_is_killed(tmp_path: Path) -> 
                 with pytest.raises(hf.OwnershipError, match=f"process {process.pid} on {socket.gethostname()}"):
                     act()
             assert manager.restore(1) == {"by": "the other process"}, "reading is for everybody"
-            assert sorted(os.listdir(tmp_path)) == ["1", "options.json", "owner.json"]
+            assert sorted(os.listdir(tmp_path)) == ["1", "events.jsonl", "options.json", "owner.json"]
             process.send_signal(signal.SIGKILL)
             process.wait()
             manager.save(2, TREE)

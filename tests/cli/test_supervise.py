@@ -1,0 +1,249 @@
+"""``holdfast supervise``: the rules for restarts as tables, and real programs that crash, hang and are preempted."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.commands import error_of
+
+from holdfast.cli.supervise import Kind, RestartPolicy, RunRecord, SlowSaves, Start, kind_of
+from holdfast.engine.sources import compare_checkpoints, open_at
+from holdfast.engine.storage import as_location
+
+PROGRAM = [sys.executable, "-W", "error", str(Path(__file__).with_name("programs.py"))]
+SUPERVISE = [sys.executable, "-m", "holdfast.cli.main", "supervise", "--pause", "10ms"]
+
+CRASH, HANG = Start("crashed", 1, True), Start("hung", -9, True)
+STUCK, LOST, PREEMPTED = Start("crashed", 1, False), Start("crashed", 1, None), Start("preempted", 75, True)
+
+
+# ---- the rules
+
+
+@pytest.mark.parametrize(
+    ("starts", "max_restarts", "action", "status"),
+    [
+        ([Start("finished", 0, True)], 0, "end", 0),
+        ([Start("finished", 1, True)], 9, "end", 1),  # training has finished, and what came after it failed
+        ([CRASH], 0, "end", 1),
+        ([CRASH], 1, "restart", 0),
+        ([CRASH, CRASH], 1, "end", 1),
+        ([CRASH, HANG], 1, "end", 137),
+        ([CRASH, HANG], 2, "restart", 0),
+        ([PREEMPTED] * 20, 0, "restart", 0),
+        ([PREEMPTED, CRASH], 0, "end", 1),
+        ([CRASH, PREEMPTED], 1, "restart", 0),
+        ([STUCK] * 3, 99, "restart", 0),
+        ([STUCK] * 4, 99, "end", 93),  # the first start is no restart
+        ([STUCK] * 3 + [CRASH] + [STUCK] * 2, 99, "restart", 0),
+        ([STUCK] * 3 + [CRASH] + [STUCK] * 3, 99, "end", 93),
+        ([Start("preempted", 75, False)] * 4, 99, "end", 93),
+        ([LOST] * 9, 99, "restart", 0),  # unknown progress is not the same as none
+        ([STUCK, STUCK, LOST, STUCK], 99, "restart", 0),
+        ([STUCK, STUCK, LOST, STUCK, STUCK], 99, "end", 93),
+        ([Start("misused", 2, None)], 99, "end", 2),
+        ([Start("preempted", 75, True, asked=True)], 99, "end", 75),
+        ([Start("preempted", 143, True, asked=True)], 99, "end", 143),
+        ([Start("preempted", -15, True, asked=True)], 99, "end", 143),
+        ([Start("preempted", 1, True, asked=True)], 99, "end", 75),  # as torchrun reports it
+        ([Start("preempted", 0, True, asked=True)], 99, "end", 75),  # as an old trainer reports it
+        ([Start("crashed", 1, True, asked=True)], 99, "end", 1),
+        ([Start("finished", 0, True, asked=True)], 99, "end", 0),
+    ],
+)
+def test_when_to_restart(starts: list[Start], max_restarts: int, action: str, status: int) -> None:
+    verdict = RestartPolicy(max_restarts).decide(starts)
+    assert (verdict.action, verdict.status) == (action, status), verdict
+
+
+@pytest.mark.parametrize(
+    ("starts", "pause"),
+    [
+        ([STUCK], 1),
+        ([STUCK, STUCK], 2),
+        ([STUCK, STUCK, LOST], 4),
+        ([STUCK, CRASH], 1),
+        ([CRASH, CRASH, CRASH], 1),
+        ([STUCK, STUCK, PREEMPTED], 1),
+        ([LOST] * 90, 10),
+    ],
+)
+def test_pauses_grow_until_there_is_progress(starts: list[Start], pause: float) -> None:
+    assert RestartPolicy(99, 1.0, 10.0).decide(starts).pause == pause
+
+
+@pytest.mark.parametrize(
+    ("returncode", "state", "hung", "asked", "kind"),
+    [
+        (0, "finished", False, False, "finished"),
+        (1, "finished", False, False, "finished"),
+        (0, None, False, False, "finished"),  # a program that reports nothing
+        (0, "unfinished", False, False, "finished"),
+        (0, "unfinished", False, True, "preempted"),
+        (0, None, False, True, "preempted"),
+        (0, "preempted", False, False, "preempted"),
+        (1, "preempted", False, False, "preempted"),  # torchrun turns 75 into 1
+        (75, None, False, False, "preempted"),
+        (143, "unfinished", False, False, "preempted"),
+        (-15, None, False, False, "preempted"),
+        (-10, "unfinished", False, True, "preempted"),  # died of the SIGUSR1 that was forwarded
+        (-10, "unfinished", False, False, "crashed"),
+        (1, "unfinished", False, True, "crashed"),
+        (2, None, False, False, "misused"),
+        (2, "unfinished", False, False, "crashed"),
+        (-9, "unfinished", True, False, "hung"),
+        (75, "preempted", True, False, "hung"),
+        (0, "finished", True, False, "finished"),  # it was only slow
+    ],
+)
+def test_how_a_start_has_ended(returncode: int, state: str | None, hung: bool, asked: bool, kind: Kind) -> None:
+    assert kind_of(returncode, state, hung=hung, asked=asked) == kind
+
+
+def event(name: str, directory: str = "a", process: int = 0, **facts: Any) -> dict[str, Any]:
+    return {"event": name, "directory": directory, "process": process, **facts}
+
+
+@pytest.mark.parametrize(
+    ("events", "state"),
+    [
+        ([], None),
+        ([event("started")], "unfinished"),
+        ([event("started"), event("saved"), event("finished")], "finished"),
+        ([event("started"), event("finished"), event("started")], "unfinished"),
+        ([event("started"), event("finished"), event("started", "b")], "unfinished"),
+        ([event("started"), event("preempted"), event("started", "b"), event("finished", "b")], "preempted"),
+        ([event("started"), event("started", process=1), event("finished")], "unfinished"),
+        ([event("started"), event("save_failed"), event("finished")], "finished"),
+        ([event("started"), event("failed")], "unfinished"),
+    ],
+)
+def test_the_record_of_a_run(events: list[dict[str, Any]], state: str | None) -> None:
+    record = RunRecord()
+    record.add(events)
+    assert record.state == state
+
+
+def test_the_step_before_the_first_start_is_that_of_the_first_event() -> None:
+    record = RunRecord()
+    record.add([event("started", newest=None), event("started", "b", newest=7), event("started", "b", newest=9)])
+    assert record.newest == {"a": -1, "b": 7}
+
+
+def test_slow_saves_in_a_row_are_reported_once() -> None:
+    said: list[Any] = []
+    saves = SlowSaves(10.0, lambda name, **facts: said.append((name, facts["step"])))
+    for step, took in enumerate([1, 11, 12, 9, 13]):
+        saves.note({"event": "saved", "step": step, "total_seconds": took})
+    assert said == [("slow_save", 1), ("slow_save", 4)]
+
+
+# ---- real programs
+
+
+def supervise(*arguments: object, status: int = 0) -> list[dict[str, Any]]:
+    """Supervises a program to its end; returns the events."""
+    done = subprocess.run([*SUPERVISE, *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == status, done.stderr
+    found = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    return [*found, {"event": "output", "text": done.stderr}]
+
+
+def assert_same_runs(one: Path, other: Path) -> None:
+    steps = sorted(path.name for path in one.iterdir() if path.name.isdecimal())
+    assert steps == sorted(path.name for path in other.iterdir() if path.name.isdecimal())
+    for step in steps:
+        pair = (open_at(as_location(place / step)) for place in (one, other))
+        assert list(compare_checkpoints(*pair)) == []
+
+
+def test_a_program_with_crashes_a_hang_and_a_preemption_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
+    troubles = ["crash@3", "kill@6", "hang@8", "term@9"]
+    log = tmp_path / "log.jsonl"
+    options = ["--hang-timeout", "2s", "--grace", "1s", "--events", log, "--max-restarts", 30]
+    events = supervise(*options, "--", *PROGRAM, tmp_path / "run", 12, *troubles)
+    subprocess.run([*PROGRAM, str(tmp_path / "whole"), "12"], check=True, capture_output=True, timeout=300)
+
+    assert_same_runs(tmp_path / "run", tmp_path / "whole")
+    names = [one["event"] for one in events]
+    # On a busy machine, a start may take longer than the timeout, too.
+    assert [name for name, _ in itertools.groupby(names)][-4:] == ["started", "finished", "ended", "output"]
+    assert {"crashed", "hung", "preempted"} <= set(names)
+    assert "in happen" in events[-1]["text"].partition('"hangs"')[2], "the stack of the thread that hangs"
+    assert [json.loads(line)["event"] for line in log.read_text().splitlines()] == names[:-1]
+
+
+def test_it_forwards_signals_and_the_last_status(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [*SUPERVISE, "--", *PROGRAM, str(tmp_path / "run"), "8", "ready@3"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=300)
+    assert process.returncode == 75, said
+    names = [json.loads(line)["event"] for line in said.splitlines() if line.startswith("{")]
+    assert names == ["started", "forwarded", "preempted", "ended"]
+    events = supervise("--", *PROGRAM, tmp_path / "run", 8, "ready@3")
+    assert events[-3]["newest"] == {str(tmp_path / "run"): 8}
+    assert "resumed from step 3" in events[-1]["text"]
+
+
+def test_it_gives_up_where_restarts_make_no_progress() -> None:
+    """Without a run, progress is unknown, and only crashes count."""
+    program = [sys.executable, "-c", "raise SystemExit(5)"]
+    assert [one["event"] for one in supervise("--max-restarts", 1, "--", *program, status=5)][:-1] == (
+        ["started", "crashed", "restarting"] + ["started", "crashed", "ended"]
+    )
+
+
+def test_no_new_checkpoint_in_three_restarts(tmp_path: Path) -> None:
+    program = (
+        f"import holdfast as hf, sys\nm = hf.CheckpointManager({str(tmp_path / 'run')!r})\nm.acquire()\n"
+        "0 in m.all_steps() or m.save(0, {'w': 1.0})\nm.wait_until_finished()\nsys.exit(3)"
+    )
+    events = supervise("--", sys.executable, "-c", program, status=93)
+    assert [one["event"] for one in events].count("crashed") == 4
+    assert events[-2]["why"] == "no new checkpoint in 3 restarts in a row"
+
+
+def test_the_workers_that_a_program_leaves_behind_are_ended() -> None:
+    """As torchrun leaves them, in a session of their own, when it is killed."""
+    program = (
+        "import os, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        "print(child.pid, flush=True)\nos.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run(
+        [*SUPERVISE, "--max-restarts", "0", "--", sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 137
+    child = int(done.stdout)
+    crashed = json.loads(done.stderr.splitlines()[1])
+    assert crashed["left_running"] == [child]
+    assert not Path(f"/proc/{child}").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--", "/no/such/program"], "cannot start /no/such/program: No such file or directory"),
+        (["--hang-timeout", "soon", "--", "true"], "--hang-timeout='soon' is not a duration"),
+    ],
+)
+def test_mistakes_in_the_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    assert said in error_of(capsys, "supervise", *arguments, status=2)
