@@ -1,14 +1,16 @@
 """The ``holdfast`` command.
 
-===========  ==============================================================================================
-``main``     the entry point: takes arguments, returns the exit status, prints errors as one line
-``status``   the exit statuses
-``app``      the commands and their arguments
-``inspect``  ls, show and verify
-``change``   prune, rm, rollback, pin and unpin
-``watch``    watch
-``places``   the meaning of a directory argument: a run, a manager's directory, a step
-``report``   the output of the commands: tables for people, JSON for programs
-``log``      where log lines go
-===========  ==============================================================================================
+=============  ============================================================================================
+``main``       the entry point: takes arguments, returns the exit status, prints errors as one line
+``status``     the exit statuses
+``app``        the commands and their arguments
+``inspect``    ls, show and verify
+``change``     prune, rm, rollback, pin and unpin
+``watch``      watch
+``supervise``  supervise: the rules for restarts, and the loop
+``program``    another program as a child: started, watched, ended
+``places``     the meaning of a directory argument: a run, a manager's directory, a step
+``report``     the output of the commands: tables for people, JSON for programs
+``log``        where log lines go
+=============  ============================================================================================
 """

@@ -15,7 +15,6 @@ from ..clock import Clock, SystemClock
 from ..errors import CheckpointExistsError, OptionError, SaveFailedError
 from ..manager import CheckpointManager as StepManager
 from ..manager import CheckpointManagerOptions, Mirror, Rule, StepInfo, list_steps, run_location
-from ..storage import as_location
 from .checkpoint import Checkpoint
 from .reader import numbers_of
 from .restoration import RestoreStatus

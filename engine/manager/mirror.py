@@ -34,8 +34,8 @@ from ..format import CheckpointRecord
 from ..storage import Helper, as_location
 from .copying import follow
 from .directory import RunDirectory, store_metadata, stored_metadata
+from .decisions import Moment, decide
 from .options import CheckpointManagerOptions
-from .triggers import Moment, decide
 
 _logger = logging.getLogger("holdfast")
 

@@ -41,7 +41,7 @@ class Batches:
         self.drawn = state["drawn"]
 
 
-def validate(checkpoint: Any, step: int, weights: NDArray[np.float64]) -> None:
+def validate(checkpoint: Any, step: int, weights: NDArray[np.float32]) -> None:
     for _ in range(3):
         if checkpoint.preempted:
             return

@@ -1,0 +1,140 @@
+"""The events of a run: what is written when, and that nothing depends on the file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.engine.manager import events, read_events
+
+TREE = {"w": np.arange(3.0)}
+
+
+def events_in(directory: Path) -> list[dict[str, Any]]:
+    return read_events(directory / "events.jsonl")[0]
+
+
+def names_in(directory: Path) -> list[str]:
+    return [event["event"] for event in events_in(directory)]
+
+
+def train(directory: Path, steps: int, *, error: int = 0, told: int = 0) -> None:
+    with hf.CheckpointCallback(directory, save_interval_steps=2) as checkpoint:
+        state, start = checkpoint.restore_or_initialize({"w": np.zeros(3)})
+        for step in range(start + 1, steps + 1):
+            if step == told:
+                os.kill(os.getpid(), 15)
+            if checkpoint.on_step(step, state).should_stop:
+                break
+            if step == error:
+                raise RuntimeError("a mistake")
+
+
+def test_the_life_of_a_run(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="a mistake"):
+        train(tmp_path, 9, error=3)
+    train(tmp_path, 9, told=5)
+    train(tmp_path, 8)
+    train(tmp_path, 8)
+
+    found = [(event["event"], event.get("step", event.get("newest"))) for event in events_in(tmp_path)]
+    assert sorted(found[:3], key=str) == sorted([("started", None), ("failed", None), ("saved", 2)], key=str)
+    assert found[3:] == [
+        *(("started", 2), ("restored", 2), ("saved", 4), ("saved", 5), ("preempted", 5)),
+        *(("started", 5), ("restored", 5), ("saved", 6), ("saved", 8), ("finished", 8)),
+        *(("started", 8), ("restored", 8), ("finished", 8)),
+    ]
+    saved = next(event for event in events_in(tmp_path) if event["event"] == "saved")
+    assert {"reason", "bytes", "blocked_seconds", "total_seconds", "time", "run"} <= saved.keys()
+    assert len({event["run"] for event in events_in(tmp_path)}) == 4
+
+
+def test_damaged_steps_that_a_run_passes_over(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, TREE)
+    (tmp_path / "2" / "state" / "manifest.ocdbt").unlink()
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.restore_latest()  # before the run owns the directory: the event waits until it does
+        manager.save(3, TREE)
+    assert names_in(tmp_path) == ["started", "saved", "saved", "started", "restored", "saved"]
+    restored = events_in(tmp_path)[4]
+    assert restored["step"] == 1
+    assert [one["step"] for one in restored["skipped"]] == [2]
+
+
+def test_a_save_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = hf.CheckpointManager(tmp_path)
+    monkeypatch.setattr(manager._run.ownership, "check", lambda **_: (_ for _ in ()).throw(hf.StorageFullError("full")))
+    with pytest.raises(hf.StorageFullError):
+        manager.save(1, TREE)
+    manager.close()
+    monkeypatch.undo()
+    with hf.CheckpointManager(tmp_path) as manager:
+        monkeypatch.setattr(manager, "_record", lambda *_: (_ for _ in ()).throw(hf.StorageFullError("full")))
+        manager.save(1, TREE)
+        with pytest.raises(hf.SaveFailedError):
+            manager.wait_until_finished()
+    assert names_in(tmp_path) == ["started", "started", "save_failed"]
+    assert events_in(tmp_path)[-1]["error"] == "StorageFullError: full"
+
+
+def test_readers_and_stores_write_no_events(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.save(1, TREE)
+    options = hf.CheckpointManagerOptions(read_only=True)
+    with hf.CheckpointManager(tmp_path, options=options) as reader:
+        reader.restore()
+    assert names_in(tmp_path) == ["started", "saved"]
+    with hf.CheckpointManager("memory://events/run") as manager:
+        manager.save(1, TREE)
+    assert "events.jsonl" not in {entry.name for entry in hf.as_location("memory://events/run").entries()}
+
+
+def test_a_torn_line_is_removed_and_a_spoilt_one_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"event": "a"}\n\0\0\0\n[1]\n{"event": "b"}\n{"event": "tor')
+    found, offset = read_events(path)
+    assert [event["event"] for event in found] == ["a", "b"]
+    assert path.read_bytes()[offset:] == b'{"event": "tor'
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.acquire()
+    assert names_in(tmp_path) == ["a", "b", "started"]
+    assert [event["event"] for event in read_events(path, offset)[0]] == ["started"]
+
+
+def test_a_large_file_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "_LIMIT", 1000)
+    with hf.CheckpointManager(tmp_path) as manager:
+        for step in range(40):
+            manager.save(step, TREE)
+    files = {path.name: path.stat().st_size for path in tmp_path.glob("events*")}
+    assert files.keys() == {"events.jsonl", "events.1.jsonl"}
+    assert max(files.values()) < 1400
+    assert events_in(tmp_path)[-1]["step"] == 39
+    with hf.CheckpointManager(tmp_path) as manager:
+        assert manager.latest_step() == 39
+
+
+def test_a_file_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "events.jsonl").mkdir()
+    with caplog.at_level(logging.INFO, "holdfast"), hf.CheckpointManager(tmp_path) as manager:
+        for step in range(3):
+            manager.save(step, TREE)
+    assert manager.all_steps() == [0, 1, 2]
+    assert [record.levelname for record in caplog.records if "lacks events" in record.message] == ["INFO"]
+
+
+def test_numbers_that_json_lacks(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.acquire()
+        manager.events.write("of the program", loss=float("nan"), place=tmp_path, more=[float("inf")])
+    last = json.loads((tmp_path / "events.jsonl").read_text().splitlines()[-1])
+    assert (last["loss"], last["place"], last["more"]) == (None, str(tmp_path), [None])

@@ -1,0 +1,118 @@
+"""Two checkpoints compared leaf by leaf."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.engine.sources import LeafDifference, compare_checkpoints, comparison, open_at
+from holdfast.engine.storage import as_location
+
+NAN = float("nan")
+BASE: dict[str, Any] = {"w": np.arange(12.0).reshape(3, 4), "n": 3, "text": "a", "none": None, "list": [1.5, b"x"]}
+
+
+def compare(directory: Path, one: Any, other: Any, **tolerances: float) -> list[LeafDifference]:
+    for name, tree in (("one", one), ("other", other)):
+        hf.save(directory / name, tree, overwrite=True)
+    pair = [open_at(as_location(directory / name)) for name in ("one", "other")]
+    return list(compare_checkpoints(pair[0], pair[1], **tolerances))
+
+
+def changed(**values: Any) -> dict[str, Any]:
+    return {**BASE, **values}
+
+
+SPECIAL = np.array([NAN, -0.0, 0.0, np.inf], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (BASE, BASE, []),
+        (changed(w=SPECIAL), changed(w=SPECIAL.copy()), []),
+        (changed(w=np.zeros((0, 3))), changed(w=np.zeros((0, 3))), []),
+        (changed(n=4), changed(n=5), [("n", "values", 1)]),
+        (changed(text="b"), BASE, [("text", "values", 0)]),
+        (changed(none=0), BASE, [("none", "type", 0)]),
+        (changed(list=[2.5, b"y"]), BASE, [("list/0", "values", 1), ("list/1", "values", 0)]),
+        (changed(more=1.0), BASE, [("more", "missing", 0)]),
+        (BASE, changed(more=1.0), [("more", "added", 0)]),
+        (changed(w=np.zeros(3)), BASE, [("w", "type", 0)]),
+        (changed(w=BASE["w"].astype(np.float32)), BASE, [("w", "type", 0)]),
+        (changed(w=np.array([0.0])), changed(w=np.array([-0.0])), [("w", "values", 1)]),
+        (changed(w=np.array([NAN])), changed(w=np.array([1.0])), [("w", "values", 1)]),
+        (
+            changed(w=np.ones(4, ml_dtypes.bfloat16)),
+            changed(w=np.array([1, 2, 1, 2], ml_dtypes.bfloat16)),
+            [("w", "values", 2)],
+        ),
+        (changed(w=np.array(["a", "b"])), changed(w=np.array(["a", "c"])), [("w", "values", 1)]),
+        (changed(w=np.array([1 + 2j])), changed(w=np.array([1 + 3j])), [("w", "values", 1)]),
+    ],
+)
+def test_bits(tmp_path: Path, one: Any, other: Any, expected: list[tuple[str, str, int]]) -> None:
+    found = compare(tmp_path, one, other)
+    assert [(difference.path, difference.kind, difference.differing) for difference in found] == expected
+
+
+def test_what_is_said_of_an_array(tmp_path: Path) -> None:
+    other = BASE["w"].copy()
+    other[1, 2] += 0.5
+    other[2, 0] -= 2.0
+    (found,) = compare(tmp_path, BASE, changed(w=other))
+    assert (found.differing, found.size, found.greatest, found.first) == (2, 12, 2.0, (1, 2))
+    assert found.relative == 2.0 / 11.0
+    assert str(found) == (
+        "state/w: 2 of 12 elements differ, by 2 at most; the first at [1, 2]: expected 6.0, found 6.5"
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "tolerances", "same"),
+    [
+        ([1.0, NAN], [1.0 + 1e-9, NAN], {"rtol": 1e-8}, True),
+        ([1.0], [1.0 + 1e-7], {"rtol": 1e-8}, False),
+        ([1e-9], [0.0], {"rtol": 1.0}, True),  # relative to the expected element
+        ([0.0, np.inf], [1e-9, np.inf], {"atol": 1e-8}, True),
+        ([0.0, np.inf], [1e-9, -np.inf], {"atol": 1e-8}, False),
+        ([NAN], [1.0], {"atol": 9.0}, False),
+    ],
+)
+def test_tolerances(
+    tmp_path: Path, one: list[float], other: list[float], tolerances: dict[str, float], *, same: bool
+) -> None:
+    found = compare(tmp_path, {"w": np.array(one)}, {"w": np.array(other)}, **tolerances)
+    assert (found == []) is same
+
+
+def test_large_arrays_are_compared_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "_BYTES", 4096)
+    one = np.arange(5000.0).reshape(1000, 5)
+    other = one.copy()
+    other[[3, 900, 999], [1, 4, 0]] += [1, -7, 3]
+    whole = compare(tmp_path, {"w": one}, {"w": other})
+    assert [(found.differing, found.first, found.greatest) for found in whole] == [(3, (3, 1), 7.0)]
+    assert math.isclose(whole[0].relative, 7 / 4999, rel_tol=1e-2)
+
+
+def test_items(tmp_path: Path) -> None:
+    """A run's checkpoint of several items: trees, JSON, and one tree for each process."""
+    checkpointers = {"state": hf.PyTreeCheckpointer(), "config": hf.Checkpointer(hf.JsonCheckpointHandler())}
+    for name, rate, items in (("one", 0.1, checkpointers), ("other", 0.2, checkpointers)):
+        with hf.CheckpointManager(tmp_path / name, items) as manager:
+            manager.save(1, {"state": BASE, "config": {"rate": rate}})
+    with hf.CheckpointManager(tmp_path / "third", {"state": hf.PyTreeCheckpointer()}) as manager:
+        manager.save(1, {"state": BASE})
+    one, other, third = (open_at(as_location(tmp_path / name / "1")) for name in ("one", "other", "third"))
+    assert [str(found) for found in compare_checkpoints(one, other)] == [
+        "config: expected {'rate': 0.1}, found {'rate': 0.2}"
+    ]
+    assert [(found.item, found.kind) for found in compare_checkpoints(one, third)] == [("config", "missing")]
+    assert [(found.item, found.kind) for found in compare_checkpoints(third, one)] == [("config", "added")]
