@@ -90,12 +90,12 @@ def happen(trouble: str, mark: str) -> None:
         raise RuntimeError("a mistake in the program")
     if trouble == "hang":
         threading.Event().wait()
-    if trouble == "ready":
+    if trouble == "ready":  # for a signal from outside, which may come before the next line
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         print("ready", flush=True)
-        while not os.path.exists(f"{mark}.go"):
-            signal.pause()
-            return
-    os.kill(os.getpid(), {"kill": signal.SIGKILL, "term": signal.SIGTERM}.get(trouble, 0))
+        signal.sigwait({signal.SIGTERM})
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    os.kill(os.getpid(), signal.SIGKILL if trouble == "kill" else signal.SIGTERM)
 
 
 if __name__ == "__main__":
