@@ -183,14 +183,20 @@ def test_a_program_with_crashes_a_hang_and_a_preemption_ends_as_the_undisturbed_
 def test_it_forwards_signals_and_the_last_status(tmp_path: Path) -> None:
     with subprocess.Popen(
         [*SUPERVISE, "--", *PROGRAM, str(tmp_path / "run"), "8", "ready@3"],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
         assert process.stdout is not None
+        assert process.stderr is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=300)
+        lines = []
+        while not lines or '"forwarded"' not in lines[-1]:
+            lines.append(process.stderr.readline())
+            assert lines[-1], lines
+        said = "".join(lines) + process.communicate("\n", timeout=300)[1]
     assert process.returncode == 75, said
     names = [json.loads(line)["event"] for line in said.splitlines() if line.startswith("{")]
     assert names == ["started", "forwarded", "preempted", "ended"]
