@@ -33,8 +33,8 @@ from ..errors import (
 from ..format import CheckpointRecord
 from ..storage import Helper, as_location
 from .copying import follow
-from .directory import RunDirectory, store_metadata, stored_metadata
 from .decisions import Moment, decide
+from .directory import RunDirectory, store_metadata, stored_metadata
 from .options import CheckpointManagerOptions
 
 _logger = logging.getLogger("holdfast")

@@ -192,7 +192,7 @@ def test_it_forwards_signals_and_the_last_status(tmp_path: Path) -> None:
         assert process.stderr is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
-        lines = []
+        lines: list[str] = []
         while not lines or '"forwarded"' not in lines[-1]:
             lines.append(process.stderr.readline())
             assert lines[-1], lines
