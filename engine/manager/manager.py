@@ -47,6 +47,7 @@ _logger = logging.getLogger("holdfast")
 
 T = TypeVar("T")
 
+_AFTER_ERROR = 10.0  # seconds that a program which ends with an error waits for the mirror
 _FETCH = 86400.0  # seconds that the other processes wait while process 0 fetches a step
 
 
@@ -831,6 +832,8 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self.finish_mirror(_AFTER_ERROR)
         self.close()
 
 
