@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from .table import aligned, goal_rows, markdown
 
 STEPS = (100, 10_000)
 SAVES = 10  # of each process that saves
+# Programs start from compiled modules, as installed ones do.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 SETTLE_SECONDS = 4.0  # a step that is younger is not in the index yet
 
 COMMON = """
@@ -161,7 +164,11 @@ def _text(value: float) -> str:
 def _list(place: Path, count: int) -> float:
     began = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "holdfast.cli.main", "ls", str(place)], check=True, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "holdfast.cli.main", "ls", str(place)],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
     )
     taken = time.perf_counter() - began
     assert len(done.stdout.splitlines()) == count + 1
@@ -174,6 +181,7 @@ def _run(program: str, place: Path, count: int, *arguments: str) -> Medians:
         check=True,
         stdout=subprocess.PIPE,
         text=True,
+        env=ENVIRONMENT,
     )
     found: Medians = json.loads(done.stdout or "{}")
     return found

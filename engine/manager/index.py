@@ -49,8 +49,8 @@ class _Line:
 
     stamp: Stamp
     tidy: Stamp | None  # the stamp of the folder if nothing but the checkpoint was in it, else None
-    document: Any
-    record: CheckpointRecord | None = None  # the document once it was looked at
+    document: bytes  # the record as JSON; not parsed before it is needed
+    record: CheckpointRecord | None = None  # the same once it was looked at; then ``document`` is empty
 
 
 class RecordIndex:
@@ -101,8 +101,9 @@ class RecordIndex:
         text = line[9:-1]
         if not line.endswith(b"\n") or line[:9] != b"%08x " % crc32c(text):
             return False
+        head, _, document = text.partition(b"\t")
         try:
-            name, stamp, tidy, document = json.loads(text.decode("ascii"))
+            name, stamp, tidy = json.loads(head)
             self._lines[name] = _Line(tuple(stamp), None if tidy is None else tuple(tidy), document)
         except (ValueError, TypeError, RecursionError):
             return False
@@ -116,9 +117,10 @@ class RecordIndex:
         if line is not None and line.stamp == stamp:
             if line.record is None:
                 try:
-                    line.record = CheckpointRecord.from_document(line.document, source=f"{self._root}/{INDEX}")
-                    line.document = None
-                except DamagedCheckpointError:
+                    document = json.loads(line.document)
+                    line.record = CheckpointRecord.from_document(document, source=f"{self._root}/{INDEX}")
+                    line.document = b""
+                except (DamagedCheckpointError, ValueError, RecursionError):
                     line.stamp = (0, 0, 0, 0)
             if line.record is not None:
                 return line.record, True
@@ -132,7 +134,7 @@ class RecordIndex:
             assert stamp is not None
             if tidy is not None and not _is_tidy(f"{self._root}/{location.name}", record):
                 tidy = None
-            self._lines[location.name] = _Line(stamp, tidy, None, record)
+            self._lines[location.name] = _Line(stamp, tidy, b"", record)
             self._new.append(location.name)
         elif self._moment is not None:
             self._waiting.append(location.name)
@@ -236,9 +238,13 @@ class RecordIndex:
     def _encode(self, name: str) -> bytes:
         """Return the line of a step, or nothing if it is too long."""
         line = self._lines[name]
-        document = line.document if line.record is None else line.record.to_document()
-        text = json.dumps([name, line.stamp, line.tidy, document], separators=(",", ":")).encode("ascii")
+        head = _encode([name, line.stamp, line.tidy])
+        text = b"%s\t%s" % (head, line.document if line.record is None else _encode(line.record.to_document()))
         return b"%08x %s\n" % (crc32c(text), text) if len(text) < _LARGEST else b""
+
+
+def _encode(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode("ascii")
 
 
 def _is_tidy(folder: str, record: CheckpointRecord) -> bool:

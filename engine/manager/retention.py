@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NEWEST = "newest"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepInfo:
     """One committed checkpoint, as the rules see it."""
 
@@ -30,13 +30,16 @@ class StepInfo:
     metrics: Mapping[str, Any] | None = None  # the metrics stored with it, or None
     pinned: bool = False  # whether it stays even if no rule keeps it
     items: Collection[str] = ()  # the names of its items
-    _values: dict[Metric, float | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # The metric that was asked for last and its value: a function is called once, as each save ranks all steps.
+    _value: tuple[Metric, float | None] | None = field(default=None, init=False, repr=False, compare=False)
 
     def value(self, metric: Metric) -> float | None:
-        """Return one metric as a number, or None; a function is called once, as each save ranks all steps."""
-        if metric not in self._values:
-            self._values[metric] = metric_value(self.metrics, metric)
-        return self._values[metric]
+        """Return one metric as a number, or None."""
+        known = self._value
+        if known is None or known[0] is not metric:
+            known = metric, metric_value(self.metrics, metric)
+            object.__setattr__(self, "_value", known)
+        return known[1]
 
 
 class Rule(Protocol):
@@ -62,7 +65,7 @@ class KeepLatest:
     n: int
 
     def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
-        newest = heapq.nlargest(self.n, (info.step for info in steps))
+        newest = heapq.nlargest(self.n, [info.step for info in steps])
         return {step: f"one of the newest {self.n}" if place else NEWEST for place, step in enumerate(newest)}
 
 
@@ -191,7 +194,12 @@ def best(steps: Sequence[StepInfo], metric: Metric, mode: Mode = "max") -> int |
 
 def _ranked(steps: Sequence[StepInfo], metric: Metric, mode: Mode, n: int) -> list[tuple[int, float]]:
     sign = 1.0 if mode == "max" else -1.0
-    valued = ((sign * value, info.step) for info in steps if (value := info.value(metric)) is not None)
+    valued = []
+    for info in steps:
+        known = info._value
+        value = known[1] if known is not None and known[0] is metric else info.value(metric)
+        if value is not None:
+            valued.append((sign * value, info.step))
     return [(step, sign * value) for value, step in heapq.nlargest(n, valued)]
 
 

@@ -153,7 +153,7 @@ class Location:
 
     def __truediv__(self, name: str) -> Location:
         """Return a location below this one."""
-        if "\0" in name or any(segment in ("", ".", "..") for segment in name.split("/")):
+        if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
             raise InvalidLocationError(f"{name!r} is not a name that can lie inside {self.url}")
         if not self._key or self._key.endswith("/"):
             return Location(self._backend, self._key + name)

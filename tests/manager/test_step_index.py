@@ -160,8 +160,8 @@ def huge(path: Path) -> None:
     os.truncate(path, 1 << 40)  # no memory would hold it
 
 
-def line(*fields: Any) -> bytes:
-    text = json.dumps(fields).encode()
+def line(document: Any, *head: Any) -> bytes:
+    text = b"\t".join(json.dumps(part).encode() for part in (head, document))
     return b"%08x %s\n" % (crc32c(text), text)
 
 
@@ -174,7 +174,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "foreign": lambda path: path.write_text("steps: many\n"),
     "of a later version": lambda path: path.write_bytes(path.read_bytes().replace(b'"steps", 1', b'"steps", 2')),
     "a line of another program": lambda path: path.write_bytes(path.read_bytes() + b"hello\n"),
-    "lines of other types": lambda path: path.write_bytes(path.read_bytes() + line({}, 1) + line([1], [2], None, 3)),
+    "lines of other types": lambda path: path.write_bytes(path.read_bytes() + line({}, 1) + line(3, [1], [2], None)),
     "a nested line": lambda path: path.write_bytes(
         path.read_bytes() + b"%08x %s\n" % (crc32c(b"[" * 100000), b"[" * 100000)
     ),
@@ -221,11 +221,13 @@ def test_an_index_that_cannot_be_written_is_reported_once_and_needed_by_no_save(
 def test_a_hostile_index_leads_nowhere(tmp_path: Path, folder: str) -> None:
     place = fill(tmp_path / "run")
     lines = (place / INDEX).read_bytes().splitlines(keepends=True)
-    name, stamp, tidy, document = json.loads(lines[3][9:])
-    document["items"]["default" if "default" in document["items"] else next(iter(document["items"]))]["folder"] = folder
-    (place / INDEX).write_bytes(b"".join([*lines[:3], line(name, stamp, tidy, document), *lines[4:]]))
+    head, document = (json.loads(part) for part in lines[3][9:].split(b"\t"))
+    (place / INDEX).write_bytes(b"".join([*lines[:3], line(document, *head), *lines[4:]]))
+    assert from_the_index(place) == [*STEPS]  # the test writes lines that count
+    document["items"]["state"]["folder"] = folder
+    (place / INDEX).write_bytes(b"".join([*lines[:3], line(document, *head), *lines[4:]]))
     assert listed(place) == listed(place, index=False)
-    assert int(name) not in from_the_index(place)
+    assert int(head[0]) not in from_the_index(place)
 
 
 KILLED = """
