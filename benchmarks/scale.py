@@ -21,14 +21,13 @@ import numpy as np
 
 from holdfast.engine.arrays.assignment import WriteAssignment
 from holdfast.engine.arrays.fragments import make_fragment, merge_fragments, short_token
-from holdfast.engine.arrays.plan import Catalog, Layout, plan_files, planned_chunks
+from holdfast.engine.arrays.plan import Catalog, Layout, chunk_table, plan_files
 from holdfast.engine.distributed import ProcessInfo
 from holdfast.engine.pytree import ArrayLeaf, Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from numpy.typing import NDArray
 
 SHAPES = 40
 """Different shapes of leaves, as a model has them."""
@@ -112,8 +111,8 @@ def measure(processes: int, leaves: int) -> Scale:
     def fragment_of(process: int) -> bytes:
         arrays, numbers = catalog.in_tree_order(*assignment.chunks_of(process))
         files = plan_files(specs, layout, zip(arrays.tolist(), numbers.tolist(), strict=True))
-        planned = planned_chunks(files, specs)
-        table: NDArray[np.int64] = np.column_stack((planned, planned[:, 3] % (1 << 32)))  # any checksums
+        table = chunk_table(files, specs, np.zeros(len(arrays), np.uint32))
+        table[:, 5] = table[:, 3] % (1 << 32)  # any checksums
         sizes = [file.size for file in files]
         return make_fragment(catalog, ProcessInfo(process, processes, token), token, table, sizes)
 

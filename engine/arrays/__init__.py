@@ -9,6 +9,7 @@ from .extents import Range, read_ranges
 from .load import load_tree, tree_metadata, with_optimizer_states
 from .plan import Layout, batches, check_level, check_size
 from .read import TreeReader
+from .reuse import WrittenSteps
 from .snapshot import KnownTree, Snapshot, StagingBuffer
 from .source import NamedVariables, PartialTree, SavedLeaf, TreeSource, damaged_leaves
 from .transform import load_transformed_tree

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import StateError, UnsupportedLeafError
-from ..format import compress_chunks, crc32c, extend
+from ..format import ContentDigest, compress_chunks, content_digest, crc32c, extend
 from ..pytree import CastProblem, Piece, cast_checked, format_path
 from ..storage import CORES, Segment, parallel_map
 from .plan import CHECKSUM_BYTES, SEGMENT_ALIGNMENT, ArraySpec, Bytes, Layout, PlannedSegment, batches, checksum_after
@@ -29,6 +29,9 @@ _GROUP_BYTES = 16 << 20
 _GROUP_CHUNKS = 4096
 _THREADS = 16
 
+# The digests of chunks by the numbers of their array and their own. Writing fills in those that are asked for: None.
+Digests = dict[tuple[int, int], bytes | None]
+
 
 class Source(NamedTuple):
     spec: ArraySpec
@@ -38,15 +41,20 @@ class Source(NamedTuple):
     name: str = ""  # the leaf's name, for errors
 
 
-def segment_parts(segment: PlannedSegment, sources: Sequence[Source], checksums: NDArray[np.uint32]) -> Iterator[Bytes]:
-    """Generate the bytes of a segment: chunks, checksums and the gaps between them; note the checksums."""
+def segment_parts(
+    segment: PlannedSegment,
+    sources: Sequence[Source],
+    checksums: NDArray[np.uint32],
+    digests: Digests | None = None,
+) -> Iterator[Bytes]:
+    """Generate the bytes of a segment: chunks, checksums and the gaps between them; note checksums and digests."""
     position = segment.offset
     joined: list[bytes] = []
     waiting = 0
     for place, chunk in enumerate(segment.chunks, segment.first):
         source = sources[chunk.array]
         gap = chunk.offset - position
-        data = _chunk_bytes(source, chunk.number)
+        data = chunk_bytes(source, chunk.number)
         full = source.spec.chunk_nbytes
         position = chunk.offset + full + CHECKSUM_BYTES
         if full <= _SMALL:
@@ -62,10 +70,16 @@ def segment_parts(segment: PlannedSegment, sources: Sequence[Source], checksums:
         yield _join([*joined, bytes(gap)])
         joined, waiting = [], 0
         checksum = 0
+        noted = digests is not None and chunk[:2] in digests
+        digest = ContentDigest() if noted else None
         for start in range(0, len(data), _STEP):
             part = data[start : start + _STEP]
             checksum = extend(checksum, part)
+            if digest is not None:
+                digest.update(part)
             yield part
+        if digests is not None and digest is not None:
+            digests[chunk[:2]] = digest.digest()
         for start in range(len(data), full, _STEP):
             part = np.zeros(min(_STEP, full - start), np.uint8)
             checksum = extend(checksum, part)
@@ -80,9 +94,8 @@ def _join(parts: list[bytes]) -> Bytes:
     return np.frombuffer(b"".join(parts), np.uint8)
 
 
-def chunk_bytes(source: Source, number: int) -> Bytes:
+def padded(data: Bytes, source: Source) -> Bytes:
     """Return a chunk's bytes at its full size, padded with zeros."""
-    data = _chunk_bytes(source, number)
     if len(data) == source.spec.chunk_nbytes:
         return data
     whole = np.zeros(source.spec.chunk_nbytes, np.uint8)
@@ -90,8 +103,17 @@ def chunk_bytes(source: Source, number: int) -> Bytes:
     return whole
 
 
-def _chunk_bytes(source: Source, number: int) -> Bytes:
+def chunk_bytes(source: Source, number: int) -> Bytes:
     """Return a chunk's bytes; a chunk at the end of an axis may be shorter than its full size."""
+    data = chunk_view(source, number)
+    if data is None:
+        starts = source.spec.chunk_start(number)
+        return _gather(source, starts, source.spec.extent(starts))
+    return data
+
+
+def chunk_view(source: Source, number: int) -> Bytes | None:
+    """Return a chunk's bytes where they lie in memory in one run, as they are stored; None if they do not."""
     spec = source.spec
     pieces = source.pieces
     if len(pieces) == 1:
@@ -110,7 +132,7 @@ def _chunk_bytes(source: Source, number: int) -> Bytes:
         data = _view(piece, source, starts, extent)
         if data is not None:
             return data
-    return _gather(source, starts, extent)
+    return None
 
 
 def _view(piece: Piece, source: Source, starts: Sequence[int], extent: Sequence[int]) -> Bytes | None:
@@ -181,6 +203,7 @@ def write_compressed(
     layout: Layout,
     first_file: int,
     write: Callable[[int, int, Sequence[Segment]], None],
+    digests: Digests | None = None,
 ) -> tuple[list[CompressedChunk], list[int]]:
     """Compress chunks with several threads; write one file while the chunks of another are compressed."""
 
@@ -190,7 +213,7 @@ def write_compressed(
     files_of = list(batches(chunks, size, min(_FILE_BYTES, layout.data_file_bytes)))
 
     def write_batch(number: int) -> tuple[list[CompressedChunk], int]:
-        stored = _compressed(files_of[number], sources)
+        stored = _compressed(files_of[number], sources, digests)
         segments, offsets, size = _lay_out(stored, layout.segment_bytes)
         file = first_file + number
         write(file, size, segments)
@@ -204,7 +227,7 @@ def write_compressed(
     return [chunk for placed, _ in files for chunk in placed], [size for _, size in files]
 
 
-def _compressed(batch: Sequence[ChunkToCompress], sources: Sequence[Source]) -> list[bytes]:
+def _compressed(batch: Sequence[ChunkToCompress], sources: Sequence[Source], digests: Digests | None) -> list[bytes]:
     """Compress chunks in groups of one size and level; return their bytes in the order of the batch."""
     groups: list[list[int]] = []
     current: dict[tuple[int, int], list[int]] = {}
@@ -219,7 +242,11 @@ def _compressed(batch: Sequence[ChunkToCompress], sources: Sequence[Source]) -> 
     def compress(group: Sequence[int]) -> list[bytes]:
         chunks = [batch[position] for position in group]
         raw = [chunk_bytes(sources[chunk.array], chunk.number) for chunk in chunks]
-        return compress_chunks(raw, chunks[0].level)
+        for chunk, data in zip(chunks, raw, strict=True):
+            if digests is not None and chunk[:2] in digests:
+                digests[chunk[:2]] = content_digest(data)
+        whole = [padded(data, sources[chunk.array]) for chunk, data in zip(chunks, raw, strict=True)]
+        return compress_chunks(whole, chunks[0].level)
 
     found: dict[int, bytes] = {}
     compressed = parallel_map(

@@ -7,6 +7,7 @@ no chunk is missing or was written twice.
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 import zlib
 from collections.abc import Sequence
@@ -23,9 +24,10 @@ from .assignment import WriteAssignment
 from .plan import CHECKSUM_BYTES, Catalog, Integers
 
 _MAGIC = b"HfFragm\0"
-_VERSION = 2
+_VERSION = 3
 _DIGEST_BYTES = 16
 _TOKEN = 4  # bytes
+_DATA_PATH = re.compile(r"d/[0-9a-f]{8}\.[0-9]+\.[0-9]+")
 _DESCRIPTION_LIMIT = 1 << 30  # bytes
 _LINES = 20  # differences that an error lists
 
@@ -38,6 +40,8 @@ class Fragment:
     digest: bytes  # digest of the description of its tree; zeros on process 0, which compares the others' with its own
     description: bytes  # what the leaves of its tree are, compressed; empty on process 0
     sizes: Sequence[int]  # length of each of its data files, in bytes
+    # Paths of the last of these files: those of earlier saves, which this one shares. The others have names by number.
+    shared: Sequence[str]
     chunks: Integers  # numbers of the chunks, counted over all arrays, in their order in the files
     files: Integers  # number of the data file of each chunk; ascending
     offsets: Integers  # first byte of each chunk in its file; ascending within a file
@@ -46,13 +50,15 @@ class Fragment:
 
     @property
     def paths(self) -> list[str]:
-        return [data_path(self.token, self.process, number) for number in range(len(self.sizes))]
+        own = len(self.sizes) - len(self.shared)
+        return [*(data_path(self.token, self.process, number) for number in range(own)), *self.shared]
 
     def encode(self) -> bytes:
         """Return the fragment as bytes, about twelve for each chunk."""
         same_file = np.diff(self.files, prepend=-1) == 0
         ends = np.concatenate(([0], (self.offsets + self.lengths)[:-1])) if len(self.chunks) else self.offsets
         steps = np.diff(self.chunks, prepend=0)
+        shared = "\n".join(self.shared).encode()
         parts = (
             _MAGIC,
             bytes([_VERSION]),
@@ -60,7 +66,9 @@ class Fragment:
             self.digest,
             *map(encode_varint, (self.process, self.processes, len(self.description), len(self.sizes))),
             encode_varint(len(self.chunks)),
+            encode_varint(len(shared)),
             self.description,
+            shared,
             encode_varints(np.array(self.sizes, np.int64)),
             encode_varints((steps << 1) ^ (steps >> 63)),  # a step back becomes odd
             encode_varints(np.diff(self.files, prepend=0)),
@@ -84,14 +92,17 @@ class Fragment:
         if version != _VERSION:
             cursor.fail(f"it has version {version}, this process reads version {_VERSION}; run one version everywhere")
         token, digest = cursor.take(_TOKEN).hex(), cursor.take(_DIGEST_BYTES)
-        process, processes, described, files, count = (cursor.varint() for _ in range(5))
+        process, processes, described, files, count, named = (cursor.varint() for _ in range(6))
         description = cursor.take(described)
+        shared = cursor.take(named).decode("ascii", "replace").split("\n") if named else []
         sizes = cursor.varints(files)
         zigzag = cursor.varints(count)
         file_ids = np.cumsum(cursor.varints(count))
         gaps, lengths = cursor.varints(count), cursor.varints(count)
         checksums = np.frombuffer(cursor.take(4 * count), "<u4")
         cursor.finish()
+        if len(shared) > files or not all(map(_DATA_PATH.fullmatch, shared)):
+            cursor.fail(f"it shares files of earlier saves that cannot be such: {shared[:3]!r:.100}")
         if count and int(file_ids[-1]) >= files:
             cursor.fail(f"it places chunks in data file {int(file_ids[-1])} of {files}")
         ends = np.cumsum(gaps + lengths)
@@ -107,6 +118,7 @@ class Fragment:
             digest=digest,
             description=description,
             sizes=sizes.tolist(),
+            shared=shared,
             chunks=np.cumsum((zigzag >> 1) ^ -(zigzag & 1)),
             files=file_ids,
             offsets=offsets,
@@ -126,9 +138,17 @@ def short_token(token: str) -> str:
 
 
 def make_fragment(
-    catalog: Catalog, member: ProcessInfo, token: str, table: NDArray[np.int64], sizes: Sequence[int]
+    catalog: Catalog,
+    member: ProcessInfo,
+    token: str,
+    table: NDArray[np.int64],
+    sizes: Sequence[int],
+    shared: Sequence[str] = (),
 ) -> bytes:
-    """Encode what a process wrote: rows of array, number in the array, file, offset, length and checksum."""
+    """Encode what a process wrote: rows of array, number in the array, file, offset, length and checksum.
+
+    ``shared`` are the paths of the last files, which belong to earlier saves, too.
+    """
     # Process 0 knows its own tree.
     digest, description = _describe(catalog.lines()) if member.index else (bytes(_DIGEST_BYTES), b"")
     return Fragment(
@@ -138,6 +158,7 @@ def make_fragment(
         digest=digest,
         description=description,
         sizes=sizes,
+        shared=shared,
         chunks=catalog.starts[table[:, 0]] + table[:, 1],
         files=table[:, 2],
         offsets=table[:, 3],
@@ -197,7 +218,12 @@ def merge_fragments(catalog: Catalog, fragments: Sequence[bytes]) -> tuple[Array
         offsets[fragment.chunks] = fragment.offsets
         lengths[fragment.chunks] = fragment.lengths
         checksums[fragment.chunks] = fragment.checksums
-        files |= {path: FileRecord(size) for path, size in zip(fragment.paths, fragment.sizes, strict=True)}
+        records = [FileRecord(size) for size in fragment.sizes[: len(fragment.sizes) - len(fragment.shared)]]
+        records += [FileRecord(size, shared=True) for size in fragment.sizes[len(records) :]]
+        named = dict(zip(fragment.paths, records, strict=True))
+        if len(named) < len(records) or not named.keys().isdisjoint(files):
+            raise DamagedCheckpointError(f"{source} names a data file twice, or one of another process")
+        files |= named
     _check_complete(catalog, file_ids, lengths, fragments)
     index = ArrayIndex(
         names=catalog.names,

@@ -326,12 +326,10 @@ class PlannedFile:
     segments: list[PlannedSegment]
 
 
-def plan_files(
-    arrays: Sequence[ArraySpec], layout: Layout, chunks: Iterable[tuple[int, int]] | None = None
-) -> list[PlannedFile]:
-    """Place chunks in data files; without ``chunks``, all chunks of all arrays."""
-    if chunks is None:
-        chunks = ((number, chunk) for number, array in enumerate(arrays) for chunk in range(array.chunks))
+def plan_files(arrays: Sequence[ArraySpec], layout: Layout, *groups: Iterable[tuple[int, int]]) -> list[PlannedFile]:
+    """Place chunks in data files, each group in files of its own; without groups, all chunks of all arrays."""
+    if not groups:
+        groups = (((number, chunk) for number, array in enumerate(arrays) for chunk in range(array.chunks)),)
     sizes = [array.chunk_nbytes + CHECKSUM_BYTES for array in arrays]
     files: list[PlannedFile] = []
     segments: list[PlannedSegment] = []
@@ -355,29 +353,31 @@ def plan_files(
             segments = []
         start = end = 0
 
-    for array, number in chunks:
-        size = sizes[array]
-        offset = -(-end // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
-        if placed and offset + size - start > layout.segment_bytes:
-            close_segment()
-            offset = start
-        if offset and offset + size > layout.data_file_bytes:
-            close_file()
-            offset = start
-        placed.append(Chunk(array, number, offset))
-        end = offset + size
-    close_file()
+    for chunks in groups:
+        for array, number in chunks:
+            size = sizes[array]
+            offset = -(-end // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
+            if placed and offset + size - start > layout.segment_bytes:
+                close_segment()
+                offset = start
+            if offset and offset + size > layout.data_file_bytes:
+                close_file()
+                offset = start
+            placed.append(Chunk(array, number, offset))
+            end = offset + size
+        close_file()
     return files
 
 
-def planned_chunks(files: Sequence[PlannedFile], arrays: Sequence[ArraySpec]) -> Integers:
-    """Return one row for each placed chunk: array, number in the array, file, offset and length in bytes."""
+def chunk_table(files: Sequence[PlannedFile], arrays: Sequence[ArraySpec], checksums: NDArray[np.uint32]) -> Integers:
+    """Return one row for each placed chunk: array, number in the array, file, offset, length in bytes and checksum."""
     rows = [
-        (*chunk[:2], number, chunk.offset)
+        (*chunk[:2], number, chunk.offset, 0, 0)
         for number, file in enumerate(files)
         for segment in file.segments
         for chunk in segment.chunks
     ]
-    table = np.array(rows, np.int64).reshape(-1, 4)
+    table = np.array(rows, np.int64).reshape(-1, 6)
     lengths = np.array([array.chunk_nbytes + CHECKSUM_BYTES for array in arrays], np.int64)
-    return np.column_stack((table, lengths[table[:, 0]]))
+    table[:, 4], table[:, 5] = lengths[table[:, 0]], checksums
+    return table

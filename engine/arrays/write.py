@@ -25,7 +25,8 @@ from ..storage import DataFile, Location, Segment
 from .assignment import WriteAssignment
 from .encode import ChunkToCompress, Source, segment_parts, write_compressed
 from .fragments import data_path, make_fragment, merge_fragments, short_token
-from .plan import ArraySpec, Catalog, ChunkIds, HostLeaf, Layout, check_level, check_size, plan_files, planned_chunks
+from .plan import ArraySpec, Catalog, ChunkIds, HostLeaf, Layout, check_level, check_size, chunk_table, plan_files
+from .reuse import SharedFiles, WrittenSteps
 from .snapshot import Snapshot, StagingBuffer
 
 MANIFEST = "manifest.ocdbt"
@@ -96,10 +97,12 @@ class TreeWriter:
         compression: Mapping[str, int | None] | None = None,
         chunk_bytes: Mapping[str, int] | None = None,
         plan: TreePlan | None = None,
+        reuse: WrittenSteps | None = None,
     ) -> None:
         self.plan = plan or TreePlan()
         self.when_written: Callable[[], None] | None = None  # called once this process's share is written
         self._tree = tree
+        self._reuse = reuse
         self._layout = layout
         self._compression = compression or {}
         self._chunk_bytes = chunk_bytes or {}
@@ -131,44 +134,54 @@ class TreeWriter:
         data.make_directory()
         token = short_token(member.token or secrets.token_hex(16))
         chunks = self._chunks_of(member)
-        plain, packed = self._divided(chunks)
         sources = self._sources(chunks)
         specs = [encoding.spec for encoding in catalog.encodings]
         layout = self._layout if location.is_local else self._layout.for_uploads()
+        shared = SharedFiles((list(zip(chunks[0].tolist(), chunks[1].tolist(), strict=True)),))
+        if self._reuse is not None and location.is_local:
+            shared = self._reuse.share(location, catalog, sources, *shared.groups)
 
         def path(number: int) -> str:
             return data_path(token, member.index, number)
 
-        files = plan_files(specs, layout, plain)
-        checksums = np.zeros(len(plain), np.uint32)
+        plain, packed = self._divided(shared.groups)
+        files = plan_files(specs, layout, *plain)
+        checksums = np.zeros(sum(map(len, plain)), np.uint32)
         location.write_data_files(
             [
                 DataFile(
                     path(number),
                     file.size,
                     [
-                        Segment(one.offset, one.size, partial(segment_parts, one, sources, checksums))
+                        Segment(one.offset, one.size, partial(segment_parts, one, sources, checksums, shared.digests))
                         for one in file.segments
                     ],
                 )
                 for number, file in enumerate(files)
             ]
         )
-        table = np.column_stack((planned_chunks(files, specs), checksums.astype(np.int64)))
+        table = chunk_table(files, specs, checksums)
         sizes = [file.size for file in files]
-        if packed:
+        for group in packed:
 
             def write_file(number: int, size: int, segments: Sequence[Segment]) -> None:
                 (location / path(number)).write_data(size, segments)
 
-            compressed, more = write_compressed(packed, sources, layout, len(files), write_file)
+            compressed, more = write_compressed(group, sources, layout, len(sizes), write_file, shared.digests)
             table = np.concatenate((table, np.array(compressed, np.int64)))
             sizes += more
+        if self._reuse is not None and location.is_local:
+            self._reuse.note(shared, [path(number) for number in range(len(sizes))], sizes, table)
+        if shared.linked:
+            rows = np.array(shared.rows, np.int64)
+            rows[:, 2] += len(sizes)
+            table = np.concatenate((table, rows))
+            sizes += [file.size for file in shared.linked]
         if member.count > 1:  # otherwise merging is next and syncs this directory, too
             data.sync_directory()
         if self.when_written is not None:
             self.when_written()
-        return make_fragment(catalog, member, token, table, sizes)
+        return make_fragment(catalog, member, token, table, sizes, [file.path for file in shared.linked])
 
     def merge(self, location: Location, fragments: Sequence[bytes]) -> dict[str, FileRecord]:
         """Write the index over the chunks of all processes and the tree's structure, durably; on process 0 only."""
@@ -196,14 +209,19 @@ class TreeWriter:
         make = partial(Catalog, tree.names, tree.leaves, self._layout, self._compression, self._chunk_bytes)
         return self.plan.catalog(make)
 
-    def _divided(self, chunks: ChunkIds) -> tuple[list[tuple[int, int]], list[ChunkToCompress]]:
-        """Divide chunks into those stored as they are and those to compress."""
+    def _divided(
+        self, groups: Sequence[list[tuple[int, int]]]
+    ) -> tuple[list[list[tuple[int, int]]], list[list[ChunkToCompress]]]:
+        """Divide each group of chunks into those stored as they are and those to compress."""
         levels = [encoding.compression for encoding in self._catalog.encodings]
-        pairs = list(zip(chunks[0].tolist(), chunks[1].tolist(), strict=True))
         if not any(levels):
-            return pairs, []
-        packed = [ChunkToCompress(*chunk, level) for chunk in pairs if (level := levels[chunk[0]]) is not None]
-        return [chunk for chunk in pairs if levels[chunk[0]] is None], packed
+            return list(groups), []
+        plain = [[chunk for chunk in group if levels[chunk[0]] is None] for group in groups]
+        packed = [
+            [ChunkToCompress(*chunk, level) for chunk in group if (level := levels[chunk[0]]) is not None]
+            for group in groups
+        ]
+        return plain, [group for group in packed if group]
 
     def _sources(self, chunks: ChunkIds) -> list[Source]:
         """Return the sources of all arrays, by number; arrays of which nothing is written have no pieces."""

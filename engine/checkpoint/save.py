@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
-from ..arrays import fsync_and_digest
+from ..arrays import WrittenSteps, fsync_and_digest
 from ..distributed import ProcessInfo, Rendezvous
 from ..errors import (
     BarrierTimeoutError,
@@ -40,6 +41,7 @@ _logger = logging.getLogger("holdfast")
 # Completes all items from the fragments of every process, by item, and makes the commit record.
 _Merge = Callable[[Mapping[str, Sequence[bytes]]], CheckpointRecord]
 
+_SHARED = struct.Struct("<Q")  # the shared bytes, before the record that process 0 sends to the others
 _LAST_WORD = 10.0  # seconds that the others get to stop writing before process 0 removes what they wrote
 
 
@@ -52,6 +54,7 @@ class SaveReport:
         path: The checkpoint's directory.
         reason: Why it was saved.
         bytes: Bytes written.
+        shared_bytes: Bytes of data files that were not written, as an earlier step has them already.
         blocked_seconds: How long the training loop waited.
         total_seconds: From the call until the checkpoint was durable.
     """
@@ -62,6 +65,7 @@ class SaveReport:
     bytes: int
     blocked_seconds: float
     total_seconds: float
+    shared_bytes: int = 0
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -71,8 +75,9 @@ class SaveReport:
     def __str__(self) -> str:
         what = self.path if self.step is None else f"step {self.step}"
         why = f" ({self.reason})" if self.reason else ""
+        shared = f" (and {_size(self.shared_bytes)} shared with earlier steps)" if self.shared_bytes else ""
         return (
-            f"saved {what}{why}: {_size(self.bytes)}, blocked {self.blocked_seconds:.3f} s, "
+            f"saved {what}{why}: {_size(self.bytes)}{shared}, blocked {self.blocked_seconds:.3f} s, "
             f"{self.total_seconds:.3f} s in all, {self.gigabytes_per_second:.2f} GB/s"
         )
 
@@ -94,6 +99,7 @@ class ItemToSave:
     value: Any
     background: bool = False
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    reuse: WrittenSteps | None = None  # the data files of earlier steps, which it may share
 
 
 class Save:
@@ -119,6 +125,7 @@ class Save:
         self._record = record
         self._location = location
         self._items: dict[str, PreparedItem] = {}
+        self._reuse = [item.reuse for item in items.values() if item.reuse is not None]
         self._claim = threading.Lock()  # taken for good, by the thread that completes this or by who gives it up before
         # Whether :meth:`complete` may be called after the loop has gone on.
         self.in_background = any(item.background for item in items.values())
@@ -148,8 +155,10 @@ class Save:
         """Do what cannot wait, and return what writes the rest."""
         if isinstance(item.handler, PreparedCheckpointHandler):
             together = item.handler.divides and self._role.process.count > 1
-            member = {"member": self._role.process} if together else {}
-            return item.handler.prepare(item.value, snapshot=self.in_background, **member, **item.kwargs)
+            added: dict[str, Any] = {"member": self._role.process} if together else {}
+            if item.reuse is not None:
+                added["reuse"] = item.reuse
+            return item.handler.prepare(item.value, snapshot=self.in_background, **added, **item.kwargs)
         folder = self._role.open()[name]
         if item.background and isinstance(item.handler, AsyncCheckpointHandler):
             futures = run_coroutine(item.handler.async_save(folder, item.value, **item.kwargs))
@@ -166,16 +175,19 @@ class Save:
             fragments = {}
             for name, item in self._items.items():
                 fragments[name] = item.write(folders[name], self._role.process)
-            record = self._role.commit(fragments, self._merge)
+            record, shared = self._role.commit(fragments, self._merge)
         except BaseException as error:
             self._role.give_up(error)
             raise
+        for written in self._reuse:
+            written.commit()
         total = time.perf_counter() - self._began
         return record, SaveReport(
             step=record.step,
             path=self._location.url,
             reason=record.reason,
-            bytes=record.nbytes,
+            bytes=record.nbytes - shared,
+            shared_bytes=shared,
             blocked_seconds=self._blocked if self.in_background else total,
             total_seconds=total,
         )
@@ -244,13 +256,13 @@ class Primary:
             self._rendezvous.broadcast("plan", json.dumps(plan).encode(), self._timeout)
         return self._pending.folders
 
-    def commit(self, fragments: Mapping[str, bytes], merge: _Merge) -> CheckpointRecord:
-        """Make the checkpoint exist once every process has written its share, and return its record."""
+    def commit(self, fragments: Mapping[str, bytes], merge: _Merge) -> tuple[CheckpointRecord, int]:
+        """Make the checkpoint exist once every process has written its share; return its record and what it shares."""
         gathered = {name: [own] for name, own in fragments.items()}
         if self._rendezvous is None:
             record = merge(gathered)
             self._pending.commit(record)
-            return record
+            return record, record.shared_bytes
         sizes = [json.loads(one) for one in self._rendezvous.gather("written", b"{}", self._timeout) or []]
         for process in range(1, self._rendezvous.count):
             for name, size in sizes[process].items():
@@ -259,11 +271,12 @@ class Primary:
         self._pending.commit(record)
         self._committed = True
         try:
-            self._rendezvous.broadcast("committed", record.encode(), self._timeout)
+            done = _SHARED.pack(record.shared_bytes) + record.encode()
+            self._rendezvous.broadcast("committed", done, self._timeout)
         except Exception as error:  # the checkpoint exists all the same
             _logger.warning("%s: saved, but the other processes could not be told: %s", self._pending.location, error)
         self._rendezvous.close()
-        return record
+        return record, record.shared_bytes
 
     def give_up(self, error: BaseException) -> None:
         """Remove what was written once no process writes any more; otherwise leave that to the next run."""
@@ -315,7 +328,7 @@ class Worker:
             self._folders = {name: self._location / folder for name, folder in plan["folders"].items()}
         return self._folders
 
-    def commit(self, fragments: Mapping[str, bytes], merge: _Merge) -> CheckpointRecord:
+    def commit(self, fragments: Mapping[str, bytes], merge: _Merge) -> tuple[CheckpointRecord, int]:
         folders = self.open()
         for name, fragment in fragments.items():
             (folders[name] / _fragment_name(self._rendezvous.index)).write_bytes(fragment, atomic=False)
@@ -324,7 +337,9 @@ class Worker:
         # Process 0 may wait as long for another one: that it gives up, and which one it missed, must arrive here.
         content = self._rendezvous.broadcast("committed", None, 2 * self._timeout)
         self._rendezvous.close()
-        return CheckpointRecord.decode(content, source=f"{self._location}: what process 0 has committed")
+        source = f"{self._location}: what process 0 has committed"
+        record = CheckpointRecord.decode(content[_SHARED.size :], source=source)
+        return record, int(_SHARED.unpack(content[: _SHARED.size])[0])
 
     def give_up(self, error: BaseException) -> None:
         """Tell the others, and say that this process writes no more."""

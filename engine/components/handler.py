@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..arrays import Layout, read_checked
+from ..arrays import Layout, WrittenSteps, read_checked
 from ..checkpoint import read_record
 from ..clock import SystemClock
 from ..distributed import ProcessInfo
@@ -57,6 +57,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
     """
 
     kind = COMPONENTS
+    reuses = True
     verifies = True
 
     def __init__(
@@ -69,7 +70,13 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
         self._handlers: dict[Path, PyTreeCheckpointHandler] = {}
 
     def prepare(
-        self, item: Any, *, snapshot: bool, state: Mapping[str, Any] | None = None, **kwargs: Any
+        self,
+        item: Any,
+        *,
+        snapshot: bool,
+        state: Mapping[str, Any] | None = None,
+        reuse: WrittenSteps | None = None,
+        **kwargs: Any,
     ) -> PreparedItem:
         """Take the states of a component and of all below it.
 
@@ -77,6 +84,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
             item: The component.
             snapshot: Whether it may change between this call and the writing.
             state: The state to save in the place of its own; without components that are not in it.
+            reuse: The data files of earlier steps: what has not changed is not written again.
             **kwargs: No others are known.
 
         Returns:
@@ -92,6 +100,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
             use_msgpack=self._use_msgpack,
             layout=self._layout,
             handlers=self._handlers if snapshot else None,
+            reuse=reuse,
         )
         return _PreparedTree(prepared)
 

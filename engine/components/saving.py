@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path as FilePath
 from typing import Any
 
-from ..arrays import Layout
+from ..arrays import Layout, WrittenSteps
 from ..checkpoint import PendingCheckpoint
 from ..clock import SystemClock
 from ..distributed import current_coordinator
@@ -84,6 +84,7 @@ def prepare(
     use_msgpack: bool = False,
     layout: Layout | None = None,
     handlers: dict[Path, PyTreeCheckpointHandler] | None = None,
+    reuse: WrittenSteps | None = None,
 ) -> PreparedComponents:
     """Take the states and the descriptions of a component and of all below it."""
     if layout is not None and not isinstance(layout, Layout):
@@ -103,8 +104,9 @@ def prepare(
     with collection_paused():
         for path, tree in states.items():
             handler = handlers.setdefault(path, PyTreeCheckpointHandler())
+            own = None if reuse is None else reuse.part("/".join(path))
             try:
-                prepared[path] = handler.prepare(tree, snapshot=snapshot, save_args=save_args, layout=layout)
+                prepared[path] = handler.prepare(tree, snapshot=snapshot, save_args=save_args, layout=layout, reuse=own)
             except TypeError as error:
                 error.add_note(f"in the state of the component {format_component_path(path)}; nothing was written")
                 raise

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from .array_index import ArrayIndex, key_order
-from .codecs import LEVELS, checksums_of, compress_chunks, crc32c, decompress, decompress_exactly, extend
+from .codecs import (
+    LEVELS,
+    ContentDigest,
+    checksums_of,
+    compress_chunks,
+    content_digest,
+    crc32c,
+    decompress,
+    decompress_exactly,
+    extend,
+)
 from .documents import DOCUMENT_LIMIT, decode_document, encode_document
 from .dtypes import DType, Stored, dtype_from_name, dtype_name, storage_dtype
 from .msgpack import ARRAY_EXTENSION, array_of, decode_array, decode_msgpack, encode_arrays

@@ -1,8 +1,9 @@
-"""Checksums and compression: CRC-32C, which protects every byte that is stored, and zstd.
+"""Checksums, digests and compression: CRC-32C, which protects every byte that is stored, XXH3, and zstd.
 
 CRC-32C (Castagnoli, RFC 3720 appendix B.4) is the checksum of the OCDBT format and of zarr's codec ``crc32c``. zstd
 (RFC 8878) compresses chunks on request, and TensorStore compresses OCDBT nodes with it. A compressed chunk is one zstd
-frame and the CRC-32C of the frame, as zarr's codecs ``[bytes, zstd, crc32c]`` define it.
+frame and the CRC-32C of the frame, as zarr's codecs ``[bytes, zstd, crc32c]`` define it. XXH3 with 128 bits tells
+whether bytes in memory have changed (https://github.com/Cyan4973/xxHash); it is never stored.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TypeAlias
 
 import google_crc32c
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError
@@ -28,6 +30,7 @@ Data: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8]
 LEVELS = range(1, 23)  # the levels of compression, from the fastest to the smallest
 
 _PART = 1 << 20  # bytes that are decompressed at a time; fresh memory for more costs more than decompressing
+_HELD = 64 << 10  # bytes that are hashed at a time without letting other threads run
 _RATIO = 1 << 15  # the most bytes of content for a byte of a frame: a block of 128 KiB takes at least four
 _MAGIC = b"\x28\xb5\x2f\xfd"
 _OPTIONS = {int(zstd.DecompressionParameter.window_log_max): 27}  # a frame that needs a larger window is refused
@@ -39,6 +42,28 @@ def crc32c(data: Data) -> int:
 
 def extend(crc: int, data: Data) -> int:
     return int(google_crc32c.extend(crc, _frozen(data)))
+
+
+class ContentDigest:
+    """The 128-bit digest of bytes that come in pieces."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_128()
+
+    def update(self, data: NDArray[np.uint8]) -> None:
+        # Above some 100 kB, xxhash lets go of the interpreter; another thread that computes would then keep it for
+        # milliseconds, for each piece.
+        view = data.data
+        for start in range(0, len(view), _HELD):
+            self._hash.update(view[start : start + _HELD])
+
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+
+def content_digest(data: NDArray[np.uint8]) -> bytes:
+    """Return the 128-bit digest of some bytes; other threads run meanwhile."""
+    return xxhash.xxh3_128_digest(data.data)
 
 
 def checksums_of(data: NDArray[np.uint8], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.uint32]:

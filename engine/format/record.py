@@ -38,6 +38,8 @@ class FileRecord:
 
     size: int  # length in bytes
     crc32c: int | None = None  # digest of the whole file, or None where the file carries digests of its own
+    # Whether the save took it from an earlier step instead of writing it. Not stored: the other step may be gone later.
+    shared: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,11 @@ class CheckpointRecord:
     @property
     def nbytes(self) -> int:
         return sum(item.nbytes for item in self.items.values())
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the files that the save took from earlier steps; 0 for a record that was read."""
+        return sum(file.size for item in self.items.values() for file in item.files.values() if file.shared)
 
     def parts(self) -> dict[str, ItemRecord]:
         """Return the items by name, and the trees within items by the item's name and their own.

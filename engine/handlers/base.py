@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 Files = Mapping[str, FileRecord]  # the files of an item by their path in its folder, as the commit record lists them
 
-_INTERNAL = frozenset({"snapshot", "member", "files"})  # arguments that callers of a checkpointer do not pass
+_INTERNAL = frozenset({"snapshot", "member", "reuse", "files"})  # arguments that callers of a checkpointer do not pass
 
 
 class SaveFuture(Protocol):
@@ -126,9 +126,12 @@ class PreparedCheckpointHandler(AsyncCheckpointHandler):
     Attributes:
         divides: Whether :meth:`prepare` takes ``member=``, the process whose share will be written, and may leave out
             of the snapshot what other processes write; it is passed where several processes save together.
+        reuses: Whether :meth:`prepare` takes ``reuse=``, the data files of earlier steps; it is passed by managers that
+            do not write unchanged arrays again.
     """
 
     divides = False
+    reuses = False
 
     @abc.abstractmethod
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:

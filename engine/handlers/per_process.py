@@ -32,6 +32,7 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
 
     kind = PROCESSES
     collective = True
+    reuses = True
     verifies = True
     optional = True
 
@@ -112,7 +113,7 @@ class ProcessShare:
         own.make_directory()
         files = write_alone(self._prepared, own)
         folder.sync_directory()
-        return json.dumps({path: [file.size, file.crc32c] for path, file in files.items()}).encode()
+        return json.dumps({path: [file.size, file.crc32c, file.shared] for path, file in files.items()}).encode()
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
         shares: list[Mapping[str, Any]] = [json.loads(fragment) for fragment in fragments]

@@ -20,6 +20,7 @@ from ..arrays import (
     TreeReader,
     TreeSource,
     TreeWriter,
+    WrittenSteps,
     load_transformed_tree,
     load_tree,
     tree_metadata,
@@ -66,6 +67,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
     kind = "pytree"
     collective = True
     divides = True
+    reuses = True
     verifies = True
 
     def __init__(
@@ -97,6 +99,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         save_args: Any = None,
         layout: Layout | None = None,
         member: ProcessInfo | None = None,
+        reuse: WrittenSteps | None = None,
         **kwargs: Any,
     ) -> PreparedItem:
         """Make a tree ready to be written.
@@ -108,6 +111,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 item, which may end early with one for all leaves below, and may leave out keys.
             layout: Sizes of chunks, segments and data files, instead of the handler's own.
             member: The process whose share will be written: the snapshot need not hold what other processes write.
+            reuse: The data files of earlier steps: what has not changed is not written again.
             **kwargs: Must be empty.
 
         Returns:
@@ -126,7 +130,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             copies = known.tree.snapshot(item)
             if copies is not None:
                 tree = HostTree(known.tree.names, copies, known.tree.structure)
-                return TreeWriter(tree, layout, plan=known.plan)
+                return TreeWriter(tree, layout, plan=known.plan, reuse=reuse)
         flat = flatten(item, self._registry.leaf_types)
         args: list[SaveArgs | None] = [None] * len(flat.names)
         if save_args is not None:
@@ -146,6 +150,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             layout,
             compression={name: one.compression or None for name, one in given if one.compression is not None},
             chunk_bytes={name: one.chunk_bytes for name, one in given if one.chunk_bytes is not None},
+            reuse=reuse,
         )
         if snapshot:
             copies = writer.take_snapshot(self._staging, process)

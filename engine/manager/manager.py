@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar, overload
 
+from ..arrays import WrittenSteps
 from ..checkpoint import (
     ITEM,
     AsyncCheckpointer,
@@ -32,7 +33,7 @@ from ..errors import (
     itemized,
 )
 from ..format import CheckpointRecord, ItemRecord
-from ..handlers import PyTreeCheckpointHandler, has_structure, item_structure, restore_item
+from ..handlers import PreparedCheckpointHandler, PyTreeCheckpointHandler, has_structure, item_structure, restore_item
 from ..storage import Location
 from .decisions import Decision, EverySteps, Rollback, SaveDecisions
 from .directory import RunDirectory, check_json, stored_metadata
@@ -114,7 +115,8 @@ class CheckpointManager:
     ) -> None:
         self.options = watched_options(options or CheckpointManagerOptions())
         self.directory: Location = run_location(directory, read_only=self.options.read_only)
-        self._items = _ItemSet(checkpointers, self.options.item_intervals)
+        reuse = self.options.reuse_unchanged and self.directory.is_local
+        self._items = _ItemSet(checkpointers, self.options.item_intervals, reuse=reuse)
         self._metadata = None if metadata is None else dict(metadata)
         self._clock = clock or SystemClock()
         self._background = BackgroundSave(seconds(self.options.save_timeout_secs))
@@ -451,7 +453,11 @@ class CheckpointManager:
                 _logger.warning("%s: step %d was saved without %s; %s", self.directory, step, item, where)
             return self._items.restore(location, record, items, kwargs)
 
-        return self._run.read(step, read)
+        try:
+            return self._run.read(step, read)
+        except DamagedCheckpointError:
+            self._items.damage_found()
+            raise
 
     def _restore_everywhere(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> tuple[Any, _Damage | None]:
         """Restore a step on all processes; return it, and what is wrong with it for any of them."""
@@ -466,7 +472,10 @@ class CheckpointManager:
                 raise
             damage = _Damage("it was deleted meanwhile", deleted=True)
         shared = self._processes.share("restored", damage)
-        return found, next((_Damage(*what) for what in shared if what is not None), None)
+        first = next((_Damage(*what) for what in shared if what is not None), None)
+        if first is not None:
+            self._items.damage_found()
+        return found, first
 
     # ---- saving
 
@@ -542,6 +551,7 @@ class CheckpointManager:
                 facts = check_json("custom_metadata", custom_metadata)
                 pending = _PendingSave(step, None if metrics is None else plain_metrics(metrics), facts)
                 values = self._items.to_save(items, save_kwargs or {}, not_due)
+                self._items.save_begins(step, self._run.infos())
             except BaseException as error:
                 if rendezvous is not None:
                     rendezvous.fail(error)
@@ -841,7 +851,11 @@ class _ItemSet:
     """The items of a manager, each with its checkpointer; the caller of a manager of one item does not name it."""
 
     def __init__(
-        self, checkpointers: Checkpointer | Mapping[str, Checkpointer] | None, rare: Collection[str] = ()
+        self,
+        checkpointers: Checkpointer | Mapping[str, Checkpointer] | None,
+        rare: Collection[str] = (),
+        *,
+        reuse: bool = False,
     ) -> None:
         self._several = isinstance(checkpointers, Mapping)
         if checkpointers is None:
@@ -869,6 +883,12 @@ class _ItemSet:
         if rare and not self._checkpointers.keys() - set(rare):
             raise OptionError("item_intervals names every item; a checkpoint needs one that it always has")
         self._rare = frozenset(rare)  # items that few checkpoints have
+        # The data files of the steps so far, by item, which later steps may share.
+        self._written = {
+            name: WrittenSteps()
+            for name, one in self._checkpointers.items()
+            if reuse and isinstance(one.handler, PreparedCheckpointHandler) and one.handler.reuses
+        }
         self._optional = self._rare | {name for name, one in self._checkpointers.items() if one.handler.optional}
 
     def left_out(self, record: CheckpointRecord, wanted: Any) -> list[str]:
@@ -885,10 +905,26 @@ class _ItemSet:
             raise OptionError(f"this manager saves the items {', '.join(self._checkpointers)}; given: {given}")
         self._check_arguments("save_kwargs", arguments)
         return {
-            name: ItemToSave(checkpointer.handler, values[name], checkpointer.background, arguments.get(name, {}))
+            name: ItemToSave(
+                checkpointer.handler,
+                values[name],
+                checkpointer.background,
+                arguments.get(name, {}),
+                self._written.get(name),
+            )
             for name, checkpointer in self._checkpointers.items()
             if name in values and name not in not_due
         }
+
+    def save_begins(self, step: int, infos: Sequence[StepInfo]) -> None:
+        """Note which steps there are whose data files the save of a step may share."""
+        for name, written in self._written.items():
+            written.begin(step, [info.step for info in infos if name in info.items])
+
+    def damage_found(self) -> None:
+        """Share no files with the steps so far: what is damaged in one of them may be shared by others."""
+        for written in self._written.values():
+            written.forget()
 
     def restore(self, location: Location, record: CheckpointRecord, items: Any, kwargs: Mapping[str, Any]) -> Any:
         """Read items back."""

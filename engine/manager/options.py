@@ -249,6 +249,13 @@ class CheckpointOptions:
             "steps are copied there in the background, and a run goes on from the newest step of both places."
         ),
     )
+    reuse_unchanged: bool = field(
+        default=True,
+        metadata=documentation(
+            "On a local disk, do not write arrays again that have not changed: a step shares their data files, by hard "
+            "links, with the step before the last one. Every step stays whole and can be copied or deleted alone."
+        ),
+    )
 
     def __post_init__(self) -> None:
         self.mirror_options()

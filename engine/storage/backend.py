@@ -24,6 +24,7 @@ class Entry:
     is_directory: bool  # whether it holds other names; a link to a directory counts as one
     # Its length in bytes; None for directories, broken links, and stores whose listings have no sizes.
     size: int | None = None
+    links: int = 1  # how many names its file has, this one included; its space is free when the last is removed
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,7 @@ THREADS_BESIDE = max(2, CORES // 2)
 
 BLOCK = 4 << 20  # bytes that a thread gathers before it writes them
 
+_FICLONE = 0x40049409  # the request of ioctl_ficlone(2)
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _blocks = BlockPool(BLOCK, THREADS)
 
@@ -74,15 +76,17 @@ class LocalBackend:
                         is_directory = item.is_dir()
                     except OSError:  # a loop of links, or a broken disk: opening it reports that
                         is_directory = True
+                    size, links = None, 1
                     try:
-                        size = None if is_directory else item.stat().st_size
+                        if not is_directory:
+                            status = item.stat()
+                            size, links = status.st_size, status.st_nlink
                     except FileNotFoundError:  # a broken link, or deleted meanwhile
                         if not os.path.lexists(item.path):
                             continue
-                        size = None
                     except OSError:
-                        size = None
-                    found.append(Entry(item.name, is_directory, size))
+                        pass
+                    found.append(Entry(item.name, is_directory, size, links))
         return sorted(found, key=attrgetter("name"))
 
     def read_bytes(self, key: str, limit: int | None, size: int | None) -> bytes:
@@ -202,6 +206,75 @@ class LocalBackend:
                 return os.stat(key)
             except (FileNotFoundError, NotADirectoryError):
                 return None
+
+
+class FileIdentity(NamedTuple):
+    """What a data file is recognised by later: that it is the same file, and was not written to."""
+
+    inode: int
+    size: int  # in bytes
+    modified: int  # in nanoseconds
+
+
+def file_identity(path: str | os.PathLike[str]) -> FileIdentity:
+    """Return the identity of a file; raise OSError if there is none."""
+    status = os.lstat(path)
+    return FileIdentity(status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def share_file(source: str, target: str, known: FileIdentity) -> FileIdentity:
+    """Give the content of a file another name, without a copy: a hard link, or else a clone, which shares its blocks.
+
+    A clone is durable on return; the name of either is not. The file becomes read-only, as a change through one name
+    would show through all.
+
+    Args:
+        source: The file.
+        target: The new name.
+        known: What the file was when it was written.
+
+    Returns:
+        The identity of the file under its new name.
+
+    Raises:
+        OSError: The file system refused (the error of the link), or the file is not what it was (ESTALE). There is no
+            file of the new name then.
+    """
+    if file_identity(source) != known:
+        raise OSError(errno.ESTALE, "it was changed after it was written", source)
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as refusal:
+        if refusal.errno in (errno.ENOENT, errno.EEXIST):
+            raise
+        return _cloned(source, target, known, refusal)
+    found = file_identity(target)
+    if found != known:  # replaced meanwhile; or a file system that copies where it should link
+        os.unlink(target)
+        raise OSError(errno.ESTALE, "the link leads to another file", target)
+    with contextlib.suppress(OSError):
+        os.chmod(target, 0o444 & stat.S_IMODE(os.stat(target).st_mode))
+    return found
+
+
+def _cloned(source: str, target: str, known: FileIdentity, refusal: OSError) -> FileIdentity:
+    """Clone a file where the file system can; otherwise raise the error of the link."""
+    with open(source, "rb", buffering=0) as read:
+        written = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.ioctl(written, _FICLONE, read.fileno())
+            os.fsync(written)
+            status = os.fstat(read.fileno())
+        except OSError:
+            os.unlink(target)
+            raise refusal from None
+        finally:
+            os.close(written)
+    found = file_identity(target)
+    if (status.st_ino, status.st_size, status.st_mtime_ns) != known or found.size != known.size:
+        os.unlink(target)
+        raise OSError(errno.ESTALE, "the clone differs from the file", target)
+    return found
 
 
 class LocalDataReader(DataReader):

@@ -1,0 +1,299 @@
+"""Which chunks have not changed since earlier saves, and which files of earlier steps hold them already.
+
+Equal bytes are the evidence, by a digest of 128 bits over exactly what would be written: neither torch's version
+counters nor the identity of jax's arrays says that bytes are equal. The digest of a chunk is taken as it is written.
+Later saves compute that of what they hold, and link each file of an earlier step of which enough is unchanged.
+
+Digests are kept in memory, for the lifetime of a manager. What changes from save to save costs next to nothing: a few
+bytes of each chunk are compared first, and chunks that change elsewhere are looked at less and less often.
+
+A step shares no file with the step before it, so that one bad sector never takes the newest step and the one to fall
+back to. There are thus two lineages of files.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ..format import content_digest
+from ..storage import FileIdentity, Location, file_identity, parallel_map, share_file
+from .encode import Digests, Source, chunk_bytes, chunk_view
+from .plan import Bytes, Catalog, Integers
+
+_logger = logging.getLogger("holdfast")
+
+ChunkKey = tuple[str, int]  # all that describes an array, its name included, and the number of a chunk of it
+
+_SMALLEST_CHUNK = 64 << 10  # bytes; smaller ones are written faster than they are looked up
+_SMALLEST_FILE = 1 << 20  # bytes; a smaller one is written again
+_LIVE = 0.5  # the share of a file's bytes that has to be unchanged: what changed stays on the disk beside it
+_SAMPLES = 256
+_SAMPLE_BYTES = 64  # of each sample
+_SAMPLE_GAP = 4096  # bytes from one sample to the next, at least
+_THREADS = 4
+_PATIENCE = 2  # changes in a row that only digests show; then the chunk is looked at less often
+_LONGEST_REST = 64  # saves
+_REMEMBERED = 64  # steps
+
+# What refuses one file, and nothing else: it is gone, was changed, or has as many names as it can have.
+_OF_ONE_FILE = (errno.ENOENT, errno.ESTALE, errno.EMLINK, errno.EAGAIN)
+
+
+class WrittenChunk(NamedTuple):
+    """A chunk in a data file, with its place there and the digest of its content in memory."""
+
+    key: ChunkKey
+    offset: int
+    length: int
+    checksum: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    # In the folder of the item. No two saves give a file the same path, so it also tells files of two lineages apart.
+    path: str
+    size: int
+    identity: FileIdentity
+    chunks: Sequence[WrittenChunk]  # those whose digest is known
+
+
+@dataclass(slots=True)
+class _WrittenStep:
+    step: int
+    folder: Location
+    files: dict[str, WrittenFile] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _SeenChunk:
+    """What the last save knew of a chunk."""
+
+    sample: bytes | None  # some of its bytes; None if it does not lie in memory in one run
+    digest: bytes | None = None
+    changes: int = 0  # found by comparing digests, in a row
+    rest: int = 0  # saves for which it is not looked at
+
+
+@dataclass(slots=True)
+class SharedFiles:
+    """What a save need not write, and how it should write the rest."""
+
+    # The chunks to write: those that have not changed lately, and the others. Each group goes into files of its own.
+    groups: tuple[list[tuple[int, int]], ...]
+    linked: list[WrittenFile] = field(default_factory=list)  # files of earlier steps, which have their names here now
+    # Their chunks: array, number in the array, file among these, offset, length and checksum.
+    rows: list[tuple[int, ...]] = field(default_factory=list)
+    digests: Digests = field(default_factory=dict)  # of written chunks whose digest is worth knowing
+    keys: dict[tuple[int, int], ChunkKey] = field(default_factory=dict)
+
+
+class WrittenSteps:
+    """The data files of the last steps of one item, as far as this process wrote them.
+
+    A manager has one for each item. ``begin`` comes before every save, ``share`` and ``note`` around the writing, and
+    ``commit`` after the commit.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[int, _WrittenStep] = {}  # in the order of their commits
+        self._seen: dict[ChunkKey, _SeenChunk] = {}
+        self._parts: dict[str, WrittenSteps] = {}
+        self._pending: _WrittenStep | None = None
+        self._step = -1
+        self._committed: Collection[int] = ()
+        self._off = False  # the file system refuses
+
+    def part(self, name: str) -> WrittenSteps:
+        """Return the data files of a part of the item, which has a folder of its own."""
+        part = self._parts.get(name)
+        if part is None:
+            part = self._parts[name] = WrittenSteps()
+            part.begin(self._step, self._committed)
+        return part
+
+    def begin(self, step: int, committed: Collection[int]) -> None:
+        """Note that the save of a step begins, and which steps are there, whole, and have the item."""
+        self._step, self._committed, self._pending = step, committed, None
+        for gone in self._steps.keys() - set(committed):
+            del self._steps[gone]
+        for part in self._parts.values():
+            part.begin(step, committed)
+
+    def commit(self) -> None:
+        """Note that the save is committed: later ones may share its files."""
+        if self._pending is not None:
+            self._steps.pop(self._step, None)
+            self._steps[self._step] = self._pending
+            self._pending = None
+            if len(self._steps) > _REMEMBERED:
+                del self._steps[next(iter(self._steps))]
+        for part in self._parts.values():
+            part.commit()
+
+    def forget(self) -> None:
+        """Share nothing with any step so far: one of them is damaged, perhaps in a file that others share."""
+        self._steps.clear()
+        self._pending = None
+        for part in self._parts.values():
+            part.forget()
+
+    def share(
+        self, folder: Location, catalog: Catalog, sources: Sequence[Source], chunks: list[tuple[int, int]]
+    ) -> SharedFiles:
+        """Link the files of an earlier step that hold what has not changed.
+
+        Args:
+            folder: The folder of the item; its folder of data files is there.
+            catalog: The arrays.
+            sources: What will be written of each array.
+            chunks: The chunks that this process has to write: the number of the array, and that in the array.
+
+        Returns:
+            The files, and what is left to write.
+        """
+        self._pending = _WrittenStep(self._step, folder)
+        large = [encoding.spec.chunk_nbytes > _SMALLEST_CHUNK for encoding in catalog.encodings]
+        if self._off or not any(large):
+            return SharedFiles((chunks,))
+        steady: list[tuple[int, int]] = []
+        others: list[tuple[int, int]] = []
+        asked: list[tuple[int, int]] = []  # chunks whose digest may tell
+        shared = SharedFiles((steady, others))
+        seen, self._seen = self._seen, {}
+        keys = shared.keys
+        for chunk in chunks:
+            array, number = chunk
+            if not large[array]:
+                others.append(chunk)
+                continue
+            key = keys[chunk] = f"{catalog.names[array]}\t{catalog.encodings[array].text}", number
+            sample = _sample(sources[array], number)
+            known = seen.get(key)
+            if known is None:
+                self._seen[key] = _SeenChunk(sample)
+                shared.digests[chunk] = None
+                others.append(chunk)
+                continue
+            self._seen[key] = known
+            same, known.sample = sample == known.sample, sample
+            if known.rest:
+                known.rest -= 1
+                if not known.rest:  # the next save compares with this one
+                    shared.digests[chunk] = None
+                others.append(chunk)
+            elif not same:
+                known.digest = None
+                others.append(chunk)
+            elif known.digest is None:
+                shared.digests[chunk] = None
+                steady.append(chunk)
+            else:
+                asked.append(chunk)
+        if asked:
+            digests = _digests_of(asked, sources)
+            self._link(folder, shared, {keys[chunk]: (chunk, digest) for chunk, digest in digests.items()})
+            linked = {row[:2] for row in shared.rows}
+            for chunk, digest in digests.items():
+                unchanged = self._note_digest(self._seen[keys[chunk]], digest)
+                if chunk in linked:
+                    continue
+                (steady if unchanged else others).append(chunk)
+                if self._seen[keys[chunk]].digest is not None:
+                    shared.digests[chunk] = None
+            order = {chunk: position for position, chunk in enumerate(chunks)}
+            steady.sort(key=order.__getitem__)
+            others.sort(key=order.__getitem__)
+        return shared
+
+    def _note_digest(self, known: _SeenChunk, digest: bytes) -> bool:
+        """Note the digest of a chunk that may have changed; return whether it has not."""
+        if digest == known.digest:
+            known.changes = 0
+            return True
+        known.digest = digest
+        known.changes += 1
+        if known.changes >= _PATIENCE:
+            known.rest, known.digest = min(2**known.changes, _LONGEST_REST), None
+        return False
+
+    def _link(self, folder: Location, shared: SharedFiles, held: dict[ChunkKey, tuple[tuple[int, int], bytes]]) -> None:
+        """Link files of which enough is unchanged, from the newest step that shares none with the newest of all."""
+        before = max((step for step in self._committed if step < self._step), default=None)
+        apart = {
+            path
+            for step in {max(self._committed, default=None), before}
+            if step is not None and step in self._steps
+            for path in self._steps[step].files
+        }
+        for step in reversed(self._steps.values()):
+            for file in step.files.values():
+                if file.path in apart or file.size < _SMALLEST_FILE:
+                    continue
+                found = [chunk for chunk in file.chunks if held.get(chunk.key, (None, b""))[1] == chunk.digest]
+                if sum(chunk.length for chunk in found) < _LIVE * file.size:
+                    continue
+                source, target = step.folder / file.path, folder / file.path
+                try:
+                    identity = share_file(os.fspath(source), os.fspath(target), file.identity)
+                except OSError as error:
+                    if error.errno not in _OF_ONE_FILE:
+                        self._off = True
+                        _logger.warning(
+                            "%s: unchanged arrays are written again, as their files cannot be shared: %s",
+                            folder,
+                            error.strerror or error,
+                        )
+                        return
+                    _logger.info("%s: not shared, but written again: %s", source, error.strerror or error)
+                    continue
+                apart.add(file.path)
+                number = len(shared.linked)
+                shared.linked.append(replace(file, identity=identity))
+                for one in found:
+                    chunk, _ = held.pop(one.key)
+                    shared.rows.append((*chunk, number, one.offset, one.length, one.checksum))
+
+    def note(self, shared: SharedFiles, paths: Sequence[str], sizes: Sequence[int], table: Integers) -> None:
+        """Note the new files, with rows of array, number in the array, file, offset, length and checksum."""
+        step = self._pending
+        if step is None or self._off:
+            return
+        chunks: dict[int, list[WrittenChunk]] = {}
+        for array, number, file, offset, length, checksum in table.tolist() if shared.digests else ():
+            digest = shared.digests.get((array, number))
+            if digest is not None:
+                key = shared.keys[array, number]
+                self._seen[key].digest = digest
+                chunks.setdefault(file, []).append(WrittenChunk(key, offset, length, checksum, digest))
+        for number, found in chunks.items():
+            identity = file_identity(os.fspath(step.folder / paths[number]))
+            step.files[paths[number]] = WrittenFile(paths[number], sizes[number], identity, found)
+        step.files.update({file.path: file for file in shared.linked})
+
+
+def _sample(source: Source, number: int) -> bytes | None:
+    """Return some of the bytes of a chunk, from all over it: if they differ, the chunk has changed."""
+    data = chunk_view(source, number)
+    if data is None:
+        return None
+    gap = max(_SAMPLE_GAP, len(data) // _SAMPLES)
+    rows = len(data) // gap
+    samples = data[: rows * gap].reshape(rows, gap)[:, :_SAMPLE_BYTES].reshape(-1)
+    return content_digest(np.concatenate((samples, data[-_SAMPLE_BYTES:])))
+
+
+def _digests_of(chunks: Sequence[tuple[int, int]], sources: Sequence[Source]) -> dict[tuple[int, int], bytes]:
+    def digest(chunk: tuple[int, int]) -> bytes:
+        data: Bytes = chunk_bytes(sources[chunk[0]], chunk[1])
+        return content_digest(data)
+
+    found = parallel_map(digest, chunks, min(_THREADS, os.cpu_count() or 1), beside=1, name="holdfast-digest")
+    return dict(zip(chunks, found, strict=True))
