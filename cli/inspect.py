@@ -10,7 +10,8 @@ from typing import Any
 
 from .. import CheckpointSummary, describe, list_checkpoints, verify
 from ..engine.errors import CheckpointNotFoundError, shortened_steps
-from ..engine.sources import NativeCheckpoint, find_checkpoint, is_ours, open_at
+from ..engine.inspection import shared_bytes
+from ..engine.sources import CheckpointSource, NativeCheckpoint, find_checkpoint, is_ours, open_at
 from ..engine.storage import Location
 from .log import configure_logging
 from .places import INSIDE_A_RUN, checkpoints_at, is_one_checkpoint, runs_below, where_else
@@ -42,20 +43,30 @@ def list_steps(place: str, *, as_json: bool) -> int:
         print(f"no checkpoints in {location}{where_else(location)}")
         return DONE
     now = time.time()
+    shares = any(item["shared_bytes"] for item in found)
     names = _names([(item["step"], item["path"]) for item in found])
     rows = [
         [
             name,
             "-" if item["time"] is None else age(now - item["time"]),
-            "-" if item["damage"] is not None and item["time"] is None else size(item["bytes"]),
+            *_sizes(item, shares=shares),
             metrics_text(item["metrics"]),
             ", ".join(item["kept"]),
             "ok" if item["damage"] is None else f"damaged: {item['damage']}",
         ]
         for name, item in zip(names, found, strict=True)
     ]
-    print_table(["STEP", "AGE", "SIZE", "METRICS", "KEPT BECAUSE", "STATE"], rows, right=["STEP", "AGE", "SIZE"])
+    sizes = ["SIZE", "OWN"] if shares else ["SIZE"]
+    print_table(["STEP", "AGE", *sizes, "METRICS", "KEPT BECAUSE", "STATE"], rows, right=["STEP", "AGE", *sizes])
     return DONE
+
+
+def _sizes(item: dict[str, Any], *, shares: bool) -> list[str]:
+    """Return the size of a step, and, where steps share files, of what it alone has."""
+    if item["damage"] is not None and item["time"] is None:
+        return ["-"] * (1 + shares)
+    own = [size(item["bytes"] - item["shared_bytes"])] if shares else []
+    return [size(item["bytes"]), *own]
 
 
 def _run(location: Location) -> dict[str, Any]:
@@ -117,6 +128,7 @@ def _shown(item: CheckpointSummary) -> dict[str, Any]:
         "path": item.path,
         "time": item.time,
         "bytes": item.bytes,
+        "shared_bytes": item.shared_bytes,
         "metrics": item.metrics,
         "reason": item.reason,
         "kept": list(item.kept),
@@ -136,6 +148,9 @@ def _one(location: Location) -> list[dict[str, Any]]:
             "path": str(location),
             "time": checkpoint.time,
             "bytes": checkpoint.nbytes,
+            "shared_bytes": shared_bytes(location, checkpoint.record)
+            if isinstance(checkpoint, NativeCheckpoint)
+            else 0,
             "metrics": checkpoint.metrics,
             "reason": checkpoint.reason,
             "kept": [],
@@ -161,6 +176,7 @@ def show_leaves(place: str, step: int | None, *, as_json: bool) -> int:
         location = find_checkpoint(directory, step)
     checkpoint = open_at(location)
     leaves = describe(location)
+    shared = shared_bytes(location, checkpoint.record) if isinstance(checkpoint, NativeCheckpoint) else 0
     if as_json:
         shown: list[dict[str, Any]] = [
             {
@@ -175,7 +191,8 @@ def show_leaves(place: str, step: int | None, *, as_json: bool) -> int:
             }
             for leaf in leaves
         ]
-        print_json({"path": str(location), "step": checkpoint.step, "time": checkpoint.time, "leaves": shown})
+        facts = {"path": str(location), "step": checkpoint.step, "time": checkpoint.time, "shared_bytes": shared}
+        print_json({**facts, "leaves": shown})
         return DONE
     columns = ["ITEM", "LEAF", "SHAPE", "TYPE", "SHARDING", "SIZE", "VALUE"]
     rows = [
@@ -198,7 +215,8 @@ def show_leaves(place: str, step: int | None, *, as_json: bool) -> int:
     total = size(sum(leaf.bytes for leaf in leaves))
     saved = "" if checkpoint.time is None else f", saved {age(time.time() - checkpoint.time)} ago"
     wrote = "" if isinstance(checkpoint, NativeCheckpoint) else f", written by {checkpoint.format}"
-    print(f"\n{location}: {count(len(leaves), 'leaf', 'leaves')}, {total}{saved}{wrote}")
+    own = f" ({size(checkpoint.nbytes - shared)} on disk are its own, {size(shared)} shared)" if shared else ""
+    print(f"\n{location}: {count(len(leaves), 'leaf', 'leaves')}, {total}{own}{saved}{wrote}")
     return DONE
 
 

@@ -15,7 +15,7 @@ from .format import OWN_FOLDER, CheckpointRecord, FileRecord, own_item
 from .manager import StepEntry, reasons, stored_options
 from .pytree import format_path, materialize, unescape_key
 from .sources import JSON, METRICS, TREE, CheckpointSource, find_steps, open_at, read_checkpoint
-from .storage import Location, as_location
+from .storage import Entry, Location, as_location
 
 _LONGEST_VALUE = 60  # characters of a value that is shown
 
@@ -29,6 +29,8 @@ class CheckpointSummary:
         path: Its directory.
         time: When it was committed, in seconds since 1970-01-01 UTC; None if it is damaged.
         bytes: Bytes of all its files.
+        shared_bytes: Bytes of those files that other steps have, too, by hard links: deleting this step alone does not
+            free them, and a copy elsewhere takes them in full.
         metrics: The metrics stored with it, or None.
         reason: Why it was saved.
         kept: Why it is kept, as far as that is known.
@@ -39,6 +41,7 @@ class CheckpointSummary:
     path: str
     time: float | None = None
     bytes: int = 0
+    shared_bytes: int = 0
     metrics: Mapping[str, Any] | None = None
     reason: str = ""
     kept: tuple[str, ...] = ()
@@ -104,15 +107,17 @@ def _native_summary(entry: StepEntry, kept: tuple[str, ...]) -> CheckpointSummar
     record = entry.record
     if record is None:
         return CheckpointSummary(step=entry.step, path=str(entry.location), damage=str(entry.error))
+    listed = _listed(entry.location, record)
     return CheckpointSummary(
         step=entry.step,
         path=str(entry.location),
         time=record.time,
         bytes=record.nbytes,
+        shared_bytes=_shared(listed),
         metrics=record.metrics,
         reason=record.reason,
         kept=kept,
-        damage=next((f"{p.file}: {p.what}" for p in _file_problems(entry.location, record)), None),
+        damage=next((f"{p.file}: {p.what}" for p in _file_problems(listed)), None),
     )
 
 
@@ -181,39 +186,55 @@ def _own_leaves(name: str, folder: Location, files: Mapping[str, FileRecord] | N
                 yield replace(summary, path=format_path(".".join([unescape_key(path), *keys])))
 
 
-def _file_problems(location: Location, record: CheckpointRecord) -> Iterator[Problem]:
-    """Compare the sizes of a checkpoint's files with its record."""
+def shared_bytes(location: Location, record: CheckpointRecord) -> int:
+    """Return the bytes of those files of a checkpoint that have names elsewhere, too, as other steps share them."""
+    return _shared(_listed(location, record))
+
+
+def _shared(listed: Iterable[tuple[str, FileRecord, Entry | None]]) -> int:
+    return sum(found.size or 0 for _, _, found in listed if found is not None and found.links > 1)
+
+
+def _listed(location: Location, record: CheckpointRecord) -> list[tuple[str, FileRecord, Entry | None]]:
+    """Return the path of every file that a record names, what it says about the file, and what is there."""
+    listed: list[tuple[str, FileRecord, Entry | None]] = []
     for item in record.items.values():
         folder = location / item.folder
-        sizes = _local_sizes(folder, item.files) if location.is_local else _sizes(folder)
-        for file, known in item.files.items():
-            path = f"{item.folder}/{file}"
-            if file not in sizes:
-                yield Problem(path, "", "missing")
-            elif sizes[file] not in (known.size, None):
-                yield Problem(path, "", f"expected {known.size} bytes, found {sizes[file]}")
+        found = _local_files(folder, item.files) if location.is_local else _files(folder)
+        listed += [(f"{item.folder}/{path}", known, found.get(path)) for path, known in item.files.items()]
+    return listed
 
 
-def _local_sizes(folder: Location, files: Iterable[str]) -> dict[str, int | None]:
-    """Return the sizes of files that exist; None for those that the system does not show."""
-    root, found = os.fspath(folder), dict[str, int | None]()
+def _file_problems(listed: Iterable[tuple[str, FileRecord, Entry | None]]) -> Iterator[Problem]:
+    """Compare the sizes of a checkpoint's files with its record."""
+    for path, known, found in listed:
+        if found is None:
+            yield Problem(path, "", "missing")
+        elif found.size not in (known.size, None):
+            yield Problem(path, "", f"expected {known.size} bytes, found {found.size}")
+
+
+def _local_files(folder: Location, files: Iterable[str]) -> dict[str, Entry]:
+    """Return the files that exist; without a size where the system does not show it."""
+    root, found = os.fspath(folder), dict[str, Entry]()
     for file in files:
         try:
-            found[file] = os.stat(f"{root}/{file}").st_size
+            status = os.stat(f"{root}/{file}")
+            found[file] = Entry(file, False, status.st_size, status.st_nlink)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError:
-            found[file] = None
+            found[file] = Entry(file, False)
     return found
 
 
-def _sizes(folder: Location, prefix: str = "") -> dict[str, int | None]:
-    found: dict[str, int | None] = {}
+def _files(folder: Location, prefix: str = "") -> dict[str, Entry]:
+    found: dict[str, Entry] = {}
     for entry in folder.entries():
         if entry.is_directory:
-            found.update(_sizes(folder / entry.name, f"{prefix}{entry.name}/"))
+            found.update(_files(folder / entry.name, f"{prefix}{entry.name}/"))
         else:
-            found[prefix + entry.name] = entry.size
+            found[prefix + entry.name] = entry
     return found
 
 
