@@ -159,6 +159,10 @@ def _one(location: Location) -> list[dict[str, Any]]:
     ]
 
 
+def _shared_bytes(checkpoint: CheckpointSource) -> int:
+    return shared_bytes(checkpoint.location, checkpoint.record) if isinstance(checkpoint, NativeCheckpoint) else 0
+
+
 def show_leaves(place: str, step: int | None, *, as_json: bool) -> int:
     """Print every leaf of a checkpoint.
 
@@ -176,7 +180,7 @@ def show_leaves(place: str, step: int | None, *, as_json: bool) -> int:
         location = find_checkpoint(directory, step)
     checkpoint = open_at(location)
     leaves = describe(location)
-    shared = shared_bytes(location, checkpoint.record) if isinstance(checkpoint, NativeCheckpoint) else 0
+    shared = _shared_bytes(checkpoint)
     if as_json:
         shown: list[dict[str, Any]] = [
             {
