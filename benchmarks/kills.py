@@ -26,7 +26,7 @@ from .kills_life import KEEP_NEWEST, KEEP_PERIOD, Life, warm_up
 LIVES_A_DIRECTORY = 50  # checking takes longer with every step that is kept
 EARLY_SHARE = 0.2  # of the kills happen while a life looks, takes over and checks
 EARLY_SECONDS = 0.03
-LATE_SAVES = 4.0  # the others happen within this many saves
+LATE_SAVES = 6.0  # the others happen within this many saves
 TIMEOUT_SECONDS = 120.0
 
 

@@ -6,6 +6,7 @@ What it has to say goes line by line into a pipe, each line in one write, so tha
     leftover KIND            the life before was interrupted in a save (``partial``) or a deletion (``deleted``)
     checked                  all checks are done; saving begins
     committed STEP EDITION   from the manager's listener, after the commit
+    shared                   likewise, where the step shares files with an earlier one
     problem TEXT             a promise that was broken
 """
 
@@ -31,6 +32,7 @@ KEEP_PERIOD = 10
 REPLACED_EVERY = 3  # steps; each of these is saved a second time, with another content
 WARM_SAVES = 5
 BIG_BYTES = 1 << 20
+FROZEN = np.arange(200_000)
 RECORD = "checkpoint.json"
 ROOT_FILES = {"metadata", "options.json", "owner.json", "events.jsonl", "steps.log"}  # the manager's own
 
@@ -47,6 +49,7 @@ def content(step: int, edition: int) -> dict[str, Any]:
             "bias": generator.standard_normal(129),
             "count": np.int64(step),
         },
+        "frozen": FROZEN,
         "big": np.resize(np.frombuffer(generator.bytes(4096), np.uint8), BIG_BYTES),
     }
 
@@ -157,7 +160,7 @@ class Life:
                 self._problem(f"left behind in step {step}: {sorted(unknown)}")
 
     def _save(self, manager: hf.CheckpointManager) -> None:
-        manager.add_listener(lambda report: self._say(f"committed {report.step} {report.reason}"))
+        manager.add_listener(self._committed)
         latest = manager.latest_step()
         for step in itertools.count(0 if latest is None else latest + 1):
             for edition in range(2 if step % REPLACED_EVERY == 0 else 1):
@@ -165,6 +168,11 @@ class Life:
                 manager.save(step, tree, force=edition > 0, reason=str(edition))
                 tree["big"] += 1  # changes after save must not matter
                 tree["model"]["kernel"] *= 2
+
+    def _committed(self, report: hf.SaveReport) -> None:
+        self._say(f"committed {report.step} {report.reason}")
+        if report.shared_bytes:
+            self._say("shared")
 
     def _say(self, line: str) -> None:
         os.write(self._pipe, f"{line}\n".encode())

@@ -109,7 +109,8 @@ class WrittenSteps:
         self._pending: _WrittenStep | None = None
         self._step = -1
         self._committed: Collection[int] = ()
-        self._off = False  # the file system refuses
+        self._refused: set[str] = set()  # paths of files that cannot be shared
+        self._off = False  # the file system refuses all
 
     def part(self, name: str) -> WrittenSteps:
         """Return the data files of a part of the item, which has a folder of its own."""
@@ -235,7 +236,7 @@ class WrittenSteps:
         }
         for step in reversed(self._steps.values()):
             for file in step.files.values():
-                if file.path in apart or file.size < _SMALLEST_FILE:
+                if file.path in apart or file.path in self._refused or file.size < _SMALLEST_FILE:
                     continue
                 found = [chunk for chunk in file.chunks if held.get(chunk.key, (None, b""))[1] == chunk.digest]
                 if sum(chunk.length for chunk in found) < _LIVE * file.size:
@@ -252,7 +253,9 @@ class WrittenSteps:
                             error.strerror or error,
                         )
                         return
-                    _logger.info("%s: not shared, but written again: %s", source, error.strerror or error)
+                    if error.errno != errno.ENOENT:  # which says nothing of the other names of the file
+                        self._refused.add(file.path)
+                        _logger.info("%s: written again, as it cannot be shared: %s", source, error.strerror or error)
                     continue
                 apart.add(file.path)
                 number = len(shared.linked)

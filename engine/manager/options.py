@@ -271,6 +271,8 @@ class CheckpointOptions:
             raise OptionError(f"best_mode={self.best_mode!r} must be 'max' or 'min'")
         if not isinstance(self.keep_steps, Collection) or isinstance(self.keep_steps, str):
             raise OptionError(f"keep_steps={self.keep_steps!r} must be a collection of steps")
+        if not isinstance(self.reuse_unchanged, bool):
+            raise OptionError(f"reuse_unchanged={self.reuse_unchanged!r} must be True or False")
         self.triggers()
         self.rules()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-CHANGING = ("open", "write", "pwrite", "ftruncate", "mkdir", "rename", "replace", "unlink", "rmdir", "fsync")
+CHANGING = ("open", "write", "pwrite", "ftruncate", "mkdir", "rename", "replace", "link", "unlink", "rmdir", "fsync")
 
 
 class Crash(BaseException):
@@ -109,13 +109,13 @@ class Disk:
     def _bury(self, path: str) -> str:
         """Keeps a second name of a file."""
         grave = str(self.graveyard / str(len(os.listdir(self.graveyard))))
-        os.link(path, grave, follow_symlinks=False)
+        self._real["link"](path, grave, follow_symlinks=False)
         return grave
 
     def _restore(self, grave: str, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._real["unlink"](path)
-        os.link(grave, path)
+        self._real["link"](grave, path)
 
     def _open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         ours = self._path(path, dir_fd)
@@ -170,6 +170,14 @@ class Disk:
         self._real["replace"](source, target)
 
     _rename = _replace
+
+    def _link(self, source: Any, target: Any, *, follow_symlinks: bool = True) -> None:
+        ours = self._path(target)
+        if ours is not None:
+            self._note("link", ours)
+        self._real["link"](source, target, follow_symlinks=follow_symlinks)
+        if ours is not None:
+            self._named(ours, lambda: self._real["unlink"](ours))
 
     def _unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
         ours = self._path(path, dir_fd)

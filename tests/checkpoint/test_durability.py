@@ -21,6 +21,7 @@ import pytest
 from tests.checkpoint.disk import Crash, Disk
 
 import holdfast as hf
+from holdfast.engine.arrays import reuse
 
 
 def tree(step: int, edition: int = 0) -> dict[str, Any]:
@@ -28,6 +29,7 @@ def tree(step: int, edition: int = 0) -> dict[str, Any]:
         "step": step,
         "edition": edition,
         "weights": np.full(1500, step + edition / 10),
+        "frozen": np.arange(20_000),
         "note": f"{step} {edition}",
     }
 
@@ -147,6 +149,8 @@ def history() -> Iterator[tuple[list[State], Callable[[hf.CheckpointManager], ob
     yield [{2: 0, 3: 1}, {2: 0, 3: 2}], save(3, 2)
     yield [{2: 0, 3: 2}, {2: 0}], lambda manager: manager.delete(3)
     yield [{2: 0}, {2: 0, 3: 3}], save(3, 3)
+    yield [{2: 0, 3: 3}, {2: 0, 3: 3, 4: 0}], save(4)  # shares a file with step 2
+    yield [{2: 0, 3: 3, 4: 0}, {2: 0, 3: 3, 4: 0, 5: 0}, {2: 0, 4: 0, 5: 0}], save(5)  # and this one with step 3
 
 
 def begin(root: Path) -> hf.CheckpointManager:
@@ -185,7 +189,8 @@ def check(root: Path, allowed: list[State]) -> None:
         assert manager.all_steps() == sorted(state)
         assert manager.metadata() == {"name": "run"}
         for step, edition in state.items():
-            np.testing.assert_array_equal(trees[step]["weights"], tree(step, edition)["weights"])
+            for leaf in ("weights", "frozen"):
+                np.testing.assert_array_equal(trees[step][leaf], tree(step, edition)[leaf])
         check_clean(root, state)
         manager.save(9, tree(9))
         assert manager.restore(9)["note"] == "9 0"
@@ -213,7 +218,8 @@ def check_clean(root: Path, state: State) -> None:
 @pytest.mark.parametrize(
     "stride", [pytest.param(7, id="some calls"), pytest.param(1, id="every call", marks=pytest.mark.sweep)]
 )
-def test_cut_off_at_any_call(disk: Disk, power: str, first: int, stride: int) -> None:
+def test_cut_off_at_any_call(disk: Disk, monkeypatch: pytest.MonkeyPatch, power: str, first: int, stride: int) -> None:
+    monkeypatch.setattr(reuse, "_SMALLEST_FILE", 1)
     generator = random.Random(0)
     for number in itertools.count(first if stride > 1 else 0, stride):
         root = disk.root / str(number)
@@ -234,3 +240,4 @@ def test_cut_off_at_any_call(disk: Disk, power: str, first: int, stride: int) ->
         if ended:
             break
     assert number > 200
+    assert ("link", "5/state/d") in {(name, re.sub("/[^/]*$", "", path.partition("/")[2])) for name, path in disk.calls}

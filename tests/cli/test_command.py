@@ -68,7 +68,7 @@ def test_ls_for_programs(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     assert found["directory"] == str(run / "checkpoints")
     assert [item["step"] for item in found["checkpoints"]] == [10, 20, 30]
     first = found["checkpoints"][0]
-    assert list(first) == ["step", "path", "time", "bytes", "metrics", "reason", "kept", "damage"]
+    assert list(first) == ["step", "path", "time", "bytes", "shared_bytes", "metrics", "reason", "kept", "damage"]
     assert first["path"] == str(run / "checkpoints" / "10")
     assert first["metrics"] == {"loss": 0.5, "nan": None}
     assert first["kept"] == ["best loss (0.5)"]

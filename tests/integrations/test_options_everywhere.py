@@ -88,6 +88,11 @@ EFFECTS: dict[str, tuple[dict[str, Any], tuple[Any, ...], tuple[Any, ...]]] = {
         (EverySteps(1),),
         (KeepPinned(), KeepAll()),
     ),
+    "unchanged": (
+        {"save_interval_steps": 1, "reuse_unchanged": False},
+        (EverySteps(1),),
+        (KeepPinned(), KeepAll()),
+    ),
 }
 REFUSED: dict[str, dict[str, Any]] = {
     "steps": {"save_interval_steps": 0},
@@ -100,6 +105,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "time": {"keep_time_interval": 0},
     "chosen": {"keep_steps": 4},
     "mirror": {"mirror": "what://x"},
+    "unchanged": {"reuse_unchanged": "sometimes"},
 }
 
 
@@ -117,6 +123,7 @@ def test_an_option_has_the_same_effect_everywhere(place: str, case: str, tmp_pat
     assert options.triggers() == triggers
     assert options.rules() == rules
     assert options.mirror_options() == (hf.Mirror(given["mirror"]) if "mirror" in given else None)
+    assert options.reuse_unchanged is given.get("reuse_unchanged", True)
 
 
 @pytest.mark.parametrize("place", PLACES)
