@@ -149,7 +149,8 @@ def main(arguments: list[str] | None = None) -> int:
     for problem in problems:
         print(problem)
     print(
-        f"{options.kills} kills in {seconds:.0f} s (seed {seed}): {counts['committed']} commits reported, "
+        f"{options.kills} kills in {seconds:.0f} s (seed {seed}): {counts['committed']} commits reported "
+        f"({counts['shared']} with shared files), "
         f"{counts['checked']} times checked, {counts['leftover partial']} interrupted saves and "
         f"{counts['leftover deleted']} interrupted deletions found, {len(problems)} promises broken"
     )

@@ -26,13 +26,19 @@ def test_killed_at_random_instants(tmp_path: Path, kills: int) -> None:
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     said = f"{finished.stdout}\n{finished.stderr}"
     assert finished.returncode == 0, said
-    commits, checks, saves = (
+    commits, checks, saves, shared = (
         int(re.search(pattern, finished.stdout)[1])  # type: ignore[index]  # no match fails the test as well
-        for pattern in (r"(\d+) commits reported", r"(\d+) times checked", r"(\d+) interrupted saves")
+        for pattern in (
+            r"(\d+) commits reported",
+            r"(\d+) times checked",
+            r"(\d+) interrupted saves",
+            r"(\d+) with shared files",
+        )
     )
     assert commits > kills / 4, said
     assert checks > kills / 4, said
     assert saves > 0, said
+    assert shared > 0, said
 
 
 @pytest.fixture
@@ -49,6 +55,7 @@ def _flip_a_bit(directory: Path) -> None:
     file = max((directory / "5" / "state").rglob("*"), key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
+    file.chmod(0o644)
     file.write_bytes(data)
 
 
