@@ -26,7 +26,8 @@ from .kills_life import KEEP_NEWEST, KEEP_PERIOD, Life, warm_up
 LIVES_A_DIRECTORY = 50  # checking takes longer with every step that is kept
 EARLY_SHARE = 0.2  # of the kills happen while a life looks, takes over and checks
 EARLY_SECONDS = 0.03
-LATE_SAVES = 6.0  # the others happen within this many saves
+SHARING_SHARE = 0.3  # of the others happen after a step has shared files with an earlier one
+LATE_SAVES = 4.0  # the others happen within this many saves
 TIMEOUT_SECONDS = 120.0
 
 
@@ -80,6 +81,10 @@ def live_and_die(directory: Path, ledger: Ledger, generator: random.Random, save
             text = _read_until(reading, b"checked\n")
             if b"checked\n" not in text:
                 ledger.problems.append("the run did not get as far as saving")
+            if generator.random() < SHARING_SHARE:
+                text += _read_until(reading, b"shared\n")
+                if b"shared\n" not in text:
+                    ledger.problems.append("no step shared a file with an earlier one")
             time.sleep(generator.uniform(0, LATE_SAVES * save_seconds))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
