@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import itertools
 import json
 import os
@@ -276,7 +277,7 @@ changes = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(changes)
 def test_a_change_of_one_element_is_never_missed(tmp_path_factory: pytest.TempPathFactory, steps: list[Any]) -> None:
     """Every step holds the bits of its moment, by whatever way they were changed, if at all."""
@@ -337,7 +338,7 @@ def test_fused_optimizers_and_running_means(run: Path, optimizer: Callable[[Any]
 
 def _bits(tree: Any) -> Any:
     if isinstance(tree, torch.Tensor):
-        return tree.numpy().tobytes().hex()
+        return hashlib.sha256(tree.numpy()).hexdigest()
     if isinstance(tree, dict):
         return {str(key): _bits(value) for key, value in tree.items()}
     return [_bits(value) for value in tree] if isinstance(tree, list | tuple) else repr(tree)
@@ -371,7 +372,7 @@ def records(run: Path) -> Iterator[int]:
 
 
 @pytest.mark.usefixtures("small_files")
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.lists(st.sampled_from(["save", "save", "save", "replace", "back", "delete", "fail"]), max_size=14))
 def test_the_newest_step_shares_nothing_with_the_one_to_fall_back_to(
     tmp_path_factory: pytest.TempPathFactory, history: list[str]
@@ -570,7 +571,7 @@ def test_what_changes_is_soon_not_digested_any_more(run: Path, monkeypatch: pyte
     everywhere, hidden = np.zeros(BASE // 4, np.float32), np.zeros(BASE // 4, np.float32)
     counts = []
     with manager(run, max_to_keep=1) as writer:
-        for step in range(40):
+        for step in range(24):
             everywhere += 1
             hidden[100] += 1
             save(writer, step, {"everywhere": everywhere, "hidden": hidden})
