@@ -7,7 +7,12 @@ holdfast adds are marked with ``# +``; they take the place of those that saved a
 from __future__ import annotations
 
 import functools
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -18,6 +23,7 @@ import optax  # type: ignore[import-untyped]  # it ships no types
 import pytest
 from flax import nnx
 from flax.training import dynamic_scale, train_state
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.versions import nnx_list, nnx_update
 
@@ -25,13 +31,18 @@ import holdfast as hf
 
 pytestmark = pytest.mark.usefixtures("default_sigterm")
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS, EVERY = 8, 3
 VOCABULARY, LENGTH, BATCH = 11, 5, 4
 DEVICES = 2
 
 
-class Killed(BaseException):
-    """The end of a process in the middle of its loop."""
+# Is called in every step of a loop, between the update and the save.
+Interrupt = Callable[[int, hf.CheckpointCallback], None]
+
+
+def never(step: int, checkpoint: hf.CheckpointCallback) -> None:
+    """Lets the program go on."""
 
 
 class Pipeline:
@@ -97,7 +108,7 @@ def transformer_step(model: Transformer, optimizer: nnx.Optimizer[Any], tokens: 
     return loss
 
 
-def gemma(directory: str, kill: int | None) -> Any:
+def gemma(directory: str, interrupt: Interrupt = never) -> Any:
     model = Transformer(nnx.Rngs(0, dropout=1))
     optimizer = nnx.Optimizer(model, GEMMA_OPTIMIZER, wrt=nnx.Param)
     batches = Pipeline((BATCH, LENGTH))
@@ -108,8 +119,7 @@ def gemma(directory: str, kill: int | None) -> Any:
         nnx.update(optimizer, saved["optimizer"])
         for step in range(start_step, STEPS):
             loss = transformer_step(model, optimizer, next(batches))
-            if step == kill:
-                raise Killed
+            interrupt(step, checkpoint)
             saved = {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
             checkpoint.on_step(step + 1, saved, metrics={"loss": loss}, data=batches)  # +
     return nnx.to_pure_dict(nnx.state((model, optimizer)))
@@ -168,7 +178,7 @@ def on_mesh(mesh: Mesh) -> tuple[Any, Any]:
     return abstract, jax.jit(decoder_step, out_shardings=(shardings, None), donate_argnums=0)
 
 
-def lm1b(directory: str, kill: int | None) -> Any:
+def lm1b(directory: str, interrupt: Interrupt = never) -> Any:
     mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("model",))
     batches = Pipeline((BATCH, LENGTH))
     key = jax.random.key(7)
@@ -179,8 +189,7 @@ def lm1b(directory: str, kill: int | None) -> Any:
         assert jax.tree.leaves(state.params)[-1].sharding.mesh == mesh
         for step in range(start, STEPS):
             state, metrics = step_on_mesh(state, next(batches), key)
-            if step == kill:
-                raise Killed
+            interrupt(step, checkpoint)
             checkpoint.on_step(step + 1, state, metrics=metrics, data=batches)  # +
             if (step + 1) % 4 == 0:
                 checkpoint.on_eval(step + 1, {"eval_loss": float(metrics["loss"]) + 1})  # +
@@ -237,7 +246,7 @@ def image_step(state: Any, images: Any, labels: Any) -> tuple[Any, Any]:
 replicated_step = jax.jit(jax.vmap(image_step, axis_name="batch"), donate_argnums=0)
 
 
-def imagenet(directory: str, kill: int | None) -> Any:
+def imagenet(directory: str, interrupt: Interrupt = never) -> Any:
     variables = first_variables()
     create: Any = ImageState.create
     state = create(
@@ -254,15 +263,28 @@ def imagenet(directory: str, kill: int | None) -> Any:
         for step in range(step_offset, STEPS):
             images = next(batches)
             state, loss = replicated_step(state, images.astype(np.float32), images[..., 0, 0, 0])
-            if step == kill:
-                raise Killed
+            interrupt(step, checkpoint)
             checkpoint.on_step(step + 1, state, metrics={"loss": loss[0]}, data=batches)  # +
     assert state.step.tolist() == [STEPS] * DEVICES
     scale = state.dynamic_scale
     return [state.step, state.params, state.opt_state, state.batch_stats, scale.scale, scale.fin_steps]
 
 
-PROGRAMS: dict[str, Callable[[str, int | None], Any]] = {"gemma": gemma, "lm1b": lm1b, "imagenet": imagenet}
+PROGRAMS: dict[str, Callable[[str, Interrupt], Any]] = {"gemma": gemma, "lm1b": lm1b, "imagenet": imagenet}
+
+
+def train_until_killed(directory: str, kill: int, programs: tuple[str, ...] = tuple(PROGRAMS)) -> None:
+    """Runs the programs, each in this step of the loop of the one before, and kills the process in the last loop."""
+    program, *others = programs
+
+    def interrupt(step: int, checkpoint: hf.CheckpointCallback) -> None:
+        if step == kill:
+            checkpoint.manager.wait_until_finished()  # so that the test knows the last step
+            if not others:
+                os.kill(os.getpid(), signal.SIGKILL)
+            train_until_killed(directory, kill, tuple(others))
+
+    PROGRAMS[program](f"{directory}/{program}", interrupt)
 
 
 def bits(tree: Any) -> dict[str, bytes]:
@@ -273,15 +295,37 @@ def bits(tree: Any) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_that_is_killed_and_resumed_ends_with_the_same_bits(program: str, place: str, every: bool) -> None:
-    train = PROGRAMS[program]
-    whole = bits(train(f"{place}/whole", None))
+@pytest.fixture
+def compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The processes of a test, one after the other, share the programs that jax has compiled."""
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path / "compiled"),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    change: Any = jax.config.update  # unannotated in jax
+    for name, value in options.items():
+        monkeypatch.setenv(name.upper(), str(value))
+        change(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        change(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.usefixtures("compiled_once")
+def test_programs_that_are_killed_and_started_again_end_with_the_same_bits(tmp_path: Path, every: bool) -> None:
     for kill in (1, 4, 7) if every else (4,):  # before the first save, and after each save
-        with pytest.raises(Killed):
-            train(f"{place}/run", kill)
-    assert hf.CheckpointManager(f"{place}/run", options=hf.CheckpointManagerOptions(read_only=True)).latest_step() == (
-        6 if every else 3
-    )
-    assert bits(train(f"{place}/run", None)) == whole
-    assert hf.verify(f"{place}/run").ok
+        command = f"from {__name__} import train_until_killed; train_until_killed({str(tmp_path)!r}, {kill})"
+        died = subprocess.run(
+            [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert died.returncode == -signal.SIGKILL, died.stderr
+    for name, train in PROGRAMS.items():
+        run = str(tmp_path / name)
+        with hf.CheckpointManager(run, options=hf.CheckpointManagerOptions(read_only=True)) as manager:
+            assert manager.latest_step() == (6 if every else 3), name
+        assert bits(train(run, never)) == bits(train(str(tmp_path / f"{name}, whole"), never)), name
+        assert hf.verify(run).ok, name
