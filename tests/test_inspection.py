@@ -267,7 +267,7 @@ def test_verifying_a_directory_goes_on_after_a_damaged_step(run: str, stored: An
 
 
 @pytest.mark.parametrize("kind", ["bit", "missing", "short"])
-def test_verifying_finds_whatever_loading_stumbles_over(kind: str, place: str, stored: Any) -> None:
+def test_verifying_finds_all_that_makes_loading_fail(kind: str, place: str, stored: Any) -> None:
     hf.save(place, TREE)
     files = stored(place)
     for path, content in files.read().items():

@@ -197,7 +197,7 @@ def test_chunks_that_changed_places_are_refused(tmp_path: Path, stored: Files) -
 # ---- interrupted
 
 
-class Interrupted(Exception):  # noqa: N818 - stands in for whatever ends a copy
+class Interrupted(Exception):  # noqa: N818 - stands for any error that ends a copy
     """Ends a copy."""
 
 

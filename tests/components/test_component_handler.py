@@ -363,7 +363,7 @@ def test_checkpoints_of_an_earlier_handler(tmp_path: Path) -> None:
 
 
 class Listing(hf.CheckpointHandler):
-    """Somebody else's handler, whose kind happens to have the same name."""
+    """The handler of another library, whose kind happens to have the same name."""
 
     kind = "components"
 

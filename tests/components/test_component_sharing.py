@@ -286,7 +286,7 @@ class OptimizerInParent(Trainer):
 
 
 class Given(Checkpointable):
-    """Is given the components, which share the policy, by whoever makes it."""
+    """Gets the components, which share the policy, as arguments."""
 
     def __init__(self, policy: Any, learner: Learner, actor: Actor) -> None:
         self.policy, self.learner, self.actor = policy, learner, actor

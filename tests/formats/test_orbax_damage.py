@@ -169,7 +169,7 @@ def test_values_of_unknown_types_are_read_if_they_are_arrays(saved: Saved) -> No
     path = saved("ocdbt zarr3")
 
     def change(document: Any) -> None:
-        document["tree_metadata"]["('w',)"]["value_metadata"]["value_type"] = "somebody.Else"
+        document["tree_metadata"]["('w',)"]["value_metadata"]["value_type"] = "another.Library"
 
     edit(path, change)
     assert hf.load(path)["w"].shape == (64, 8)

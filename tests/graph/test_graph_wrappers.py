@@ -121,7 +121,7 @@ def test_wrapped_roots_and_files_of_torch(tmp_path: Path) -> None:
 
 def test_what_stays_without_a_value_is_said_at_once(place: str, caplog: pytest.LogCaptureFixture) -> None:
     class Wrapper(torch.nn.Module):
-        """A wrapper of the program's own, which nobody can know."""
+        """A wrapper of the program's own, which holdfast does not know."""
 
         def __init__(self, inner: torch.nn.Module) -> None:
             super().__init__()

@@ -48,7 +48,7 @@ class Loader:
 
 
 class OnDevice:
-    """A scalar on a device: whoever looks at its value waits for the device."""
+    """A scalar on a device: reading its value waits for the device."""
 
     def __init__(self, value: float) -> None:
         self._value = value
@@ -269,7 +269,7 @@ def test_a_batch_drawn_after_the_last_step(
     milliseconds: float,
     warnings: int,
 ) -> None:
-    """The position belongs to the step, whatever it costs to take it at every step."""
+    """The position belongs to the step, although it has to be taken at every step."""
     monkeypatch.setattr("holdfast.integrations.loop.steps.time", Ticks(milliseconds / 1000))
     data = Positions()
     with CheckpointCallback(tmp_path, save_interval_steps=100) as checkpoint:
@@ -578,7 +578,7 @@ def calls_made(checkpoint: CheckpointCallback, step: int, state: Any, **extras: 
     return count
 
 
-def test_a_step_at_which_nothing_is_due_costs_a_few_calls_whatever_the_size_of_the_state(tmp_path: Path) -> None:
+def test_a_step_at_which_nothing_is_due_costs_a_few_calls_for_states_of_all_sizes(tmp_path: Path) -> None:
     """The device is not asked (its arrays would raise), and neither the leaves nor the disk are visited.
 
     The first few steps also look for what changes in place, and measure what a position costs.

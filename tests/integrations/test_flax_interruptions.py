@@ -32,7 +32,7 @@ LABELS = np.arange(BATCHES * 2) % 3
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.1, 0.01, TOTAL)))
 
 
-class Interrupted(Exception):  # noqa: N818 - stands in for whatever ends a run
+class Interrupted(Exception):  # noqa: N818 - stands for any error that ends a run
     """Ends a loop."""
 
 

@@ -1,4 +1,4 @@
-"""Whoever saved an nnx module, its state or plain dictionaries of it restores any other of them."""
+"""An nnx module, its state and plain dictionaries of it are saved, and each is restored from any other."""
 
 from __future__ import annotations
 

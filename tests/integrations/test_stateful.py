@@ -90,7 +90,7 @@ def test_the_state_of_another_kind_of_object_is_refused() -> None:
 
 
 class Holder:
-    """Hands out whatever it holds."""
+    """Returns the object that it holds."""
 
     def __init__(self, held: Any = None) -> None:
         self.held = held

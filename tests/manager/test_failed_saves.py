@@ -1,4 +1,4 @@
-"""A save that failed does not count: the next step is due, whatever trigger had asked for the save."""
+"""A save that failed does not count: the next step is due, with every trigger."""
 
 from __future__ import annotations
 

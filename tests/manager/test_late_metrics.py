@@ -86,7 +86,7 @@ def test_a_run_reads_each_file_of_metrics_once(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("when", ["before", "between", "after"])
 def test_a_step_that_is_replaced_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    """Metrics belong to a checkpoint, not to the number of its step, in whatever order both programs write."""
+    """Metrics belong to a checkpoint, not to the number of its step, in any order of the writes of both programs."""
     with trainer(tmp_path) as run:
         save(run, 1, 2)
 

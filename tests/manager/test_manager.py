@@ -295,7 +295,7 @@ def test_reload_sees_what_others_did(tmp_path: Path) -> None:
     assert looking.all_steps() == [1]
 
 
-def test_a_step_that_somebody_else_has_committed_is_found_when_it_is_asked_for(tmp_path: Path) -> None:
+def test_a_step_that_another_program_has_committed_is_found_when_it_is_asked_for(tmp_path: Path) -> None:
     looking = hf.CheckpointManager(tmp_path)
     with hf.CheckpointManager(tmp_path) as manager:
         for step in (1, 2):
@@ -376,7 +376,7 @@ def test_strangers_are_left_alone(tmp_path: Path) -> None:
         manager.wait_until_finished()
         orbax = tmp_path / "5" / "default"
         orbax.mkdir(parents=True)
-        (orbax / "manifest.ocdbt").write_bytes(b"somebody else's")
+        (orbax / "manifest.ocdbt").write_bytes(b"of another program")
         (tmp_path / "5" / "_CHECKPOINT_METADATA").write_text("{}")
         (tmp_path / "6").write_text("a file")
         (tmp_path / "notes.txt").write_text("mine")
@@ -424,7 +424,7 @@ def test_empty_folders_of_steps_are_swept(tmp_path: Path) -> None:
 
 
 def test_a_save_that_is_alive_is_not_swept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Somebody saves into the directory of a run without its manager."""
+    """A program saves into the directory of a run without its manager."""
     pending = PendingCheckpoint(hf.as_location(tmp_path / "5"), ["state"], overwrite=False)
     pending.begin()
     with hf.CheckpointManager(tmp_path) as manager:

@@ -138,7 +138,7 @@ def test_a_clock_that_is_set_back(place: str) -> None:
         assert manager.latest_step() == 24
 
 
-def test_the_newest_is_the_highest_step_whatever_the_clock_says(place: str) -> None:
+def test_the_newest_is_the_highest_step_with_any_clock(place: str) -> None:
     clock = FakeClock()
     with hf.CheckpointManager(place, hf.PyTreeCheckpointer(), options(max_to_keep=2), clock=clock) as manager:
         for step in range(1, 6):

@@ -163,7 +163,7 @@ def test_time_interval(times: dict[int, float], expected: list[int]) -> None:
     seconds=st.floats(0.5, 60),
 )
 def test_time_interval_keeps_what_it_kept(times: list[float], extra: set[int], seconds: float) -> None:
-    """Whatever other rules leave beside them, the survivors stay the survivors."""
+    """The survivors stay the same beside any steps that other rules leave."""
     rule = KeepTimeInterval(seconds)
     steps = timed(dict(enumerate(times)))
     kept = set(rule.keep(steps))
@@ -238,7 +238,7 @@ def test_the_same_rule_twice_says_its_reason_once() -> None:
     }
 
 
-def test_the_newest_is_kept_whatever_the_rules_say() -> None:
+def test_the_newest_is_kept_by_any_rules() -> None:
     steps = scored({100: 0.1, 200: 0.2, 300: 0.3, 400: 0.4, 500: 0.5})
     assert list(reasons(steps, [KeepBest(3, "acc", "min")])) == [100, 200, 300, 500]
     assert reasons(steps, [KeepSteps(())]) == {500: ("newest",)}

@@ -219,7 +219,7 @@ def test_credentials_that_are_wrong(
         hf.CheckpointManager(f"{s3.url}/run")
 
 
-def test_nobody_listens(s3: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_server_listens(s3: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{closed.getsockname()[1]}"

@@ -199,7 +199,7 @@ def _outcome(folder: Path, index: int, status: int) -> Outcome:
 
 
 def free_port() -> int:
-    """Gives a port of this machine that nobody uses."""
+    """Returns a free port of this machine."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port: int = server.getsockname()[1]

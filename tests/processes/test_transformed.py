@@ -71,7 +71,7 @@ def load_torch(process: Process, path: str) -> int:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> str:
-    """An array in chunks of one row, in several data files, and one that nobody wants."""
+    """An array in chunks of one row, in several data files, and one that no template asks for."""
     path = str(tmp_path / "ckpt")
     tree = {"old": values(), "other": values()}
     hf.Checkpointer(hf.PyTreeCheckpointHandler(layout=LAYOUT)).save(path, tree)

@@ -87,7 +87,7 @@ def test_a_tilde_is_the_home_directory(tmp_path: pathlib.Path, monkeypatch: pyte
         assert as_location(text).path == tmp_path / "home" / "x"
     assert as_location("./~/x").path == tmp_path / "~" / "x"
     assert as_location("x/~").path == tmp_path / "x" / "~"
-    assert as_location("~nobody-of-this-name/x").path == tmp_path / "~nobody-of-this-name" / "x"
+    assert as_location("~no-user-of-this-name/x").path == tmp_path / "~no-user-of-this-name" / "x"
     assert as_location("file:///~/x").path == pathlib.Path("/~/x")
     assert as_location("memory://~/x").url == "memory://~/x"
 

@@ -152,7 +152,7 @@ def launch(directory: str, results: str, count: int, options: dict[str, Any]) ->
     while len(statuses) < count:
         child, status = os.wait()
         statuses[child] = os.waitstatus_to_exitcode(status)
-        if statuses[child] == -signal.SIGKILL:  # as launchers do: nobody waits for a process that is gone
+        if statuses[child] == -signal.SIGKILL:  # as launchers do: no process may wait for one that is gone
             for other in set(children) - statuses.keys():
                 os.kill(other, signal.SIGKILL)
     return [statuses[child] for child in children]

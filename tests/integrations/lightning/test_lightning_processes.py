@@ -45,7 +45,7 @@ def stop(run_together: Run) -> Callable[..., None]:
 
 @pytest.fixture(scope="module")
 def whole(finish: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
-    """Reports of a run that nobody interrupts, by its options."""
+    """Reports of an uninterrupted run, by its options."""
     known: dict[str, list[Any]] = {}
 
     def run(**options: Any) -> list[Any]:
@@ -76,7 +76,7 @@ def test_two_processes_write_one_checkpoint(finish: Callable[..., list[Any]], tm
         assert paths.count(f"state_dict/{name}") == 1
         found = hf.load(tmp_path / "9", item="state", select=f"state_dict/{name}")["state_dict"][name]
         assert found.tolist() == value
-    # What nobody promises to be the same everywhere is process 0's.
+    # Values that may differ between processes are those of process 0.
     for step in reports[0]["steps"]:
         buffers = hf.load(tmp_path / str(step), item="state", select="state_dict/own*")["state_dict"]
         assert [buffer.tolist() for buffer in buffers.values()] == [[0.0] * 64] * 4

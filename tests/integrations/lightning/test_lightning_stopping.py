@@ -73,7 +73,7 @@ def test_validations_of_different_lengths_are_not_left() -> None:
     assert left[1] == left[0]
 
 
-def test_nobody_waits_for_processes_that_have_ended() -> None:
+def test_no_process_waits_for_those_that_have_ended() -> None:
     assert run(1, [0, 0], at=BATCHES) == [None, None]
     assert run(0, [0, 0], at=BATCHES) == [None, None]
     assert run(None, [0, 0]) == [None, None]

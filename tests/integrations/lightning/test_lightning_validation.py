@@ -1,4 +1,4 @@
-"""What a run saves when it has to end in a validation belongs to the batch before, whatever the validation does."""
+"""What a run saves when it has to end in a validation belongs to the batch before the validation."""
 
 from __future__ import annotations
 
