@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,6 +47,7 @@ def make() -> State:
 
 state = State(np.zeros(3, np.float32), 0)
 tree = {"a": {"b": 1.0}}
+pair = (Net(), len(tree))  # a number of no literal type
 
 assert_type(hf.load("x", like=state), State)
 assert_type(hf.load("x", like=tree), dict[str, dict[str, float]])
@@ -66,7 +71,7 @@ for kind in (hf.CheckpointCallback, CheckpointCallback):
         assert_type(checkpoint.restore_or_initialize(make, like=state), tuple[State, int])
         assert_type(checkpoint.restore_or_initialize(lambda: tree), tuple[dict[str, dict[str, float]], int])
         assert_type(checkpoint.restore_or_initialize(Net()), tuple[Net, int])
-        assert_type(checkpoint.restore_or_initialize((Net(), 1)), tuple[tuple[Net, int], int])
+        assert_type(checkpoint.restore_or_initialize(pair), tuple[tuple[Net, int], int])
 hf.CheckpointCallback("x", resume=1200, partial="initialize")
 '''
 
@@ -84,3 +89,13 @@ def test_a_restore_returns_the_type_of_its_template(tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+
+
+@pytest.mark.skipif(shutil.which("pyright") is None, reason="needs pyright")
+def test_pyright_agrees(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    settings = {"include": ["program.py"], "extraPaths": [str(ROOT / "build" / "editable")]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = ["pyright", "--pythonpath", sys.executable, "--project", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
