@@ -7,7 +7,6 @@ on, the loop waits for a comparison of containers and facts, and for the copy.
 from __future__ import annotations
 
 import math
-import os
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -34,10 +33,6 @@ from .plan import Bytes, HostLeaf, batches
 
 _ALIGNMENT = 64
 _SHARED = 64 << 20  # bytes; a smaller snapshot is not worth a thread
-_THREADS = max(
-    2, min(4, os.cpu_count() or 1)
-)  # one core copies some 10 GB/s, the memory of a server several times that
-_PART = 32 << 20  # bytes of a large array that one thread copies at a time
 _BATCH = 4 << 20  # bytes of small tensors that one thread copies at a time
 
 _Copy = tuple[Any, Any]  # where to, and what: two arrays, or two lists of tensors
@@ -219,24 +214,8 @@ def _holds(one: Box, other: Box) -> bool:
 
 
 def _copy_all(pending: Sequence[_Copy], nbytes: int) -> None:
-    if nbytes < _SHARED:
-        parallel_map(_copy, pending, 1)
-        return
-    # Threads share a large snapshot, and large arrays in it: one core does not use all of the memory's bandwidth.
-    parts = [part for pair in pending for part in _divided(*pair)]
-    parallel_map(_copy, parts, _THREADS, name="holdfast-snapshot")
-
-
-def _divided(copy: Any, source: Any) -> Iterator[_Copy]:
-    """Divide the copy of a large array into parts; by its first axis, if it is not contiguous."""
-    if isinstance(copy, list) or copy.nbytes <= _PART or not isinstance(source, np.ndarray):
-        yield copy, source
-        return
-    if copy.flags.c_contiguous and source.flags.c_contiguous:
-        copy, source = copy.reshape(-1), source.reshape(-1)
-    rows = max(1, _PART * len(copy) // copy.nbytes)
-    for start in range(0, len(copy), rows):
-        yield copy[start : start + rows], source[start : start + rows]
+    # Two threads share a large snapshot: one core does not use all of the memory's bandwidth.
+    parallel_map(_copy, pending, 2 if nbytes >= _SHARED else 1, name="holdfast-snapshot")
 
 
 def _copy(pair: _Copy) -> None:

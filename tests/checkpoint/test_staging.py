@@ -290,29 +290,6 @@ def test_a_copy_that_fails_in_the_second_thread(tmp_path: Path, monkeypatch: pyt
         assert set(manager.restore(2)["a"]) == {1.0}
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.arange(3000.0).reshape(30, 100),
-        np.arange(3000.0).reshape(30, 100).T,
-        np.arange(3000.0).reshape(1, 3000)[:, ::2],
-        np.broadcast_to(np.arange(100.0), (30, 100)),
-        np.array(5.0),
-        np.empty((0, 1000)),
-        np.arange(3000, dtype=">u4")[::-1],
-    ],
-    ids=lambda array: f"{array.dtype}{list(array.shape)}",
-)
-def test_a_large_array_is_copied_in_parts(array: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "_SHARED", 0)
-    monkeypatch.setattr(snapshots, "_PART", 1000)
-    first, second = StagingBuffer().snapshot(leaves([array, array + 1]))
-    assert isinstance(first, ArrayLeaf)
-    assert isinstance(second, ArrayLeaf)
-    np.testing.assert_array_equal(first.pieces[0].array, array)
-    np.testing.assert_array_equal(second.pieces[0].array, array + 1)
-
-
 def test_memory_set_aside_is_used() -> None:
     buffer = StagingBuffer()
     buffer.prepare(1 << 20)
