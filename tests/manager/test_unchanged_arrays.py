@@ -94,7 +94,7 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_ten_saves_of_a_frozen_base_take_two(run: Path, tmp_path: Path, convert: Callable[[Any], Any]) -> None:
-    saved = lambda step: {name: convert(value) for name, value in tree(step).items()}  # noqa: E731
+    saved: Callable[[int], Tree] = lambda step: {name: convert(value) for name, value in tree(step).items()}  # noqa: E731
     with manager(run, max_to_keep=4) as writer:
         for step in range(10):
             report = save(writer, step, saved(step))
@@ -190,7 +190,7 @@ def test_handlers_of_other_kinds(run: Path) -> None:
     assert report.shared_bytes > 8 * BASE
     assert hf.verify(run).ok
     with hf.CheckpointManager(run, checkpointers) as reader:
-        found = reader.restore(3, {"agent": Agent(), "own": None})
+        found: dict[str, Any] = reader.restore(3, {"agent": Agent(), "own": None})
     assert found["agent"].count == 3
     assert_same(found["agent"].backbone.weights, base())
     assert_same(found["own"], tree(3))
@@ -228,7 +228,8 @@ def test_retention_over_shared_files(run: Path, max_to_keep: int) -> None:
 # ---- what never is: a change
 
 
-TorchChange = Callable[[torch.Tensor, int, float], object]
+_swap: Any = torch.utils.swap_tensors
+TorchChange = Callable[[Any, int, float], object]
 TORCH_CHANGES: dict[str, TorchChange] = {
     "index": lambda t, at, value: t.__setitem__(at, value),
     "add_": lambda t, at, value: t[at : at + 1].add_(value),
@@ -236,12 +237,12 @@ TORCH_CHANGES: dict[str, TorchChange] = {
     "view": lambda t, at, value: t.view(100, -1).view(-1)[at].fill_(value),
     "detach": lambda t, at, value: t.detach()[at].fill_(value),
     "numpy": lambda t, at, value: t.detach().numpy().__setitem__(at, value),
-    "dlpack": lambda t, at, value: torch.from_dlpack(t.detach())[at].fill_(value),
+    "dlpack": lambda t, at, value: torch.utils.dlpack.from_dlpack(t.detach())[at].fill_(value),
     "out": lambda t, at, value: torch.add(t[at : at + 1].clone(), value, out=t[at : at + 1]),
     "copy_": lambda t, at, value: t.copy_(t.clone().index_fill_(0, torch.tensor([at]), value)),
     "storage": lambda t, at, value: t.untyped_storage().copy_(_with(t, at, value).untyped_storage()),
     "set_data": lambda t, at, value: setattr(t, "data", _with(t, at, value)),
-    "swap": lambda t, at, value: torch.utils.swap_tensors(t, _with(t, at, value)),
+    "swap": lambda t, at, value: _swap(t, _with(t, at, value)),
 }
 
 
@@ -251,12 +252,12 @@ def _with(tensor: torch.Tensor, at: int, value: float) -> torch.Tensor:
     return copy
 
 
-NumpyChange = Callable[[NDArray[Any], int, float], object]
+NumpyChange = Callable[[Any, int, float], object]
 NUMPY_CHANGES: dict[str, NumpyChange] = {
     "index": lambda a, at, value: a.__setitem__(at, value),
     "view": lambda a, at, value: a.reshape(100, -1).reshape(-1).__setitem__(at, value),
     "stride": lambda a, at, value: a[at::7].__setitem__(0, value),
-    "memory": lambda a, at, value: memoryview(a).__setitem__(at, value),
+    "memory": lambda a, at, value: a.data.__setitem__(at, value),
     "out": lambda a, at, value: np.add(a[at : at + 1], value, out=a[at : at + 1]),
     "bytes": lambda a, at, value: a.view(np.uint8).__setitem__(4 * at, int(value) % 255),
     "tensor": lambda a, at, value: torch.from_numpy(a)[at].fill_(value),
@@ -338,7 +339,7 @@ def test_fused_optimizers_and_running_means(run: Path, optimizer: Callable[[Any]
 
 def _bits(tree: Any) -> Any:
     if isinstance(tree, torch.Tensor):
-        return hashlib.sha256(tree.numpy()).hexdigest()
+        return hashlib.sha256(tree.numpy().data).hexdigest()
     if isinstance(tree, dict):
         return {str(key): _bits(value) for key, value in tree.items()}
     return [_bits(value) for value in tree] if isinstance(tree, list | tuple) else repr(tree)
@@ -560,7 +561,7 @@ def test_shared_files_are_read_only(run: Path) -> None:
 def test_what_changes_is_soon_not_digested_any_more(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither an array that changes everywhere, nor one that changes where no sample is taken."""
     digested: list[int] = []
-    real = reuse.content_digest
+    real: Callable[[NDArray[np.uint8]], bytes] = vars(reuse)["content_digest"]
 
     def content_digest(data: NDArray[np.uint8]) -> bytes:
         if len(data) > 1 << 17:
