@@ -19,6 +19,10 @@ Directory = Annotated[
 ]
 Step = Annotated[int | None, typer.Argument(metavar="[STEP]", help="The step.", min=0)]
 Command = Annotated[list[str], typer.Argument(metavar="-- PROGRAM [ARGUMENT]...", help="The program to run.")]
+Select = Annotated[
+    list[str] | None,
+    typer.Option("--select", metavar="PATTERN", help="Only leaves whose paths match, such as '**/lora_A/**'."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Run = Annotated[str, typer.Argument(metavar="DIR", help="The directory of a run: a path or URL.")]
 Steps = Annotated[list[int], typer.Argument(metavar="STEP...", help="The steps.", min=0)]
@@ -239,11 +243,44 @@ def unpin(directory: Run, steps: Steps, prefix: Prefix = None) -> int:
 
 
 @app.command()
-def show(directory: Directory, step: Step = None, as_json: AsJson = False) -> int:
+def show(
+    directory: Directory,
+    step: Step = None,
+    select: Select = None,
+    statistics: Annotated[
+        bool, typer.Option("--stats", help="Read the values: least, greatest, mean, norm, NaN and Inf of each leaf.")
+    ] = False,
+    as_tree: Annotated[bool, typer.Option("--tree", help="Show containers as a tree, with their sizes.")] = False,
+    as_json: AsJson = False,
+) -> int:
     """List every leaf of a checkpoint, by default of the newest."""
     from .inspect import show_leaves
 
-    return show_leaves(directory, step, as_json=as_json)
+    return show_leaves(directory, step, select=select, statistics=statistics, as_tree=as_tree, as_json=as_json)
+
+
+@app.command()
+def diff(
+    one: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, or the directory of a run: a path or URL.")],
+    other: Annotated[str, typer.Argument(metavar="B", help="What it is compared with.")],
+    step: Annotated[int | None, typer.Option("--step", help="The step of A; by default the newest.", min=0)] = None,
+    other_step: Annotated[
+        int | None, typer.Option("--other-step", help="The step of B; by default that of A, or the newest.", min=0)
+    ] = None,
+    rtol: Annotated[
+        float, typer.Option("--rtol", help="Relative tolerance; by default bits are compared.", min=0)
+    ] = 0.0,
+    atol: Annotated[float, typer.Option("--atol", help="Absolute tolerance.", min=0)] = 0.0,
+    as_json: AsJson = False,
+) -> int:
+    """Compare two checkpoints leaf by leaf: structure, dtypes, shapes and values.
+
+    Exit status: 0 the same, 1 different, 2 they cannot be compared. With a tolerance, NaN equals NaN.
+    """
+    from .diff import diff_checkpoints
+
+    steps = (step, step if other_step is None else other_step)
+    return diff_checkpoints(one, other, steps, rtol=rtol, atol=atol, as_json=as_json)
 
 
 @app.command()
@@ -309,10 +346,7 @@ def export(
     ] = False,
     step: Annotated[int | None, typer.Option("--step", help="The step; by default the newest.", min=0)] = None,
     item: Annotated[str | None, typer.Option("--item", help="The item, if there are several.")] = None,
-    select: Annotated[
-        list[str] | None,
-        typer.Option("--select", metavar="PATTERN", help="Only leaves whose paths match, such as '**/lora_A/**'."),
-    ] = None,
+    select: Select = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     as_json: AsJson = False,
 ) -> int:

@@ -5,17 +5,27 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from .. import CheckpointSummary, describe, list_checkpoints, verify
+from .. import CheckpointSummary, LeafSummary, describe, list_checkpoints, verify
 from ..engine.errors import CheckpointNotFoundError, shortened_steps
 from ..engine.inspection import shared_bytes
-from ..engine.sources import CheckpointSource, NativeCheckpoint, find_checkpoint, is_ours, open_at
+from ..engine.pytree import PathFilter
+from ..engine.sources import (
+    CheckpointSource,
+    LeafStatistics,
+    NativeCheckpoint,
+    find_checkpoint,
+    is_ours,
+    leaf_statistics,
+    open_at,
+)
 from ..engine.storage import Location
 from .log import configure_logging
 from .places import INSIDE_A_RUN, checkpoints_at, is_one_checkpoint, runs_below, where_else
-from .report import age, count, metrics_text, print_json, print_table, size
+from .report import age, count, metrics_text, print_json, print_table, print_tree, size
 from .status import DONE, FAILED
 
 
@@ -163,12 +173,23 @@ def _shared_bytes(checkpoint: CheckpointSource) -> int:
     return shared_bytes(checkpoint.location, checkpoint.record) if isinstance(checkpoint, NativeCheckpoint) else 0
 
 
-def show_leaves(place: str, step: int | None, *, as_json: bool) -> int:
+def show_leaves(
+    place: str,
+    step: int | None,
+    *,
+    select: Sequence[str] | None = None,
+    statistics: bool = False,
+    as_tree: bool = False,
+    as_json: bool,
+) -> int:
     """Print every leaf of a checkpoint.
 
     Args:
         place: The directory: a path or URL.
         step: Which step; None for the newest.
+        select: Patterns of paths; only matching leaves are shown.
+        statistics: Read the values, and show numbers about them.
+        as_tree: Print containers as a tree.
         as_json: Print JSON instead of a table.
 
     Returns:
@@ -179,8 +200,12 @@ def show_leaves(place: str, step: int | None, *, as_json: bool) -> int:
     with _saying_where_else(directory):
         location = find_checkpoint(directory, step)
     checkpoint = open_at(location)
+    chosen = PathFilter(select)
     leaves = describe(location)
     shared = _shared_bytes(checkpoint)
+    chosen.check(leaf.path.split("/") for leaf in leaves)
+    leaves = [leaf for leaf in leaves if chosen.chooses(leaf.path.split("/"))]
+    numbers = {(one.item, one.path): one for one in leaf_statistics(checkpoint, select)} if statistics else {}
     if as_json:
         shown: list[dict[str, Any]] = [
             {
@@ -192,11 +217,20 @@ def show_leaves(place: str, step: int | None, *, as_json: bool) -> int:
                 "sharding": leaf.sharding,
                 "bytes": leaf.bytes,
                 "value": leaf.value,
+                **({"statistics": _numbers(numbers.get((leaf.item, leaf.path)))} if statistics else {}),
             }
             for leaf in leaves
         ]
         facts = {"path": str(location), "step": checkpoint.step, "time": checkpoint.time, "shared_bytes": shared}
         print_json({**facts, "leaves": shown})
+        return DONE
+    total = size(sum(leaf.bytes for leaf in leaves))
+    saved = "" if checkpoint.time is None else f", saved {age(time.time() - checkpoint.time)} ago"
+    wrote = "" if isinstance(checkpoint, NativeCheckpoint) else f", written by {checkpoint.format}"
+    own = f" ({size(checkpoint.nbytes - shared)} on disk are its own, {size(shared)} shared)" if shared else ""
+    summary = f"{location}: {count(len(leaves), 'leaf', 'leaves')}, {total}{own}{saved}{wrote}"
+    if as_tree:
+        print_tree(summary, [(f"{leaf.item}/{leaf.path}", leaf.bytes, _about(leaf, numbers)) for leaf in leaves])
         return DONE
     columns = ["ITEM", "LEAF", "SHAPE", "TYPE", "SHARDING", "SIZE", "VALUE"]
     rows = [
@@ -215,13 +249,34 @@ def show_leaves(place: str, step: int | None, *, as_json: bool) -> int:
         columns, rows = columns[1:], [row[1:] for row in rows]
     if not any(leaf.value for leaf in leaves):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
-    print_table(columns, rows, right=["SIZE"])
-    total = size(sum(leaf.bytes for leaf in leaves))
-    saved = "" if checkpoint.time is None else f", saved {age(time.time() - checkpoint.time)} ago"
-    wrote = "" if isinstance(checkpoint, NativeCheckpoint) else f", written by {checkpoint.format}"
-    own = f" ({size(checkpoint.nbytes - shared)} on disk are its own, {size(shared)} shared)" if shared else ""
-    print(f"\n{location}: {count(len(leaves), 'leaf', 'leaves')}, {total}{own}{saved}{wrote}")
+    if statistics:
+        columns += ["MIN", "MAX", "MEAN", "NORM", "NAN", "INF"]
+        rows = [[*row, *_columns(numbers.get((leaf.item, leaf.path)))] for row, leaf in zip(rows, leaves, strict=True)]
+    print_table(columns, rows, right=["SIZE", "MIN", "MAX", "MEAN", "NORM", "NAN", "INF"])
+    print(f"\n{summary}")
     return DONE
+
+
+def _numbers(one: LeafStatistics | None) -> dict[str, Any] | None:
+    """Return what statistics say of a leaf, for programs."""
+    return None if one is None else {key: value for key, value in asdict(one).items() if key not in ("item", "path")}
+
+
+def _columns(one: LeafStatistics | None) -> list[str]:
+    if one is None:
+        return [""] * 6
+    values = (one.minimum, one.maximum, one.mean, one.norm)
+    return [*("" if value is None else f"{value:.5g}" for value in values), str(one.nan), str(one.inf)]
+
+
+def _about(leaf: LeafSummary, numbers: Mapping[tuple[str, str], LeafStatistics]) -> str:
+    """Return a leaf in one line: its type and shape, and its numbers."""
+    one = numbers.get((leaf.item, leaf.path))
+    kind = f"{leaf.dtype}{list(leaf.shape)}" if leaf.dtype else leaf.kind
+    if one is None:
+        return kind if leaf.value is None else f"{kind} {leaf.value}"
+    names = ("min", "max", "mean", "norm", "nan", "inf")
+    return ", ".join([kind, *(f"{name} {text}" for name, text in zip(names, _columns(one), strict=True) if text != "")])
 
 
 def verify_checkpoints(place: str, step: int | None, *, as_json: bool) -> int:

@@ -58,6 +58,23 @@ def _width(text: str) -> int:
     return cell_len(text)
 
 
+def print_tree(title: str, leaves: Sequence[tuple[str, int, str]]) -> None:
+    """Print paths as a tree: containers with the bytes of all below them, leaves with their bytes and a text."""
+    sizes: dict[tuple[str, ...], int] = {}
+    paths = [tuple(path.rstrip("/").split("/")) for path, _, _ in leaves]
+    for keys, (_, nbytes, _) in zip(paths, leaves, strict=True):
+        for depth in range(1, len(keys)):
+            sizes[keys[:depth]] = sizes.get(keys[:depth], 0) + nbytes
+    print(title)
+    shown: set[tuple[str, ...]] = set()
+    for keys, (_, nbytes, text) in zip(paths, leaves, strict=True):
+        for depth in range(1, len(keys)):
+            if keys[:depth] not in shown:
+                shown.add(keys[:depth])
+                print(f"{'  ' * depth}{keys[depth - 1]}/  {size(sizes[keys[:depth]])}")
+        print(f"{'  ' * len(keys)}{keys[-1]}  {size(nbytes)}  {text}".rstrip())
+
+
 def print_json(value: Mapping[str, Any]) -> None:
     """Print strict JSON; NaN and infinities become null."""
     print(json.dumps(_finite(value), indent=2, allow_nan=False))

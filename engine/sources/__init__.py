@@ -36,6 +36,7 @@ from .protocol import (
     SingleTree,
     StepDirectories,
 )
+from .statistics import LeafStatistics, leaf_statistics
 from .stored import (
     OPTIONAL,
     Bytes,

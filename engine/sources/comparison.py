@@ -75,7 +75,7 @@ def compare_checkpoints(
     Raises:
         DamagedCheckpointError: Data of one of them is damaged.
     """
-    trees, others = dict(_trees(one)), dict(_trees(other))
+    trees, others = dict(trees_of(one)), dict(trees_of(other))
     for name, tree in trees.items():
         if name not in others:
             yield LeafDifference(name, "", "missing", "the second checkpoint lacks this item")
@@ -99,7 +99,7 @@ def compare_checkpoints(
             yield LeafDifference(name, "", "added", "the first checkpoint lacks this item")
 
 
-def _trees(checkpoint: CheckpointSource) -> Iterator[tuple[str, TreeSource]]:
+def trees_of(checkpoint: CheckpointSource) -> Iterator[tuple[str, TreeSource]]:
     """Yield the trees of a checkpoint by name, with those that each process has saved of its own objects."""
     for name, kind in checkpoint.items.items():
         if kind != TREE:
@@ -115,7 +115,7 @@ def _compare_trees(item: str, one: TreeSource, other: TreeSource, rtol: float, a
     others = {leaf.name: leaf for leaf in other.leaves}
     for leaf in one.leaves:
         match = others.pop(leaf.name, None)
-        path = _path(item, leaf.name)
+        path = leaf_path(item, leaf.name)
         if match is None:
             yield LeafDifference(item, path, "missing", f"expected {leaf.saved}, and the second checkpoint lacks it")
             continue
@@ -126,10 +126,12 @@ def _compare_trees(item: str, one: TreeSource, other: TreeSource, rtol: float, a
         if found is not None:
             yield found
     for leaf in others.values():
-        yield LeafDifference(item, _path(item, leaf.name), "added", f"{leaf.saved}, which the first checkpoint lacks")
+        yield LeafDifference(
+            item, leaf_path(item, leaf.name), "added", f"{leaf.saved}, which the first checkpoint lacks"
+        )
 
 
-def _path(item: str, name: str) -> str:
+def leaf_path(item: str, name: str) -> str:
     if f"/{OWN_FOLDER}/" in item:  # the first key is the path of an object, such as `data.train`, escaped
         first, *keys = name.split(".")
         name = ".".join([unescape_key(first), *keys])
@@ -156,14 +158,14 @@ def _compare_leaves(
             return None
         return LeafDifference(item, path, "values", f"expected {_short(expected)}, found {_short(value)}")
     found_values = _Difference(saved.dtype, rtol, atol)
-    for box in _slabs(saved.shape, saved.dtype.itemsize):
+    for box in slabs(saved.shape, saved.dtype.itemsize):
         ((expected_part,),) = tree.read_boxes([leaf], [[box]])
         ((found_part,),) = other_tree.read_boxes([match], [[box]])
         found_values.add(expected_part, found_part, box)
     return found_values.report(item, path, math.prod(saved.shape))
 
 
-def _slabs(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
+def slabs(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
     """Divide an array along its first axis into boxes that may be in memory at the same time."""
     row = math.prod(shape[1:]) * itemsize
     if not shape or math.prod(shape) * itemsize <= _BYTES:
@@ -190,7 +192,7 @@ class _Difference:
         different = _bits_differ(one, other)
         if not different.any():
             return
-        numbers = _as_numbers(one, other)
+        numbers = as_numbers(one, other)
         if numbers is not None:
             a, b = numbers
             with np.errstate(all="ignore"):
@@ -236,7 +238,7 @@ def _bits_differ(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.bool_]:
     return np.asarray((rows[0] != rows[1]).any(axis=1)).reshape(one.shape)
 
 
-def _as_numbers(one: NDArray[Any], other: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]] | None:
+def as_numbers(one: NDArray[Any], other: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]] | None:
     kind = np.complex128 if one.dtype.kind == "c" else np.float64
     try:
         return one.astype(kind), other.astype(kind)

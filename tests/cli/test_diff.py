@@ -1,0 +1,129 @@
+"""``holdfast diff``, and ``show`` with ``--stats``, ``--select`` and ``--tree``."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_numpy
+from tests.cli.commands import error_of, output_of
+
+import holdfast as hf
+from holdfast.engine.sources import comparison, leaf_statistics, open_checkpoint
+from holdfast.engine.storage import as_location
+
+TREE: dict[str, Any] = {
+    "a": {"w": np.arange(12.0).reshape(3, 4), "k": np.array([1, np.nan, np.inf], np.float32)},
+    "n": 3,
+    "s": "x",
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Makes a run with the steps 1 and 2, in which one element and one number differ."""
+    with hf.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, TREE)
+        weights = TREE["a"]["w"].copy()
+        weights[1, 1] += 1e-9
+        manager.save(2, {**TREE, "a": {**TREE["a"], "w": weights}, "n": 4})
+    return tmp_path / "run"
+
+
+def test_the_same(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    said = output_of(capsys, "diff", run, run / "2")
+    assert said == f"{run}/2 and {run}/2 are the same, bit for bit\n"
+
+
+def test_differences(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    lines = output_of(capsys, "diff", run, run, "--step", 1, "--other-step", 2, status=1).splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == ["state/a/w", "state/n"]
+    assert "1 of 12 elements differ, by 1e-09 at most; the first at [1, 1]" in lines[1]
+    assert lines[-1] == f"2 leaves differ between {run}/1 and {run}/2"
+
+    found = json.loads(output_of(capsys, "diff", run / "1", run / "2", "--rtol", "1e-6", "--json", status=1))
+    assert [(one["path"], one["kind"], one["first"]) for one in found["differences"]] == [("n", "values", [])]
+    output_of(capsys, "diff", run / "1", run / "2", "--rtol", "0.5", status=0)
+
+
+def test_a_checkpoint_of_another_library(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
+    np.savez(tmp_path / "w.npz", w=TREE["a"]["w"])
+    hf.save(tmp_path / "w", {"w": TREE["a"]["w"]})
+    assert "are the same" in output_of(capsys, "diff", tmp_path / "w.npz", tmp_path / "w")
+
+
+def test_what_cannot_be_compared_is_no_difference(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    assert "no such directory" in error_of(capsys, "diff", run, run / "nowhere", status=2)
+    (data,) = [path for path in (run / "2" / "state" / "d").iterdir() if path.name != "index"]
+    content = bytearray(data.read_bytes())
+    content[5] ^= 1
+    data.write_bytes(content)
+    assert "damaged" in error_of(capsys, "diff", run / "1", run / "2", status=2)
+
+
+def test_statistics_of_leaves(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    shown = json.loads(output_of(capsys, "show", run, 1, "--stats", "--json"))["leaves"]
+    found = {leaf["path"]: leaf["statistics"] for leaf in shown}
+    assert (found["n"]["minimum"], found["s"]) == (3.0, None)
+    assert (found["a/k"]["size"], found["a/k"]["maximum"], found["a/k"]["nan"], found["a/k"]["inf"]) == (3, 1.0, 1, 1)
+    assert math.isclose(found["a/w"]["norm"], np.linalg.norm(TREE["a"]["w"]))
+    table = output_of(capsys, "show", run, 1, "--stats", "--select", "a/*").splitlines()
+    assert table[0].split()[-6:] == ["MIN", "MAX", "MEAN", "NORM", "NAN", "INF"]
+    assert len(table) == 5
+
+
+def test_the_tree(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    lines = output_of(capsys, "show", run, 1, "--tree").splitlines()
+    assert lines[1:] == [
+        "  state/  116 B",
+        "    a/  108 B",
+        "      w  96 B  float64[3, 4]",
+        "      k  12 B  float32[3]",
+        "    n  8 B  int64[]",
+        "    s  0 B  str 'x'",
+    ]
+
+
+def test_a_pattern_that_matches_nothing(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+    assert "matches no leaf" in error_of(capsys, "show", run, "--select", "b/**", status=1)
+
+
+@given(
+    values=st_numpy.arrays(
+        st.sampled_from([np.float32, np.float64, np.int16, np.bool_, np.complex64]),
+        st_numpy.array_shapes(max_dims=3, max_side=7),
+        elements=None,
+    ),
+    part=st.sampled_from([8, 64, 1 << 20]),
+)
+def test_statistics_are_those_of_the_whole_array(
+    tmp_path_factory: pytest.TempPathFactory, values: np.ndarray[Any, Any], part: int
+) -> None:
+    place = tmp_path_factory.mktemp("statistics") / "x"
+    hf.save(place, {"x": values})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comparison, "_BYTES", part)
+        (found,) = leaf_statistics(open_checkpoint(as_location(place)))
+
+    numbers = np.abs(values).astype(np.float64) if values.dtype.kind == "c" else values.astype(np.float64)
+    if values.dtype.kind == "c":
+        numbers = np.abs(values.astype(np.complex128))
+    finite = numbers[np.isfinite(numbers)]
+    assert (found.size, found.nan) == (values.size, int(np.isnan(numbers).sum()))
+    assert found.inf == values.size - finite.size - found.nan
+    if not finite.size:
+        assert found.mean is None
+        return
+    assert (found.minimum, found.maximum) == (finite.min(), finite.max())
+    scale = max(1e-300, float(np.abs(finite).max()))
+    assert found.mean is not None
+    assert found.deviation is not None
+    assert abs(found.mean / scale - (finite / scale).mean()) < 1e-9
+    if 1e-100 < scale < 1e150:  # elsewhere squares leave the range of float64
+        assert abs(found.deviation / scale - (finite / scale).std()) < 1e-6
