@@ -14,7 +14,8 @@ from ..checkpoint import AsyncCheckpointer, Checkpointer, Place
 from ..clock import Clock, SystemClock
 from ..errors import CheckpointExistsError, OptionError, SaveFailedError
 from ..manager import CheckpointManager as StepManager
-from ..manager import CheckpointManagerOptions, Mirror, Rule, StepInfo, list_steps, run_location
+from ..manager import CheckpointManagerOptions, Mirror, Rule, StepInfo, list_steps
+from ..storage import as_location
 from .checkpoint import Checkpoint
 from .reader import numbers_of
 from .restoration import RestoreStatus
@@ -88,7 +89,7 @@ class CheckpointManager:
         if hours is not None and not (isinstance(hours, int | float) and hours > 0):
             raise OptionError(f"keep_checkpoint_every_n_hours={hours!r} must be above 0, or None")
         self._checkpoint = checkpoint
-        self._directory = run_location(directory)
+        self._directory = as_location(directory)
         self._name = checkpoint_name
         self._counter = step_counter
         self._interval = checkpoint_interval

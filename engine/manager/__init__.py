@@ -14,7 +14,7 @@ from .directory import (
     stored_metadata,
     stored_options,
 )
-from .events import BEAT, DRILL, EVENTS, STACKS, SUPERVISOR, append_line, reached, read_events, run_location
+from .events import BEAT, EVENTS, STACKS, SUPERVISOR, append_line, reached, read_events
 from .manager import CheckpointManager, Restored
 from .metrics import Metric, Mode, better, metric_name, metric_value, plain_metrics
 from .mirror import MirrorStatus

@@ -3,8 +3,8 @@
 The events are for people, reports and supervisors. Nothing that holdfast does depends on them: a file that cannot be
 written or read is no error, a line that a crash cut off is skipped, and object stores have no such file.
 
-A *watcher* is told of the points that a training loop passes. ``holdfast supervise`` and ``holdfast drill`` start a
-program with an environment variable, and only then does its process have a watcher.
+A *watcher* is told of the points that a training loop passes. ``holdfast supervise`` starts a program with an
+environment variable, and only then does its process have a watcher.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ..clock import Clock
-from ..storage import Location, as_location
+from ..storage import Location
 
 _logger = logging.getLogger("holdfast")
 
@@ -38,7 +37,6 @@ _LIMIT = 8 << 20  # bytes
 _EARLY = 8  # events that are kept before the run owns its directory
 
 SUPERVISOR = "HOLDFAST_SUPERVISOR"  # environment variable: the folder in which a supervisor listens
-DRILL = "HOLDFAST_DRILL"  # environment variable: the file with the plan of a rehearsal
 STACKS = getattr(signal, "SIGRTMAX", 64) - 5  # signal to a supervised process that asks for the stacks of its threads
 BEAT = struct.Struct("=dq")  # a heartbeat: seconds on the system's monotonic clock, and the step; -1 before the first
 
@@ -57,7 +55,6 @@ class Watcher(Protocol):
 
 _watchers: list[Watcher] = []
 _supervisor: Path | None = None
-_drill: Any = None
 _looked = False
 
 
@@ -67,22 +64,9 @@ def reached(point: Point, step: int | None = None) -> None:
         watcher.reached(point, step)
 
 
-def run_location(place: str | os.PathLike[str] | Location, *, read_only: bool = False) -> Location:
-    """Return the location of a run's directory; in a rehearsal, the folder that takes its place."""
-    location = as_location(place)
-    _look_for_watchers()
-    return location if _drill is None else _drill.redirect(location, read_only=read_only)
-
-
-def watched_options(options: Any) -> Any:
-    """Return the options of a manager; in a rehearsal, those that save often and keep every step."""
-    _look_for_watchers()
-    return options if _drill is None else _drill.options(options)
-
-
-def _look_for_watchers() -> None:
-    """Read the environment, once."""
-    global _looked, _supervisor, _drill
+def find_watchers() -> None:
+    """Find out, once, whether a supervisor watches this process."""
+    global _looked, _supervisor
     if _looked:
         return
     _looked = True
@@ -92,9 +76,6 @@ def _look_for_watchers() -> None:
             _supervisor = Path(folder)
         except OSError as error:
             _logger.warning("%s=%s: the supervisor cannot be told of this run: %s", SUPERVISOR, folder, error)
-    if plan := os.environ.get(DRILL):
-        _drill = import_module(".rehearsal", __package__).Rehearsal(Path(plan))
-        _watchers.append(_drill)
 
 
 class _Heartbeat:

@@ -34,11 +34,11 @@ from ..errors import (
 )
 from ..format import CheckpointRecord, ItemRecord
 from ..handlers import PreparedCheckpointHandler, PyTreeCheckpointHandler, has_structure, item_structure, restore_item
-from ..storage import Location
+from ..storage import Location, as_location
 from .decisions import Decision, EverySteps, Rollback, SaveDecisions
 from .directory import RunDirectory, check_json, stored_metadata
 from .directory import record_metrics as add_metrics
-from .events import RunEvents, reached, run_location, watched_options
+from .events import RunEvents, find_watchers, reached
 from .metrics import plain_metrics
 from .mirror import MirrorStatus, RunMirror
 from .options import CheckpointManagerOptions
@@ -113,8 +113,9 @@ class CheckpointManager:
         clock: Clock | None = None,
         coordinator: Coordinator | None = None,
     ) -> None:
-        self.options = watched_options(options or CheckpointManagerOptions())
-        self.directory: Location = run_location(directory, read_only=self.options.read_only)
+        find_watchers()
+        self.directory: Location = as_location(directory)
+        self.options = options or CheckpointManagerOptions()
         reuse = self.options.reuse_unchanged and self.directory.is_local
         self._items = _ItemSet(checkpointers, self.options.item_intervals, reuse=reuse)
         self._metadata = None if metadata is None else dict(metadata)

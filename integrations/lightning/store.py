@@ -16,7 +16,7 @@ from ...engine.distributed import ProcessGroup, current_coordinator
 from ...engine.errors import CheckpointNotFoundError, StateError
 from ...engine.format import RECORD, CheckpointRecord
 from ...engine.handlers import PerProcessCheckpointHandler
-from ...engine.manager import CheckpointManager, CheckpointManagerOptions, list_steps, metric_value, run_location
+from ...engine.manager import CheckpointManager, CheckpointManagerOptions, list_steps, metric_value
 from ...engine.storage import Location, as_location
 from ..loop import WITHOUT_GRACE, GraceCheck, all_steps, part
 from ..options import CallbackOptions
@@ -44,7 +44,7 @@ class RunStore:
     """A directory of steps: open for writing while a model is fitted, and for reading at any time."""
 
     def __init__(self, directory: Place, options: CallbackOptions) -> None:
-        self.directory: Location = run_location(directory)
+        self.directory: Location = as_location(directory)
         self._arguments = options
         self._options = options.manager_options()
         self._grace = None if options.grace_secs is None else GraceCheck(seconds(options.grace_secs))
