@@ -111,7 +111,8 @@ def test_steps_are_listed_with_what_is_known_of_them(run: str) -> None:
     assert [summary.step for summary in found] == [2, 4]
     second, fourth = found
     assert second.time is not None
-    assert fourth.time == second.time + 20
+    assert fourth.time is not None
+    assert fourth.time >= second.time + 20  # one tick for each save, and for the events between them
     assert second.metrics == {"accuracy": 0.9}
     assert np.isnan(fourth.metrics["accuracy"])  # type: ignore[index]  # there are metrics
     assert (second.reason, fourth.reason) == ("at 0.9", "at nan")

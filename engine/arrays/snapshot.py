@@ -7,6 +7,7 @@ on, the loop waits for a comparison of containers and facts, and for the copy.
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -62,11 +63,18 @@ class StagingBuffer:
 
     Fresh memory costs several times as much as the copy itself, because the system hands it out page by page; only the
     first save of a run pays for it.
+
+    Attributes:
+        lock: Held while a snapshot is taken: several threads may save with one handler. A copy has memory of its own.
     """
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
         self._memory: Bytes = np.empty(0, np.uint8)
         self._last: weakref.ref[Snapshot] | None = None
+
+    def __reduce__(self) -> tuple[type[StagingBuffer], tuple[()]]:
+        return StagingBuffer, ()
 
     @property
     def nbytes(self) -> int:

@@ -127,7 +127,8 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         recurs = snapshot and save_args is None and not self._registry.leaf_types
         known = self._known
         if recurs and known is not None and known.key == (layout, process.index, process.count):
-            copies = known.tree.snapshot(item)
+            with self._staging.lock:
+                copies = known.tree.snapshot(item)
             if copies is not None:
                 tree = HostTree(known.tree.names, copies, known.tree.structure)
                 return TreeWriter(tree, layout, plan=known.plan, reuse=reuse)
@@ -153,9 +154,10 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             reuse=reuse,
         )
         if snapshot:
-            copies = writer.take_snapshot(self._staging, process)
-            if recurs:
-                found = KnownTree(flat, leaves, copies, self._staging)
+            with self._staging.lock:
+                copies = writer.take_snapshot(self._staging, process)
+                found = KnownTree(flat, leaves, copies, self._staging) if recurs else None
+            if found is not None:
                 known = _KnownPlan((layout, process.index, process.count), found, writer.plan)
                 writer.when_written = partial(self._keep, known, flat.structure, copies)
         return _PreparedTree(writer, external, files) if files or external.notes else writer
