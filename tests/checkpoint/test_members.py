@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -369,3 +371,31 @@ def test_the_store_does_not_fill_up(tmp_path: Path) -> None:
 
     sizes = unwrap(together(2, run))[0]
     assert max(sizes[6:]) <= max(sizes[:6])
+
+
+def test_each_process_shares_its_own_files(tmp_path: Path) -> None:
+    """Unchanged arrays that several processes write together: every one links the files of its own chunks."""
+    frozen = {name: np.random.default_rng(number).normal(size=(512, 1024)) for number, name in enumerate("abcd")}
+    size = sum(array.nbytes for array in frozen.values())
+
+    def run(coordinator: Coordinator) -> list[int]:
+        found = []
+        with manager(tmp_path, coordinator, max_to_keep=4) as several:
+            several.add_listener(lambda report: found.append(report.shared_bytes))
+            for step in range(6):
+                save_and_wait(several, step, {"frozen": frozen, "adapter": np.full(1000, step)})
+        return found
+
+    results = unwrap(together(2, run))
+
+    assert [shared > 0.9 * size for shared in results[0]] == [False, False, True, True, True, True]
+    owners = {path.name.split(".")[1] for path in (tmp_path / "5" / "state" / "d").iterdir() if "." in path.name}
+    assert owners == {"0", "1"}
+    links = {os.stat(path).st_ino for step in (2, 3, 4, 5) for path in (tmp_path / str(step)).rglob("d/*.0.0")}
+    assert len(links) < 8, "process 0 wrote its share of the base anew"
+    assert hf.verify(tmp_path).ok
+    for step in (2, 3, 4):
+        shutil.rmtree(tmp_path / str(step))
+    restored = hf.load(tmp_path)
+    assert all(np.array_equal(restored["frozen"][name], array) for name, array in frozen.items())
+    assert (restored["adapter"] == 5).all()
