@@ -54,6 +54,8 @@ _LONGEST_RANGE = 1 << 50
 _LIST_PAGE = 1000  # how many names stores list at a time
 _UNKNOWN_SIZE = 32 << 20  # bytes that the time limit allows for an object of unknown length
 
+_TRUSTED = 256 << 20  # bytes that are allocated for a range before the store has shown that it is there
+
 _CONFLICTS = 5  # answers that ask to repeat a conditional request, S3's 409, after which it has failed
 
 _context_lock = threading.Lock()
@@ -469,7 +471,8 @@ class ObjectReader(DataReader):
             raise self._missing
         if self._known is not None:
             check_extent(self._backend.url(self._key), self._known, offset, length)
-        if self._whole is None and offset >= 0 and length > 0 and (self._known is not None or length <= _UNKNOWN_SIZE):
+        trusted = _UNKNOWN_SIZE if self._known is None else _TRUSTED
+        if self._whole is None and offset >= 0 and 0 < length <= trusted:
             memory = aligned_empty(length) if buffer is None else buffer.view(length)
             if self._read_into(offset, memory):
                 return memory

@@ -244,6 +244,7 @@ def test_the_workers_that_a_program_leaves_behind_are_ended() -> None:
     assert not Path(f"/proc/{child}").exists()
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of jax, which another test may have loaded
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
