@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
 
@@ -177,30 +177,46 @@ def cut(box: Box, regions: Sequence[Box], arrays: Sequence[NDArray[Any]], dtype:
     return np.empty(box.shape, dtype)
 
 
-def missing_files(location: Location, name: str) -> list[tuple[str, str]]:
-    """Return the files of an OCDBT database that an array needs and that are missing or too short, with the reason.
+def missing_files(location: Location, names: Collection[str]) -> dict[str, list[tuple[str, str]]]:
+    """Return, by array, the files of an OCDBT database that are missing or too short for it, with the reason.
 
-    TensorStore names only the key that it could not read.
+    TensorStore names only the key that it could not read. An array that lacks no file is left out.
     """
+    if not names:
+        return {}
     try:
         entries = _read(location)
     except (HoldfastError, OSError) as error:
-        return [(MANIFEST_NAME, str(error))]
-    prefix = f"{name}/".encode() if name else b""
-    ends: dict[str, int] = {}
+        return {name: [(MANIFEST_NAME, str(error))] for name in names}
+    wanted = {f"{name}/".encode() if name else b"": name for name in names}
+    needed: dict[str, dict[str, int]] = {}  # by array, where its last value in each file ends
     for row, key in enumerate(entries.keys):
-        if key.startswith(prefix) and entries.inline[row] is None:
+        cuts = (0, *(cut + 1 for cut, letter in enumerate(key) if letter == ord("/")))
+        name = next((wanted[key[:cut]] for cut in cuts if key[:cut] in wanted), None)
+        if name is not None and entries.inline[row] is None:
             file = entries.files[int(entries.file_ids[row])]
+            ends = needed.setdefault(name, {})
             ends[file] = max(ends.get(file, 0), int(entries.offsets[row]) + int(entries.lengths[row]))
-    found = []
-    for file, end in sorted(ends.items()):
-        try:
-            with (location / file).open_data() as data:
-                if location.is_local and data.size < end:
-                    found.append((file, f"it is truncated: expected at least {end} bytes, found {data.size}"))
-        except (HoldfastError, OSError) as error:
-            found.append((file, f"it is missing or cannot be opened ({error})"))
+    sizes = {file: _size(location / file) for file in {file for ends in needed.values() for file in ends}}
+    found: dict[str, list[tuple[str, str]]] = {}
+    for name, ends in needed.items():
+        for file, end in sorted(ends.items()):
+            size = sizes[file]
+            if isinstance(size, str):
+                found.setdefault(name, []).append((file, size))
+            elif size < end:
+                what = f"it is truncated: expected at least {end} bytes, found {size}"
+                found.setdefault(name, []).append((file, what))
     return found
+
+
+def _size(place: Location) -> float | str:
+    """Return how many bytes a file has, infinity where only reading it tells, or why it cannot be opened."""
+    try:
+        with place.open_data() as data:
+            return data.size if place.is_local else math.inf
+    except (HoldfastError, OSError) as error:
+        return f"it is missing or cannot be opened ({error})"
 
 
 def _read(location: Location) -> Entries:

@@ -251,9 +251,10 @@ class OrbaxTree(TreeSource):
     ) -> list[Problem]:
         wanted: dict[int, Wanted] = {}
         problems: list[Problem] = []
+        failed: dict[str, str] = {}  # why the array of a leaf cannot be opened or read, by leaf
         for index, (leaf, box) in enumerate(parts):
             if leaf.name in self.unreadable:
-                problems.append(Problem("", format_path(leaf.name), self.unreadable[leaf.name]))
+                failed[leaf.name] = self.unreadable[leaf.name]
             elif leaf.saved.dtype is None:
                 continue
             elif leaf.name in self._values:
@@ -265,11 +266,15 @@ class OrbaxTree(TreeSource):
                 wanted[index] = Wanted(self._names[leaf.name], box)
         places = list(wanted)
         self._arrays.check_sizes(wanted.values(), total_bytes(self.location), filled=not self._metadata.complete)
-        failed = self._arrays.read(list(wanted.values()), lambda position, array: use(places[position], array))
-        shown = {name: format_path(parts[index][0].name) for index, (name, _) in wanted.items()}
-        for name, what in dict(failed).items():
-            files = missing_files(self.location, name) if self._ocdbt else []
-            problems += [Problem(file, shown[name], why) for file, why in files] or [Problem("", shown[name], what)]
+        leaves = {name: parts[index][0].name for index, (name, _) in wanted.items()}
+        for name, what in self._arrays.read(
+            list(wanted.values()), lambda position, array: use(places[position], array)
+        ):
+            failed[leaves[name]] = what
+        missing = missing_files(self.location, {self._names[leaf] for leaf in failed}) if self._ocdbt else {}
+        for leaf_name, what in failed.items():
+            files = missing.get(self._names[leaf_name]) or [("", what)]
+            problems += [Problem(file, format_path(leaf_name), why) for file, why in files]
         return problems
 
     def _collision(self, name: str) -> str:
