@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .goals import goals
 from .peers import PEERS
-from .results import Results, describe_machine
+from .results import Results, add_output_arguments, describe_machine
 from .runner import run_startup, run_workload, settle_raw_disk, tell
 from .sharded import SHARDED_PEERS
 from .sharded.runner import run_sharded
@@ -95,18 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         help="processes of each program; with 2 or more, every array is sharded; workload model unless given",
     )
     parser.add_argument("--rounds", type=_positive, default=5, help="measurements of each number; 5 unless given")
-    parser.add_argument(
-        "--directory", type=Path, default=Path("runs"), help="a directory on the disk to measure; ./runs unless given"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every single number to this file")
-    parser.add_argument(
-        "--report",
-        action="append",
-        type=Path,
-        metavar="FILE",
-        help="measure nothing, show the contents of this file; may be repeated",
-    )
-    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+    add_output_arguments(parser)
     parser.add_argument("--check", action="store_true", help="exit with 1 when a goal is missed or was not measured")
     return parser
 

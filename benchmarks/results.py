@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -114,3 +115,19 @@ def _file_system(directory: Path) -> str:
         if directory.resolve().is_relative_to(mount_point) and len(mount_point) >= len(str(best)):
             best, kind = Path(mount_point), found
     return kind
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare where a command measures, and where its numbers go or come from."""
+    parser.add_argument(
+        "--directory", type=Path, default=Path("runs"), help="a directory on the disk to measure; ./runs unless given"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every single number to this file")
+    parser.add_argument(
+        "--report",
+        action="append",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing, show the contents of this file; may be repeated",
+    )
+    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")

@@ -7,6 +7,7 @@ nothing of earlier loads.
 
 from __future__ import annotations
 
+import abc
 import argparse
 import contextlib
 import importlib
@@ -41,20 +42,22 @@ _STEP = 16 << 20
 Bytes = NDArray[np.uint8]
 
 
-class Contender:
+class Contender(abc.ABC):
     """Writes an array as objects and reads it back into one array; :meth:`warm` is not timed."""
 
     def __init__(self, url: str) -> None:
         self.url = url
 
-    def warm(self) -> None:
+    def warm(self) -> None:  # noqa: B027 - most programs open nothing
         """Open what a program opens once."""
 
+    @abc.abstractmethod
     def save(self, array: Bytes) -> None:
-        raise NotImplementedError
+        """Write the array."""
 
+    @abc.abstractmethod
     def load(self, size: int) -> Any:
-        raise NotImplementedError
+        """Read so many bytes back."""
 
 
 class Holdfast(Contender):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from typing import Any
+from dataclasses import asdict
 
 from ..engine.errors import HoldfastError
-from ..engine.sources import LeafDifference, compare_checkpoints, open_checkpoint
+from ..engine.sources import compare_checkpoints, open_checkpoint
 from .log import configure_logging
 from .places import checkpoints_at
 from .report import count, print_json, print_table
@@ -41,7 +40,7 @@ def diff_checkpoints(
         return BAD_USAGE
     places = [str(checkpoint.location) for checkpoint in (first, second)]
     if as_json:
-        print_json({"checkpoints": places, "same": not found, "differences": [_shown(item) for item in found]})
+        print_json({"checkpoints": places, "same": not found, "differences": [asdict(item) for item in found]})
         return FAILED if found else DONE
     if not found:
         within = "" if not rtol and not atol else f" within the tolerances (rtol {rtol:g}, atol {atol:g})"
@@ -50,17 +49,3 @@ def diff_checkpoints(
     print_table(["LEAF", "DIFFERS IN", "HOW"], [[item.name, item.kind, item.detail] for item in found])
     print(f"\n{count(len(found), 'leaf differs', 'leaves differ')} between {places[0]} and {places[1]}")
     return FAILED
-
-
-def _shown(item: LeafDifference) -> dict[str, Any]:
-    return {
-        "item": item.item,
-        "path": item.path,
-        "kind": item.kind,
-        "detail": item.detail,
-        "differing": item.differing,
-        "size": item.size,
-        "greatest": None if math.isnan(item.greatest) else item.greatest,
-        "relative": None if math.isnan(item.relative) else item.relative,
-        "first": None if item.first is None else list(item.first),
-    }

@@ -46,20 +46,26 @@ def seconds(duration: Duration, *, name: str = "duration") -> float:
     >>> seconds("1h30m")
     5400.0
     """
-    value = None
+    value: float | None
     if isinstance(duration, datetime.timedelta):
         value = duration.total_seconds()
     elif isinstance(duration, str):
         value = _parse(duration.strip())
-    elif isinstance(duration, (int, float)) and not isinstance(duration, bool):
-        # an int may be too large for a float
-        with contextlib.suppress(OverflowError):
-            value = float(duration)
+    else:
+        value = _number(duration)
     if value is None or not math.isfinite(value) or value <= 0:
         raise OptionError(
             f"{name}={duration!r} is not a duration: give seconds above zero, or text such as '90s', '15m', '1h30m'"
         )
     return value
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        # an int may be too large for a float
+        with contextlib.suppress(OverflowError):
+            return float(value)
+    return None
 
 
 def _parse(text: str) -> float | None:
@@ -85,13 +91,11 @@ def bytes_per_second(rate: Rate, *, name: str = "rate") -> float:
     >>> bytes_per_second("50 MB/s"), bytes_per_second("1.5GiB"), bytes_per_second(1000)
     (50000000.0, 1610612736.0, 1000.0)
     """
-    value = None
     if isinstance(rate, str):
         match = _RATE.fullmatch(rate.strip())
         value = None if match is None else float(match[1]) * _SIZES[(match[2] or "").lower()]
-    elif isinstance(rate, (int, float)) and not isinstance(rate, bool):
-        with contextlib.suppress(OverflowError):
-            value = float(rate)
+    else:
+        value = _number(rate)
     if value is None or not math.isfinite(value) or value <= 0:
         raise OptionError(
             f"{name}={rate!r} is not a rate: give bytes a second above zero, or text such as '50 MB/s', '200MiB'"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..disk import remove
-from ..results import Measurements, Results, describe_machine
+from ..results import Measurements, Results, add_output_arguments, describe_machine
 from ..runner import TIMEOUT_SECONDS, tell
 from . import CONTENDERS, HOLDFAST, NO_SAVING
 from .report import TITLES, goals, report
@@ -93,17 +93,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each number; 5 unless given")
     parser.add_argument("--quick", action="store_true", help="a tiny model and one round, to try the harness")
-    parser.add_argument(
-        "--directory", type=Path, default=Path("runs"), help="a directory on the disk to measure; ./runs unless given"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every single number to this file")
-    parser.add_argument(
-        "--report",
-        action="append",
-        type=Path,
-        metavar="FILE",
-        help="measure nothing, show the contents of this file; may be repeated",
-    )
-    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+    add_output_arguments(parser)
     parser.add_argument("--check", action="store_true", help="exit with 1 when a goal is missed")
     return parser

@@ -410,7 +410,7 @@ class RunDirectory:
         return [info.step for info in self.infos()]
 
     def steps_after(self, step: int) -> list[int]:
-        """Return the committed steps after one, in ascending order; most often none, whatever the directory holds."""
+        """Return the committed steps after one, in ascending order; most often none, also in a large directory."""
         later = itertools.takewhile(lambda info: info.step > step, reversed(self.infos()))
         return [info.step for info in later][::-1]
 

@@ -1,4 +1,4 @@
-"""The index of many steps: a listing with it equals one without, whatever happened to the steps and to the index."""
+"""The index of many steps: a listing with it equals one without, after any change of the steps or of the index."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ changes = st.lists(
 @settings(max_examples=15, deadline=None)
 @given(changes)
 def test_a_change_of_one_element_is_never_missed(tmp_path_factory: pytest.TempPathFactory, steps: list[Any]) -> None:
-    """Every step holds the bits of its moment, by whatever way they were changed, if at all."""
+    """Every step holds the bits of its moment, in any way that they were changed, or not at all."""
     run = tmp_path_factory.mktemp("run")
     tensor, array = torch.zeros(OTHER), np.zeros(OTHER, np.float32)
     memory = np.zeros(OTHER + 16, np.float32)
