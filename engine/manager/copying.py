@@ -100,9 +100,8 @@ def copy_checkpoint(
 
 
 def _copy(source: Location, destination: Location, overwrite: bool, throttle: Throttle) -> list[CopyReport]:
-    for one, other in ((source, destination), (destination, source)):
-        if f"{other.url}/".startswith(f"{one.url}/"):
-            raise OptionError(f"{destination}: a copy of {source} cannot lie there; choose a place outside of it")
+    if source.overlaps(destination):
+        raise OptionError(f"{destination}: a copy of {source} cannot lie there; choose a place outside of it")
     try:
         return [_copy_one(source, destination, overwrite, throttle)]
     except CheckpointNotFoundError:

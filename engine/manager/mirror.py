@@ -95,11 +95,8 @@ class RunMirror:
         mirror = options.mirror_options()
         assert mirror is not None
         self.location = as_location(mirror.url)
-        for one, other in ((self.location, run.location), (run.location, self.location)):
-            if f"{one.url}/".startswith(f"{other.url}/"):
-                raise OptionError(
-                    f"mirror={self.location} and the directory {run.location} must not contain each other"
-                )
+        if self.location.overlaps(run.location):
+            raise OptionError(f"mirror={self.location} and the directory {run.location} must not contain each other")
         self.limit = seconds(mirror.wait_secs, name="wait_secs")
         self._run = run
         self._options = mirror.manager_options(options)

@@ -127,6 +127,11 @@ class Location:
             return Location(self._backend, os.path.dirname(self._key))
         return Location(self._backend, self._key.rpartition("/")[0])
 
+    def overlaps(self, other: Location) -> bool:
+        """Whether one of two locations lies within the other, or they are the same."""
+        one, two = f"{self.url}/", f"{other.url}/"
+        return one.startswith(two) or two.startswith(one)
+
     @property
     def is_local(self) -> bool:
         """Whether this is a path of this machine."""
