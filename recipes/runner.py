@@ -81,15 +81,21 @@ def first_step(configuration: Configuration) -> int:
     Raises:
         HoldfastError: The run would be refused; see :func:`run`.
     """
-    return _check_checkpoints(configuration, places_of(configuration)[1])
+    mirror = configuration.config.checkpoint.options().mirror_options()
+    places = [places_of(configuration)[1], *([] if mirror is None else [as_location(mirror.url).url])]
+    newest = max(places, key=lambda place: max(all_steps(as_location(place)), default=-1))
+    return _check_checkpoints(configuration, newest, fetch=False)
 
 
-def _check_checkpoints(configuration: Configuration, checkpoints: str) -> int:
-    """Return the newest step, 0 without any, if the run may go on from it."""
+def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch: bool = True) -> int:
+    """Return the newest step, 0 without any, if the run may go on from it; ``fetch`` takes newer ones of the mirror."""
     section = configuration.config.checkpoint.options()
-    if section.mirror is not None:
-        CheckpointManager(checkpoints, options=section.manager_options()).close()  # fetches what is newer there
-    with CheckpointManager(checkpoints, options=replace(section.manager_options(), read_only=True)) as manager:
+    options = section.manager_options()
+    if not fetch:
+        options = replace(options, mirror=None)
+    if options.mirror is not None:
+        CheckpointManager(checkpoints, options=options).close()  # fetches what is newer there
+    with CheckpointManager(checkpoints, options=replace(options, read_only=True)) as manager:
         newest = manager.latest_step()
         try:
             stored = (manager.metadata() or {}).get("config")

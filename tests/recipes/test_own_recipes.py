@@ -266,3 +266,15 @@ def test_a_sweep_runs_one_after_the_other(project: Path, capsys: pytest.CaptureF
     assert [(run["name"], run["newest"]["step"]) for run in found["runs"]] == [("seed=0", 6), ("seed=1", 6)]
     plan = output_of(capsys, "run", "walk.yaml", "seed=0,1", "train.steps=9", "--dry-run").splitlines()
     assert "would resume from step 6, and would train steps 7 to 9" in plan[0]
+
+
+def test_a_dry_run_looks_at_the_mirror_and_writes_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output_of(capsys, "run", "walk.yaml", "checkpoint.mirror=copy")
+    (project / "runs").rename(project / "lost")
+    mirrored = ("run", "walk.yaml", "checkpoint.mirror=copy", "--dry-run")
+
+    assert "would resume from step 6, and would train steps 7 to 9" in output_of(capsys, *mirrored, "train.steps=9")
+    assert "nothing to do, as step 6 is saved" in output_of(capsys, *mirrored, "checkpoint.resume=must")
+    assert "another configuration" in error_of(capsys, *mirrored, "rate=2.0", status=2)
+
+    assert not (project / "runs").exists()
