@@ -37,7 +37,7 @@ def test_the_examples_run_one_after_the_other(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "examples.py"],
         cwd=tmp_path,
-        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        env=os.environ | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"},
         capture_output=True,
         text=True,
         timeout=240,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -104,8 +105,10 @@ print(json.dumps([start, zlib.crc32(b"".join(leaves)), data.position, jax.random
 
 def run(program: str, directory: Path, stop: int = 0, name: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", program, str(directory), str(TOTAL), str(EPOCH), str(stop), name]
-    # A fixed seed makes the hash that the program prints comparable between processes.
-    environment = {"PYTHONHASHSEED": "0", "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"}
+    # A fixed seed makes the hash that the program prints comparable between processes; with other flags XLA makes
+    # kernels that round differently.
+    same = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": os.environ["XLA_FLAGS"]}
+    environment = {"PYTHONHASHSEED": "0", "PATH": "/usr/bin:/bin", **same}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 

@@ -101,7 +101,7 @@ def connect(backend: str, request: dict[str, Any], index: int) -> None:
     if backend == "jax":
         import jax
 
-        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={request['devices']}"
+        os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={request['devices']}"
         configure: Any = jax.config.update
         initialize: Any = jax.distributed.initialize
         reach = {"coordinator_bind_address": f"127.0.0.1:{port}", "cluster_detection_method": "deactivate"}

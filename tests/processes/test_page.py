@@ -52,7 +52,8 @@ def test_torch(tmp_path: Path) -> None:
 
 def test_jax(tmp_path: Path) -> None:
     pytest.importorskip("jax")
-    environment = {**ONE_THREAD, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    one_device = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
+    environment = {**ONE_THREAD, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": one_device}
     for start in (0, 20):
         (tmp_path / "train_jax.py").write_text(JAX.replace("29517", str(port())))
         programs = [
