@@ -14,8 +14,8 @@ from importlib.metadata import version
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # XLA's optimizations cost more than the small programs of the tests take to run.
-_XLA_FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_XLA_FLAGS}".strip()
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
