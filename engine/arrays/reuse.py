@@ -16,7 +16,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -108,7 +108,7 @@ class WrittenSteps:
         self._parts: dict[str, WrittenSteps] = {}
         self._pending: _WrittenStep | None = None
         self._step = -1
-        self._committed: Collection[int] = ()
+        self._apart: Collection[int] = ()
         self._refused: set[str] = set()  # paths of files that cannot be shared
         self._off = False  # the file system refuses all
 
@@ -117,16 +117,19 @@ class WrittenSteps:
         part = self._parts.get(name)
         if part is None:
             part = self._parts[name] = WrittenSteps()
-            part.begin(self._step, self._committed)
+            part.begin(self._step, self._apart, lambda _: True)
         return part
 
-    def begin(self, step: int, committed: Collection[int]) -> None:
-        """Note that the save of a step begins, and which steps are there, whole, and have the item."""
-        self._step, self._committed, self._pending = step, committed, None
-        for gone in self._steps.keys() - set(committed):
-            del self._steps[gone]
+    def begin(self, step: int, apart: Collection[int], is_there: Callable[[int], bool]) -> None:
+        """Note that the save of a step begins.
+
+        ``apart`` are the steps with which it shares nothing; ``is_there`` tells whether a step is there, whole, and has
+        the item.
+        """
+        self._step, self._apart, self._pending = step, apart, None
+        self._steps = {step: written for step, written in self._steps.items() if is_there(step)}
         for part in self._parts.values():
-            part.begin(step, committed)
+            part.begin(step, apart, is_there)
 
     def commit(self) -> None:
         """Note that the save is committed: later ones may share its files."""
@@ -227,13 +230,7 @@ class WrittenSteps:
 
     def _link(self, folder: Location, shared: SharedFiles, held: dict[ChunkKey, tuple[tuple[int, int], bytes]]) -> None:
         """Link files of which enough is unchanged, from the newest step that shares none with the newest of all."""
-        before = max((step for step in self._committed if step < self._step), default=None)
-        apart = {
-            path
-            for step in {max(self._committed, default=None), before}
-            if step is not None and step in self._steps
-            for path in self._steps[step].files
-        }
+        apart = {path for step in self._apart if step in self._steps for path in self._steps[step].files}
         for step in reversed(self._steps.values()):
             for file in step.files.values():
                 if file.path in apart or file.path in self._refused or file.size < _SMALLEST_FILE:

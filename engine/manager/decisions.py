@@ -131,7 +131,7 @@ class OnBest:
         value = metric_value(moment.metrics, self.metric)
         if value is None:
             return None
-        for info in moment.earlier:
+        for info in reversed(moment.earlier):  # most often the newest are the hardest to beat
             other = info.value(self.metric)
             if other is not None and not better(value, other, self.mode):
                 return None

@@ -23,7 +23,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -50,7 +50,7 @@ from .late_metrics import LATE, LateMetrics, remove_late, with_late, write_late
 from .metrics import metric_name, plain_metrics
 from .options import CheckpointManagerOptions
 from .ownership import OWNER, Ownership
-from .retention import KeepAll, KeepBest, StepInfo, kept_steps, reasons
+from .retention import KeepAll, KeepBest, Retention, StepInfo, StepList, reasons
 
 _logger = logging.getLogger("holdfast")
 
@@ -135,7 +135,7 @@ def list_steps(
     ]
     if LATE in names:
         late = late or LateMetrics(directory)
-        late.refresh({entry.location.name for entry in found})
+        late.refresh({entry.location.name for entry in found}.__contains__)
         found = [
             replace(entry, record=with_late(entry.record, added))
             if entry.record and (added := late.of(entry.location.name))
@@ -300,6 +300,8 @@ class RunDirectory:
         self.last_saved: int | None = None  # by this run
         self._options = options
         self._rules = options.rules()
+        self._retention = Retention(self._rules)
+        self._deciding = threading.Lock()  # of the line above
         self._reads_metrics = options.best_fn is not None or options.keep_checkpoints_without_metrics
         self._series = series_of(options.step_prefix)
         self._writes = writes
@@ -316,8 +318,9 @@ class RunDirectory:
         self._changed: set[int] = set()  # steps that were added since the last collection
         self._errors: dict[int, DamagedCheckpointError | FormatVersionError] = {}
         self._condemned: dict[int, tuple[CheckpointRecord, DamagedCheckpointError]] = {}
-        self._info: dict[int, StepInfo] = {}  # what retention rules see of the records
-        self._infos: tuple[StepInfo, ...] | None = None  # the same in ascending order; None once it has changed
+        self._steps = StepList()  # what retention rules see of the records
+        self._infos: tuple[StepInfo, ...] | None = None  # the same; None once it has changed
+        self._undecided: set[int] = set()  # steps that have changed since the rules decided
         names = self.reload()
         if not (options.read_only or self._records or self._errors):
             self._check_unclaimed(names)
@@ -351,10 +354,12 @@ class RunDirectory:
                 if step in records and records[step].identity == condemned.identity:
                     del records[step]
                     errors[step] = error
-            self._info = {
-                step: self._info[step] if self._records.get(step) is record else _info(step, record)
+            known, before = self._records, self._steps
+            self._steps = StepList(
+                info if known.get(step) is record and (info := before.get(step)) is not None else _info(step, record)
                 for step, record in records.items()
-            }
+            )
+            self._undecided |= known.keys() | records.keys()
             self._records, self._errors = records, errors
             self._unread = {entry.step for entry in entries if entry.indexed}
             self._infos = None
@@ -378,32 +383,46 @@ class RunDirectory:
                 self._condemned[step] = record, error
 
     def _put(self, step: int, record: CheckpointRecord) -> None:
-        self._records[step], self._info[step], self._infos = record, _info(step, record), None
+        self._records[step] = record
+        self._steps.put(_info(step, record))
+        self._undecided.add(step)
+        self._infos = None
 
     def _forget(self, step: int) -> None:
-        for known in (self._records, self._errors, self._condemned, self._info):
+        for known in (self._records, self._errors, self._condemned):
             known.pop(step, None)
+        self._steps.drop(step)
+        self._undecided.add(step)
         self._unread.discard(step)
         self._infos = None
 
     def add_late_metrics(self) -> None:
         """Add the metrics that other programs have recorded since the directory was read."""
         with self._lock:
-            steps = {f"{self._series}{step}": step for step in self._records}
             changed = {f"{self._series}{step}" for step in self._changed}
-        for folder in self._late.refresh(steps.keys()) | changed:
-            added = self._late.of(folder)
+        for folder in self._late.refresh(lambda folder: self._step_of(folder) in self._records) | changed:
+            step, added = self._step_of(folder), self._late.of(folder)
             with self._lock:
-                record = self._records.get(steps.get(folder, -1))
+                record = self._records.get(step)
                 if record is not None and added and (found := with_late(record, added)) != record:
-                    self._put(steps[folder], found)
+                    self._put(step, found)
+
+    def _step_of(self, folder: str) -> int:
+        """Return the step with a folder of a name; -1 if it is not that of a step of this series."""
+        match = _NAME.fullmatch(folder)
+        return int(match[2]) if match and (match[1] or "") == self._series else -1
 
     def infos(self) -> tuple[StepInfo, ...]:
         """Return the committed steps as retention rules see them, in ascending order."""
         with self._lock:
             if self._infos is None:
-                self._infos = tuple(map(self._info.__getitem__, sorted(self._info)))
+                self._infos = tuple(self._steps)
             return self._infos
+
+    def has_item(self, item: str, step: int) -> bool:
+        """Return whether a step is there, and has an item."""
+        record = self._records.get(step)
+        return record is not None and item in record.items
 
     def steps(self) -> list[int]:
         """Return the committed steps whose record verifies, in ascending order."""
@@ -514,7 +533,7 @@ class RunDirectory:
             yield
         finally:
             self._held.discard(step)
-            if self.ownership.held and step in self and step not in self.kept():
+            if self.ownership.held and step in self:
                 self.collect()
 
     def _sweep(self, location: Location) -> None:
@@ -613,14 +632,26 @@ class RunDirectory:
         """Delete the steps that no rule keeps. A failure is logged; the next call tries again."""
         if self._reads_metrics:
             self.add_late_metrics()
-        infos = self.infos()  # also so that the training loop need not make them
         if not any(isinstance(rule, KeepAll) for rule in self._rules):
-            self._delete_all_but(kept_steps(infos, self._rules) | {self.last_saved} | self._held)
+            self._delete_given_up(self._given_up())
         self._keep_index()
 
-    def _delete_all_but(self, kept: Collection[int | None]) -> None:
+    def _given_up(self) -> dict[int, CheckpointRecord]:
+        """Return the steps that no rule keeps, with the records by which that was decided."""
+        with self._deciding:
+            with self._lock:
+                changes = {step: self._steps.get(step) for step in self._undecided}
+                self._undecided = set()
+            gone = self._retention.given_up(changes)
+        stay = {self.last_saved, *self._held}
         with self._lock:
-            doomed = {step: record for step, record in self._records.items() if step not in kept}
+            return {
+                info.step: self._records[info.step]
+                for info in gone
+                if info.step not in stay and self._steps.get(info.step) is info
+            }
+
+    def _delete_given_up(self, doomed: Mapping[int, CheckpointRecord]) -> None:
         if doomed:
             self._warn_without_best()
         for step, record in doomed.items():
@@ -647,7 +678,7 @@ class RunDirectory:
         """Warn, once, that no step has the metric of ``best_fn``, most likely as it is misspelt."""
         rule = next((rule for rule in self._rules if isinstance(rule, KeepBest)), None)
         infos = self.infos()
-        if rule is None or self._warned or not infos or rule.keep(infos):
+        if rule is None or self._warned or not infos or any(info.value(rule.metric) is not None for info in infos):
             return
         self._warned = True
         metrics = infos[-1].metrics

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..errors import HoldfastError, StorageError
@@ -41,13 +41,13 @@ class LateMetrics:
         self._files: dict[str, Added] = {}  # by name
         self._names: dict[str, set[str]] = {}  # of those files, by the folder of the step
 
-    def refresh(self, folders: Collection[str]) -> set[str]:
-        """Read what was added to steps since the last call; return the folders of these steps."""
+    def refresh(self, exists: Callable[[str], bool]) -> set[str]:
+        """Read what was added to the steps in existing folders since the last call; return these folders."""
         names = set(_names(self._directory))
         for name in self._files.keys() - names:
             del self._files[name]
             self._names[_folder(name)].discard(name)
-        unread = [name for name in names - self._files.keys() if _folder(name) in folders]
+        unread = [name for name in names - self._files.keys() if exists(_folder(name))]
         place = self._directory / LATE
         contents = parallel_map(lambda name: _read(place / name), unread, max_concurrency(self._directory))
         for name, content in zip(unread, contents, strict=True):

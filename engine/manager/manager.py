@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -552,7 +553,7 @@ class CheckpointManager:
                 facts = check_json("custom_metadata", custom_metadata)
                 pending = _PendingSave(step, None if metrics is None else plain_metrics(metrics), facts)
                 values = self._items.to_save(items, save_kwargs or {}, not_due)
-                self._items.save_begins(step, self._run.infos())
+                self._items.save_begins(step, self._run)
             except BaseException as error:
                 if rendezvous is not None:
                     rendezvous.fail(error)
@@ -917,10 +918,12 @@ class _ItemSet:
             if name in values and name not in not_due
         }
 
-    def save_begins(self, step: int, infos: Sequence[StepInfo]) -> None:
-        """Note which steps there are whose data files the save of a step may share."""
+    def save_begins(self, step: int, run: RunDirectory) -> None:
+        """Note which data files the save of a step may share: not those of the newest, nor of the one before."""
+        infos = run.infos()
         for name, written in self._written.items():
-            written.begin(step, [info.step for info in infos if name in info.items])
+            near = {newest_with(name, infos), newest_with(name, infos, step)}
+            written.begin(step, near - {None}, functools.partial(run.has_item, name))
 
     def damage_found(self) -> None:
         """Share no files with the steps so far: what is damaged in one of them may be shared by others."""
