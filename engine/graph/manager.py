@@ -309,7 +309,7 @@ class _Options(CheckpointManagerOptions):
 
 
 @dataclass(frozen=True)
-class _KeepPreserved:
+class _KeepPreserved(Rule):
     """Keeps each step for good that was committed at least an interval after the last one so kept.
 
     Only steps that are no longer among the newest are judged, the oldest first; deleted steps do not count.

@@ -922,8 +922,8 @@ class _ItemSet:
         """Note which data files the save of a step may share: not those of the newest, nor of the one before."""
         infos = run.infos()
         for name, written in self._written.items():
-            near = {newest_with(name, infos), newest_with(name, infos, step)}
-            written.begin(step, near - {None}, functools.partial(run.has_item, name))
+            near = newest_with(name, infos), newest_with(name, infos, step)
+            written.begin(step, [one for one in near if one is not None], functools.partial(run.has_item, name))
 
     def damage_found(self) -> None:
         """Share no files with the steps so far: what is damaged in one of them may be shared by others."""

@@ -121,6 +121,27 @@ class _Each:
         return bool(self.rule.keep((info,)))
 
 
+class _Whole:
+    """Evaluates a rule on all steps after every change."""
+
+    def __init__(self, rule: Rule, steps: StepList) -> None:
+        self._rule = rule
+        self._steps = steps
+        self._kept: Collection[int] | None = None  # None: to be evaluated
+
+    def put(self, info: StepInfo) -> Iterable[int]:
+        released, self._kept = self._kept or (), None
+        return released
+
+    def drop(self, info: StepInfo) -> Iterable[int]:
+        return self.put(info)
+
+    def keeps(self, info: StepInfo) -> bool:
+        if self._kept is None:
+            self._kept = self._rule.keep(tuple(self._steps))
+        return info.step in self._kept
+
+
 class _Highest:
     """Follows a rule that keeps the ``n`` highest steps by a value; of equal values the newer is higher."""
 
@@ -211,7 +232,7 @@ class Rule(Protocol):
 
     def follow(self, steps: StepList) -> Follower:
         """Return a follower of this rule beside a list of steps, which reaches the same decisions as :meth:`keep`."""
-        ...
+        return _Whole(self, steps)
 
 
 @dataclass(frozen=True)

@@ -325,6 +325,13 @@ def test_a_function_that_fails_loses_no_step_to_decide_about() -> None:
     assert followed.given_up({3: None}) == [steps[1], steps[4]]
 
 
+class KeepMiddle(Rule):
+    """A rule without a follower of its own."""
+
+    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
+        return {step: "in the middle" for step in sorted(info.step for info in steps)[2:-2]}
+
+
 VALUES = st.none() | st.sampled_from([NAN, 0.0, -0.0, 0.5, 0.5, 1.0, math.inf, -math.inf]) | st.floats(-2, 2)
 STEPS = st.tuples(
     st.sampled_from([0.0] * 12 + [-9.5, -1.0, 0.5, 20.0, NAN, math.inf]),  # seconds beside a regular clock
@@ -344,6 +351,7 @@ RULES = st.lists(
         st.just(KeepPinned()),
         st.just(KeepWithoutMetrics()),
         st.just(KeepSteps([3, 8])),
+        st.just(KeepMiddle()),
     ),
     max_size=4,
 )
