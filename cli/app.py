@@ -284,6 +284,36 @@ def diff(
 
 
 @app.command()
+def report(
+    directories: Annotated[
+        list[str],
+        typer.Argument(metavar="DIR...", help="Runs, folders of runs, or checkpoints: paths or URLs."),
+    ],
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="The file; an earlier report is replaced.")
+    ] = "report.html",
+    no_statistics: Annotated[
+        bool, typer.Option("--no-stats", help="Read no values: quick, without statistics and norms of leaves.")
+    ] = False,
+    norm_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--norm-steps", metavar="N", help="Compare the norms of so many kept steps; each is read whole.", min=1
+        ),
+    ] = None,
+) -> int:
+    """Write the life of runs on one page of HTML, which opens from disk without a network.
+
+    It shows the timeline (starts, saves, preemptions, crashes, hangs, fallbacks), metrics with the kept checkpoints,
+    sizes, numbers about every leaf and how norms moved, the tree, and why each step is kept. Without --norm-steps,
+    8 steps are compared, as far as all earlier ones together have 8 GiB at most.
+    """
+    from .run_report import write_report
+
+    return write_report(directories, output, statistics=not no_statistics, norm_steps=norm_steps)
+
+
+@app.command()
 def verify(directory: Directory, step: Step = None, as_json: AsJson = False) -> int:
     """Check every byte of checkpoints, by default of all steps.
 

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from .. import CheckpointSummary, LeafSummary, describe, list_checkpoints, verify
@@ -41,7 +41,7 @@ def list_steps(place: str, *, as_json: bool) -> int:
     """
     configure_logging("warning")
     location = checkpoints_at(place)
-    found = _one(location) if is_one_checkpoint(location) else [_shown(item) for item in list_checkpoints(location)]
+    found = [_shown(item) for item in _checkpoints(location)]
     runs = [] if found else [_run(location / name) for name in runs_below(location)]
     if as_json:
         print_json({"directory": str(location), "checkpoints": found, **({"runs": runs} if runs else {})})
@@ -82,14 +82,13 @@ def _sizes(item: dict[str, Any], *, shares: bool) -> list[str]:
 def _run(location: Location) -> dict[str, Any]:
     """Describe a run by its checkpoints, of which the one that was saved last is shown."""
     inside = location / INSIDE_A_RUN
-    if is_one_checkpoint(location):
-        checkpoints = _one(location)
-    else:
-        checkpoints = [_shown(item) for item in list_checkpoints(inside if is_ours(inside) else location)]
+    found = _checkpoints(inside if is_ours(inside) and not is_one_checkpoint(location) else location)
+    checkpoints = [_shown(item) for item in found]
     return {
         "name": location.name,
         "checkpoints": len(checkpoints),
-        "bytes": sum(item["bytes"] for item in checkpoints),
+        "bytes": sum(item.bytes for item in found),
+        "disk_bytes": sum(item.added_bytes for item in found),
         "damaged": [item["step"] for item in checkpoints if item["damage"] is not None],
         "newest": max(checkpoints, key=lambda item: item["time"] or 0.0, default=None),
     }
@@ -97,6 +96,7 @@ def _run(location: Location) -> dict[str, Any]:
 
 def _print_runs(runs: list[dict[str, Any]]) -> None:
     now = time.time()
+    shares = any(run["disk_bytes"] != run["bytes"] for run in runs)
     rows = []
     for run in runs:
         newest = run["newest"] or {"step": "-", "time": None, "metrics": None}
@@ -107,12 +107,14 @@ def _print_runs(runs: list[dict[str, Any]]) -> None:
                 str(newest["step"]),
                 "-" if newest["time"] is None else age(now - newest["time"]),
                 size(run["bytes"]),
+                *([size(run["disk_bytes"])] if shares else []),
                 metrics_text(newest["metrics"]),
                 f"damaged: {shortened_steps(run['damaged'])}" if run["damaged"] else "ok",
             ]
         )
-    columns = ["RUN", "CHECKPOINTS", "NEWEST", "AGE", "SIZE", "METRICS", "STATE"]
-    print_table(columns, rows, right=["CHECKPOINTS", "NEWEST", "AGE", "SIZE"])
+    sizes = ["SIZE", "ON DISK"] if shares else ["SIZE"]
+    columns = ["RUN", "CHECKPOINTS", "NEWEST", "AGE", *sizes, "METRICS", "STATE"]
+    print_table(columns, rows, right=["CHECKPOINTS", "NEWEST", "AGE", *sizes])
 
 
 @contextlib.contextmanager
@@ -134,7 +136,7 @@ def _names(checkpoints: list[tuple[int | None, str]], step: str = "", other: str
 
 def _shown(item: CheckpointSummary) -> dict[str, Any]:
     return {
-        "step": item.step,
+        "step": None if item.step < 0 else item.step,
         "path": item.path,
         "time": item.time,
         "bytes": item.bytes,
@@ -146,27 +148,26 @@ def _shown(item: CheckpointSummary) -> dict[str, Any]:
     }
 
 
-def _one(location: Location) -> list[dict[str, Any]]:
-    """Describe one checkpoint: as a step of its directory, or alone if it is none."""
+def _checkpoints(location: Location) -> list[CheckpointSummary]:
+    return [describe_one(location)] if is_one_checkpoint(location) else list_checkpoints(location)
+
+
+def describe_one(location: Location) -> CheckpointSummary:
+    """Describe one checkpoint: as a step of its directory, or alone if it is none; then its step may be -1: unknown."""
     for item in list_checkpoints(location.parent):
         if item.path == str(location):
-            return [_shown(item)]
+            return replace(item, added_bytes=item.bytes)
     checkpoint = open_at(location)
-    return [
-        {
-            "step": checkpoint.step,
-            "path": str(location),
-            "time": checkpoint.time,
-            "bytes": checkpoint.nbytes,
-            "shared_bytes": shared_bytes(location, checkpoint.record)
-            if isinstance(checkpoint, NativeCheckpoint)
-            else 0,
-            "metrics": checkpoint.metrics,
-            "reason": checkpoint.reason,
-            "kept": [],
-            "damage": None,
-        }
-    ]
+    return CheckpointSummary(
+        step=-1 if checkpoint.step is None else checkpoint.step,
+        path=str(location),
+        time=checkpoint.time,
+        bytes=checkpoint.nbytes,
+        shared_bytes=_shared_bytes(checkpoint),
+        added_bytes=checkpoint.nbytes,
+        metrics=checkpoint.metrics,
+        reason=checkpoint.reason,
+    )
 
 
 def _shared_bytes(checkpoint: CheckpointSource) -> int:

@@ -6,6 +6,7 @@ program comes second, because torchrun turns every status into 1, and some train
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..engine.errors import HoldfastError, OptionError
-from ..engine.manager import append_line, list_steps, newest_step
+from ..engine.manager import EVENTS, append_after_death, append_line, list_steps, newest_step
 from ..engine.storage import as_location
 from .program import Program, Signals, shell_status
 from .status import BAD_USAGE, FAILED, NO_PROGRESS, PREEMPTED
@@ -40,6 +41,9 @@ class RunRecord:
 
     states: dict[tuple[str, int], str] = field(default_factory=dict)  # by directory and process
     newest: dict[str, int] = field(default_factory=dict)  # when the run took its directory; -1 for no step
+    runs: dict[str, str] = field(
+        default_factory=dict
+    )  # the last token by directory, where process 0 is of this program
 
     def add(self, events: Iterable[Mapping[str, Any]]) -> None:
         """Take note of events."""
@@ -48,6 +52,8 @@ class RunRecord:
             if name == "started":
                 newest = event.get("newest")
                 self.newest.setdefault(place, newest if isinstance(newest, int) else -1)
+                if event.get("process") == 0 and isinstance(event.get("run"), str):
+                    self.runs[place] = event["run"]
             if name == "started" or name in _ENDS:
                 self.states[place, int(event.get("process", 0))] = name
 
@@ -236,6 +242,7 @@ def _start(
 
     returncode = program.wait(look)
     hung = returncode is None
+    why = None
     if returncode is None:
         why = _overdue(program, watch)
         log("hangs", why=why, step=program.last_sign()[1])
@@ -249,10 +256,20 @@ def _start(
     kind = kind_of(returncode, record.state, hung=hung, asked=asked)
     steps = {place: step for place, step in newest.items() if step >= 0}
     extra = {"left_running": left} if left else {}
-    log(
-        kind, status=shell_status(returncode), seconds=round(time.monotonic() - program.began, 3), newest=steps, **extra
-    )
+    facts = {"status": shell_status(returncode), "seconds": round(time.monotonic() - program.began, 3)}
+    log(kind, **facts, newest=steps, **extra)
+    last = program.last_sign()[1]
+    _tell_runs(record, how=kind, **facts, step=None if last < 0 else last, why=why)
     return Start(kind, returncode, progress, asked)
+
+
+def _tell_runs(record: RunRecord, **facts: Any) -> None:
+    """Write into the events of the runs how their program has ended, which a program that is killed cannot."""
+    for place, run in record.runs.items():
+        location = as_location(place)
+        if location.is_local:
+            with contextlib.suppress(OSError):
+                append_after_death(location.path / EVENTS, {"event": "ended", "time": time.time(), "run": run, **facts})
 
 
 def _take(events: list[dict[str, Any]], record: RunRecord, saves: SlowSaves) -> None:

@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     from .engine.manager import MirrorStatus as MirrorStatus
     from .engine.manager import Restored as Restored
     from .engine.manager import copy_checkpoint as copy_checkpoint
+    from .engine.manager import event_scalars as event_scalars
     from .engine.manager import record_metrics as record_metrics
     from .engine.pytree import LeafMetadata as LeafMetadata
     from .engine.pytree import Transform as Transform
@@ -127,7 +128,7 @@ _HOMES = {
     "inspection": "CheckpointSummary LeafSummary describe list_checkpoints",
     "manager": """
         CheckpointManager CheckpointManagerOptions CopyReport Decision Mirror MirrorStatus Restored copy_checkpoint
-        record_metrics
+        event_scalars record_metrics
     """,
     "pytree": "LeafMetadata Transform apply_transformations",
     "stateful": "skip_to",

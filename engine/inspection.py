@@ -31,6 +31,8 @@ class CheckpointSummary:
         bytes: Bytes of all its files.
         shared_bytes: Bytes of those files that other steps have, too, by hard links: deleting this step alone does not
             free them, and a copy elsewhere takes them in full.
+        added_bytes: Bytes of those files that no step before it in the list has: their sum is what all steps take on
+            the disk.
         metrics: The metrics stored with it, or None.
         reason: Why it was saved.
         kept: Why it is kept, as far as that is known.
@@ -42,6 +44,7 @@ class CheckpointSummary:
     time: float | None = None
     bytes: int = 0
     shared_bytes: int = 0
+    added_bytes: int = 0
     metrics: Mapping[str, Any] | None = None
     reason: str = ""
     kept: tuple[str, ...] = ()
@@ -96,24 +99,32 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
     options = stored_options(location) if len({entry.series for entry in steps.entries}) < 2 else None
     infos = [entry.info for entry in steps.entries if entry.record is not None]
     kept = {} if options is None else reasons(infos, options.rules())
-    found = [_native_summary(entry, kept.get(entry.step, ())) for entry in steps.entries]
+    seen: set[tuple[int, int]] = set()
+    found = [_native_summary(entry, kept.get(entry.step, ()), seen) for entry in steps.entries]
     for entry, one in zip(steps.entries, found, strict=True):
         if one.damage and entry.record is not None and has_changed(entry.location, entry.record):
             return list_checkpoints(directory)  # a run has replaced or deleted it meanwhile
     return found
 
 
-def _native_summary(entry: StepEntry, kept: tuple[str, ...]) -> CheckpointSummary:
+def _native_summary(entry: StepEntry, kept: tuple[str, ...], seen: set[tuple[int, int]]) -> CheckpointSummary:
+    """Describe a step; ``seen`` has the files of the steps before it that have several names, and gets its own."""
     record = entry.record
     if record is None:
         return CheckpointSummary(step=entry.step, path=str(entry.location), damage=str(entry.error))
     listed = _listed(entry.location, record)
+    again = 0
+    for _, _, file in listed:
+        if file is not None and file.links > 1 and file.identity is not None:
+            again += (file.size or 0) if file.identity in seen else 0
+            seen.add(file.identity)
     return CheckpointSummary(
         step=entry.step,
         path=str(entry.location),
         time=record.time,
         bytes=record.nbytes,
         shared_bytes=_shared(listed),
+        added_bytes=record.nbytes - again,
         metrics=record.metrics,
         reason=record.reason,
         kept=kept,
@@ -132,6 +143,7 @@ def _foreign_summary(entry: StepEntry, format_name: str) -> CheckpointSummary:
         path=str(entry.location),
         time=checkpoint.time,
         bytes=checkpoint.nbytes,
+        added_bytes=checkpoint.nbytes,
         metrics=metrics,
         reason=f"written by {format_name}",
     )
@@ -220,7 +232,7 @@ def _local_files(folder: Location, files: Iterable[str]) -> dict[str, Entry]:
     for file in files:
         try:
             status = os.stat(f"{root}/{file}")
-            found[file] = Entry(file, False, status.st_size, status.st_nlink)
+            found[file] = Entry(file, False, status.st_size, status.st_nlink, (status.st_dev, status.st_ino))
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError:

@@ -14,7 +14,19 @@ from .directory import (
     stored_metadata,
     stored_options,
 )
-from .events import BEAT, EVENTS, STACKS, SUPERVISOR, append_line, reached, read_events
+from .events import (
+    BEAT,
+    EVENTS,
+    ROTATED,
+    STACKS,
+    SUPERVISOR,
+    Event,
+    append_after_death,
+    append_line,
+    event_scalars,
+    reached,
+    read_events,
+)
 from .manager import CheckpointManager, Restored
 from .metrics import Metric, Mode, better, metric_name, metric_value, plain_metrics
 from .mirror import MirrorStatus

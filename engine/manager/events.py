@@ -20,11 +20,12 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from ..clock import Clock
 from ..storage import Location
@@ -34,6 +35,7 @@ _logger = logging.getLogger("holdfast")
 EVENTS = "events.jsonl"  # name of the file
 ROTATED = "events.1.jsonl"  # what it is called when it has reached its limit
 _LIMIT = 8 << 20  # bytes
+_METRICS = 64  # metrics of one event, at most
 _EARLY = 8  # events that are kept before the run owns its directory
 
 SUPERVISOR = "HOLDFAST_SUPERVISOR"  # environment variable: the folder in which a supervisor listens
@@ -43,6 +45,11 @@ BEAT = struct.Struct("=dq")  # a heartbeat: seconds on the system's monotonic cl
 Point = Literal["step", "batch", "validation", "restored", "saving", "commit", "committed"]
 """A point that a run passes: ``step`` after an update, ``commit`` right before the commit record of a step is written,
 ``committed`` after it; ``saving`` when the files of a step are about to be written in the background."""
+
+
+T = TypeVar("T")
+Event = Mapping[str, Any]
+"""One event: a line of the file, as :class:`RunEvents` describes it."""
 
 
 class Watcher(Protocol):
@@ -99,20 +106,28 @@ class _Heartbeat:
 
 
 class RunEvents:
-    """Appends the events of one run to the file in its directory, and tells a supervisor of them.
+    """Appends the events of one run to the file in its directory, and passes them to listeners and to a supervisor.
 
     Every line is a JSON object with ``event``, ``time`` (seconds since 1970-01-01 UTC), ``run`` (a token of this start
     of the program), and what belongs to the event:
 
-    ===============  ==================================================================================
-    ``started``      the run has taken its directory: ``newest`` step that is there or null, ``pid``, ``host``
-    ``restored``     ``step``, and ``skipped``: newer steps that are damaged, each with what is wrong
-    ``saved``        ``step``, ``reason``, ``bytes``, ``blocked_seconds``, ``total_seconds``
-    ``save_failed``  ``step``, ``error``
-    ``preempted``    the run was asked to stop, and has saved ``step``
-    ``finished``     training ended by itself after ``step``
-    ``failed``       training ended with an exception: ``error``
-    ===============  ==================================================================================
+    =================  ================================================================================
+    ``started``        the run has taken its directory: ``newest`` step that is there or null, ``pid``, ``host``
+    ``restored``       ``step``, ``seconds`` that it took or null, and ``skipped``: newer steps that are damaged, each
+                       with what is wrong
+    ``saved``          ``step``, ``reason``, ``bytes`` written, ``shared_bytes`` with earlier steps,
+                       ``blocked_seconds``, ``total_seconds``, and the ``metrics`` so far, at most 64
+    ``metrics``        ``metrics`` that became known after ``step`` was saved
+    ``save_failed``    ``step``, ``error``
+    ``fetched``        ``step`` was copied from the mirror into the directory: ``bytes``, ``seconds``
+    ``mirrored``       ``step`` was copied to the mirror: ``bytes`` sent, ``seconds``
+    ``mirror_failed``  the mirror does not answer: ``error``; reported once until it works again
+    ``preempted``      the run was asked to stop, and has saved ``step``
+    ``finished``       training ended by itself after ``step``
+    ``failed``         training ended with an exception: ``error``, and the last ``step`` or null
+    ``ended``          from ``holdfast supervise``, after the program has ended: ``how`` (finished, preempted, crashed,
+                       hung), ``status``, ``seconds``, the last ``step`` or null, ``why``
+    =================  ================================================================================
     """
 
     def __init__(self, directory: Location, clock: Clock, process: int) -> None:
@@ -124,6 +139,28 @@ class RunEvents:
         self._began = False
         self._logged = False
         self._early: list[dict[str, Any]] = []  # before the run owns its directory
+        self._listeners: list[Callable[[Event], None]] = []
+
+    def add_listener(self, listener: Callable[[Event], object]) -> None:
+        """Call a function with every event, such as one that passes it to a logger.
+
+        It is called on the thread on which the event occurs: ``saved`` comes from the thread that saves in the
+        background. Where several processes save, only process 0 has events. An error of the listener is logged, the
+        first one as a warning, and stops nothing.
+
+        Args:
+            listener: Receives the event, a dictionary.
+
+        >>> import tempfile
+        >>> from holdfast import CheckpointManager
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     with CheckpointManager(directory) as manager:
+        ...         manager.events.add_listener(lambda event: print(event["event"], event.get("step")))
+        ...         _ = manager.save(7, {"w": 1.0})
+        started None
+        saved 7
+        """
+        self._listeners.append(guarded(listener))
 
     def begin(self, newest: int | None) -> None:
         """Note that the run has taken its directory, in which ``newest`` is the newest step."""
@@ -138,7 +175,7 @@ class RunEvents:
 
     def write(self, event: str, **facts: Any) -> None:
         """Append an event; never raises."""
-        if not self._writes and _supervisor is None:
+        if not (self._writes or self._listeners or _supervisor is not None):
             return
         line = {"event": event, "time": self._clock.now(), "run": self._run, **facts}
         if self._began:
@@ -146,7 +183,10 @@ class RunEvents:
         else:
             self._early = [*self._early, line][-_EARLY:]
 
-    def _append(self, event: Mapping[str, Any]) -> None:
+    def _append(self, event: Event) -> None:
+        if self._process == 0:
+            for listener in self._listeners:
+                listener(dict(event))
         with self._only_logged():
             text = json.dumps(_finite(event), default=str)
             if _supervisor is not None:
@@ -165,10 +205,63 @@ class RunEvents:
                 _logger.info("%s: %s cannot be written, and lacks events: %s", self._directory, EVENTS, error)
 
 
+def guarded(listener: Callable[[T], object]) -> Callable[[T], None]:
+    """Return a listener whose errors are logged, the first one as a warning, and go no further."""
+    warned = False
+
+    def call(value: T) -> None:
+        nonlocal warned
+        try:
+            listener(value)
+        except Exception as error:
+            name = getattr(listener, "__qualname__", type(listener).__qualname__)
+            text = "the listener %s failed, and is called again at the next event; nothing else depends on it: %s: %s"
+            _logger.log(logging.DEBUG if warned else logging.WARNING, text, name, type(error).__name__, error)
+            warned = True
+
+    return call
+
+
+def event_scalars(event: Event) -> dict[str, float]:
+    """Return the numbers of an event that a logger can plot over the steps; empty for events without any.
+
+    Args:
+        event: What a listener of ``manager.events`` receives.
+
+    Returns:
+        For ``saved``: ``checkpoint/bytes``, ``checkpoint/shared_bytes``, ``checkpoint/blocked_seconds`` and
+        ``checkpoint/total_seconds``. For ``restored``: ``checkpoint/restore_seconds`` and ``checkpoint/skipped``, the
+        number of damaged steps. For ``save_failed``, ``preempted`` and ``failed``: 1 under that name.
+
+    >>> event_scalars({"event": "restored", "step": 7, "seconds": 0.5, "skipped": []})
+    {'checkpoint/restore_seconds': 0.5, 'checkpoint/skipped': 0}
+    """
+    name = event["event"]
+    if name == "saved":
+        found = {key: event.get(key) for key in ("bytes", "shared_bytes", "blocked_seconds", "total_seconds")}
+    elif name == "restored":
+        found = {"restore_seconds": event.get("seconds"), "skipped": len(event.get("skipped") or ())}
+    else:
+        found = {name: 1} if name in ("save_failed", "preempted", "failed") else {}
+    return {f"checkpoint/{key}": value for key, value in found.items() if isinstance(value, int | float)}
+
+
+def few(metrics: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return metrics for an event, or None if there are none; the first ones if there are very many."""
+    return dict(list(metrics.items())[:_METRICS]) if metrics else None
+
+
+_rotating = threading.Lock()
+
+
 def append_line(path: Path, text: str, *, limit: int | None = None) -> None:
     """Append a line with one write; a file beyond its limit begins anew, and the lines before it are kept once."""
-    if limit is not None and path.exists() and path.stat().st_size > limit:
-        path.replace(path.with_name(ROTATED))
+    if limit is not None and _size(path) > limit and _rotating.acquire(blocking=False):
+        try:
+            if _size(path) > limit:  # no other thread has done it meanwhile
+                path.replace(path.with_name(ROTATED))
+        finally:
+            _rotating.release()
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
     try:
         os.write(descriptor, f"{text}\n".encode())
@@ -195,6 +288,16 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]
             if isinstance(event, dict) and isinstance(event.get("event"), str):
                 found.append(event)
     return found, offset + end
+
+
+def append_after_death(path: Path, event: Event, *, limit: int = _LIMIT) -> None:
+    """Append an event to the file of a run whose process is dead."""
+    _cut_torn_line(path)
+    append_line(path, json.dumps(_finite(event), default=str), limit=limit)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -39,7 +39,7 @@ from ..storage import Location, as_location
 from .decisions import Decision, EverySteps, Rollback, SaveDecisions
 from .directory import RunDirectory, check_json, stored_metadata
 from .directory import record_metrics as add_metrics
-from .events import RunEvents, find_watchers, reached
+from .events import RunEvents, few, find_watchers, guarded, reached
 from .metrics import plain_metrics
 from .mirror import MirrorStatus, RunMirror
 from .options import CheckpointManagerOptions
@@ -144,7 +144,7 @@ class CheckpointManager:
 
     def _open_mirror(self) -> None:
         """Fetch the newest step of the mirror, if it is newer than all that are here."""
-        self._mirror = RunMirror(self._run, self.options, self._clock, self.metadata)
+        self._mirror = RunMirror(self._run, self.options, self._clock, self.metadata, self.events.write)
         self._mirror.fetches = True
         for step in self._processes.decide("the newest step of the mirror", self._mirror.newer_steps):
             if self._fetch(step):
@@ -358,10 +358,11 @@ class CheckpointManager:
                 raise CheckpointNotFoundError(f"{self.directory}: there is no checkpoint to restore")
             return restored.items
         step = valid_step(step)
+        began = time.perf_counter()
         if self._mirror is not None:
             self.fetch(step)
         found = self._restore(step, items, restore_kwargs or {})
-        self._goes_on_from(step)
+        self._goes_on_from(step, began=began)
         return found
 
     def restore_latest(self, items: Any = None, *, restore_kwargs: Mapping[str, Any] | None = None) -> Restored | None:
@@ -381,6 +382,7 @@ class CheckpointManager:
             TreeMismatchError: A template and the saved item differ.
         """
         self._background.join()
+        began = time.perf_counter()
         skipped: list[tuple[int, _Damage]] = []
         steps = self._processes.decide("steps", self._steps_of_both_places)
         for step, is_here in reversed(steps):
@@ -403,7 +405,7 @@ class CheckpointManager:
                 _logger.warning("%s: going back to step %d, the newest whole checkpoint", self.directory, step)
             for damaged, one in skipped:
                 self._run.condemn(damaged, one.what, unreadable=one.unreadable)
-            self._goes_on_from(step, skipped={damaged: one.what for damaged, one in skipped})
+            self._goes_on_from(step, skipped={damaged: one.what for damaged, one in skipped}, began=began)
             return Restored(step, found, tuple((damaged, one.what) for damaged, one in skipped))
         if skipped:
             raise NoWholeCheckpointError(
@@ -437,9 +439,14 @@ class CheckpointManager:
         self._rollback.warn(later)
         return later
 
-    def _goes_on_from(self, step: int, *, skipped: Mapping[int, str] | None = None) -> list[int]:
+    def _goes_on_from(
+        self, step: int, *, skipped: Mapping[int, str] | None = None, began: float | None = None
+    ) -> list[int]:
         self.events.write(
-            "restored", step=step, skipped=[{"step": n, "damage": what} for n, what in (skipped or {}).items()]
+            "restored",
+            step=step,
+            seconds=None if began is None else round(time.perf_counter() - began, 6),
+            skipped=[{"step": n, "damage": what} for n, what in (skipped or {}).items()],
         )
         reached("restored", step)
         self._decisions.restored(step)
@@ -618,20 +625,22 @@ class CheckpointManager:
             step=step,
             reason=report.reason,
             bytes=report.bytes,
+            shared_bytes=report.shared_bytes,
             blocked_seconds=round(report.blocked_seconds, 6),
             total_seconds=round(report.total_seconds, 6),
+            metrics=few(record.metrics),
         )
         reached("committed", step)
         try:
             self._run.collect()
             self._notify_mirror()
-            for listener in self._listeners:
-                listener(report)
         except Exception as error:
             raise SaveFailedError(
-                f"step {step} of {self.directory} is saved, but a listener or best_fn failed then: {error!r}",
+                f"step {step} of {self.directory} is saved, but best_fn failed then: {error!r}",
                 step,
             ) from error
+        for listener in self._listeners:
+            listener(report)
 
     def _ended(self, pending: _PendingSave, *, failed: bool) -> None:
         self._decisions.save_ended(failed=failed)
@@ -659,12 +668,14 @@ class CheckpointManager:
         return *self._run.infos(), StepInfo(step=pending.step, time=self._clock.now(), metrics=pending.metrics)
 
     def add_listener(self, listener: Callable[[SaveReport], None]) -> None:
-        """Call a function after every commit, on the thread that committed.
+        """Call a function after every commit, on the thread that committed; ``events.add_listener`` hears of more.
+
+        An error of the listener is logged, the first one as a warning, and stops nothing.
 
         Args:
             listener: Receives the report.
         """
-        self._listeners.append(listener)
+        self._listeners.append(guarded(listener))
 
     # ---- changing what was saved
 
@@ -705,6 +716,7 @@ class CheckpointManager:
     def _change(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._join_save_of(step)
         self._run.change(step, lambda record: record.with_metrics(metrics))
+        self.events.write("metrics", step=step, metrics=few(metrics))
         self._notify_mirror()
 
     def pin(self, step: int) -> None:

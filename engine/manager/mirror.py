@@ -83,6 +83,7 @@ class RunMirror:
         options: The options of the run; ``mirror`` is set.
         clock: Where the time of checkpoints comes from.
         metadata: Returns the facts about the run.
+        tell: Takes an event of the run.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class RunMirror:
         options: CheckpointManagerOptions,
         clock: Clock,
         metadata: Callable[[], Mapping[str, Any] | None],
+        tell: Callable[..., None],
     ) -> None:
         mirror = options.mirror_options()
         assert mirror is not None
@@ -103,6 +105,7 @@ class RunMirror:
         self._triggers = self._options.triggers()
         self._clock = clock
         self._metadata = metadata
+        self._tell_run = tell
         rate = None if mirror.max_bandwidth is None else bytes_per_second(mirror.max_bandwidth, name="max_bandwidth")
         self._throttle = Throttle(rate, self._pause)
         self._far: RunDirectory | None = None
@@ -161,6 +164,7 @@ class RunMirror:
             record = far.record(step)
             run.make_room(step)
             _logger.info("%s: fetching step %d from the mirror %s", run.location, step, self.location)
+            began = time.monotonic()
             copied = copy_step(
                 far.step_location(step),
                 run.step_location(step),
@@ -177,6 +181,8 @@ class RunMirror:
             self._warn(error, f"step {step} is not fetched")
             return False
         run.add(step, copied)
+        took = round(time.monotonic() - began, 6)
+        self._tell_run("fetched", step=step, mirror=str(self.location), bytes=copied.nbytes, seconds=took)
         if stored_metadata(run.location) is None:
             store_metadata(run.location, stored_metadata(self.location))
         return True
@@ -404,8 +410,10 @@ class RunMirror:
             self._copying = None
         far.add(step, copied)
         far.last_saved = step
+        took = time.monotonic() - began
         if progress.sent:
-            self._rate = progress.sent / max(time.monotonic() - began, 1e-3)
+            self._rate = progress.sent / max(took, 1e-3)
+        self._tell_run("mirrored", step=step, mirror=str(self.location), bytes=progress.sent, seconds=round(took, 6))
         _logger.info("%s: copied step %d to the mirror", far.step_location(step), step)
         far.collect()
         far.sweep_spared()
@@ -499,6 +507,7 @@ class RunMirror:
             _logger.debug("%s: the mirror still fails: %s", self.location, error)
             return
         self._warned.add(kind)
+        self._tell_run("mirror_failed", mirror=str(self.location), error=self._error)
         _logger.warning(
             "%s: the mirror failed, and %s; training goes on, and its steps are in %s: %s%s",
             self.location,

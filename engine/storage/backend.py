@@ -25,6 +25,7 @@ class Entry:
     # Its length in bytes; None for directories, broken links, and stores whose listings have no sizes.
     size: int | None = None
     links: int = 1  # how many names its file has, this one included; its space is free when the last is removed
+    identity: tuple[int, int] | None = None  # the same for all names of a file, where the caller has asked for it
 
 
 @dataclass(frozen=True, slots=True)

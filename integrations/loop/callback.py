@@ -350,7 +350,8 @@ class CheckpointCallback:
             return
         self._closed = True
         if self._begun:
-            self._manager.events.write("failed", error=f"{type(error).__name__}: {error}"[:1000])
+            text = f"{type(error).__name__}: {error}"[:1000]
+            self._manager.events.write("failed", step=self._saver.step, error=text)
         try:
             self._manager.finish_mirror(WITHOUT_GRACE)
             self._manager.close()

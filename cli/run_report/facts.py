@@ -1,0 +1,249 @@
+"""What a report shows about a run, read from its directory with bounded memory."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ... import CheckpointSummary, LeafSummary, describe, list_checkpoints
+from ...engine.errors import HoldfastError
+from ...engine.manager import EVENTS, ROTATED, StepInfo, best, read_events, stored_metadata, stored_options
+from ...engine.sources import LeafStatistics, find_checkpoint, find_steps, leaf_statistics, open_at
+from ...engine.storage import Location, as_location
+from ..inspect import describe_one
+from ..places import INSIDE_A_RUN, checkpoints_at, is_one_checkpoint, runs_below
+from ..report import size
+from .history import History, add_metrics, read_history
+
+_MOST_RUNS = 50
+_STATISTICS = 1500  # leaves whose statistics are shown
+_EARLIER = 8 << 30  # bytes of earlier steps that are read for their norms, unless a number of steps is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How much to read of the values."""
+
+    statistics: bool = True
+    norm_steps: int | None = None  # steps whose norms are compared, the newest among them; None chooses
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Numbers about the leaves of one step, and their norms at some earlier ones."""
+
+    step: int | None
+    leaves: list[LeafStatistics] = field(default_factory=list)  # in the order of the tree
+    number: int = 0  # of leaves with numbers
+    damaged: int = 0  # leaves with NaN or Inf
+    examples: list[str] = field(default_factory=list)  # of those
+    steps: list[int] = field(default_factory=list)  # whose norms are known, in ascending order
+    norms: dict[tuple[str, str], list[float | None]] = field(default_factory=dict)  # by leaf, for these steps
+    groups: dict[str, list[float]] = field(default_factory=dict)  # norms of the containers at the top, for these steps
+    notes: list[str] = field(default_factory=list)  # what was left out
+
+
+@dataclass(slots=True)
+class RunFacts:
+    """One run, or one checkpoint."""
+
+    name: str
+    place: str
+    checkpoints: list[CheckpointSummary]
+    history: History
+    format: str = "holdfast"
+    best: int | None = None
+    best_metric: str | None = None
+    metadata: Mapping[str, Any] | None = None
+    has_events: bool = False
+    newest: CheckpointSummary | None = None
+    leaves: list[LeafSummary] = field(default_factory=list)
+    statistics: Statistics | None = None
+    notes: list[str] = field(default_factory=list)  # what could not be read
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of all steps, those of shared files once."""
+        return sum(one.added_bytes for one in self.checkpoints)
+
+    @property
+    def damaged(self) -> list[CheckpointSummary]:
+        """The steps that are damaged."""
+        return [one for one in self.checkpoints if one.damage is not None]
+
+
+def find_runs(places: Sequence[str]) -> tuple[list[Location], int]:
+    """Return the directories to report on, and how many more there are: the runs in it for a folder of runs."""
+    found: list[Location] = []
+    for place in places:
+        location = checkpoints_at(place)
+        below = [] if is_one_checkpoint(location) or list_checkpoints(location) else runs_below(location)
+        found += [_inside(location / name) for name in below] or [location]
+    return found[:_MOST_RUNS], len(found[_MOST_RUNS:])
+
+
+def _inside(run: Location) -> Location:
+    inside = run / INSIDE_A_RUN
+    return inside if inside.is_directory() else run
+
+
+def read_run(location: Location, reading: Reading) -> RunFacts:
+    """Read all that a report shows about a run."""
+    one = is_one_checkpoint(location)
+    checkpoints = [describe_one(location)] if one else list_checkpoints(location)
+    events = [] if one or not location.is_local else _events(location)
+    history = read_history(events)
+    for checkpoint in checkpoints:  # which have what other programs have recorded
+        add_metrics(history, checkpoint.step, checkpoint.metrics)
+    name = location.parent.name if location.name == INSIDE_A_RUN else location.name
+    facts = RunFacts(name, str(location), checkpoints, history, has_events=bool(events))
+    if not one:
+        facts.format = find_steps(location).format or "holdfast"
+        with contextlib.suppress(HoldfastError):
+            facts.metadata = stored_metadata(location)
+        facts.best_metric, facts.best = _best(location, checkpoints)
+    _read_newest(facts, location, one, reading)
+    return facts
+
+
+def _events(location: Location) -> list[dict[str, Any]]:
+    return [event for name in (ROTATED, EVENTS) for event in read_events(location.path / name)[0]]
+
+
+def _best(location: Location, checkpoints: Sequence[CheckpointSummary]) -> tuple[str | None, int | None]:
+    options = stored_options(location)
+    if options is None or not isinstance(options.best_fn, str):
+        return None, None
+    infos = [StepInfo(step=one.step, time=one.time or 0.0, metrics=one.metrics) for one in checkpoints if one.time]
+    return options.best_fn, best(infos, options.best_fn, options.best_mode)
+
+
+def _read_newest(facts: RunFacts, location: Location, one: bool, reading: Reading) -> None:
+    """Describe the newest step that can be read."""
+    if not facts.checkpoints:
+        return
+    whole = [checkpoint for checkpoint in facts.checkpoints if checkpoint.damage is None]
+    try:
+        newest = location if one else find_checkpoint(location, None)
+        facts.newest = next((one for one in whole if one.path == str(newest)), None) or (whole[-1] if whole else None)
+        if facts.newest is None:
+            return
+        facts.leaves = describe(facts.newest.path)
+    except HoldfastError as error:
+        facts.notes.append(f"The newest step cannot be read: {error}")
+        return
+    if reading.statistics:
+        facts.statistics = _read_statistics(facts.newest, facts.leaves, whole, reading)
+
+
+# ---- statistics
+
+
+def _read_statistics(
+    newest: CheckpointSummary, leaves: Sequence[LeafSummary], whole: Sequence[CheckpointSummary], reading: Reading
+) -> Statistics:
+    found, grouped = Statistics(newest.step), _groups(leaves)
+    totals: dict[str, float] = {}
+    try:
+        found.leaves = _largest(_counted(newest, found, grouped, totals))
+    except HoldfastError as error:
+        found.notes.append(f"Step {newest.step} could not be read to its end: {error}")
+        return found
+    if found.number > len(found.leaves):
+        found.notes.append(
+            f"{found.number - len(found.leaves)} of {found.number} leaves are left out here: those with NaN or Inf and "
+            "the largest are shown. holdfast show --stats lists all"
+        )
+    _read_norms(found, newest, whole, reading, grouped, totals)
+    return found
+
+
+def _groups(leaves: Sequence[LeafSummary]) -> dict[tuple[str, str], str]:
+    """Return the container at the top that each leaf belongs to; only of floating-point leaves, not of counters."""
+    several = len({leaf.item for leaf in leaves}) > 1
+    return {
+        (leaf.item, leaf.path): "/".join([leaf.item] * several + leaf.path.split("/")[:1])
+        for leaf in leaves
+        if leaf.dtype is not None and ("float" in leaf.dtype or "complex" in leaf.dtype)
+    }
+
+
+def _add(totals: dict[str, float], group: str | None, leaf: LeafStatistics) -> None:
+    if group is not None:
+        totals[group] = math.hypot(totals.get(group, 0.0), leaf.norm or 0.0)
+
+
+def _counted(
+    newest: CheckpointSummary, found: Statistics, grouped: Mapping[tuple[str, str], str], totals: dict[str, float]
+) -> Iterator[tuple[int, LeafStatistics]]:
+    for number, leaf in enumerate(leaf_statistics(open_at(as_location(newest.path)))):
+        found.number += 1
+        _add(totals, grouped.get((leaf.item, leaf.path)), leaf)
+        if leaf.nan or leaf.inf:
+            found.damaged += 1
+            if len(found.examples) < 5:
+                found.examples.append(f"{leaf.item}/{leaf.path}")
+        yield number, leaf
+
+
+def _largest(leaves: Iterator[tuple[int, LeafStatistics]]) -> list[LeafStatistics]:
+    chosen = heapq.nlargest(_STATISTICS, leaves, key=lambda one: (bool(one[1].nan or one[1].inf), one[1].size, -one[0]))
+    return [leaf for _, leaf in sorted(chosen, key=lambda one: one[0])]
+
+
+def _read_norms(
+    found: Statistics,
+    newest: CheckpointSummary,
+    whole: Sequence[CheckpointSummary],
+    reading: Reading,
+    grouped: Mapping[tuple[str, str], str],
+    totals: dict[str, float],
+) -> None:
+    """Read the norms of some earlier steps of the same series, spread evenly."""
+    keys = [(leaf.item, leaf.path) for leaf in found.leaves]
+    columns = {newest.step: ({(leaf.item, leaf.path): leaf.norm for leaf in found.leaves}, totals)}
+    earlier = [one for one in whole if one.step < newest.step and one.path.rstrip("0123456789") == _series(newest)]
+    chosen = _spread(earlier, (8 if reading.norm_steps is None else reading.norm_steps) - 1)
+    budget = _EARLIER if reading.norm_steps is None else math.inf
+    for checkpoint in reversed(chosen):
+        if checkpoint.bytes > budget:
+            found.notes.append(
+                f"Norms of earlier steps were read of {len(columns) - 1} of {len(chosen)} chosen steps, as they have "
+                f"{size(checkpoint.bytes)} each; --norm-steps {len(chosen) + 1} reads all"
+            )
+            break
+        budget -= checkpoint.bytes
+        norms: dict[tuple[str, str], float | None] = dict.fromkeys(keys)
+        then: dict[str, float] = {}
+        try:
+            for leaf in leaf_statistics(open_at(as_location(checkpoint.path))):
+                _add(then, grouped.get((leaf.item, leaf.path)), leaf)
+                if (leaf.item, leaf.path) in norms:
+                    norms[leaf.item, leaf.path] = leaf.norm
+        except HoldfastError as error:
+            found.notes.append(f"The norms of step {checkpoint.step} could not be read: {error}")
+            continue
+        columns[checkpoint.step] = norms, then
+    found.steps = sorted(columns)
+    found.groups = {group: [columns[step][1].get(group, math.nan) for step in found.steps] for group in totals}
+    found.norms = {key: [columns[step][0].get(key) for step in found.steps] for key in keys}
+
+
+def _series(checkpoint: CheckpointSummary) -> str:
+    return checkpoint.path.rstrip("0123456789")
+
+
+def _spread(checkpoints: Sequence[CheckpointSummary], number: int) -> list[CheckpointSummary]:
+    """Return some elements of a list, evenly spread, the first and the last among them."""
+    if number <= 0:
+        return []
+    if len(checkpoints) <= number:
+        return list(checkpoints)
+    if number == 1:
+        return [checkpoints[0]]
+    places = sorted({round(place * (len(checkpoints) - 1) / (number - 1)) for place in range(number)})
+    return [checkpoints[place] for place in places]

@@ -1,0 +1,323 @@
+"""What the events of a run say: its starts, how each of them ended, what it saved, and what was lost in between."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ...engine.errors import shortened_steps
+from ..report import count, size
+
+How = Literal["finished", "preempted", "crashed", "hung", "failed", "lost", "running"]
+"""How a start has ended: ``failed`` with an exception, ``crashed`` by a signal or a status, ``lost`` without a word."""
+
+WORDS: Mapping[How, str] = {
+    "finished": "finished",
+    "preempted": "preempted",
+    "crashed": "crashed",
+    "hung": "hung",
+    "failed": "failed",
+    "lost": "ended without a record",
+    "running": "running",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One committed save."""
+
+    time: float  # when it was durable
+    step: int
+    bytes: int  # written
+    shared: int
+    blocked: float  # seconds
+    total: float  # seconds
+    reason: str
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One start of the program, from the moment at which it took the directory."""
+
+    run: str
+    began: float
+    newest: int | None = None  # the newest step that was there
+    host: str = ""
+    pid: int | None = None
+    restored: int | None = None
+    restore_seconds: float | None = None
+    skipped: list[tuple[int, str]] = field(default_factory=list)  # damaged steps, passed over
+    saves: list[Save] = field(default_factory=list)
+    last: float = 0.0  # when the last event came
+    last_step: int | None = None  # that the program is known to have reached
+    how: How | None = None
+    status: int | None = None
+    why: str = ""
+
+    @property
+    def ended(self) -> float:
+        """When it ended, as far as that is known."""
+        return max(self.last, self.began)
+
+    @property
+    def blocked(self) -> float:
+        """Seconds that the training loop waited for saves."""
+        return sum(save.blocked for save in self.saves)
+
+
+Tone = Literal["good", "bad", "warn", "info", "plain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One thing that happened, for the list and for the marks of the timeline."""
+
+    time: float
+    tone: Tone
+    title: str
+    text: str = ""
+    mark: str = ""  # the kind of its mark in the timeline, if it has one
+
+
+@dataclass(frozen=True, slots=True)
+class Redone:
+    """Work that was lost: steps that were trained, not saved, and trained again."""
+
+    steps: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class History:
+    """The life of a run."""
+
+    attempts: list[Attempt] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+    metrics: dict[str, dict[int, float]] = field(default_factory=dict)  # by name and step
+    failures: int = 0  # saves that failed
+    fallbacks: int = 0  # restores that passed over damaged steps
+    redone: list[Redone] = field(default_factory=list)
+
+    @property
+    def saves(self) -> list[Save]:
+        """All committed saves, in the order of the events."""
+        return [save for attempt in self.attempts for save in attempt.saves]
+
+    def ended(self, *how: How) -> int:
+        """Return how many starts have ended in some ways."""
+        return sum(attempt.how in how for attempt in self.attempts)
+
+
+def read_history(events: Iterable[Mapping[str, Any]]) -> History:
+    """Make the history of a run from its events, in the order of the file; what is no event of ours is left out."""
+    history = History()
+    by_run: dict[str, Attempt] = {}
+    for event in events:
+        when = _number(event.get("time"))
+        run = str(event.get("run", ""))
+        if when is None:
+            continue
+        attempt = by_run.get(run)
+        if attempt is None:  # its first events may be in a file that is gone
+            attempt = by_run[run] = Attempt(run, when)
+            history.attempts.append(attempt)
+        attempt.began, attempt.last = min(attempt.began, when), max(attempt.last, when)
+        _take(history, attempt, event, when)
+    _end_all(history)
+    history.notes = sorted([*_notes_of(history), *history.notes], key=lambda note: note.time)
+    return history
+
+
+def add_metrics(history: History, step: int, metrics: Mapping[str, Any] | None, prefix: str = "") -> None:
+    """Note the metrics of a step; nested ones get ``/`` in their names."""
+    for name, value in (metrics or {}).items():
+        if isinstance(value, Mapping):
+            add_metrics(history, step, value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            history.metrics.setdefault(f"{prefix}{name}", {})[step] = float(value)
+
+
+def _take(history: History, attempt: Attempt, event: Mapping[str, Any], when: float) -> None:
+    name, step = event["event"], _whole(event.get("step"))
+    if step is not None and name in ("saved", "preempted", "finished", "failed", "ended", "restored"):
+        attempt.last_step = step if name == "restored" else max(step, attempt.last_step or 0)
+    if name == "started":
+        attempt.newest, attempt.pid = _whole(event.get("newest")), _whole(event.get("pid"))
+        attempt.host = str(event.get("host", ""))
+    elif name == "restored":
+        attempt.restored = step
+        seconds = _number(event.get("seconds"))
+        attempt.restore_seconds = attempt.restore_seconds if seconds is None else seconds
+        _take_skipped(history, attempt, event.get("skipped"), when)
+    elif name == "saved" and step is not None:
+        numbers = [_number(event.get(key)) or 0.0 for key in ("bytes", "shared_bytes", "blocked_seconds")]
+        total = _number(event.get("total_seconds")) or 0.0
+        written, shared, blocked = numbers
+        attempt.saves.append(Save(when, step, int(written), int(shared), blocked, total, str(event.get("reason", ""))))
+        add_metrics(history, step, _mapping(event.get("metrics")))
+    elif name == "metrics" and step is not None:
+        add_metrics(history, step, _mapping(event.get("metrics")))
+    elif name == "save_failed":
+        history.failures += 1
+        text = str(event.get("error", ""))
+        history.notes.append(Note(when, "bad", f"The save of step {step} failed", text, "failed save"))
+    elif name in ("fetched", "mirrored", "mirror_failed"):
+        _take_mirror(history, event, name, step, when)
+    elif name == "finished":
+        attempt.how = "finished"
+    elif name in ("preempted", "failed"):
+        attempt.how = "preempted" if name == "preempted" else "failed"
+        attempt.why = str(event.get("error", ""))
+    elif name == "ended":
+        _take_end(attempt, event)
+
+
+def _take_end(attempt: Attempt, event: Mapping[str, Any]) -> None:
+    """Take the word of the supervisor; that of the run itself says more about an exception."""
+    how = event.get("how")
+    attempt.status = _whole(event.get("status"))
+    if how == "hung":
+        attempt.how, attempt.why = "hung", str(event.get("why") or "")
+    elif how == "crashed" and attempt.how is None:
+        attempt.how = "crashed"
+    elif how in ("finished", "preempted") and attempt.how is None:
+        attempt.how = "finished" if how == "finished" else "preempted"
+
+
+def _take_skipped(history: History, attempt: Attempt, skipped: Any, when: float) -> None:
+    found = [
+        (number, str(one.get("damage", "")))
+        for one in (skipped if isinstance(skipped, Sequence) else ())
+        if isinstance(one, Mapping) and (number := _whole(one.get("step"))) is not None
+    ]
+    if not found:
+        return
+    attempt.skipped += found
+    history.fallbacks += 1
+    steps = ", ".join(str(number) for number, _ in found)
+    text = "; ".join(f"step {number}: {damage}" for number, damage in found)
+    title = f"Fell back to step {attempt.restored}: {count(len(found), 'step', 'steps')} damaged ({steps})"
+    history.notes.append(Note(when, "bad", title, text, "fallback"))
+
+
+def _take_mirror(history: History, event: Mapping[str, Any], name: str, step: int | None, when: float) -> None:
+    place = str(event.get("mirror", "the mirror"))
+    if name == "mirror_failed":
+        text = str(event.get("error", ""))
+        history.notes.append(Note(when, "warn", f"The mirror {place} failed", text, "mirror failed"))
+    elif name == "fetched":
+        cost = f"{size(int(_number(event.get('bytes')) or 0))} in {duration(_number(event.get('seconds')) or 0.0)}"
+        history.notes.append(Note(when, "info", f"Fetched step {step} from the mirror", f"{place}: {cost}", "fetched"))
+
+
+def _end_all(history: History) -> None:
+    """Decide how the starts without a last word have ended; add up what was trained twice."""
+    for attempt, after in zip(history.attempts, [*history.attempts[1:], None], strict=True):
+        if attempt.how is None:
+            attempt.how = "lost" if after is not None or not _is_alive(attempt) else "running"
+        if after is None or after.restored is None or attempt.last_step is None:
+            continue
+        lost = attempt.last_step - after.restored
+        if lost > 0:
+            saved = [save.time for save in attempt.saves if save.step == after.restored]
+            since = saved[-1] if saved else attempt.began
+            history.redone.append(Redone(lost, max(0.0, attempt.ended - since)))
+
+
+def _is_alive(attempt: Attempt) -> bool:
+    """Whether the process of a start is on this machine, and alive."""
+    if attempt.pid is None or attempt.host != socket.gethostname():
+        return False
+    try:
+        os.kill(attempt.pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return attempt.pid > 0
+
+
+def _notes_of(history: History) -> Iterator[Note]:
+    """Yield the beginnings and ends of all starts, and their saves in one line for each row of them."""
+    for number, attempt in enumerate(history.attempts):
+        yield _beginning(number, attempt)
+        if attempt.saves:
+            yield _saves(attempt.saves)
+        if attempt.how != "running":
+            yield _end(attempt)
+
+
+def _beginning(number: int, attempt: Attempt) -> Note:
+    if attempt.restored is not None:
+        took = "" if attempt.restore_seconds is None else f" in {duration(attempt.restore_seconds)}"
+        text = f"went on from step {attempt.restored}, restored{took}"
+    elif attempt.newest is not None:
+        text = f"found step {attempt.newest}, and restored nothing"
+    else:
+        text = "from the beginning: the directory was empty"
+    where = f" on {attempt.host}, process {attempt.pid}" if attempt.host else ""
+    return Note(attempt.began, "info", "Started again" if number else "Started", f"{text}{where}", "start")
+
+
+def _saves(saves: Sequence[Save]) -> Note:
+    steps = shortened_steps([save.step for save in saves])
+    written, blocked = sum(save.bytes for save in saves), sum(save.blocked for save in saves)
+    what = "Saved step" if len(saves) == 1 else f"Saved {len(saves)} steps:"
+    text = f"{size(written)} written, the loop waited {duration(blocked)} for them"
+    return Note(saves[-1].time, "plain", f"{what} {steps}", text)
+
+
+def _end(attempt: Attempt) -> Note:
+    after = "" if attempt.last_step is None else f" after step {attempt.last_step}"
+    status = "" if attempt.status is None else f"status {attempt.status}"
+    if attempt.how == "finished":
+        return Note(attempt.ended, "good", f"Finished{after}", "", "finished")
+    if attempt.how == "preempted":
+        saved = attempt.saves[-1].step if attempt.saves else attempt.restored
+        text = f"step {saved} was saved" if saved is not None and saved == attempt.last_step else ""
+        return Note(attempt.ended, "info", f"Preempted{after}", text, "preempted")
+    if attempt.how == "hung":
+        return Note(attempt.ended, "bad", f"Hung{after}", "; ".join(filter(None, [attempt.why, status])), "hung")
+    if attempt.how == "lost":
+        text = "killed, or its machine was lost; or the program uses a manager without a callback, which notes no end"
+        return Note(attempt.ended, "bad", f"Ended without a record{after}", text, "lost")
+    title = "Failed" if attempt.how == "failed" else "Crashed"
+    killed = " (killed)" if attempt.status == 137 else ""
+    return Note(
+        attempt.ended, "bad", f"{title}{after}", "; ".join(filter(None, [attempt.why, status])) + killed, "crash"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Return a span of time for people, in two units at most.
+
+    >>> duration(0.0042), duration(12.34), duration(3725)
+    ('4 ms', '12.3 s', '1 h 02 min')
+    """
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms" if seconds >= 0.0005 else "0 s"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes:02d} min"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h"
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _mapping(value: Any) -> Mapping[str, Any] | None:
+    return value if isinstance(value, Mapping) else None

@@ -1,0 +1,95 @@
+"""The tree of a checkpoint, to unfold: containers with the bytes of all below them."""
+
+from __future__ import annotations
+
+import html
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ... import LeafSummary
+from ..report import count, size
+
+_ROWS = 4000  # containers and leaves that are drawn
+_CHILDREN = 400  # of one container
+_OPEN = 40  # leaves of a tree that is unfolded from the start
+_DEEP = 60  # containers inside of each other
+
+escape = html.escape
+
+
+@dataclass(slots=True)
+class Node:
+    """A container or a leaf."""
+
+    name: str
+    children: dict[str, Node] = field(default_factory=dict)
+    leaf: LeafSummary | None = None
+    leaves: int = 0  # below
+    bytes: int = 0
+    shown: list[Node] | None = None  # the children that are drawn; None before that is decided
+
+
+def draw_tree(leaves: Sequence[LeafSummary]) -> tuple[str, int]:
+    """Return the HTML of a tree, and how many leaves are left out.
+
+    What is drawn is chosen level by level, so that the upper levels are there in any case, with the bytes of all below.
+    """
+    root = _tree(leaves)
+    drawn = _choose(root)
+    opened = root.shown or []
+    is_open = len(opened) == 1 or drawn <= _OPEN
+    return "".join(part for node in opened for part in _draw(node, is_open)), len(leaves) - drawn
+
+
+def _tree(leaves: Sequence[LeafSummary]) -> Node:
+    root = Node("")
+    for leaf in leaves:
+        keys = [leaf.item, *(leaf.path.split("/") if leaf.path else ())]
+        if len(keys) > _DEEP:
+            keys = [*keys[: _DEEP - 1], "/".join(keys[_DEEP - 1 :])]
+        node = root
+        node.leaves, node.bytes = node.leaves + 1, node.bytes + leaf.bytes
+        for key in keys:
+            node = node.children.setdefault(key, Node(key))
+            node.leaves, node.bytes = node.leaves + 1, node.bytes + leaf.bytes
+        node.leaf = leaf
+    return root
+
+
+def _choose(root: Node) -> int:
+    """Choose the nodes to draw, the upper levels first; return how many leaves are among them."""
+    waiting, left, leaves = deque([root]), _ROWS, 0
+    while waiting:
+        node = waiting.popleft()
+        node.shown = list(node.children.values())[: min(_CHILDREN, max(0, left))]
+        left -= len(node.shown)
+        leaves += sum(child.leaf is not None for child in node.shown)
+        waiting.extend(child for child in node.shown if child.children)
+    return leaves
+
+
+def _draw(node: Node, is_open: bool) -> Iterator[str]:
+    if not node.children:
+        assert node.leaf is not None
+        leaf = node.leaf
+        kind = f"{leaf.dtype}{list(leaf.shape)}" if leaf.dtype else leaf.kind
+        about = " ".join(filter(None, [kind, leaf.value or "", leaf.sharding]))
+        yield (
+            f'<div class="leaf"><code>{escape(node.name)}</code> <span>{escape(about)}</span>'
+            f"<i>{size(leaf.bytes)}</i></div>"
+        )
+        return
+    yield (
+        f"<details{' open' if is_open else ''}><summary><code>{escape(node.name)}</code> "
+        f"<span>{count(node.leaves, 'leaf', 'leaves')}</span><i>{size(node.bytes)}</i></summary>"
+    )
+    shown = node.shown or []
+    for child in shown:
+        yield from _draw(child, is_open=False)
+    if len(node.children) > len(shown):
+        rest = list(node.children.values())[len(shown) :]
+        below = count(sum(child.leaves for child in rest), "leaf", "leaves")
+        text = f"{len(rest)} more, with {below}, {size(sum(child.bytes for child in rest))}"
+        yield f'<div class="leaf left-out">{text}</div>'
+    yield "</details>"
