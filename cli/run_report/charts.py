@@ -138,7 +138,7 @@ def timeline(history: History) -> tuple[str, bool]:
         for where, width, pause in scale.pauses[:200]
     )
     ticks = "".join(
-        f'<span class="tick" style="left:{25 * part}%">{escape(_tick(scale.time(part / 4), days))}</span>'
+        f'<span class="tick tick-{part}" style="left:{25 * part}%">{escape(_tick(scale.time(part / 4), days))}</span>'
         for part in range(5)
     )
     drawn = (
@@ -331,7 +331,7 @@ def number_text(value: float, unit: str = "") -> str:
     """Return a number of a chart as people read it."""
     if unit == "s":
         return duration(value) if value >= 0 else f"-{duration(-value)}"
-    return f"{value:.4g}"
+    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e7 else f"{value:.4g}"
 
 
 def percent(share: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -215,7 +216,7 @@ def _take_mirror(history: History, event: Mapping[str, Any], name: str, step: in
 
 def _end_all(history: History) -> None:
     """Decide how the starts without a last word have ended; add up what was trained twice."""
-    for attempt, after in zip(history.attempts, [*history.attempts[1:], None], strict=True):
+    for attempt, after in itertools.zip_longest(history.attempts, history.attempts[1:]):
         if attempt.how is None:
             attempt.how = "lost" if after is not None or not _is_alive(attempt) else "running"
         if after is None or after.restored is None or attempt.last_step is None:

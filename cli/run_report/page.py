@@ -49,7 +49,7 @@ def draw_page(runs: Sequence[RunFacts], *, now: float, version: str, left_out: i
         left_out: How many runs there are beside these.
     """
     readings: list[Reading] = []
-    sections = "".join(_run(run, number, now, readings) for number, run in enumerate(runs))
+    sections = "".join(_run(run, number, now, readings, len(runs) == 1) for number, run in enumerate(runs))
     title = runs[0].name if len(runs) == 1 else count(len(runs), "run", "runs")
     overview = _overview(runs, now, left_out) if len(runs) > 1 else ""
     files = importlib.resources.files(__package__)
@@ -80,9 +80,9 @@ def embedded_json(value: Any) -> str:
 # ---- the parts of a run
 
 
-def _run(run: RunFacts, number: int, now: float, readings: list[Reading]) -> str:
+def _run(run: RunFacts, number: int, now: float, readings: list[Reading], only: bool) -> str:
     parts = [
-        _head(run, number),
+        _head(run, "h1" if only else "h2"),
         _alarms(run),
         _figures(run, now),
         _timeline(run),
@@ -107,9 +107,8 @@ def _state(run: RunFacts) -> tuple[str, str]:
     return WORDS[how], tone
 
 
-def _head(run: RunFacts, number: int) -> str:
+def _head(run: RunFacts, heading: str) -> str:
     word, tone = _state(run)
-    heading = "h1" if number == 0 else "h2"
     return (
         f'<header><{heading}>{escape(run.name)} <span class="pill {tone}">{escape(word)}</span></{heading}>'
         f'<p class="place"><code>{escape(run.place)}</code></p></header>'
@@ -137,7 +136,8 @@ def _alarms(run: RunFacts) -> str:
     if history.failures:
         found.append(("warn", f"{count(history.failures, 'save', 'saves')} failed"))
     if history.fallbacks:
-        found.append(("warn", f"The run fell back to an older step {count(history.fallbacks, 'time', 'times')}"))
+        often = "once" if history.fallbacks == 1 else f"{history.fallbacks} times"
+        found.append(("warn", f"The run fell back to an older step {often}, as newer ones were damaged"))
     if not run.has_events and run.format == "holdfast" and run.checkpoints:
         text = (
             "No events: they are kept beside runs on file systems, not in object stores, copies or single checkpoints"
@@ -170,9 +170,8 @@ def _figures(run: RunFacts, now: float) -> str:
         found.append(("Waited for saves", duration(blocked), f"{percent(blocked / ran)} of the time" if ran else ""))
         steps, seconds = sum(one.steps for one in history.redone), sum(one.seconds for one in history.redone)
         if len(history.attempts) > 1:
-            found.append(
-                ("Trained again", count(steps, "step", "steps"), duration(seconds) if steps else "nothing lost")
-            )
+            text = f"{duration(seconds)} lost" if steps else "nothing lost"
+            found.append(("Trained again", count(steps, "step", "steps"), text))
     if run.checkpoints:
         shared = sum(one.bytes for one in run.checkpoints) - run.disk_bytes
         text = f"{size(run.disk_bytes)} on disk{f', {size(shared)} shared' if shared else ''}"
@@ -335,14 +334,14 @@ def _is_pinned(one: CheckpointSummary) -> bool:
 
 
 def _step(run: RunFacts, one: CheckpointSummary) -> list[Cell]:
-    name = one.path.rpartition("/")[2]
+    name, metrics = one.path.rpartition("/")[2], metrics_text(one.metrics)[:300]
     best_mark = ' <span class="badge">best</span>' if one.step == run.best and run.best_metric else ""
     return [
         Cell("", one.step, f"{escape(name)}{best_mark}"),
         Cell("-" if one.time is None else clock_text(one.time), one.time or 0.0, tone="one-line"),
         Cell(size(one.bytes), float(one.bytes)),
         Cell(size(one.bytes - one.shared_bytes), float(one.bytes - one.shared_bytes)),
-        Cell(metrics_text(one.metrics)[:300]),
+        Cell("", metrics, "".join(f'<span class="whole">{escape(part)}</span> ' for part in metrics.split(", "))),
         Cell(one.reason),
         Cell(", ".join(one.kept)),
         Cell("whole" if one.damage is None else f"damaged: {one.damage}", tone="" if one.damage is None else "bad"),
@@ -414,7 +413,7 @@ def _leaf(leaf: LeafStatistics, found: Statistics, several: bool, moved: bool) -
     name = f"{leaf.item}/{leaf.path}" if several else leaf.path
     cells = [Cell("", name, f"<code>{escape(name)}</code>"), Cell(f"{leaf.size:,}", float(leaf.size))]
     numbers = (leaf.minimum, leaf.maximum, leaf.mean, leaf.deviation, leaf.norm)
-    cells += [Cell("-" if one is None else f"{one:.4g}", -math.inf if one is None else one) for one in numbers]
+    cells += [Cell("-" if one is None else number_text(one), -math.inf if one is None else one) for one in numbers]
     cells += [Cell(f"{one:,}", float(one), tone="bad" if one else "") for one in (leaf.nan, leaf.inf)]
     if moved:
         norms = found.norms.get((leaf.item, leaf.path), [])

@@ -98,6 +98,27 @@ def test_ls_of_an_empty_directory(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert json.loads(output_of(capsys, "ls", tmp_path, "--json"))["checkpoints"] == []
 
 
+def test_runs_whose_steps_share_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Whole steps are what a copy takes; on the disk, a file with several names counts once, as for du."""
+    frozen = np.arange(600_000, dtype=np.float32)
+    for name in ("lora", "other"):
+        with hf.CheckpointManager(tmp_path / name) as manager:
+            for step in range(4 if name == "lora" else 1):
+                manager.save(step, {"frozen": frozen, "adapter": np.full(3, step)})
+    records = [path.read_bytes() for path in tmp_path.glob("lora/*/checkpoint.json")]
+    files = {
+        path.stat().st_ino: path.stat().st_size for path in tmp_path.glob("lora/[0-9]/state/**/*") if path.is_file()
+    }
+    assert len(records) == 4
+    lora, other = json.loads(output_of(capsys, "ls", tmp_path, "--json"))["runs"]
+    assert lora["disk_bytes"] == sum(files.values()) < lora["bytes"] / 1.9
+    assert lora["bytes"] == sum(one.bytes for one in hf.list_checkpoints(tmp_path / "lora"))
+    assert other["disk_bytes"] == other["bytes"]
+    lines = output_of(capsys, "ls", tmp_path).splitlines()
+    assert lines[0].split()[4:7] == ["SIZE", "ON", "DISK"]
+    assert lines[1].split()[5:9] == ["9.6", "MB", "4.8", "MB"]
+
+
 def test_a_directory_of_runs_says_where_checkpoints_are(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     """A run, a manager's directory, one checkpoint, and what holds none."""
     shutil.copytree(run / "checkpoints", run.parent / "bare")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from tests.cli.commands import error_of
 
+from holdfast.cli.main import main
 from holdfast.cli.supervise import Kind, RestartPolicy, RunRecord, SlowSaves, Start, kind_of
 from holdfast.engine.sources import compare_checkpoints, open_at
 from holdfast.engine.storage import as_location
@@ -178,6 +180,17 @@ def test_a_program_with_crashes_a_hang_and_a_preemption_ends_as_the_undisturbed_
     assert {"crashed", "hung", "preempted"} <= set(names)
     assert "in happen" in events[-1]["text"].partition('"hangs"')[2], "the stack of the thread that hangs"
     assert [json.loads(line)["event"] for line in log.read_text().splitlines()] == names[:-1]
+    report = tmp_path / "report.html"
+    assert main(["report", str(tmp_path / "run"), "--no-stats", "-o", str(report)]) == 0
+    marks = re.findall(r'data-mark="(\w+)" aria-label="\S+ \S+ ([^:"]+)', report.read_text())
+    for mark, said in (
+        ("crash", "Failed after step 2"),
+        ("crash", "Crashed after step"),
+        ("hung", "Hung after step 7"),
+    ):
+        assert any(one == mark and text.startswith(said) for one, text in marks), marks
+    assert ("preempted", "Preempted after step 9") in [(one, text) for one, text in marks]
+    assert marks[-1] == ("finished", "Finished after step 12")
 
 
 def test_it_forwards_signals_and_the_last_status(tmp_path: Path) -> None:

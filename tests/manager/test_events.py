@@ -45,7 +45,7 @@ def test_the_life_of_a_run(tmp_path: Path) -> None:
     train(tmp_path, 8)
 
     found = [(event["event"], event.get("step", event.get("newest"))) for event in events_in(tmp_path)]
-    assert sorted(found[:3], key=str) == sorted([("started", None), ("failed", None), ("saved", 2)], key=str)
+    assert sorted(found[:3], key=str) == sorted([("started", None), ("failed", 3), ("saved", 2)], key=str)
     assert found[3:] == [
         *(("started", 2), ("restored", 2), ("saved", 4), ("saved", 5), ("preempted", 5)),
         *(("started", 5), ("restored", 5), ("saved", 6), ("saved", 8), ("finished", 8)),
@@ -130,6 +130,88 @@ def test_a_file_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pyt
             manager.save(step, TREE)
     assert manager.all_steps() == [0, 1, 2]
     assert [record.levelname for record in caplog.records if "lacks events" in record.message] == ["INFO"]
+
+
+def test_what_saves_and_late_metrics_say(tmp_path: Path) -> None:
+    many = {f"m{number}": float(number) for number in range(100)}
+    with hf.CheckpointManager(tmp_path) as manager:
+        for step in range(3):
+            manager.save(step, {"w": np.arange(600_000)}, metrics={"loss": step} if step else many)
+            manager.wait_until_finished()
+        manager.record_metrics(2, {"accuracy": 0.5})
+        manager.restore(2)
+    first, *_, last, late, restored = [event for event in events_in(tmp_path) if event["event"] != "started"]
+    assert list(first["metrics"]) == list(many)[:64]
+    assert (last["metrics"], late["event"], late["metrics"]) == ({"loss": 2}, "metrics", {"accuracy": 0.5})
+    assert (first["shared_bytes"], last["shared_bytes"] > last["bytes"]) == (0, True)
+    assert restored["seconds"] > 0
+
+
+def test_listeners_hear_what_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[dict[str, Any]] = []
+
+    def fails(event: Any) -> None:
+        event["event"] = "spoilt"
+        raise ConnectionError("no answer")
+
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.events.add_listener(fails)
+        manager.events.add_listener(heard.append)
+        for step in (1, 2):
+            manager.save(step, TREE)
+    assert heard == events_in(tmp_path)
+    assert [event["event"] for event in heard] == ["started", "saved", "saved"]
+    (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "the listener test_listeners_hear_what_is_written.<locals>.fails failed" in said
+    assert said.endswith("ConnectionError: no answer")
+
+
+def test_listeners_hear_of_runs_in_object_stores_and_nothing_of_readers(tmp_path: Path) -> None:
+    heard: list[str] = []
+    with hf.CheckpointManager("memory://listened/run") as manager:
+        manager.events.add_listener(lambda event: heard.append(event["event"]))
+        manager.save(1, TREE)
+        manager.wait_until_finished()
+        assert heard == ["started", "saved"]
+    with hf.CheckpointManager("memory://listened/run", options=hf.CheckpointManagerOptions(read_only=True)) as reader:
+        reader.events.add_listener(lambda event: heard.append("read"))
+        reader.restore()
+    assert heard == ["started", "saved"]
+
+
+def test_copies_to_and_from_a_mirror(tmp_path: Path) -> None:
+    options = hf.CheckpointManagerOptions(mirror=tmp_path / "mirror")
+    for directory in ("one", "two"):
+        with hf.CheckpointManager(tmp_path / directory, options=options) as manager:
+            if directory == "one":
+                manager.save(1, TREE)
+            manager.restore(1)
+    copied = next(event for event in events_in(tmp_path / "one") if event["event"] == "mirrored")
+    fetched = next(event for event in events_in(tmp_path / "two") if event["event"] == "fetched")
+    assert (copied["step"], fetched["step"]) == (1, 1)
+    assert copied["mirror"] == fetched["mirror"] == str(tmp_path / "mirror")
+    assert fetched["bytes"] == copied["bytes"] > 24
+
+
+def test_an_event_after_the_death_of_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"event": "a"}\n{"event": "tor')
+    events.append_after_death(path, {"event": "ended", "how": "crashed", "seconds": float("inf")})
+    assert read_events(path)[0] == [{"event": "a"}, {"event": "ended", "how": "crashed", "seconds": None}]
+
+
+@pytest.mark.parametrize(
+    ("event", "numbers"),
+    [
+        ({"event": "saved", "bytes": 5, "shared_bytes": 0}, {"bytes": 5, "shared_bytes": 0}),
+        ({"event": "restored", "seconds": None, "skipped": [{}, {}]}, {"skipped": 2}),
+        ({"event": "preempted", "step": 7}, {"preempted": 1}),
+        ({"event": "save_failed", "error": "x"}, {"save_failed": 1}),
+        ({"event": "started", "pid": 5}, {}),
+    ],
+)
+def test_numbers_for_loggers(event: dict[str, Any], numbers: dict[str, float]) -> None:
+    assert hf.event_scalars(event) == {f"checkpoint/{name}": value for name, value in numbers.items()}
 
 
 def test_numbers_that_json_lacks(tmp_path: Path) -> None:

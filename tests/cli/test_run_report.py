@@ -1,0 +1,372 @@
+"""``holdfast report``: what events say as tables, and the page of runs, parsed; a browser looks at it elsewhere."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import socket
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.cli.commands import error_of, output_of
+
+import holdfast as hf
+from holdfast.cli.run_report import charts, facts, page
+from holdfast.cli.run_report.history import History, duration, read_history
+
+HOSTILE = "</script><!--<script>"
+LEAF = HOSTILE.replace("/", "%2F")  # as a path shows this key
+VOID = {"meta", "link", "input", "path", "rect", "polyline"}
+
+
+class Page(HTMLParser):
+    """A page as a list of elements: tag, attributes, and the text directly inside; every element has to be closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None], list[str]]] = []
+        self.comments: list[str] = []
+        self._open: list[int] = []
+        self.feed(text)
+        self.close()
+        assert not self._open, [self.elements[one][0] for one in self._open]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs), []))
+        if tag not in {"meta", "link", "input"}:
+            self._open.append(len(self.elements) - 1)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs), []))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.elements[self._open.pop()][0] == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open:
+            self.elements[self._open[-1]][2].append(data)
+
+    def handle_comment(self, data: str) -> None:
+        self.comments.append(data)
+
+    def texts(self, tag: str, kind: str | None = None) -> list[str]:
+        """Returns the text directly inside of all elements with a tag, and a class."""
+        return ["".join(text) for _, text in self._of(tag, kind)]
+
+    def values(self, tag: str, attribute: str, kind: str | None = None) -> list[str | None]:
+        return [found.get(attribute) for found, _ in self._of(tag, kind) if attribute in found]
+
+    def _of(self, tag: str, kind: str | None) -> list[tuple[dict[str, str | None], list[str]]]:
+        return [
+            (found, text)
+            for name, found, text in self.elements
+            if name == tag and (kind is None or kind in (found.get("class") or "").split())
+        ]
+
+
+def event(name: str, time: float, run: str = "a", **facts: Any) -> dict[str, Any]:
+    return {"event": name, "time": time, "run": run, **facts}
+
+
+def saved(time: float, step: int, run: str = "a", **facts: Any) -> dict[str, Any]:
+    numbers = {"bytes": 10, "shared_bytes": 0, "blocked_seconds": 0.5, "total_seconds": 1.0, "reason": "every step"}
+    return event("saved", time, run, step=step, **{**numbers, **facts})
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: object, output: Path) -> Page:
+    said = output_of(capsys, "report", *arguments, "-o", output)
+    assert said.startswith(f"{output}: ")
+    return Page(output.read_text())
+
+
+# ---- what events say
+
+
+@pytest.mark.parametrize(
+    ("events", "ends"),
+    [
+        ([event("started", 1), event("finished", 2, step=5)], ["finished"]),
+        ([event("started", 1), event("preempted", 2, step=5)], ["preempted"]),
+        ([event("started", 1), event("failed", 2, error="ValueError: no")], ["failed"]),
+        ([event("started", 1), event("started", 5, "b"), event("finished", 6, "b")], ["lost", "finished"]),
+        ([event("started", 1), event("ended", 2, how="crashed", status=137)], ["crashed"]),
+        ([event("started", 1), event("ended", 2, how="hung", status=137, why="no step")], ["hung"]),
+        ([event("started", 1), event("failed", 2, error="x"), event("ended", 3, how="crashed", status=1)], ["failed"]),
+        ([event("started", 1), event("preempted", 2, step=5), event("ended", 3, how="hung")], ["hung"]),
+        ([event("started", 1), event("ended", 3, how="preempted", status=75)], ["preempted"]),
+        ([event("started", 1, pid=os.getpid(), host=socket.gethostname())], ["running"]),
+        ([event("started", 1, pid=os.getpid(), host="another")], ["lost"]),
+        ([event("started", 1, pid=2**40, host=socket.gethostname())], ["lost"]),
+        ([event("saved", 1), event("saved", True), {"event": "saved"}, event("of the program", 3)], ["lost"]),  # type: ignore[arg-type]
+        ([], []),
+    ],
+)
+def test_how_starts_have_ended(events: list[dict[str, Any]], ends: list[str]) -> None:
+    assert [attempt.how for attempt in read_history(events).attempts] == ends
+
+
+def test_what_was_lost_between_two_starts() -> None:
+    history = read_history(
+        [event("started", 0), saved(10, 4), saved(20, 8), event("ended", 26, how="crashed", status=1, step=11)]
+        + [event("started", 30, "b"), event("restored", 31, "b", step=8, seconds=0.25, skipped=[])]
+        + [event("restored", 31, "b", step=8, seconds=None, skipped=[])]  # noted once more by a callback
+        + [saved(40, 12, "b"), event("preempted", 41, "b", step=12)]
+        + [event("started", 50, "c"), event("restored", 51, "c", step=12), event("finished", 52, "c", step=12)]
+    )
+    assert [(one.steps, one.seconds) for one in history.redone] == [(3, 6)]
+    assert [(one.restored, one.restore_seconds, one.last_step) for one in history.attempts] == [
+        (None, None, 11),
+        (8, 0.25, 12),
+        (12, None, 12),
+    ]
+    assert history.attempts[0].blocked == 1.0
+
+
+def test_metrics_come_from_saves_and_later_events() -> None:
+    more = {"b": {"c": 2}, "text": "x", "flag": True, "none": None}
+    history = read_history([saved(1, 5, metrics={"a": 1.5, **more}), event("metrics", 2, step=5, metrics={"a": 2.5})])
+    assert history.metrics == {"a": {5: 2.5}, "b/c": {5: 2.0}}
+
+
+def test_events_of_fallbacks_failures_and_mirrors() -> None:
+    skipped = [{"step": 9, "damage": "missing"}, {"step": "x"}, 7]
+    history = read_history(
+        [event("started", 1), event("restored", 2, step=8, skipped=skipped)]
+        + [event("save_failed", 3, step=9, error="StorageFullError: full")]
+        + [
+            event("mirror_failed", 4, mirror="s3://b/r", error="no answer"),
+            event("fetched", 5, step=8, bytes=2, seconds=1),
+        ]
+    )
+    assert (history.fallbacks, history.failures) == (1, 1)
+    marks = [note.mark for note in history.notes if note.mark]
+    assert marks == ["start", "fallback", "failed save", "mirror failed", "lost", "fetched"]
+    (fallback,) = [note for note in history.notes if note.mark == "fallback"]
+    assert fallback.title == "Fell back to step 8: 1 step damaged (9)"
+
+
+def test_times_keep_their_order_and_long_pauses_are_short() -> None:
+    scale = charts.TimeScale([(0, 10), (1000, 1010), (1005, 1012), (1012.1, 1013)])
+    places = [scale.place(time) for time in (-5, 0, 5, 10, 500, 1000, 1012, 1013, 2000)]
+    assert places == sorted(places)
+    assert (places[0], places[-1]) == (0.0, 1.0)
+    ((where, width, pause),) = scale.pauses
+    assert (round(where, 3), pause) == (round(scale.place(10), 3), 990)
+    assert width < 0.05
+    assert scale.time(scale.place(1003)) == pytest.approx(1003)
+    assert charts.TimeScale([(3, 3)]).place(3) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("values", "dots"),
+    [({}, 0), ({5: 1.0}, 1), ({5: math.nan}, 0), ({1: 0.0, 2: math.inf, 3: -1e300}, 2), ({1: 7.0, 2: 7.0}, 2)],
+)
+def test_lines_of_any_values(values: dict[int, float], dots: int) -> None:
+    markup, reading = charts.line_chart("c", "x", values, [1], best=2)
+    assert len(reading.at) == dots
+    assert "nan" not in markup.replace("not finite", "")
+    assert all(0 <= place <= 1 for place in reading.at)
+
+
+def test_long_lines_keep_their_extremes() -> None:
+    values = {step: math.sin(step) for step in range(50_000)}
+    values[31_234] = 9.0
+    markup, reading = charts.line_chart("c", "x", values)
+    assert len(reading.x) <= 700
+    assert 9.0 in reading.y
+    assert len(markup) < 20_000
+
+
+# ---- the page
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with a fallback and a failure, hostile names, and leaves with NaN."""
+    directory = tmp_path / f"run <b>&{chr(0x2028)}"
+    options = hf.CheckpointManagerOptions(max_to_keep=3, best_fn="loss", best_mode="min")
+    for begin in (0, 3):
+        with hf.CheckpointManager(directory, options=options, metadata={"name": HOSTILE}) as manager:
+            manager.restore_latest()
+            for step in range(begin + 1, begin + 4):
+                tree = {"a": np.full(5, step, np.float32), HOSTILE: np.array([1.0, np.nan, np.inf]), "text": "<i>"}
+                manager.save(step, tree, metrics={"loss": 1 / step, HOSTILE: step}, reason="<b>why</b>")
+            manager.wait_until_finished()
+            manager.events.write("failed", step=begin + 3, error=f"ValueError: {HOSTILE}")
+    return directory
+
+
+def test_the_page_of_a_run(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
+    found = report(capsys, run, output=tmp_path / "report.html")
+    (title,) = found.texts("h1")
+    assert title.rstrip(" ") == run.name
+    assert found.texts("span", "pill") == ["failed"]
+    # Names are text everywhere, and the data is one JSON document.
+    assert found.comments == []
+    assert LEAF in found.texts("code")
+    assert HOSTILE in found.texts("b")
+    data, script = found.texts("script")
+    assert [one["id"] for one in json.loads(data)][:2] == ["metric-0-0", "metric-0-1"]
+    assert script.strip().startswith('"use strict"')
+    assert "<" not in data
+    assert found.texts("b").count("Failed after step 3") == 1
+    assert any("NaN or Inf in step 6: state/" in text for text in found.texts("li", "bad"))
+    # Why each step is kept, and its state.
+    cells = found.texts("td")
+    assert {"<b>why</b>", "whole", "newest, best loss (0.166667)", "2nd best loss (0.2)"} <= set(cells)
+    assert [name for name in found.texts("summary") if name.strip()] == ["What happened", "Facts about the run"]
+    assert found.texts("pre") == [json.dumps({"name": HOSTILE}, indent=2)]
+    assert found.values("div", "aria-label", "table") == ["Kept steps", "Values by leaf", "Starts of the program"]
+
+
+def test_the_page_asks_for_nothing(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
+    found = report(capsys, run, output=tmp_path / "report.html")
+    assert found.values("meta", "content", None)[1].startswith("default-src 'none'; style-src 'unsafe-inline'; ")  # type: ignore[union-attr]
+    assert [
+        url for tag, attributes, _ in found.elements for name, url in attributes.items() if name in ("src", "href")
+    ] == ["data:,"]
+    assert "url(" not in "".join(found.texts("style"))
+
+
+def test_values_are_those_of_show(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
+    found = report(capsys, run, output=tmp_path / "report.html")
+    shown = json.loads(output_of(capsys, "show", run, "--stats", "--json"))["leaves"]
+    (numbers,) = [leaf["statistics"] for leaf in shown if leaf["path"] == "a"]
+    place = found.texts("code").index("a")
+    assert place > 0
+    assert f"{numbers['norm']:.4g}" in found.texts("td", "n")
+    assert charts.number_text(numbers["norm"]) in "".join(found.texts("span"))
+    assert "Norm of a" in found.texts("b")
+    without = report(capsys, run, "--no-stats", output=tmp_path / "quick.html")
+    assert "Values by leaf" not in without.values("div", "aria-label")
+    assert "Norm of a" not in without.texts("b")
+    few = report(capsys, run, "--norm-steps", 2, output=tmp_path / "few.html")
+    assert "Norm from step 4 to 6" in few.texts("button")
+    one = report(capsys, run, "--norm-steps", 1, output=tmp_path / "one.html")
+    assert not any("Norm from step" in text for text in one.texts("button"))
+
+
+def test_earlier_steps_that_are_too_large_are_left_out(
+    capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(facts, "_EARLIER", hf.list_checkpoints(run)[0].bytes + 1)
+    found = report(capsys, run, output=tmp_path / "report.html")
+    assert any("of 1 of 2 chosen steps" in text and "--norm-steps 3 reads all" in text for text in found.texts("p"))
+    assert "Norm from step 5 to 6" in found.texts("button")
+
+
+def test_a_damaged_newest_step(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
+    (run / "6" / "state" / "tree.json").unlink()
+    found = report(capsys, run, output=tmp_path / "report.html")
+    assert [text.partition(":")[0] for text in found.texts("li", "bad")][:1] == ["Step 6 is damaged"]
+    shutil.rmtree(run / "5")
+    shutil.rmtree(run / "4")
+    shutil.rmtree(run / "6" / "state")
+    report(capsys, run, output=tmp_path / "report.html")
+
+
+def test_several_runs_and_folders_of_runs(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "sweep" / "one")
+    shutil.copytree(run, tmp_path / "sweep" / "two" / "checkpoints")
+    store = "memory://report/run"
+    with hf.CheckpointManager(store) as manager:
+        manager.save(7, {"w": 1.5})
+    found = report(capsys, tmp_path / "sweep", store, run / "5", output=tmp_path / "report.html")
+    assert found.texts("h1") == ["4 runs"]
+    assert found.texts("a") == ["one", "two", "run", "5"]
+    assert found.values("section", "id") == ["run-0", "run-1", "run-2", "run-3"]
+    assert [text.strip() for text in found.texts("h2")] == ["one", "two", "run", "5"]
+    assert sum("No events" in text for text in found.texts("li", "plain")) == 2
+
+
+def test_a_checkpoint_of_another_library(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    np.savez(tmp_path / "weights.npz", w=np.arange(3.0))
+    found = report(capsys, tmp_path / "weights.npz", output=tmp_path / "report.html")
+    assert "w" in found.texts("code")
+
+
+def test_the_file_that_is_written(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
+    target = tmp_path / "report.html"
+    report(capsys, run, output=target)
+    report(capsys, run, output=target)  # an earlier report is replaced
+    (tmp_path / "notes.html").write_text("mine")
+    for wrong, said in (
+        (tmp_path / "notes.html", "is no report of holdfast"),
+        (tmp_path, "this is a directory"),
+        (tmp_path / "no" / "report.html", "there is no directory"),
+    ):
+        assert said in error_of(capsys, "report", run, "-o", wrong, status=2)
+    assert (tmp_path / "notes.html").read_text() == "mine"
+    assert "no such directory" in error_of(capsys, "report", tmp_path / "nowhere", "-o", target, status=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["notes.html", "report.html", run.name])
+
+
+def test_a_directory_without_checkpoints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    found = report(capsys, tmp_path / "empty", output=tmp_path / "report.html")
+    assert found.texts("span", "pill") == ["no checkpoints"]
+
+
+# ---- large runs
+
+
+def test_a_long_run_and_a_large_tree_make_a_small_file() -> None:
+    summaries = [
+        hf.CheckpointSummary(
+            step=step,
+            path=f"/run/{step}",
+            time=float(step),
+            bytes=10**6,
+            metrics={"loss": 1.0, "other": step},
+            kept=("x",),
+        )
+        for step in range(10_000)
+    ]
+    events = [
+        one
+        for start in range(400)
+        for one in [event("started", 1e4 * start, str(start))]
+        + [saved(1e4 * start + step, 25 * start + step, str(start), metrics={"loss": 1.0}) for step in range(25)]
+    ]
+    leaves = [
+        hf.LeafSummary(item="state", path=f"block_{n // 100}/layer_{n % 100 // 10}/w{n % 10}", kind="numpy", dtype="f4")
+        for n in range(99_000)
+    ] + [hf.LeafSummary(item="flat", path=f"leaf {n}", kind="numpy", dtype="f4") for n in range(1000)]
+    run = facts.RunFacts("run", "/run", summaries, read_history(events), newest=summaries[-1], leaves=leaves)
+    text = page.draw_page([run], now=2e4, version="0")
+    assert len(text) < 2 << 20
+    for said in (
+        "9500 of 10000 steps are left out",
+        "of 100000 leaves are left out",
+        "600 more, with 600 leaves",
+        "590 more, with 59000 leaves",
+    ):
+        assert said in text
+
+
+def test_statistics_of_many_leaves_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {f"w{n}": np.full(n + 1, np.nan if n == 3 else 1.0, np.float32) for n in range(40)}
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.save(1, tree)
+    monkeypatch.setattr(facts, "_STATISTICS", 10)
+    found = facts.read_run(hf.as_location(tmp_path), facts.Reading()).statistics
+    assert found is not None
+    assert (found.number, found.damaged, found.examples) == (40, 1, ["state/w3"])
+    assert {leaf.path for leaf in found.leaves} == {"w3", *(f"w{n}" for n in range(31, 40))}
+    assert "30 of 40 leaves are left out" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (0.5, "500 ms"), (59.96, "1 min 00 s"), (3599.9, "1 h 00 min"), (3e5, "3 d 11 h")]
+)
+def test_spans_of_time(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_an_empty_history() -> None:
+    assert read_history([]) == History()
