@@ -139,9 +139,9 @@ class RunEvents:
         self._began = False
         self._logged = False
         self._early: list[dict[str, Any]] = []  # before the run owns its directory
-        self._listeners: list[Callable[[Event], None]] = []
+        self._listeners: list[Callable[[dict[str, Any]], None]] = []
 
-    def add_listener(self, listener: Callable[[Event], object]) -> None:
+    def add_listener(self, listener: Callable[[dict[str, Any]], object]) -> None:
         """Call a function with every event, such as one that passes it to a logger.
 
         It is called on the thread on which the event occurs: ``saved`` comes from the thread that saves in the

@@ -102,7 +102,7 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: object, output: Path)
         ([event("started", 1, pid=os.getpid(), host=socket.gethostname())], ["running"]),
         ([event("started", 1, pid=os.getpid(), host="another")], ["lost"]),
         ([event("started", 1, pid=2**40, host=socket.gethostname())], ["lost"]),
-        ([event("saved", 1), event("saved", True), {"event": "saved"}, event("of the program", 3)], ["lost"]),  # type: ignore[arg-type]
+        ([event("saved", 1), event("saved", True), {"event": "saved"}, event("of the program", 3)], ["lost"]),
         ([], []),
     ],
 )
