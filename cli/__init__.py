@@ -11,6 +11,7 @@
 ``program``    another program as a child: started, watched, ended
 ``places``     the meaning of a directory argument: a run, a manager's directory, a step
 ``report``     the output of the commands: tables for people, JSON for programs
+``progress``   how far a command is
 ``log``        where log lines go
 =============  ============================================================================================
 """

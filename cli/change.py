@@ -27,6 +27,7 @@ from ..engine.sources import find_steps
 from ..engine.storage import Location
 from .log import configure_logging
 from .places import checkpoints_at, is_one_checkpoint, where_else
+from .progress import progress_of
 from .report import count, print_json, size
 from .status import DONE, FAILED
 
@@ -198,10 +199,12 @@ def _delete(
         print(f"delete {shortened_steps(steps)}: {what}" if steps else "nothing to delete")
     deleted: list[int] = []
     if steps and confirmation.given(f"Delete {what}?"):
-        with run.manager() as manager:
+        with run.manager() as manager, progress_of("delete", shown=not as_json) as progress:
+            progress.expect(nbytes)
             for step in reversed(steps):  # the latest first: what is left at any moment is a run as it was before
                 manager.delete(step)
                 deleted.append(step)
+                progress.advance(run.nbytes([step]))
     elif steps and not confirmation.dry_run:
         print("nothing was deleted")
         return FAILED

@@ -12,6 +12,7 @@ from ..engine.formats.convert import Conversion, ExportFormat, export_checkpoint
 from ..engine.manager import copy_checkpoint
 from .log import configure_logging
 from .places import checkpoints_at
+from .progress import progress_of
 from .report import count, print_json, size
 from .status import DONE
 
@@ -25,9 +26,13 @@ def copy_checkpoints(
         CheckpointExistsError: Other checkpoints are at the destination.
     """
     configure_logging("warning")
-    with _command_options_in_errors():
+    with _command_options_in_errors(), progress_of("copy", shown=not as_json) as progress:
         copies = copy_checkpoint(
-            checkpoints_at(source).url, destination, overwrite=overwrite, max_bandwidth=max_bandwidth
+            checkpoints_at(source).url,
+            destination,
+            overwrite=overwrite,
+            max_bandwidth=max_bandwidth,
+            progress=progress,
         )
     if as_json:
         print_json({"checkpoints": [dataclasses.asdict(one) for one in copies]})
@@ -45,8 +50,8 @@ def import_checkpoints(source: str, destination: str, *, overwrite: bool, as_jso
         CheckpointExistsError: There is something at the destination.
     """
     configure_logging("error")  # leaves that are left out are printed below
-    with _command_options_in_errors():
-        conversions = import_checkpoint(source, destination, overwrite=overwrite)
+    with _command_options_in_errors(), progress_of("import", shown=not as_json) as progress:
+        conversions = import_checkpoint(source, destination, overwrite=overwrite, progress=progress)
     _print(conversions, as_json=as_json)
     return DONE
 
@@ -82,9 +87,16 @@ def export_checkpoints(
         )
     place = checkpoints_at(source)
     chosen = cast("ExportFormat", to)
-    with _command_options_in_errors():
+    with _command_options_in_errors(), progress_of("export", shown=not as_json) as progress:
         conversions = export_checkpoint(
-            place, destination, chosen, step=step, item=item, select=select or None, overwrite=overwrite
+            place,
+            destination,
+            chosen,
+            step=step,
+            item=item,
+            select=select or None,
+            overwrite=overwrite,
+            progress=progress,
         )
     _print(conversions, as_json=as_json)
     return DONE

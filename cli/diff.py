@@ -9,6 +9,7 @@ from ..engine.errors import HoldfastError
 from ..engine.sources import compare_checkpoints, open_checkpoint
 from .log import configure_logging
 from .places import checkpoints_at
+from .progress import progress_of
 from .report import count, print_json, print_table
 from .status import BAD_USAGE, DONE, FAILED
 
@@ -34,7 +35,8 @@ def diff_checkpoints(
         first, second = (
             open_checkpoint(checkpoints_at(place), step) for place, step in zip((one, other), steps, strict=True)
         )
-        found = list(compare_checkpoints(first, second, rtol=rtol, atol=atol))
+        with progress_of("compare", shown=not as_json) as progress:
+            found = list(compare_checkpoints(first, second, rtol=rtol, atol=atol, progress=progress))
     except HoldfastError as error:  # 1 would say that they differ
         print(f"holdfast: {error}", file=sys.stderr)
         return BAD_USAGE

@@ -25,6 +25,7 @@ from ..engine.sources import (
 from ..engine.storage import Location
 from .log import configure_logging
 from .places import INSIDE_A_RUN, checkpoints_at, is_one_checkpoint, runs_below, where_else
+from .progress import progress_of
 from .report import age, count, metrics_text, print_json, print_table, print_tree, size
 from .status import DONE, FAILED
 
@@ -206,7 +207,10 @@ def show_leaves(
     shared = _shared_bytes(checkpoint)
     chosen.check(leaf.path.split("/") for leaf in leaves)
     leaves = [leaf for leaf in leaves if chosen.chooses(leaf.path.split("/"))]
-    numbers = {(one.item, one.path): one for one in leaf_statistics(checkpoint, select)} if statistics else {}
+    numbers = {}
+    if statistics:
+        with progress_of("read", shown=not as_json) as progress:
+            numbers = {(one.item, one.path): one for one in leaf_statistics(checkpoint, select, progress)}
     if as_json:
         shown: list[dict[str, Any]] = [
             {
@@ -296,8 +300,8 @@ def verify_checkpoints(place: str, step: int | None, *, as_json: bool) -> int:
     """
     configure_logging("error")
     location = checkpoints_at(place)
-    with _saying_where_else(location):
-        result = verify(location, step)
+    with _saying_where_else(location), progress_of("verify", shown=not as_json) as progress:
+        result = verify(location, step, progress=progress)
     if as_json:
         checkpoints = [
             {

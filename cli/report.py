@@ -108,6 +108,20 @@ def age(seconds: float) -> str:
     return f"{max(0, int(seconds))} s"
 
 
+def time_left(seconds: float) -> str:
+    """Return a span of time for people, as long as it may still be.
+
+    >>> time_left(7300), time_left(61.5), time_left(0.2)
+    ('2 h 2 min', '1 min 2 s', '1 s')
+    """
+    whole = max(1, round(seconds + 0.4))
+    hours, rest = divmod(whole, 3600)
+    minutes, rest = divmod(rest, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
 def metrics_text(metrics: Mapping[str, Any] | None) -> str:
     """Return metrics in one line, nested ones with ``/`` in their names."""
     return ", ".join(f"{name} {_number(value)}" for name, value in _flat(metrics or {}))

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .engine.checkpoint import SaveReport as SaveReport
     from .engine.checkpoint import check_replicas as check_replicas
     from .engine.clock import Clock as Clock
+    from .engine.clock import Progress as Progress
     from .engine.clock import SystemClock as SystemClock
     from .engine.distributed import Alone as Alone
     from .engine.distributed import Coordinator as Coordinator
@@ -109,7 +110,7 @@ _HOMES = {
     "api": "load load_transformed save",
     "arrays": "AggregateHandler Layout MsgpackHandler Problem",
     "checkpoint": "AsyncCheckpointer Checkpointer PyTreeCheckpointer SaveReport check_replicas",
-    "clock": "Clock SystemClock",
+    "clock": "Clock Progress SystemClock",
     "distributed": "Alone Coordinator ProcessInfo current_coordinator",
     "errors": """
         BarrierTimeoutError CheckpointExistsError CheckpointNotFoundError DamagedCheckpointError FormatVersionError

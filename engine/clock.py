@@ -1,4 +1,4 @@
-"""The clock, which tests replace; durations, in seconds or as text such as ``"15m"``; rates, such as ``"50 MB/s"``."""
+"""The clock, which tests replace; durations such as ``"15m"``; rates such as ``"50 MB/s"``; how far a long call is."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import contextlib
 import datetime
 import math
 import re
+import threading
 import time
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 from .errors import OptionError
 
@@ -120,3 +122,85 @@ def format_duration(seconds: float) -> str:
         # Below a millisecond the rounding above would leave nothing.
         parts.append(f"{rest or seconds:.10g}s")
     return "".join(parts)
+
+
+class Progress(Protocol):
+    """Hears how far a long call is, in bytes; threads of the call use it at the same time, and often.
+
+    An exception of a method ends the call, as an interrupt would. When a call returns, it has advanced by as many bytes
+    as it has expected.
+
+    >>> import tempfile, numpy as np
+    >>> import holdfast as hf
+    >>> class Percent:
+    ...     expected = done = 0
+    ...     def expect(self, nbytes: int) -> None:
+    ...         self.expected += nbytes
+    ...     def advance(self, nbytes: int) -> None:
+    ...         self.done += nbytes
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     report = hf.save(f"{directory}/a", {"w": np.arange(3)})
+    ...     percent = Percent()
+    ...     hf.verify(f"{directory}/a", progress=percent).ok, percent.done == percent.expected > 24
+    (True, True)
+    """
+
+    def expect(self, nbytes: int) -> None:
+        """Add to the bytes that the call will process; called before they are, and perhaps several times."""
+
+    def advance(self, nbytes: int) -> None:
+        """Add to the bytes that the call has processed."""
+
+
+class Unheard:
+    """The progress of a call that nothing listens to."""
+
+    def expect(self, nbytes: int) -> None:
+        """Take no notice."""
+
+    def advance(self, nbytes: int) -> None:
+        """Take no notice."""
+
+
+UNHEARD = Unheard()
+
+
+class Portion:
+    """A part of a call, of so many bytes: never more than these are reported, and all of them once it has succeeded.
+
+    Its work is counted in units of its own, such as bytes of elements where files are compressed. Work that is done
+    twice, or not at all, then only makes the progress less even.
+    """
+
+    def __init__(self, progress: Progress, nbytes: int, units: int = 0) -> None:
+        self._progress = progress
+        self._nbytes = nbytes
+        self._units = units
+        self._done = self._reported = 0
+        self._lock = threading.Lock()
+
+    def work(self, units: int) -> None:
+        """Add to the work that there is."""
+        with self._lock:
+            self._units += units
+
+    def advance(self, units: int) -> None:
+        """Add to the work that is done."""
+        with self._lock:
+            self._done = min(self._done + units, self._units)
+            self._report(self._nbytes * self._done // max(1, self._units))
+
+    def _report(self, reached: int) -> None:
+        if reached > self._reported:
+            new, self._reported = reached - self._reported, reached
+            self._progress.advance(new)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            with self._lock:
+                self._report(self._nbytes)

@@ -10,9 +10,9 @@ import difflib
 import functools
 import inspect
 import signal
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar, get_args
+from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 from ..engine.checkpoint import Place
 from ..engine.clock import Duration, seconds
@@ -149,13 +149,20 @@ def takes(arguments: Callable[P, A]) -> Callable[[Callable[[S, A], None]], Calla
             init(self, arguments(*args, **kwargs))
 
         this, *_ = inspect.signature(init).parameters.values()
-        signature = inspect.signature(arguments)
-        vars(with_arguments)["__signature__"] = signature.replace(
-            parameters=[this, *signature.parameters.values()], return_annotation=None
-        )
+        # The types themselves, not their names, which mean nothing in the module of the callback.
+        hints = {name: _for_parsers(hint) for name, hint in get_type_hints(arguments).items()}
+        parameters = [
+            one.replace(annotation=hints[name]) for name, one in inspect.signature(arguments).parameters.items()
+        ]
+        vars(with_arguments)["__signature__"] = inspect.Signature([this, *parameters], return_annotation=None)
         return with_arguments
 
     return decorate
+
+
+def _for_parsers(hint: Any) -> Any:
+    """Return a type as parsers of arguments know it: jsonargparse, which LightningCLI uses, leaves out collections."""
+    return Sequence[get_args(hint)] if get_origin(hint) is Collection else hint  # type: ignore[misc]  # made at runtime
 
 
 def documents(arguments: type) -> Callable[[type[T]], type[T]]:

@@ -295,10 +295,10 @@ def test_a_step_that_is_deleted_meanwhile_is_not_damaged(tmp_path: Path, monkeyp
     manager.wait_until_finished()
     verify_item = verification._verify_item
 
-    def deleting(folder: Any, item: Any) -> Any:
+    def deleting(folder: Any, item: Any, advance: Any) -> Any:
         if 1 in manager.all_steps():
             manager.delete(1)
-        return verify_item(folder, item)
+        return verify_item(folder, item, advance)
 
     monkeypatch.setattr(verification, "_verify_item", deleting)
     report = hf.verify(tmp_path)

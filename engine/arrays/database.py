@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..clock import UNHEARD
 from ..errors import DamagedCheckpointError, FormatVersionError, ObjectNotFoundError
 from ..format import (
     METADATA_LIMIT,
@@ -159,8 +160,8 @@ class ArrayDatabase:
         problems = self._fetch(names, assembly)
         return assembly.finish(), problems
 
-    def verify(self, names: Sequence[str]) -> list[Problem]:
-        return self._fetch(names, Assembly(self._known(names), keep=False))
+    def verify(self, names: Sequence[str], advance: Callable[[int], None] = UNHEARD.advance) -> list[Problem]:
+        return self._fetch(names, Assembly(self._known(names), keep=False), advance)
 
     def _known(self, names: Sequence[str]) -> list[ArrayMetadata]:
         found = []
@@ -204,7 +205,9 @@ class ArrayDatabase:
         with required(self._location / path):
             return (self._location / path).open_data(size=None if known is None else known.size)
 
-    def _fetch(self, names: Sequence[str], assembly: Assembly) -> list[Problem]:
+    def _fetch(
+        self, names: Sequence[str], assembly: Assembly, advance: Callable[[int], None] = UNHEARD.advance
+    ) -> list[Problem]:
         problems: list[Problem] = []
         lock = threading.Lock()
 
@@ -234,6 +237,7 @@ class ArrayDatabase:
             rows = range(extent.first, extent.stop)
             for row, what in assembly.accept_many(chunks, rows, extent.offset, data, extent.kept):
                 failed(chunks, row, what)
+            advance(len(data))
 
         with contextlib.ExitStack() as stack:
             files: dict[str, DataReader] = {}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..clock import UNHEARD
 from ..errors import DamagedCheckpointError, FormatVersionError, HoldfastError
 from ..format import ArrayMetadata, FileRecord, decode_document, dtype_from_name
 from ..pytree import EXTERNAL, Box, Details, Saved, format_path, from_document, materialize
@@ -78,14 +79,17 @@ class TreeReader(TreeSource):
                 unreadable=self._database.unreadable,
             )
 
-    def verify(self) -> list[Problem]:
-        problems = [
-            Problem(path, "", what) for path, known in self._files.items() if (what := self._check(path, known))
-        ]
+    def verify(self, advance: Callable[[int], None] = UNHEARD.advance) -> list[Problem]:
+        problems = []
+        for path, known in self._files.items():
+            if what := self._check(path, known):
+                problems.append(Problem(path, "", what))
+            if known.crc32c is not None:
+                advance(known.size)
         problems += [
             Problem(TREE, format_path(leaf.name), what) for leaf in self.leaves if (what := _value_problem(leaf))
         ]
-        found = self._database.verify([leaf.name for leaf in self.leaves if leaf.saved.dtype is not None])
+        found = self._database.verify([leaf.name for leaf in self.leaves if leaf.saved.dtype is not None], advance)
         return problems + [problem._replace(leaf=format_path(problem.leaf)) for problem in found]
 
     def _check(self, path: str, known: FileRecord) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..clock import UNHEARD
 from ..errors import DamagedCheckpointError, UnsupportedLeafError, itemized
 from ..pytree import Box, Saved, TreeDocument, format_path, whole
 from ..storage import Location
@@ -93,10 +94,11 @@ class TreeSource(Protocol):
             found.append([array if [box] == [everything] else array[box.within(everything)].copy() for box in wanted])
         return found
 
-    def verify(self) -> list[Problem]:
+    def verify(self, advance: Callable[[int], None] = UNHEARD.advance) -> list[Problem]:
         """Read and check everything; return all damage, with leaves as ``format_path`` writes them.
 
-        By default, leaves are read one after the other; leaves that need code to be run are skipped.
+        ``advance`` is given bytes as they have been read: of elements, or of files where those are known. By default,
+        leaves are read one after the other; leaves that need code to be run are skipped.
         """
         problems = []
         for leaf in self.leaves:
@@ -106,6 +108,7 @@ class TreeSource(Protocol):
                 problems.append(Problem("", format_path(leaf.name), str(error)))
             except UnsupportedLeafError:
                 continue
+            advance(leaf.nbytes)
         return problems
 
     def for_template(self, names: Sequence[str]) -> TreeSource:

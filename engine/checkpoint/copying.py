@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import ArrayDatabase, FileCheck, required
+from ..clock import UNHEARD
 from ..errors import CheckpointExistsError, DamagedCheckpointError
 from ..format import TREES, CheckpointRecord, ItemRecord, own_item
 from ..storage import DataReader, Location, Segment, parallel_map
@@ -67,11 +68,13 @@ class CopyProgress:
         total: Bytes of all files.
         done: Bytes that are at the destination.
         sent: Bytes of those that were sent now, not by an earlier copy.
+        advance: Is told the bytes as they arrive.
     """
 
     total: int = 0
     done: int = 0
     sent: int = 0
+    advance: Callable[[int], None] = UNHEARD.advance
 
 
 class _File(NamedTuple):
@@ -246,6 +249,7 @@ class _Copy:
         with self._lock:
             self._progress.done += count
             self._progress.sent += count if sent else 0
+        self._progress.advance(count)
 
 
 def _sync_folders(files: list[_File]) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..arrays import HostTree, Layout, SavedLeaf, TreeSource, TreeWriter, batches
 from ..checkpoint import ITEM, ItemToSave, Place, Save
-from ..clock import SystemClock
+from ..clock import UNHEARD, Portion, Progress, SystemClock
 from ..distributed import Coordinator, run_on_primary
 from ..errors import (
     CheckpointExistsError,
@@ -24,7 +24,7 @@ from ..errors import (
 )
 from ..format import CheckpointRecord
 from ..handlers import JsonCheckpointHandler, PreparedItem, PyTreeCheckpointHandler
-from ..manager import store_metadata
+from ..manager import StepEntry, store_metadata
 from ..pytree import EXTERNAL, PLACEHOLDER, ArrayLeaf, Patterns, Piece, TreeDef, ValueLeaf, format_path
 from ..sources import (
     JSON,
@@ -40,6 +40,7 @@ from ..sources import (
     is_foreign,
     open_at,
     open_checkpoint,
+    portions_of,
     selected,
     without_placeholders,
     without_unreadable,
@@ -78,7 +79,12 @@ class Conversion:
 
 
 def import_checkpoint(
-    source: Place, destination: Place, *, overwrite: bool = False, coordinator: Coordinator | None = None
+    source: Place,
+    destination: Place,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    coordinator: Coordinator | None = None,
 ) -> list[Conversion]:
     """Convert checkpoints of another library to holdfast's: atomic, checksummed, and verified when this returns.
 
@@ -94,6 +100,7 @@ def import_checkpoint(
             Keras, numpy or RLlib, or a directory of steps.
         destination: A path or a URL; nothing may be there yet.
         overwrite: Replace a checkpoint that is there, or steps of the same numbers.
+        progress: Is told how many bytes the sources have, and as they are done.
         coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
             initialized; ``hf.Alone()`` does it in this process alone.
 
@@ -111,18 +118,28 @@ def import_checkpoint(
     """
     origin, target = as_location(source), as_location(destination)
     about = [origin.url, target.url, overwrite]
-    return _once("import_checkpoint", about, lambda: _imports(origin, target, overwrite), coordinator)
+
+    def work() -> list[Conversion]:
+        return _imports(origin, target, overwrite, progress or UNHEARD)
+
+    return _once("import_checkpoint", about, work, coordinator)
 
 
-def _imports(origin: Location, target: Location, overwrite: bool) -> list[Conversion]:
+def _imports(origin: Location, target: Location, overwrite: bool, progress: Progress) -> list[Conversion]:
     if not overwrite and (target.exists() and (not target.is_directory() or target.entries())):
         raise CheckpointExistsError(f"{target} exists already; choose another path, or pass overwrite=True")
     found = StepList() if is_foreign(origin) or not origin.is_directory() else find_steps(origin)
     steps = found.by_step()
     if not steps:
-        return [_import(open_checkpoint(origin), target, None, overwrite)]
+        checkpoint = open_checkpoint(origin)
+        (portion,) = portions_of(progress, [StepEntry(0, checkpoint.location)])
+        return [_import(checkpoint, target, None, overwrite, portion)]
     metadata = found.metadata()
-    done = [_import(open_at(entry.location), target / str(step), step, overwrite) for step, entry in steps.items()]
+    portions = portions_of(progress, list(steps.values()))
+    done = [
+        _import(open_at(entry.location), target / str(step), step, overwrite, portion)
+        for (step, entry), portion in zip(steps.items(), portions, strict=True)
+    ]
     store_metadata(target, metadata)
     return done
 
@@ -136,6 +153,7 @@ def export_checkpoint(
     item: str | None = None,
     select: Patterns | None = None,
     overwrite: bool = False,
+    progress: Progress | None = None,
     coordinator: Coordinator | None = None,
 ) -> list[Conversion]:
     """Write a checkpoint in the format of another library.
@@ -152,6 +170,7 @@ def export_checkpoint(
         item: Which item, if the checkpoint has several trees; for Orbax None is all of them.
         select: Patterns of leaf paths, as for :func:`~holdfast.load`; only leaves that match are written.
         overwrite: Replace a file that is there.
+        progress: Is told how many bytes the sources have, and as they are done.
         coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
             initialized; ``hf.Alone()`` does it in this process alone.
 
@@ -174,8 +193,8 @@ def export_checkpoint(
 
     def work() -> list[Conversion]:
         if to == "orbax":
-            return _export_orbax(origin, target, step, item, select)
-        return _export_file(origin, target, to, step, item, select, overwrite)
+            return _export_orbax(origin, target, step, item, select, progress or UNHEARD)
+        return _export_file(origin, target, to, step, item, select, overwrite, progress or UNHEARD)
 
     patterns = [select] if isinstance(select, str) or select is None else list(select)
     about = [origin.url, target.url, to, step, item, patterns, overwrite]
@@ -197,6 +216,7 @@ def _export_file(
     item: str | None,
     select: Patterns | None,
     overwrite: bool,
+    progress: Progress,
 ) -> list[Conversion]:
     checkpoint = open_at(find_checkpoint(origin, step))
     tree, left_out = without_placeholders(selected(checkpoint.tree(checkpoint.only_tree(item)), select))
@@ -210,12 +230,17 @@ def _export_file(
         from .torch.files import export_torch as write
     else:
         from .safetensors import export_safetensors as write
-    write(tree, target, overwrite=overwrite)
+    nbytes = sum(leaf.nbytes for leaf in tree.leaves)
+    progress.expect(nbytes)
+    with Portion(progress, nbytes, nbytes) as portion:
+        write(tree, target, overwrite=overwrite, advance=portion.advance)
     _warn(checkpoint, left_out)
     return [_conversion(checkpoint, target, to, step if step is not None else checkpoint.step, [tree], left_out)]
 
 
-def _import(checkpoint: CheckpointSource, target: Location, step: int | None, overwrite: bool) -> Conversion:
+def _import(
+    checkpoint: CheckpointSource, target: Location, step: int | None, overwrite: bool, portion: Portion
+) -> Conversion:
     if isinstance(checkpoint, NativeCheckpoint):
         raise OptionError(f"{checkpoint.location} is a checkpoint of holdfast already; copy the directory")
     items: dict[str, ItemToSave] = {}
@@ -231,7 +256,7 @@ def _import(checkpoint: CheckpointSource, target: Location, step: int | None, ov
                 tree, lines = without(tree)
                 left_out += lines
             trees.append(tree)
-            items[own] = ItemToSave(TreeSourceHandler(), trees[-1])
+            items[own] = ItemToSave(TreeSourceHandler(portion.advance), trees[-1])
         elif kind == JSON:
             items[own] = ItemToSave(JsonCheckpointHandler(), checkpoint.value(name))
         elif kind != METRICS:
@@ -252,8 +277,10 @@ def _import(checkpoint: CheckpointSource, target: Location, step: int | None, ov
             custom_metadata=custom,
         ),
     )
-    save.complete()
-    _verify(target)
+    with portion:
+        portion.work(2 * sum(leaf.nbytes for tree in trees for leaf in tree.leaves))  # read, and read back
+        save.complete()
+        _verify(target, portion.advance)
     _warn(checkpoint, left_out)
     return _conversion(checkpoint, target, checkpoint.format, step, trees, left_out)
 
@@ -263,25 +290,30 @@ def _warn(checkpoint: CheckpointSource, left_out: Sequence[str]) -> None:
         _logger.warning("%s: left out: %s", checkpoint.location, line)
 
 
-def _verify(target: Location) -> None:
+def _verify(target: Location, advance: Callable[[int], None]) -> None:
     checkpoint = NativeCheckpoint(target)
     problems = [
         f"{name}: {problem.leaf or problem.file}: {problem.what}"
         for name, kind in checkpoint.items.items()
         if kind == TREE
-        for problem in checkpoint.tree(name).verify()
+        for problem in checkpoint.tree(name).verify(advance)
     ]
     if problems:
         raise DamagedCheckpointError(itemized(f"{target} does not read as it was written:", problems))
 
 
 def _export_orbax(
-    origin: Location, target: Location, step: int | None, item: str | None, select: Patterns | None
+    origin: Location,
+    target: Location,
+    step: int | None,
+    item: str | None,
+    select: Patterns | None,
+    progress: Progress,
 ) -> list[Conversion]:
     from .orbax.export import export_orbax
 
     found = []
-    for path in export_orbax(origin, target, step=step, item=item, select=select):
+    for path in export_orbax(origin, target, step=step, item=item, select=select, progress=progress):
         number = None if path == target else int(path.name)
         checkpoint = open_at(find_checkpoint(origin, number))
         names = [name for name, kind in checkpoint.items.items() if kind == TREE and item in (None, name)]
@@ -315,10 +347,14 @@ def _conversion(
 class TreeSourceHandler(PyTreeCheckpointHandler):
     """Saves a `TreeSource`; only a few batches of leaves are in memory at a time."""
 
+    def __init__(self, advance: Callable[[int], None] = UNHEARD.advance) -> None:
+        super().__init__()
+        self._advance = advance
+
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
         source: TreeSource = item
         source.read([leaf for leaf in source.leaves if leaf.saved.dtype is None])
-        loader = _Loader(source)
+        loader = _Loader(source, self._advance)
         # Where the format stores None and a container without leaves alike, it becomes the container: nearly always, it
         # is the empty state of an optimizer, and a template has the container, too.
         kept = [OPTIONAL not in leaf.saved.details for leaf in source.leaves]
@@ -335,8 +371,9 @@ class TreeSourceHandler(PyTreeCheckpointHandler):
 class _Loader:
     """Reads leaves in batches on demand, and keeps the last few batches."""
 
-    def __init__(self, source: TreeSource) -> None:
+    def __init__(self, source: TreeSource, advance: Callable[[int], None]) -> None:
         self._source = source
+        self._advance = advance
         arrays = sorted((leaf for leaf in source.leaves if leaf.saved.dtype is not None), key=lambda leaf: leaf.name)
         self._batches = list(batches(arrays, lambda leaf: leaf.nbytes, _BATCH))
         self._batch_of = {leaf.name: number for number, batch in enumerate(self._batches) for leaf in batch}
@@ -364,6 +401,7 @@ class _Loader:
         batch = self._batches[number]
         arrays = self._source.read(batch)
         found = {leaf.name: array for leaf, array in zip(batch, arrays, strict=True) if array is not None}
+        self._advance(sum(leaf.nbytes for leaf in batch))
         with self._lock:
             self._loaded[number] = found
             while len(self._loaded) > _KEPT:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import SavedLeaf, TreeSource, batches
+from ..clock import UNHEARD
 from ..errors import DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
 from ..pytree import Saved, format_path, from_document, split, to_document
 from ..sources import SingleTree, StoredArray, StoredPart, StoredTree, check_destination, nested, read_object, replacing
@@ -304,7 +305,13 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def export_safetensors(source: TreeSource, destination: Location, *, overwrite: bool = False) -> int:
+def export_safetensors(
+    source: TreeSource,
+    destination: Location,
+    *,
+    overwrite: bool = False,
+    advance: Callable[[int], None] = UNHEARD.advance,
+) -> int:
     """Write a tree as a safetensors file, atomically and durably.
 
     Python's numbers become tensors without axes. Text, bytes, None and the containers are noted in the file's metadata,
@@ -320,6 +327,7 @@ def export_safetensors(source: TreeSource, destination: Location, *, overwrite: 
             for array in source.read(batch):
                 assert array is not None
                 yield array
+                advance(array.nbytes)
 
     return write_tensors(
         destination,

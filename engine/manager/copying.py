@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..checkpoint import CopyProgress, Place, Throttle, copy_step, read_record, read_steadily, write_record
-from ..clock import Rate, SystemClock, bytes_per_second
+from ..clock import UNHEARD, Portion, Progress, Rate, SystemClock, bytes_per_second
 from ..distributed import Coordinator, run_on_primary
 from ..errors import (
     CheckpointExistsError,
@@ -47,6 +47,7 @@ def copy_checkpoint(
     *,
     overwrite: bool = False,
     max_bandwidth: Rate | None = None,
+    progress: Progress | None = None,
     coordinator: Coordinator | None = None,
 ) -> list[CopyReport]:
     """Copy a checkpoint, or a run with all its steps, to another place: between disks and object stores.
@@ -64,6 +65,7 @@ def copy_checkpoint(
             the facts stored beside its steps; steps that are at the destination already are not copied again.
         overwrite: Replace a checkpoint at the destination that is another one.
         max_bandwidth: The most to copy in a second: bytes, or text such as ``"50 MB/s"``; None for no limit.
+        progress: Is told how many bytes there are, and as they are done, those included that were there already.
         coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
             initialized; ``hf.Alone()`` does it in this process alone.
 
@@ -91,7 +93,7 @@ def copy_checkpoint(
     rate = None if max_bandwidth is None else bytes_per_second(max_bandwidth, name="max_bandwidth")
 
     def work() -> list[list[Any]]:
-        done = _copy(origin, target, overwrite, Throttle(rate))
+        done = _copy(origin, target, overwrite, Throttle(rate), progress or UNHEARD)
         return [[one.source, one.path, one.step, one.bytes, one.sent] for one in done]
 
     about = [origin.url, target.url, overwrite]
@@ -99,20 +101,27 @@ def copy_checkpoint(
     return [CopyReport(source=a, path=b, step=c, bytes=d, sent=e) for a, b, c, d, e in found]
 
 
-def _copy(source: Location, destination: Location, overwrite: bool, throttle: Throttle) -> list[CopyReport]:
+def _copy(
+    source: Location, destination: Location, overwrite: bool, throttle: Throttle, progress: Progress
+) -> list[CopyReport]:
     if source.overlaps(destination):
         raise OptionError(f"{destination}: a copy of {source} cannot lie there; choose a place outside of it")
     try:
-        return [_copy_one(source, destination, overwrite, throttle)]
+        record = read_record(source)
     except CheckpointNotFoundError:
         steps = list_steps(source)
         if not steps:
             raise
-    return _copy_run(source, destination, steps, overwrite, throttle)
+        return _copy_run(source, destination, steps, overwrite, throttle, progress)
+    progress.expect(record.nbytes)
+    with Portion(progress, record.nbytes, record.nbytes) as portion:
+        return [_copy_one(source, destination, overwrite, throttle, portion)]
 
 
-def _copy_one(source: Location, destination: Location, overwrite: bool, throttle: Throttle) -> CopyReport:
-    progress = CopyProgress()
+def _copy_one(
+    source: Location, destination: Location, overwrite: bool, throttle: Throttle, portion: Portion
+) -> CopyReport:
+    progress = CopyProgress(advance=portion.advance)
 
     def copy(record: CheckpointRecord) -> CopyReport:
         there = found_at(destination)
@@ -148,27 +157,35 @@ def follow(location: Location, record: CheckpointRecord, original: CheckpointRec
 
 
 def _copy_run(
-    source: Location, destination: Location, steps: list[StepEntry], overwrite: bool, throttle: Throttle
+    source: Location,
+    destination: Location,
+    steps: list[StepEntry],
+    overwrite: bool,
+    throttle: Throttle,
+    progress: Progress,
 ) -> list[CopyReport]:
     writer = _Writer()
     ownership = Ownership(destination, SystemClock(), writer.drain)
     ownership.take()
     done, damaged = [], []
+    sizes = [0 if entry.record is None else entry.record.nbytes for entry in steps]
+    progress.expect(sum(sizes))
     try:
-        for entry in steps:
-            try:
-                if entry.error is not None:
-                    raise entry.error
-                ownership.check()
-                target = destination / entry.location.name
-                done.append(_copy_one(entry.location, target, overwrite, throttle))
-                copied = found_at(target)
-                if copied is not None and entry.record is not None:  # which has the metrics of other programs, too
-                    follow(target, copied, replace(copied, metrics=entry.record.metrics))
-            except CheckpointNotFoundError:  # the run has deleted it meanwhile
-                continue
-            except DamagedCheckpointError as error:
-                damaged.append(f"step {entry.step}: {error}")
+        for entry, nbytes in zip(steps, sizes, strict=True):
+            with Portion(progress, nbytes, nbytes) as portion:
+                try:
+                    if entry.error is not None:
+                        raise entry.error
+                    ownership.check()
+                    target = destination / entry.location.name
+                    done.append(_copy_one(entry.location, target, overwrite, throttle, portion))
+                    copied = found_at(target)
+                    if copied is not None and entry.record is not None:  # which has the metrics of other programs, too
+                        follow(target, copied, replace(copied, metrics=entry.record.metrics))
+                except CheckpointNotFoundError:  # the run has deleted it meanwhile
+                    continue
+                except DamagedCheckpointError as error:
+                    damaged.append(f"step {entry.step}: {error}")
         store_metadata(destination, stored_metadata(source))
         if (source / OPTIONS).is_there():
             (destination / OPTIONS).write_bytes((source / OPTIONS).read_bytes(limit=1 << 20))

@@ -13,6 +13,7 @@ from .discovery import (
     is_run,
     open_at,
     open_checkpoint,
+    portions_of,
     read_checkpoint,
     recognise,
 )

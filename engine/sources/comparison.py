@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import SavedLeaf, TreeReader, TreeSource
+from ..clock import UNHEARD, Portion, Progress
 from ..errors import UnsupportedLeafError
 from ..format import OWN_FOLDER, FileRecord, own_item
 from ..pytree import Box, format_path, materialize, unescape_key
@@ -58,7 +59,12 @@ class LeafDifference:
 
 
 def compare_checkpoints(
-    one: CheckpointSource, other: CheckpointSource, *, rtol: float = 0.0, atol: float = 0.0
+    one: CheckpointSource,
+    other: CheckpointSource,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    progress: Progress = UNHEARD,
 ) -> Iterator[LeafDifference]:
     """Yield the leaves in which two checkpoints differ, in the order of the first one's items and trees.
 
@@ -71,16 +77,19 @@ def compare_checkpoints(
         other: The checkpoint that is compared with it.
         rtol: The relative tolerance.
         atol: The absolute tolerance.
+        progress: Is told how many bytes the first one's leaves have, and as they are compared.
 
     Raises:
         DamagedCheckpointError: Data of one of them is damaged.
     """
     trees, others = dict(trees_of(one)), dict(trees_of(other))
+    progress.expect(sum(leaf.nbytes for tree in trees.values() for leaf in tree.leaves))
     for name, tree in trees.items():
         if name not in others:
             yield LeafDifference(name, "", "missing", "the second checkpoint lacks this item")
+            progress.advance(sum(leaf.nbytes for leaf in tree.leaves))
         else:
-            yield from _compare_trees(name, tree, others[name], rtol, atol)
+            yield from _compare_trees(name, tree, others[name], (rtol, atol), progress)
     values = {name: kind for name, kind in one.items.items() if kind not in (TREE, METRICS)}
     for name, kind in values.items():
         if name not in other.items:
@@ -111,18 +120,22 @@ def trees_of(checkpoint: CheckpointSource) -> Iterator[tuple[str, TreeSource]]:
             yield f"{name}/{OWN_FOLDER}/{process}", TreeReader(tree.location / OWN_FOLDER / str(process), share.files)
 
 
-def _compare_trees(item: str, one: TreeSource, other: TreeSource, rtol: float, atol: float) -> Iterator[LeafDifference]:
+def _compare_trees(
+    item: str, one: TreeSource, other: TreeSource, tolerances: tuple[float, float], progress: Progress
+) -> Iterator[LeafDifference]:
     others = {leaf.name: leaf for leaf in other.leaves}
     for leaf in one.leaves:
         match = others.pop(leaf.name, None)
         path = leaf_path(item, leaf.name)
         if match is None:
             yield LeafDifference(item, path, "missing", f"expected {leaf.saved}, and the second checkpoint lacks it")
+            progress.advance(leaf.nbytes)
             continue
-        try:
-            found = _compare_leaves(item, path, (one, leaf), (other, match), rtol, atol)
-        except UnsupportedLeafError as error:
-            found = LeafDifference(item, path, "unknown", str(error))
+        with Portion(progress, leaf.nbytes, leaf.nbytes) as portion:
+            try:
+                found = _compare_leaves(item, path, (one, leaf), (other, match), tolerances, portion)
+            except UnsupportedLeafError as error:
+                found = LeafDifference(item, path, "unknown", str(error))
         if found is not None:
             yield found
     for leaf in others.values():
@@ -143,8 +156,8 @@ def _compare_leaves(
     path: str,
     one: tuple[TreeSource, SavedLeaf],
     other: tuple[TreeSource, SavedLeaf],
-    rtol: float,
-    atol: float,
+    tolerances: tuple[float, float],
+    portion: Portion,
 ) -> LeafDifference | None:
     (tree, leaf), (other_tree, match) = one, other
     saved, found = leaf.saved, match.saved
@@ -157,11 +170,12 @@ def _compare_leaves(
         if type(expected) is type(value) and repr(expected) == repr(value):
             return None
         return LeafDifference(item, path, "values", f"expected {_short(expected)}, found {_short(value)}")
-    found_values = _Difference(saved.dtype, rtol, atol)
+    found_values = _Difference(saved.dtype, *tolerances)
     for box in slabs(saved.shape, saved.dtype.itemsize):
         ((expected_part,),) = tree.read_boxes([leaf], [[box]])
         ((found_part,),) = other_tree.read_boxes([match], [[box]])
         found_values.add(expected_part, found_part, box)
+        portion.advance(expected_part.nbytes)
     return found_values.report(item, path, math.prod(saved.shape))
 
 

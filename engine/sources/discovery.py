@@ -20,16 +20,18 @@ from __future__ import annotations
 import fnmatch
 import importlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 from ..checkpoint import has_record
+from ..clock import UNHEARD, Portion, Progress
 from ..errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
+    HoldfastError,
     OptionError,
     shortened,
     shortened_steps,
@@ -253,6 +255,23 @@ def open_at(location: Location) -> CheckpointSource:
     if has_record(location):
         return NativeCheckpoint(location)
     return recognise(location) or NativeCheckpoint(location)  # the latter says what is missing
+
+
+def portions_of(progress: Progress, entries: Sequence[StepEntry]) -> Iterator[Portion]:
+    """Yield the part that each of some checkpoints has in a call that reads all of them, by the bytes of its files."""
+    sizes = [0 if progress is UNHEARD else _nbytes(entry) for entry in entries]
+    progress.expect(sum(sizes))
+    for size in sizes:
+        yield Portion(progress, size)
+
+
+def _nbytes(entry: StepEntry) -> int:
+    if entry.record is not None:
+        return entry.record.nbytes
+    try:
+        return open_at(entry.location).nbytes
+    except HoldfastError:
+        return 0  # it cannot be read; the call itself says why
 
 
 def is_run(location: Location) -> bool:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arrays import SavedLeaf
+from ..clock import UNHEARD, Portion, Progress
 from ..errors import UnsupportedLeafError
 from ..pytree import PathFilter, Patterns
 from .comparison import leaf_path, slabs, trees_of
@@ -45,7 +47,9 @@ class LeafStatistics:
     inf: int = 0
 
 
-def leaf_statistics(checkpoint: CheckpointSource, select: Patterns | None = None) -> Iterator[LeafStatistics]:
+def leaf_statistics(
+    checkpoint: CheckpointSource, select: Patterns | None = None, progress: Progress = UNHEARD
+) -> Iterator[LeafStatistics]:
     """Yield numbers about every leaf that holds numbers, in the order of the trees.
 
     Sums are taken in float64; means and deviations of the parts of an array are merged as in Chan, Golub and LeVeque,
@@ -54,6 +58,7 @@ def leaf_statistics(checkpoint: CheckpointSource, select: Patterns | None = None
     Args:
         checkpoint: The checkpoint.
         select: Patterns of paths; only matching leaves are read.
+        progress: Is told how many bytes there are to read, and as they are read.
 
     Raises:
         DamagedCheckpointError: Data is damaged.
@@ -62,19 +67,27 @@ def leaf_statistics(checkpoint: CheckpointSource, select: Patterns | None = None
     chosen = PathFilter(select)
     trees = list(trees_of(checkpoint))
     chosen.check(leaf.name.split(".") for _, tree in trees for leaf in tree.leaves)
-    for item, tree in trees:
-        for leaf in tree.leaves:
-            dtype, shape = leaf.saved.dtype, leaf.saved.shape
-            if dtype is None or shape is None or dtype.kind in "SUOMm" or not chosen.chooses(leaf.name.split(".")):
-                continue
-            found = _Running()
+    wanted = [(item, tree, leaf) for item, tree in trees for leaf in tree.leaves if _has_numbers(leaf, chosen)]
+    progress.expect(sum(leaf.nbytes for _, _, leaf in wanted))
+    for item, tree, leaf in wanted:
+        dtype, shape = leaf.saved.dtype, leaf.saved.shape
+        assert dtype is not None
+        assert shape is not None
+        running = _Running()
+        with Portion(progress, leaf.nbytes, leaf.nbytes) as portion:
             try:
                 for box in slabs(shape, dtype.itemsize):
                     ((part,),) = tree.read_boxes([leaf], [[box]])
-                    found.add(part)
+                    running.add(part)
+                    portion.advance(part.nbytes)
             except (UnsupportedLeafError, TypeError, ValueError):  # elements that are no numbers
                 continue
-            yield found.report(item, leaf_path(item, leaf.name), math.prod(shape))
+        yield running.report(item, leaf_path(item, leaf.name), math.prod(shape))
+
+
+def _has_numbers(leaf: SavedLeaf, chosen: PathFilter) -> bool:
+    dtype = leaf.saved.dtype
+    return dtype is not None and dtype.kind not in "SUOMm" and chosen.chooses(leaf.name.split("."))
 
 
 class _Running:

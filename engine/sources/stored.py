@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import PartialTree, Problem, Range, SavedLeaf, TreeSource, damaged_leaves, naming, read_ranges
+from ..clock import UNHEARD
 from ..errors import DamagedCheckpointError, UnsupportedLeafError, itemized
 from ..pytree import (
     MAX_DEPTH,
@@ -335,8 +336,8 @@ class StoredTree(TreeSource):
     def for_template(self, names: Sequence[str]) -> TreeSource:
         return renamed_for(self, names)
 
-    def verify(self) -> list[Problem]:
-        return [*(() if self._check is None else self._check()), *super().verify()]
+    def verify(self, advance: Callable[[int], None] = UNHEARD.advance) -> list[Problem]:
+        return [*(() if self._check is None else self._check()), *super().verify(advance)]
 
     def file(self, path: str) -> Location:
         """Return the location of a file whose path a :class:`StoredPart` gives."""

@@ -12,7 +12,7 @@ import torch
 from ...engine.clock import seconds
 from ...engine.errors import SaveFailedError, StateError
 from ...engine.manager import reached
-from ..loop import PreemptionSignal, Stop, announce
+from ..loop import PreemptionSignal, Stop, announce, unfinished_neighbour
 from .arguments import CallbackArguments
 from .copies import Copies
 from .loops import LoopHooks
@@ -91,7 +91,8 @@ class FitSaver:
                 f"{self._store.directory} holds checkpoints up to step {steps[-1]}, but the trainer does not begin "
                 "with one. Name one with fit(ckpt_path=...), or choose another directory"
             )
-        self._say("started fresh: no checkpoint in %s", self._store.directory)
+        directory = self._store.directory
+        self._say("started fresh: no checkpoint in %s%s", directory, unfinished_neighbour(directory))
 
     def finish(self) -> None:
         """Say so if there was nothing left to do, and give the trainer the metrics of the run's end."""

@@ -6,7 +6,7 @@ from .announce import announce
 from .callback import CheckpointCallback, StepOutcome
 from .objects import ComponentAdapter
 from .preemption import PREEMPTED, WITHOUT_GRACE, GraceCheck, PreemptionSignal
-from .resuming import all_steps, check_resume, resume_step
+from .resuming import all_steps, check_resume, resume_step, unfinished_neighbour
 from .states import LoopArguments, Misfits, StateAdapter
 from .stopping import AgreedStop, OwnStop, Stop, part
 
@@ -29,4 +29,5 @@ __all__ = [
     "check_resume",
     "part",
     "resume_step",
+    "unfinished_neighbour",
 ]

@@ -24,7 +24,7 @@ from .extras import check_extras, missing_extras
 from .initial import InitialState
 from .objects import adapter_for
 from .preemption import PREEMPTED, WITHOUT_GRACE, GraceCheck, PreemptionSignal
-from .resuming import all_steps, check_resume, restore
+from .resuming import all_steps, check_resume, restore, unfinished_neighbour
 from .states import LoopArguments, Misfits, StateAdapter
 from .steps import StepSaver, check_metrics
 from .stopping import AgreedStop, Stop, part
@@ -238,7 +238,8 @@ class CheckpointCallback:
             self._begun = False  # or the loop could go on without what it has not restored
             raise
         if restored is None:
-            self._announce("started fresh: no checkpoint in %s", self._manager.directory)
+            directory = self._manager.directory
+            self._announce("started fresh: no checkpoint in %s%s", directory, unfinished_neighbour(directory))
             self.extras = dict(extras)
             state = initial.make()
             if place is not None:

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import logging
+import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ...engine.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
+    HoldfastError,
     TreeMismatchError,
     shortened_steps,
 )
-from ...engine.manager import CheckpointManager, Restored, list_steps
+from ...engine.manager import EVENTS, CheckpointManager, Restored, list_steps, newest_step, read_events
 from ...engine.stateful import is_stream
-from ...engine.storage import Location
+from ...engine.storage import Location, as_location
 from ..options import Resume
 from .announce import announce
 from .extras import check_names, restore_extras, templates_of
 from .states import StateAdapter
 
 logger = logging.getLogger("holdfast")
+
+# Parts of a path that each start of a program has for itself: times, as Hydra writes them, and counters of loggers.
+_PER_START = re.compile(r"\d{4}-\d\d-\d\d([_T]\d\d-\d\d-\d\d)?|\d\d-\d\d-\d\d|version_\d+")
+_LOOKED_AT = 20  # directories
 
 _CHANGED = (
     "A run resumes with the state that it had, or not at all. To go on with another model or optimizer, begin a run in "
@@ -42,6 +52,34 @@ class Resumed:
 def all_steps(directory: Location) -> list[int]:
     """Return the steps in a directory, damaged ones included, in ascending order."""
     return [entry.step for entry in list_steps(directory, "")]
+
+
+def unfinished_neighbour(directory: Location) -> str:
+    """Return the end of a sentence that names an unfinished run whose path differs in a time or a counter only, or "".
+
+    Hydra puts the time of the start into the path, Lightning's loggers a counter: a program that is started again saves
+    to another directory, and so starts fresh.
+    """
+    if not directory.is_local:
+        return ""
+    parts = directory.path.parts
+    if not any(map(_PER_START.fullmatch, parts)):
+        return ""
+    patterns = [re.sub("[0-9]+", "[0-9]*", part) if _PER_START.fullmatch(part) else glob.escape(part) for part in parts]
+    with contextlib.suppress(OSError, HoldfastError):
+        found = sorted(glob.glob(os.path.join(*patterns)), key=os.path.getmtime, reverse=True)
+        for place in found[:_LOOKED_AT]:
+            newest = newest_step(list_steps(as_location(place)), whole=True)
+            if newest is None:
+                continue
+            events, _ = read_events(Path(place, EVENTS))
+            if events and events[-1]["event"] == "finished":
+                break
+            return (
+                f". {place} holds step {newest.step} of a run that has not finished. If that is this run, give it a "
+                "directory that is the same at every start; with Hydra, set hydra.run.dir"
+            )
+    return ""
 
 
 def check_resume(
@@ -69,7 +107,7 @@ def check_resume(
     if resume == "must" and not steps:
         raise CheckpointNotFoundError(
             f"{option.format(resume)}, but there is no checkpoint in {directory}; check the path, or set {auto} to "
-            "start fresh when there is none"
+            f"start fresh when there is none{unfinished_neighbour(as_location(str(directory)))}"
         )
     if resume == "never" and steps:
         raise CheckpointExistsError(

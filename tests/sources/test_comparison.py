@@ -18,11 +18,11 @@ NAN = float("nan")
 BASE: dict[str, Any] = {"w": np.arange(12.0).reshape(3, 4), "n": 3, "text": "a", "none": None, "list": [1.5, b"x"]}
 
 
-def compare(directory: Path, one: Any, other: Any, **tolerances: float) -> list[LeafDifference]:
+def compare(directory: Path, one: Any, other: Any, *, rtol: float = 0.0, atol: float = 0.0) -> list[LeafDifference]:
     for name, tree in (("one", one), ("other", other)):
         hf.save(directory / name, tree, overwrite=True)
     pair = [open_at(as_location(directory / name)) for name in ("one", "other")]
-    return list(compare_checkpoints(pair[0], pair[1], **tolerances))
+    return list(compare_checkpoints(pair[0], pair[1], rtol=rtol, atol=atol))
 
 
 def changed(**values: Any) -> dict[str, Any]:

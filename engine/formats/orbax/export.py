@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 
 from ...arrays import SavedLeaf, TreeSource, batches
 from ...checkpoint import Place
+from ...clock import UNHEARD, Portion, Progress
 from ...distributed import Coordinator, run_on_primary
 from ...errors import CheckpointExistsError, CheckpointNotFoundError, OptionError, StorageError, UnsupportedLeafError
 from ...format import RECORD, encode_array_metadata, storage_dtype
+from ...manager import StepEntry
 from ...pytree import PLACEHOLDER, Patterns, Saved, TreeDef, format_path, materialize
 from ...sources import (
     JSON,
@@ -33,6 +35,7 @@ from ...sources import (
     is_run,
     open_at,
     open_checkpoint,
+    portions_of,
     selected,
 )
 from ...storage import Location, as_location, map_status
@@ -236,6 +239,7 @@ def export_orbax(
     step: int | None = None,
     item: str | None = None,
     select: Patterns | None = None,
+    progress: Progress = UNHEARD,
 ) -> list[Location]:
     """Write a copy of a checkpoint that Orbax restores.
 
@@ -245,21 +249,23 @@ def export_orbax(
     origin, target = as_location(source), as_location(destination)
     metadata: Mapping[str, Any] | None = None
     if step is None and not is_run(origin):
-        _export(open_checkpoint(origin), target, item, select, managed=False)
+        checkpoint = open_checkpoint(origin)
+        (portion,) = portions_of(progress, [StepEntry(0, checkpoint.location)])
+        _export(checkpoint, target, item, select, portion, managed=False)
         return [target]
     if step is not None:
-        places = {step: find_checkpoint(origin, step)}
+        places = {step: StepEntry(step, find_checkpoint(origin, step))}
     else:
         found = find_steps(origin)
-        places = {number: entry.location for number, entry in found.by_step().items()}
+        places = found.by_step()
         metadata = found.metadata()
     if not places:
         find_checkpoint(origin)  # its error names what is missing
     taken = [target / str(number) for number in places if (target / str(number)).exists()]
     if taken:
         raise CheckpointExistsError(f"{taken[0]} exists already; choose another destination")
-    for number, place in places.items():
-        _export(open_at(place), target / str(number), item, select, managed=True)
+    for entry, portion in zip(places.values(), portions_of(progress, list(places.values())), strict=True):
+        _export(open_at(entry.location), target / str(entry.step), item, select, portion, managed=True)
     if metadata:
         document = {"custom_metadata": dict(metadata)}
         _write_files(target, {f"{RUN_METADATA}/{RUN_METADATA_FILE}": json_file(document)})
@@ -346,7 +352,13 @@ def _files(checkpoint: CheckpointSource, places: Mapping[str, str], plans: Mappi
 
 
 def _export(
-    checkpoint: CheckpointSource, target: Location, item: str | None, select: Patterns | None, *, managed: bool
+    checkpoint: CheckpointSource,
+    target: Location,
+    item: str | None,
+    select: Patterns | None,
+    portion: Portion,
+    *,
+    managed: bool,
 ) -> None:
     wanted = _wanted(checkpoint, item if select is None else checkpoint.only_tree(item))
     trees = {name: selected(checkpoint.tree(name), select) for name, kind in wanted.items() if kind == TREE}
@@ -363,9 +375,10 @@ def _export(
         files = plan.files() | checkpoint_document(TREE_HANDLER, checkpoint.time, checkpoint.custom_metadata)
     else:
         files = _files(checkpoint, places, plans)
-    with _finished(target) as folder:
+    portion.work(sum(leaf.nbytes for plan in plans.values() for leaf in plan.arrays.values()))
+    with portion, _finished(target) as folder:
         for name, plan in plans.items():
-            _write_tree(folder if is_one_tree else folder / places[name], trees[name], plan)
+            _write_tree(folder if is_one_tree else folder / places[name], trees[name], plan, portion)
         _write_files(folder, files)
 
 
@@ -409,10 +422,11 @@ def _write_files(folder: Location, files: Mapping[str, bytes]) -> None:
         place.write_bytes(content)
 
 
-def _write_tree(folder: Location, source: TreeSource, plan: OrbaxPlan) -> None:
+def _write_tree(folder: Location, source: TreeSource, plan: OrbaxPlan, portion: Portion) -> None:
     folder.make_directory()
     for group in batches(plan.arrays, lambda name: plan.arrays[name].nbytes, _AT_ONCE):
         _write_arrays(folder, source, plan, group)
+        portion.advance(sum(plan.arrays[name].nbytes for name in group))
 
 
 def _write_arrays(folder: Location, source: TreeSource, plan: OrbaxPlan, names: list[str]) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...arrays import MANIFEST, Problem, SavedLeaf, TreeSource, damaged_leaves, naming
+from ...clock import UNHEARD
 from ...errors import DamagedCheckpointError, UnsupportedLeafError, itemized
 from ...pytree import PLACEHOLDER, Box, Details, Saved, format_path, number_kind, whole
 from ...sources import (
@@ -227,9 +228,9 @@ class OrbaxTree(TreeSource):
             start += len(found)
         return results
 
-    def verify(self) -> list[Problem]:
+    def verify(self, advance: Callable[[int], None] = UNHEARD.advance) -> list[Problem]:
         parts = [(leaf, None) for leaf in self.leaves if leaf.name not in self._foreign]
-        return self._read(parts, lambda _index, _array: None)
+        return self._read(parts, lambda _index, array: advance(array.nbytes))
 
     def for_template(self, names: Sequence[str]) -> TreeSource:
         """Leave out what may be empty containers where the template has no leaf."""

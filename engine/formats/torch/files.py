@@ -17,14 +17,16 @@ import struct
 import zipfile
 import zlib
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ...arrays import Problem, SavedLeaf, TreeSource, load_tree
+from ...arrays import PartialTree, Problem, SavedLeaf, TreeSource, batches, load_tree
+from ...clock import UNHEARD
 from ...errors import DamagedCheckpointError, OptionError, UnsupportedLeafError, shortened
-from ...pytree import MAX_DEPTH, NUMBERS, format_path
+from ...pytree import MAX_DEPTH, NUMBERS, Box, format_path
 from ...sources import (
     SingleTree,
     StepDirectories,
@@ -52,6 +54,7 @@ _PICKLE_LIMIT = 512 << 20  # bytes
 _RECORDS_LIMIT = 1 << 22
 _BLOCK = 256 << 10  # bytes read around a small request, as the next one is likely to be near
 _STEP = 16 << 20
+_BATCH = 256 << 20  # bytes of leaves that are read together
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
@@ -341,7 +344,13 @@ def _described(value: Any) -> str:
     return type(value).__name__.lower().lstrip("_")
 
 
-def export_torch(source: TreeSource, destination: Location, *, overwrite: bool = False) -> int:
+def export_torch(
+    source: TreeSource,
+    destination: Location,
+    *,
+    overwrite: bool = False,
+    advance: Callable[[int], None] = UNHEARD.advance,
+) -> int:
     """Write a tree with ``torch.save``, atomically and durably; all of it is in memory meanwhile.
 
     Arrays of every library become tensors, containers become dictionaries, lists and tuples.
@@ -352,7 +361,7 @@ def export_torch(source: TreeSource, destination: Location, *, overwrite: bool =
     except ImportError as error:
         raise OptionError("exporting for torch needs torch: pip install torch, or export safetensors") from error
     template = source.tree.build(_templates(torch, source))
-    tree = _plain(torch, load_tree(source, like=template))
+    tree = _plain(torch, load_tree(_InBatches(source, advance), like=template))
     if not destination.is_local:
         buffer = io.BytesIO()
         torch.save(tree, buffer)
@@ -368,6 +377,28 @@ def export_torch(source: TreeSource, destination: Location, *, overwrite: bool =
         file.flush()
         os.fsync(file.fileno())
         return file.tell()
+
+
+class _InBatches(PartialTree):
+    """A tree that is read in batches, and says how far it is."""
+
+    def __init__(self, source: TreeSource, advance: Callable[[int], None]) -> None:
+        super().__init__(source, {leaf.name: leaf for leaf in source.leaves}, source.tree)
+        self._advance = advance
+
+    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+        found = []
+        for batch in batches(leaves, lambda leaf: leaf.nbytes, _BATCH):
+            found += super().read(batch)
+            self._advance(sum(leaf.nbytes for leaf in batch))
+        return found
+
+    def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
+        found = []
+        for batch in batches(list(zip(leaves, boxes, strict=True)), lambda pair: pair[0].nbytes, _BATCH):
+            found += super().read_boxes([leaf for leaf, _ in batch], [wanted for _, wanted in batch])
+            self._advance(sum(leaf.nbytes for leaf, _ in batch))
+        return found
 
 
 def _templates(torch: Any, source: TreeSource) -> list[Any]:

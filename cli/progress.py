@@ -1,0 +1,113 @@
+"""How far a command is, on standard error: a bar on a terminal, and a line every so often anywhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TextIO
+
+from .report import size, time_left
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+_QUIET = 1.0  # seconds; shorter work shows nothing
+_BETWEEN_LINES = 30.0  # seconds
+_BETWEEN_FRAMES = 0.1  # seconds
+
+
+class Meter:
+    """Counts the bytes of a call, as :class:`~holdfast.Progress`, and shows them once the call has taken a second."""
+
+    def __init__(self, what: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._what = what
+        self._stream = sys.stderr if stream is None else stream
+        self._is_terminal = self._stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._expected = self._done = 0
+        self._began = self._told_at = clock()
+        self._told = 0  # bytes, in the last line
+        self._bar: Bar | None = None
+
+    def expect(self, nbytes: int) -> None:
+        with self._lock:
+            self._expected += nbytes
+
+    def advance(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+
+    def tick(self) -> None:
+        """Show how far the call is, if it is time to."""
+        now = self._clock()
+        if self._is_terminal and now - self._began >= _QUIET:
+            self._draw()
+        elif not self._is_terminal and now - self._told_at >= _BETWEEN_LINES:
+            self._tell(now)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.stop()
+
+    def _draw(self) -> None:
+        if self._bar is None:
+            from rich import progress
+            from rich.console import Console
+
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}", markup=False),
+                progress.BarColumn(),
+                progress.TaskProgressColumn(),
+                progress.DownloadColumn(),
+                progress.TransferSpeedColumn(),
+                progress.TimeRemainingColumn(),
+                console=Console(file=self._stream),
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,  # it may be a file
+                get_time=self._clock,
+            )
+            self._bar.add_task(self._what, total=None)
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], total=self._expected or None, completed=self._done)
+        self._bar.refresh()
+
+    def _tell(self, now: float) -> None:
+        rate = (self._done - self._told) / (now - self._told_at)
+        self._told, self._told_at = self._done, now
+        line = f"{self._what}: {size(self._done)} of {size(self._expected)}, {size(int(rate))}/s"
+        if rate > 0:
+            line += f", {time_left((self._expected - self._done) / rate)} left"
+        print(f"holdfast: {line}", file=self._stream, flush=True)
+
+
+@contextlib.contextmanager
+def progress_of(what: str, *, shown: bool = True) -> Iterator[Meter]:
+    """Show how far a call is that the meter is passed to; ``what`` names it, such as ``copy``."""
+    meter = Meter(what)
+    if not shown:
+        yield meter
+        return
+    ended = threading.Event()
+
+    def show() -> None:
+        while not ended.wait(_BETWEEN_FRAMES):
+            meter.tick()
+
+    thread = threading.Thread(target=show, name="holdfast-progress", daemon=True)
+    thread.start()
+    try:
+        yield meter
+    finally:
+        ended.set()
+        try:
+            thread.join()
+        finally:
+            meter.close()

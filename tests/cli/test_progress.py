@@ -1,0 +1,220 @@
+"""How far long commands are, and what an interrupt leaves behind."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from tests.cli.commands import output_of
+from tests.clocks import FakeClock
+
+import holdfast as hf
+from holdfast.cli.progress import Meter
+
+MEGABYTE = 1_000_000
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+# ---- what is shown
+
+
+def test_short_work_shows_nothing() -> None:
+    clock, stream = FakeClock(), Terminal()
+    meter = Meter("copy", stream, clock.monotonic)
+    meter.expect(MEGABYTE)
+    clock.sleep(0.9)
+    meter.tick()
+    meter.close()
+
+    assert stream.getvalue() == ""
+
+
+def test_a_terminal_shows_a_bar_and_then_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    clock, stream = FakeClock(), Terminal()
+    meter = Meter("copy", stream, clock.monotonic)
+    meter.expect(100 * MEGABYTE)
+    for _ in range(4):
+        clock.sleep(1)
+        meter.advance(10 * MEGABYTE)
+        meter.tick()
+    shown = stream.getvalue()
+    meter.close()
+
+    assert "copy" in shown
+    assert "40%" in shown
+    assert "40.0/100.0 MB" in shown
+    assert "10.0 MB/s" in shown
+    assert "0:00:06" in shown  # is left
+    ending = stream.getvalue()[len(shown) :]
+    assert "\x1b[2K" in ending, "the line is erased"
+    assert "\x1b[?25h" in ending, "the cursor is shown again"
+
+
+@pytest.mark.parametrize(("stream", "term"), [(io.StringIO(), "xterm"), (Terminal(), "dumb")], ids=["file", "dumb"])
+def test_anything_else_gets_a_line_every_so_often(
+    stream: io.StringIO, term: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    clock = FakeClock()
+    meter = Meter("verify", stream, clock.monotonic)
+    meter.expect(3600 * MEGABYTE)
+    for _ in range(65):
+        clock.sleep(1)
+        meter.advance(10 * MEGABYTE)
+        meter.tick()
+    meter.close()
+
+    assert stream.getvalue().splitlines() == [
+        "holdfast: verify: 300.0 MB of 3.6 GB, 10.0 MB/s, 5 min 30 s left",
+        "holdfast: verify: 600.0 MB of 3.6 GB, 10.0 MB/s, 5 min 0 s left",
+    ]
+
+
+def test_work_that_does_not_move_has_no_time_left() -> None:
+    clock, stream = FakeClock(), io.StringIO()
+    meter = Meter("verify", stream, clock.monotonic)
+    meter.expect(MEGABYTE)
+    clock.sleep(31)
+    meter.tick()
+
+    assert stream.getvalue() == "holdfast: verify: 0 B of 1.0 MB, 0 B/s\n"
+
+
+@pytest.mark.parametrize("command", ["verify", "diff", "show", "cp", "import", "export", "rm"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_commands_that_take_long_show_how_far_they_are(
+    command: str, as_json: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meters: list[Meter] = []
+    shown: list[bool] = []
+
+    class Watched(Meter):
+        def __init__(self, what: str) -> None:
+            super().__init__(what)
+            meters.append(self)
+
+        def tick(self) -> None:
+            shown.append(True)
+
+        def close(self) -> None:  # called only where it is shown
+            shown.append(True)
+
+    monkeypatch.setattr("holdfast.cli.progress.Meter", Watched)
+    with hf.CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": np.arange(1000.0)}, force=True)
+    safetensors.numpy.save_file({"w": np.arange(1000.0)}, tmp_path / "w.safetensors")
+    run, other = tmp_path / "run", tmp_path / "other"
+    arguments = {
+        "verify": [run],
+        "diff": [run / "1", run / "2"],
+        "show": [run, "--stats"],
+        "cp": [run, other],
+        "import": [tmp_path / "w.safetensors", other],
+        "export": [run, tmp_path / "x.safetensors"],
+        "rm": [run, "1", "--yes"],
+    }[command]
+
+    text = output_of(capsys, command, *arguments, *(["--json"] if as_json else []))
+
+    [meter] = meters
+    assert meter._done == meter._expected > 0
+    assert bool(shown) != as_json
+    assert not as_json or isinstance(json.loads(text), dict)
+
+
+# ---- an interrupt: a real process, and a real signal at a byte that is chosen
+
+INTERRUPTED = """
+import os, signal, sys
+from holdfast.cli import progress
+from holdfast.cli.main import main
+
+class Meter(progress.Meter):
+    def advance(self, nbytes):
+        before = self._done
+        super().advance(nbytes)
+        if before < LIMIT <= self._done:
+            os.kill(os.getpid(), signal.SIGINT)
+
+LIMIT = int(sys.argv[1])
+progress.Meter = Meter
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def interrupt(after: int, *arguments: object) -> None:
+    """Run the command until so many bytes are done, and press Ctrl-C."""
+    command = [sys.executable, "-c", INTERRUPTED, str(after), *map(str, arguments)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGINT, "", "holdfast: interrupted\n")
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    with hf.CheckpointManager(tmp_path / "work" / "run") as manager:
+        for step in (1, 2):
+            tree = {name: np.full(700_000, step, np.float32) for name in "abcd"}
+            manager.save(step, tree, force=True)
+    return tmp_path / "work" / "run"
+
+
+def test_an_interrupted_verify_leaves_everything_as_it_was(run: Path) -> None:
+    before = files(run)
+
+    interrupt(3 * MEGABYTE, "verify", run)
+
+    assert files(run.parent) == {f"run/{path}": content for path, content in before.items()}
+
+
+def test_an_interrupted_copy_goes_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = run.parent / "copy"
+
+    interrupt(16 * MEGABYTE, "cp", run, copy)  # in the second step
+
+    assert [one.step for one in hf.list_checkpoints(copy)] == [1], "half a step is none"
+    found = json.loads(output_of(capsys, "cp", run, copy, "--json"))["checkpoints"]
+    assert [one["step"] for one in found] == [1, 2]
+    assert found[0]["sent"] == 0
+    assert hf.verify(copy).ok
+    assert {path.name for path in run.parent.iterdir()} == {"run", "copy"}
+    assert files(copy / "2").keys() == files(run / "2").keys()
+
+
+def test_an_interrupted_import_leaves_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = run.parent / "w.safetensors", run.parent / "imported"
+    safetensors.numpy.save_file({name: np.arange(9_000_000, dtype=np.float32) for name in "abc"}, source)
+
+    interrupt(40 * MEGABYTE, "import", source, target)
+
+    assert {path.name for path in run.parent.iterdir()} - {"imported"} == {"run", "w.safetensors"}
+    assert not target.exists() or not files(target)
+    output_of(capsys, "import", source, target)
+    assert hf.verify(target).ok
+
+
+@pytest.mark.parametrize("to", ["safetensors", "orbax"])
+def test_an_interrupted_export_leaves_nothing(to: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = run.parent / "exported"
+
+    interrupt(2 * MEGABYTE, "export", run / "1", target, "--to", to)
+
+    assert {path.name for path in run.parent.iterdir()} == {"run"}
+    output_of(capsys, "export", run / "1", target, "--to", to)
