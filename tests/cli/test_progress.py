@@ -118,7 +118,7 @@ def test_commands_that_take_long_show_how_far_they_are(
             manager.save(step, {"w": np.arange(1000.0)}, force=True)
     safetensors.numpy.save_file({"w": np.arange(1000.0)}, tmp_path / "w.safetensors")
     run, other = tmp_path / "run", tmp_path / "other"
-    arguments = {
+    arguments: dict[str, list[object]] = {
         "verify": [run],
         "diff": [run / "1", run / "2"],
         "show": [run, "--stats"],
