@@ -118,7 +118,7 @@ def test_commands_that_take_long_show_how_far_they_are(
             manager.save(step, {"w": np.arange(1000.0)}, force=True)
     safetensors.numpy.save_file({"w": np.arange(1000.0)}, tmp_path / "w.safetensors")
     run, other = tmp_path / "run", tmp_path / "other"
-    arguments: dict[str, list[object]] = {
+    table: dict[str, list[object]] = {
         "verify": [run],
         "diff": [run / "1", run / "2"],
         "show": [run, "--stats"],
@@ -126,9 +126,9 @@ def test_commands_that_take_long_show_how_far_they_are(
         "import": [tmp_path / "w.safetensors", other],
         "export": [run, tmp_path / "x.safetensors"],
         "rm": [run, "1", "--yes"],
-    }[command]
+    }
 
-    text = output_of(capsys, command, *arguments, *(["--json"] if as_json else []))
+    text = output_of(capsys, command, *table[command], *(["--json"] if as_json else []))
 
     [meter] = meters
     assert meter._done == meter._expected > 0
