@@ -7,13 +7,14 @@ READY := $(VENV)/.ready
 MINIMUM := .venv-minimum
 PARALLEL := --numprocesses=auto --dist=loadgroup
 
-.PHONY: help demo test test-all test-minimum check format bench clean
+.PHONY: help demo test test-all test-minimum check docs format bench clean
 help:
 	@echo "make demo          train on real data, get preempted half-way, resume, verify, list"
 	@echo "make test          run the tests, in parallel"
 	@echo "make test-all      run the tests and the sweeps over every combination"
 	@echo "make test-minimum  run the tests with the oldest supported versions of all dependencies"
 	@echo "make check         lint, formatting and types"
+	@echo "make docs          build the site of the documentation in build/site"
 	@echo "make format        put the code into shape"
 	@echo "make bench         compare with other ways to save checkpoints, on this disk"
 	@echo "make clean         remove everything that make has made"
@@ -50,6 +51,11 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Strict: a broken link, a page outside of the navigation or an unknown name is an error. It needs no network.
+docs: $(READY)
+	$(BIN)/python -m docs.tools.prepare build/pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -1,4 +1,4 @@
-"""Results as tables, for a terminal and for the README."""
+"""Results as tables, for a terminal and for the page on benchmarks."""
 
 from __future__ import annotations
 

@@ -1,0 +1,340 @@
+"""Writes all pages of the site into a folder: those of ``docs/``, and those that the code itself knows best.
+
+``python -m docs.tools.prepare build/pages`` copies the pages, and generates the reference of names, commands, keys of
+the YAML and options, and the drawings. ``make docs`` runs it, and then MkDocs on that folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+REPOSITORY = "https://github.com/holdfast-ml/holdfast/blob/main/"
+
+# Pages of the reference of names: the file, its title, and the rooms of the engine whose public names are on it.
+SUBJECTS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
+    "callback": ("The callback for loops", "For any training loop.", ("integrations.loop", "engine.stateful")),
+    "files": (
+        "Save, load, list, verify",
+        "Functions for one checkpoint or a directory of them.",
+        ("engine.api", "engine.inspection", "engine.verification"),
+    ),
+    "managers": ("Managers", "Many checkpoints of one run: when to save and what to keep.", ("engine.manager",)),
+    "handlers": (
+        "Checkpointers and handlers",
+        "How one item is written, and types of your own.",
+        ("engine.checkpoint", "engine.handlers", "engine.arrays", "engine.checkpoint_utils", "engine.type_handlers"),
+    ),
+    "trees": ("Trees", "Leaves, and trees under other names.", ("engine.pytree",)),
+    "convert": (
+        "Formats of other libraries",
+        "Import and export.",
+        ("engine.formats.convert", "engine.formats.orbax.export"),
+    ),
+    "processes": ("Processes", "Programs of several processes.", ("engine.distributed",)),
+    "places": ("Places and time", "Paths, URLs and clocks.", ("engine.storage", "engine.clock")),
+    "errors": ("Errors", "Every error that holdfast raises is a `HoldfastError`.", ("engine.errors",)),
+}
+MODULES = {  # modules with public names of their own
+    "graph": ("holdfast.graph", "Checkpoints of objects", "[The guide](../../graphs.md) has examples."),
+    "components": ("holdfast.components", "Trees of components", "[The guide](../../components.md) has examples."),
+    "recipes": ("holdfast.recipes", "Recipes", "[The guide](../../recipes.md) has examples."),
+}
+
+
+def integrations() -> list[str]:
+    """Return the modules of ``holdfast.integrations`` with public names; ``loop`` has those of ``holdfast`` itself."""
+    package = importlib.import_module("holdfast.integrations")
+    found = [f"{package.__name__}.{one.name}" for one in pkgutil.iter_modules(package.__path__) if one.name != "loop"]
+    return [name for name in found if hasattr(importlib.import_module(name), "__all__")]
+
+
+def api_pages() -> dict[str, str]:
+    """Return the pages of the reference of names, by their file names.
+
+    Raises:
+        LookupError: A public name of ``holdfast`` comes from a module that no page covers.
+    """
+    import holdfast
+
+    homes: Mapping[str, str] = vars(holdfast)["_MODULES"]
+    subjects = {home: file for file, (_, _, rooms) in SUBJECTS.items() for home in rooms}
+    names: dict[str, list[str]] = {file: [] for file in SUBJECTS}
+    for name in holdfast.__all__:
+        home = homes.get(name, f"engine.{name}")
+        if home not in subjects:
+            raise LookupError(f"holdfast.{name} comes from {home}: add that to SUBJECTS in {Path(__file__).name}")
+        names[subjects[home]].append(f"holdfast.{name}")
+    documented: dict[Any, str] = {}
+    pages = {
+        f"{file}.md": f"# {title}\n\n{text}\n\n{_entries(names[file], documented)}"
+        for file, (title, text, _) in SUBJECTS.items()
+    }
+    for file, (module, title, text) in MODULES.items():
+        pages[f"{file}.md"] = f"# {title}\n\n`{module}`. {text}\n\n{_entries(_public(module), documented)}"
+    sections = [f"## {module}\n\n{_entries(_public(module), documented)}" for module in integrations()]
+    pages["integrations.md"] = "# Callbacks of frameworks\n\n" + "\n".join(sections)
+    return pages
+
+
+def named(name: str) -> Any:
+    """Return the object of a dotted name that begins with a module."""
+    module, _, last = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), last)
+    except ModuleNotFoundError:
+        return getattr(named(module), last)
+
+
+def _public(module: str) -> list[str]:
+    return [f"{module}.{name}" for name in importlib.import_module(module).__all__]
+
+
+def _entries(names: list[str], documented: dict[Any, str]) -> str:
+    """Return what asks mkdocstrings for the documentation of names; a second name of an object leads to the first."""
+    entries = []
+    for name in names:
+        value = named(name)
+        if inspect.ismodule(value):
+            inner = [f"{name}.{one}" for one in getattr(value, "__all__", _functions(value))]
+            entries.append(f"### {name}\n\n{_entries(inner, documented)}")
+            continue
+        first = documented.get(value) if callable(value) else None
+        if first is not None:
+            entries.append(f"`{name}` is [`{first}`][{first}] under another name.\n")
+        else:
+            documented[value] = name
+            entries.append(f"::: {name}\n")
+    return "\n".join(entries)
+
+
+def _functions(module: Any) -> list[str]:
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and callable(value) and value.__module__ == module.__name__
+    ]
+
+
+def commands_page() -> str:
+    """Return the page of the command and its subcommands."""
+    import typer
+
+    from holdfast.cli.app import app
+
+    group: Any = typer.main.get_command(app)
+    context = group.make_context("holdfast", [], resilient_parsing=True)
+    parts = [
+        "# The command\n",
+        "`holdfast --help` and `holdfast COMMAND --help` print the same. `--traceback`, accepted anywhere, prints the "
+        "traceback of an error. `python -m holdfast` is the same command. `holdfast --install-completion` teaches your "
+        "shell its names.\n",
+        "| command | what it does |\n|---|---|",
+    ]
+    commands = {name: group.get_command(context, name) for name in group.list_commands(context)}
+    parts += [f"| [`{name}`](#holdfast-{name}) | {_cell(one.help.splitlines()[0])} |" for name, one in commands.items()]
+    parts.append(
+        "\n## Exit status\n\n| status | meaning |\n|---|---|\n| 0 | done; of `diff`, the same; of `verify`, whole |\n"
+        "| 1 | failed; of `diff`, different; of `verify`, damaged |\n"
+        "| 2 | bad usage: an unknown option, a mistake in a configuration, a checkpoint that is not there |\n"
+        "| 75 | preempted, and saved: run the same command again |\n"
+        "| 93 | `supervise`: restarts bring no new checkpoint |\n"
+        "| 128 and a number | ended by that signal, such as 130 after Ctrl-C |\n"
+    )
+    for name, command in commands.items():
+        inner = command.make_context(name, [], parent=context, resilient_parsing=True)
+        arguments = [one.metavar for one in command.params if one.param_type_name == "argument"]
+        usage = " ".join(["holdfast", name, "[OPTION]...", *arguments])
+        parts.append(f"## holdfast {name}\n\n```text\n{usage}\n```\n\n{command.help}\n")
+        rows = [row for one in command.params if (row := _parameter(one, inner)) is not None]
+        if rows:
+            parts.append("\n".join(["| argument or option | meaning | default |", "|---|---|---|", *rows, ""]))
+    return "\n".join(parts)
+
+
+def _parameter(parameter: Any, context: Any) -> str | None:
+    record = parameter.get_help_record(context)
+    if record is None or "--help" in parameter.opts:
+        return None
+    name = parameter.metavar if parameter.param_type_name == "argument" else record[0]
+    default = parameter.get_default(context, call=False)
+    shown = "" if default in (None, False, (), []) else f"`{default}`"
+    return f"| `{_cell(re.sub(r'  +', ' ', name))}` | {_cell(parameter.help or '')} | {shown} |"
+
+
+def _cell(text: str) -> str:
+    text = re.sub(r"(?<![`\w])('\*\*[^']*')", r"`\1`", " ".join(text.split()))
+    return text.replace("|", "\\|")
+
+
+def yaml_page() -> str:
+    """Return the page of the keys that recipes read."""
+    from holdfast.recipes.registry import RECIPES
+    from holdfast.recipes.schema import Config
+
+    parts = [
+        "# Keys of a recipe's YAML\n",
+        "`holdfast recipes NAME` prints the keys of a recipe, `holdfast run NAME --print-config` the values that a run "
+        "would have, and `key=value` on the command line overrides the file. A wrong key, type or value is an error "
+        "with file, line and key, before anything starts. [Recipes](../recipes.md) has the rest.\n",
+        "## Keys of every recipe\n",
+        _table(_keys(Config)),
+    ]
+    shared = {key for key, *_ in _keys(Config)}
+    for recipe in RECIPES.values():
+        own = [row for row in _keys(recipe.schema) if row[0] not in shared]
+        needs = f"pip install 'holdfast[recipes,{recipe.extra}]'"
+        parts += [f"## {recipe.name}\n", f"Trains {recipe.summary}. Install: `{needs}`\n", _table(own)]
+        if recipe.schema.METRICS:
+            parts.append(f"Metrics for `best_fn`: {', '.join(f'`{one}`' for one in recipe.schema.METRICS)}.\n")
+    return "\n".join(parts)
+
+
+def _table(rows: list[tuple[str, str, str, str]]) -> str:
+    lines = [f"| `{key}` | {kind} | {default} | {_cell(meaning)} |" for key, kind, default, meaning in rows]
+    return "\n".join(["| key | value | default | meaning |", "|---|---|---|---|", *lines, ""])
+
+
+def _keys(model: Any) -> list[tuple[str, str, str, str]]:
+    schema = model.model_json_schema()
+    return list(_schema_keys(schema, schema, dict(_defaults(model)), ""))
+
+
+def _defaults(model: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, field in model.model_fields.items():
+        value = None if field.is_required() else field.get_default(call_default_factory=True)
+        if hasattr(type(value), "model_fields"):
+            yield from _defaults(type(value), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _schema_keys(
+    root: Any, section: Any, defaults: Mapping[str, Any], prefix: str
+) -> Iterator[tuple[str, str, str, str]]:
+    for name, given in section["properties"].items():
+        field = given
+        if "$ref" in field:
+            field = {**_referred(root, field["$ref"]), **given}
+        if "properties" in field:
+            yield from _schema_keys(root, field, defaults, f"{prefix}{name}.")
+            continue
+        required = name in section.get("required", ())
+        value = defaults.get(f"{prefix}{name}", field.get("default"))
+        default = "required" if required else f"`{_yaml(value)}`"
+        yield f"{prefix}{name}", _kind(root, field), default, field.get("description", "")
+        for one in field.get("anyOf", ()):
+            if "$ref" in one:
+                yield from _schema_keys(root, _referred(root, one["$ref"]), defaults, f"{prefix}{name}.")
+
+
+def _referred(root: Any, reference: str) -> Any:
+    return root["$defs"][reference.rpartition("/")[2]]
+
+
+def _kind(root: Any, field: Any) -> str:
+    """Return in words which values JSON schema allows."""
+    if "anyOf" in field:
+        return " or ".join(_kind(root, one) for one in field["anyOf"])
+    if "$ref" in field:
+        return "section"
+    if "enum" in field:
+        return ", ".join(f"`{one}`" for one in field["enum"])
+    words = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "null": "null"}
+    if field.get("type") == "array":
+        return f"list of {_kind(root, field['items'])}"
+    limits = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+    said = [f"{text} {field[limit]}" for limit, text in limits.items() if limit in field]
+    return " ".join([words.get(field.get("type"), "number or text"), *said])
+
+
+def _yaml(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_yaml, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def options_page() -> str:
+    """Return the page of the options that managers, callbacks and recipes share."""
+    from holdfast import CheckpointCallback, CheckpointManagerOptions, Mirror
+    from holdfast.engine.manager import CheckpointOptions, documented_fields
+    from holdfast.integrations.lightning import CheckpointCallback as LightningCallback
+    from holdfast.integrations.options import CallbackOptions
+
+    def rows(options: type, without: type | None = None) -> str:
+        left_out = set() if without is None else {one.name for one in documented_fields(without)}
+        found = ["| option | default | meaning |", "|---|---|---|"]
+        for one in documented_fields(options):
+            if one.name not in left_out:
+                default = "required" if repr(one.default).startswith("<dataclasses") else f"`{one.default!r}`"
+                text = one.metadata["documentation"].replace("``", "`")
+                found.append(f"| `{one.name}` | {default} | {_cell(text)} |")
+        return "\n".join(found) + "\n"
+
+    def further(callback: type) -> str:
+        known = {one.name for one in documented_fields(CallbackOptions)}
+        return ", ".join(f"`{one}`" for one in inspect.signature(callback).parameters if one not in known)
+
+    return "\n".join(
+        [
+            "# Options\n",
+            "Options are declared once: a manager, every callback and the `checkpoint:` section of a recipe's YAML "
+            "take them under the same names, with the same defaults and effects. Triggers add up: a step is saved when "
+            "any of them asks for it. Rules add up, too: a step is kept when any of them wants it, and the newest is "
+            "always kept. An unknown name is an error that says what the name of another library is called here.\n",
+            "## Of managers, callbacks and recipes\n",
+            rows(CheckpointOptions),
+            "Without a trigger, a manager saves every step that it is given, and a callback saves every 15 minutes.\n",
+            "## Of callbacks and recipes\n",
+            rows(CallbackOptions, CheckpointOptions),
+            "## Of managers only\n",
+            rows(CheckpointManagerOptions, CheckpointOptions),
+            "## Of a mirror\n",
+            rows(Mirror),
+            "## Of single callbacks\n",
+            f"[`holdfast.CheckpointCallback`][holdfast.CheckpointCallback] also takes {further(CheckpointCallback)}.\n",
+            "[`holdfast.integrations.lightning.CheckpointCallback`]"
+            "[holdfast.integrations.lightning.CheckpointCallback] "
+            f"also takes {further(LightningCallback)}.\n",
+        ]
+    )
+
+
+def copied_page(name: str) -> str:
+    """Return a page that lies beside ``docs/``, with links that are right on the site."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    text = re.sub(r"\]\(docs/([^)]+\.md[^)]*)\)", r"](\1)", text)
+    return re.sub(r"\]\((?!https?:|#|\w+\.md)([^)]+)\)", rf"]({REPOSITORY}\1)", text)
+
+
+def prepare(folder: Path) -> None:
+    """Write all pages into a folder, which is made anew."""
+    from . import drawings
+
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", folder, ignore=shutil.ignore_patterns("tools", "__pycache__"))
+    pages = {f"reference/api/{name}": text for name, text in api_pages().items()}
+    pages |= {
+        "reference/commands.md": commands_page(),
+        "reference/yaml_keys.md": yaml_page(),
+        "reference/options.md": options_page(),
+        "changelog.md": copied_page("CHANGELOG.md"),
+        "contributing.md": copied_page("CONTRIBUTING.md"),
+    }
+    pages |= {f"drawings/{name}": text for name, text in drawings.files().items()}
+    for name, text in pages.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    prepare(Path(sys.argv[1]))

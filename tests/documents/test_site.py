@@ -1,0 +1,115 @@
+"""The site: every page has its place in the navigation, every public name its entry, and what is generated is right."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from docs.tools import drawings, prepare, runtime
+from ruamel.yaml import YAML
+
+import holdfast
+from holdfast.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+SITE: dict[str, Any] = YAML(typ="safe", pure=True).load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def places(entries: list[Any]) -> list[str]:
+    """The files that a navigation names."""
+    found = []
+    for entry in entries:
+        target = next(iter(entry.values())) if isinstance(entry, dict) else entry
+        found += [target] if isinstance(target, str) else places(target)
+    return found
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site") / "pages"
+    prepare.prepare(folder)
+    return folder
+
+
+def test_every_page_has_its_place_in_the_navigation(pages: Path) -> None:
+    files = sorted(path.relative_to(pages).as_posix() for path in pages.rglob("*.md"))
+    assert sorted(places(SITE["nav"])) == files, "mkdocs.yml lists all pages, each once"
+
+
+def test_every_public_name_has_an_entry(pages: Path) -> None:
+    text = "".join(path.read_text() for path in (pages / "reference" / "api").glob("*.md"))
+    entries = set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)) | set(re.findall(r"^`([\w.]+)` is \[", text, re.M))
+    modules = ["holdfast", "holdfast.graph", "holdfast.components", "holdfast.recipes", *prepare.integrations()]
+    assert {"holdfast.integrations.flax", "holdfast.integrations.lightning"} <= set(modules)
+    for module in modules:
+        for name in importlib.import_module(module).__all__:
+            full = f"{module}.{name}"
+            assert full in entries or f"### {full}\n" in text, f"{full} is on no page of the reference"
+
+
+def test_a_name_of_an_unknown_module_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vars(holdfast)["_MODULES"], "save", "engine.elsewhere")
+    with pytest.raises(LookupError, match=r"holdfast\.save comes from engine\.elsewhere: add that to SUBJECTS"):
+        prepare.api_pages()
+
+
+def test_every_command_and_option_is_there(pages: Path) -> None:
+    text = (pages / "reference" / "commands.md").read_text()
+    names = {one.name or getattr(one.callback, "__name__", "") for one in app.registered_commands}
+    assert set(re.findall(r"^## holdfast (\w+)$", text, re.MULTILINE)) == names
+    assert {"`--max-to-keep", "`--other-step", "`--hang-timeout", "`--in-place"} <= {
+        cell.strip() for cell in re.findall(r"^\| (`--[\w-]+)", text, re.MULTILINE)
+    }
+    assert "holdfast run [OPTION]... CONFIG [KEY=VALUE]..." in text
+
+
+def test_every_key_of_every_recipe_is_there(pages: Path) -> None:
+    from holdfast.cli.recipes import _keys
+    from holdfast.recipes.registry import RECIPES
+
+    text = (pages / "reference" / "yaml_keys.md").read_text()
+    documented = set(re.findall(r"^\| `([\w.]+)`", text, re.MULTILINE))
+    for recipe in RECIPES.values():
+        assert {key["key"] for key in _keys(recipe.schema)} <= documented
+    assert "| `checkpoint.mirror.max_bandwidth` |" in text
+    assert "| `seed` | integer at least 0 below 4294967296 | `0` |" in text
+    assert "| `model.hidden` | list of integer above 0 | `[128, 128]` |" in text
+
+
+def test_docstrings_become_markdown() -> None:
+    assert doctest.testmod(runtime).failed == 0
+    assert doctest.testmod(runtime).attempted > 0
+
+
+@pytest.mark.parametrize("make", drawings.DRAWINGS)
+def test_drawings_are_complete(make: Any) -> None:
+    from xml.etree import ElementTree
+
+    name = make.__name__
+    files = drawings.files()
+    light, dark = (ElementTree.fromstring(files[f"{name}.{scheme}.svg"]) for scheme in ("light", "dark"))
+    texts = [["".join(node.itertext()) for node in drawing.iter() if node.text] for drawing in (light, dark)]
+    assert texts[0] == texts[1]
+    assert files[f"{name}.light.svg"] != files[f"{name}.dark.svg"]
+    page = (ROOT / "docs" / "how_it_works.md").read_text()
+    assert f"drawings/{name}.light.svg#only-light" in page
+    assert f"drawings/{name}.dark.svg#only-dark" in page
+
+
+def test_the_site_asks_no_other_server() -> None:
+    assert SITE["theme"]["font"] is False
+    assert [next(iter(one)) if isinstance(one, dict) else one for one in SITE["plugins"]] == ["search", "mkdocstrings"]
+    assert not {"hooks", "extra_javascript"} & SITE.keys()
+
+
+def test_the_addresses_agree() -> None:
+    urls = PROJECT["urls"]
+    assert SITE["site_url"] == urls["Documentation"]
+    assert SITE["repo_url"] == urls["Repository"]
+    assert prepare.REPOSITORY == f"{urls['Repository']}/blob/main/"
