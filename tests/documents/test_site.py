@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import re
 import tomllib
 from pathlib import Path
@@ -80,6 +81,14 @@ def test_every_key_of_every_recipe_is_there(pages: Path) -> None:
     assert "| `checkpoint.mirror.max_bandwidth` |" in text
     assert "| `seed` | integer at least 0 below 4294967296 | `0` |" in text
     assert "| `model.hidden` | list of integer above 0 | `[128, 128]` |" in text
+
+
+def test_the_events_on_the_page_are_those_of_the_code() -> None:
+    from holdfast.engine.manager.events import RunEvents
+
+    table = re.findall(r"^``(\w+)``  ", inspect.cleandoc(RunEvents.__doc__ or ""), re.MULTILINE)
+    page = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == table
 
 
 def test_docstrings_become_markdown() -> None:
