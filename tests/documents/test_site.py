@@ -121,4 +121,4 @@ def test_the_addresses_agree() -> None:
     urls = PROJECT["urls"]
     assert SITE["site_url"] == urls["Documentation"]
     assert SITE["repo_url"] == urls["Repository"]
-    assert prepare.REPOSITORY == f"{urls['Repository']}/blob/main/"
+    assert f"{urls['Repository']}/blob/main/" == prepare.REPOSITORY
