@@ -6,7 +6,6 @@ on, the loop waits for a comparison of containers and facts, and for the copy.
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -18,11 +17,16 @@ from numpy.typing import NDArray
 
 from ..pytree import (
     ArrayLeaf,
+    Arrival,
     Box,
+    Copy,
+    DeviceArray,
     Flattened,
     KnownLeaves,
     Outline,
     Piece,
+    PinnedLeaf,
+    PinnedMemory,
     TreeDef,
     ValueLeaf,
     collection_paused,
@@ -49,9 +53,19 @@ class Snapshot(list[HostLeaf]):
         super().__init__(leaves)
         self._known = known
         self._held = held
+        self.arrival: Arrival | None = None  # of what accelerators copy
 
     def complete(self) -> None:
-        """Describe the leaves that are held, before the list is read. The loop need not wait for that."""
+        """Wait for accelerators, and describe the leaves that are held: before the list is read.
+
+        The loop need not wait for that.
+        """
+        if self.arrival is not None:
+            self.arrival.wait()
+            self.arrival = None
+        for leaf in self:
+            if type(leaf) is PinnedLeaf:
+                leaf.read()
         if self._known is not None:
             for position, value in zip(self._known.held, self._held, strict=True):
                 self[position] = self._known.held_leaf(position, value)
@@ -64,21 +78,26 @@ class StagingBuffer:
     Fresh memory costs several times as much as the copy itself, because the system hands it out page by page; only the
     first save of a run pays for it.
 
+    Args:
+        pinned_bytes: Bytes of pinned memory, at most, for what accelerators copy.
+
     Attributes:
         lock: Held while a snapshot is taken: several threads may save with one handler. A copy has memory of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pinned_bytes: int = 0) -> None:
         self.lock = threading.Lock()
+        self.pinned_bytes = pinned_bytes
+        self._pinned = PinnedMemory(pinned_bytes)
         self._memory: Bytes = np.empty(0, np.uint8)
         self._last: weakref.ref[Snapshot] | None = None
 
-    def __reduce__(self) -> tuple[type[StagingBuffer], tuple[()]]:
-        return StagingBuffer, ()
+    def __reduce__(self) -> tuple[type[StagingBuffer], tuple[int]]:
+        return StagingBuffer, (self.pinned_bytes,)
 
     @property
     def nbytes(self) -> int:
-        return self._memory.nbytes
+        return self._memory.nbytes + self._pinned.nbytes
 
     @property
     def memory(self) -> Bytes | None:
@@ -102,13 +121,17 @@ class StagingBuffer:
             self._memory = aligned_empty(nbytes)
 
     def needed(self, leaves: Sequence[HostLeaf]) -> int:
-        return sum(map(_space, leaves))
+        return sum(_spaces(leaves))
 
     def snapshot(self, leaves: Sequence[HostLeaf]) -> Snapshot:
         if self.memory is None:
             # One handler saves two items: the copies of the other item are not written yet.
             self._memory = np.empty(0, np.uint8)
-        self.prepare(self.needed(leaves))
+            self._pinned = PinnedMemory(self.pinned_bytes)
+        on_host, on_devices = _spaces(leaves)
+        self.prepare(on_host)
+        if on_devices:
+            self._pinned.begin(on_devices)
         copies = Snapshot()
         self.lend(copies)
         pending: list[_Copy] = []
@@ -120,14 +143,27 @@ class StagingBuffer:
             pieces = []
             for piece in leaf.pieces:
                 array = piece.array
+                if on_devices and isinstance(array, DeviceArray):
+                    for part, place in self._pinned.places(piece):
+                        pending.append((place, part.array))
+                        pieces.append(Piece(part.start, place))
+                    continue
                 end = offset + array.nbytes
                 copy = self._memory[offset:end].view(array.dtype).reshape(array.shape)
                 pending.append((copy, array))
                 pieces.append(Piece(piece.start, copy))
                 offset = _aligned(end)
             copies.append(replace(leaf, pieces=pieces, volatile=False))
-        _copy_all(pending, offset)
+        self.copy(copies, pending, offset, on_devices > 0)
         return copies
+
+    def copy(self, copies: Snapshot, pending: Sequence[_Copy], nbytes: int, on_devices: bool) -> None:
+        """Fill a snapshot with copies; those of accelerators go on until it is complete."""
+        if on_devices:
+            copies.arrival = self._pinned.start([Copy(*pair) for pair in pending if isinstance(pair[1], DeviceArray)])
+            pending = [pair for pair in pending if not isinstance(pair[1], DeviceArray)]
+        # Two threads share a large snapshot: one core does not use all of the memory's bandwidth.
+        parallel_map(_copy, pending, 2 if nbytes >= _SHARED else 1, name="holdfast-snapshot")
 
 
 class KnownTree:
@@ -147,7 +183,8 @@ class KnownTree:
         self.names = flat.names
         self._staging = staging
         self._memory = staging.memory_of(copies)
-        self._leaves = KnownLeaves(flat.values, leaves, [_is_whole(*pair) for pair in zip(leaves, copies, strict=True)])
+        is_whole = [_is_whole(*pair) for pair in zip(leaves, copies, strict=True)]
+        self._leaves = KnownLeaves(flat.values, leaves, is_whole, staging.pinned_bytes)
         self._is_copied = [isinstance(leaf, ArrayLeaf) and leaf.volatile for leaf in leaves]
         self._copies: list[HostLeaf] = []
         self._arrays: list[NDArray[Any]] = []
@@ -187,12 +224,15 @@ class KnownTree:
             self._staging.lend(copies)
             pending: list[_Copy] = list(zip(self._arrays, taken.arrays, strict=True))
             pending += [(batch, taken.tensors[first : first + len(batch)]) for batch, first in self._tensors]
+            on_devices = False
             for position, leaf in zip(self._leaves.others, taken.others, strict=True):
                 if self._is_copied[position]:
-                    pending += _parts(_pieces(copies[position]), _pieces(leaf))
+                    pieces = _pieces(leaf)
+                    on_devices = on_devices or any(isinstance(piece.array, DeviceArray) for piece in pieces)
+                    pending += _parts(_pieces(copies[position]), pieces)
                 else:
                     copies[position] = leaf
-            _copy_all(pending, self._nbytes)
+            self._staging.copy(copies, pending, self._nbytes, on_devices)
         return copies
 
 
@@ -221,11 +261,6 @@ def _holds(one: Box, other: Box) -> bool:
     return all(first <= low and high <= last for first, low, high, last in bounds)
 
 
-def _copy_all(pending: Sequence[_Copy], nbytes: int) -> None:
-    # Two threads share a large snapshot: one core does not use all of the memory's bandwidth.
-    parallel_map(_copy, pending, 2 if nbytes >= _SHARED else 1, name="holdfast-snapshot")
-
-
 def _copy(pair: _Copy) -> None:
     copy, source = pair
     if isinstance(copy, list):
@@ -234,10 +269,18 @@ def _copy(pair: _Copy) -> None:
         copy[...] = source
 
 
-def _space(leaf: HostLeaf) -> int:
-    if isinstance(leaf, ValueLeaf) or not leaf.volatile:
-        return 0
-    return sum(_aligned(math.prod(piece.array.shape) * piece.array.dtype.itemsize) for piece in leaf.pieces)
+def _spaces(leaves: Sequence[HostLeaf]) -> tuple[int, int]:
+    """Return the bytes that copies of leaves take: of those on the host, and of those on accelerators."""
+    on_host = on_devices = 0
+    for leaf in leaves:
+        if isinstance(leaf, ValueLeaf) or not leaf.volatile:
+            continue
+        for piece in leaf.pieces:
+            if isinstance(piece.array, DeviceArray):
+                on_devices += _aligned(piece.array.nbytes)
+            else:
+                on_host += _aligned(piece.array.nbytes)
+    return on_host, on_devices
 
 
 def _aligned(offset: int) -> int:

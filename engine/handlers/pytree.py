@@ -37,6 +37,7 @@ from ..pytree import (
     TreeDef,
     class_name,
     collection_paused,
+    default_pinned_bytes,
     describe,
     flatten,
     loaded,
@@ -60,6 +61,9 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         type_handler_registry: Handlers for leaves of the user's own types; None is the default registry, to which
             ``register_type_handler`` adds.
         aggregate_handler: Handler that stores leaves saved with ``SaveArgs(aggregate=True)``; None is msgpack.
+        pinned_bytes: Bytes of pinned host memory, at most, for the snapshots of arrays on GPUs: it is kept, and the GPU
+            copies into it while the program goes on. What does not fit blocks the save until it is copied. None is half
+            of the machine's memory, divided by the number of its processes; 0 pins nothing.
         use_ocdbt: Must be true: arrays are always stored in an OCDBT database. The argument exists for programs written
             for Orbax.
     """
@@ -79,8 +83,11 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         data_file_bytes: int | None = None,
         type_handler_registry: TypeHandlerRegistry | None = None,
         aggregate_handler: AggregateHandler | None = None,
+        pinned_bytes: int | None = None,
         use_ocdbt: bool = True,
     ) -> None:
+        if pinned_bytes is not None and (type(pinned_bytes) is not int or pinned_bytes < 0):
+            raise OptionError(f"pinned_bytes={pinned_bytes!r} must be a number of bytes, 0 or more, or None")
         if not use_ocdbt:
             raise OptionError("use_ocdbt=False: holdfast always stores arrays in an OCDBT database; leave it out")
         given = {"compression": compression, "chunk_bytes": chunk_bytes, "data_file_bytes": data_file_bytes}
@@ -88,7 +95,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         self._layout = dataclasses.replace(layout or Layout(), **changes)
         self._registry = DEFAULT_REGISTRY if type_handler_registry is None else type_handler_registry
         self._aggregate = aggregate_handler or MsgpackHandler()
-        self._staging = StagingBuffer()
+        self._staging = StagingBuffer(default_pinned_bytes() if pinned_bytes is None else pinned_bytes)
         self._known: _KnownPlan | None = None  # of the last tree that was written
 
     def prepare(
@@ -137,7 +144,8 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         if save_args is not None:
             args = broadcast_prefix(save_args, flat.structure, SaveArgs, "save_args")
         external = ExternalLeaves(self._registry, flat.names, flat.values, args, snapshot=snapshot)
-        leaves = _described(flat, external)
+        later = self._staging.pinned_bytes if snapshot and save_args is None else 0
+        leaves = _described(flat, external, later)
         files: dict[str, bytes] = {}
         if save_args is not None:
             leaves = [
@@ -270,13 +278,14 @@ class _KnownPlan(NamedTuple):
     plan: TreePlan
 
 
-def _described(flat: Flattened, external: ExternalLeaves) -> list[Leaf]:
+def _described(flat: Flattened, external: ExternalLeaves, pinned_bytes: int) -> list[Leaf]:
     """Describe the leaves; those of type handlers are represented by notes."""
     notes = external.notes
     if not notes:
-        return describe(flat.names, flat.values)
+        return describe(flat.names, flat.values, pinned_bytes=pinned_bytes)
     mine = [number for number in range(len(flat.names)) if number not in notes]
-    described = iter(describe([flat.names[number] for number in mine], [flat.values[number] for number in mine]))
+    names, values = [flat.names[number] for number in mine], [flat.values[number] for number in mine]
+    described = iter(describe(names, values, pinned_bytes=pinned_bytes))
     return [notes[number] if number in notes else next(described) for number in range(len(flat.names))]
 
 

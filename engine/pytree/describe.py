@@ -31,9 +31,13 @@ from .torch_leaves import TorchDescriber, have_facts, is_dtensor, is_small, smal
 _Describe = Callable[[Any], ArrayLeaf | ValueLeaf]
 
 
-def describe(names: Sequence[str], values: Sequence[Any]) -> list[ArrayLeaf | ValueLeaf]:
-    """Describe leaves for storage. All copies from devices start before the first is waited for."""
-    classifier = _Classifier()
+def describe(names: Sequence[str], values: Sequence[Any], *, pinned_bytes: int = 0) -> list[ArrayLeaf | ValueLeaf]:
+    """Describe leaves for storage. All copies from devices start before the first is waited for.
+
+    With ``pinned_bytes``, a snapshot of the leaves must follow: it copies what lies on accelerators, through at most so
+    many bytes of pinned memory.
+    """
+    classifier = _Classifier(pinned_bytes)
     leaves: list[ArrayLeaf | ValueLeaf] = []
     problems: list[tuple[str, str]] = []
     with collection_paused():
@@ -50,7 +54,8 @@ def describe(names: Sequence[str], values: Sequence[Any]) -> list[ArrayLeaf | Va
 class _Classifier:
     """Finds the describer of each value. A tree has few types, and they take a while to tell apart."""
 
-    def __init__(self) -> None:
+    def __init__(self, pinned_bytes: int) -> None:
+        self._pinned_bytes = pinned_bytes
         self._jax: JaxDescriber | None = None
         self._torch: TorchDescriber | None = None
         self._known: dict[type, tuple[Callable[[Any], None] | None, _Describe]] = {}
@@ -74,11 +79,11 @@ class _Classifier:
         if isinstance(value, PackedNumbers):
             return None, PackedNumbers.describe
         if is_jax_array(value) and not is_tracer(value):
-            self._jax = self._jax or JaxDescriber()
+            self._jax = self._jax or JaxDescriber(self._pinned_bytes)
             prepare = self._jax.prepare if self._jax.prefetches else None
             return prepare, self._jax.describe_key if is_key(value) else self._jax.describe
         if is_torch_tensor(value):
-            self._torch = self._torch or TorchDescriber()
+            self._torch = self._torch or TorchDescriber(later=self._pinned_bytes > 0)
             return self._torch.prepare, self._torch.describe_distributed if is_dtensor(value) else self._torch.describe
         return None, _refuse
 
@@ -108,7 +113,7 @@ class TakenLeaves(NamedTuple):
 
     tensors: list[Any]  # to copy
     arrays: list[Any]  # to copy
-    held: list[Any]  # for `KnownLeaves.held_leaf`: host views of jax arrays, then Python values
+    held: list[Any]  # for `KnownLeaves.held_leaf`: jax arrays on the host (`to_host`), then Python values
     others: list[ArrayLeaf | ValueLeaf]
 
 
@@ -122,11 +127,17 @@ class KnownLeaves:
         values: The leaves.
         leaves: Their descriptions.
         is_copied: Which of them are copied whole, into one place.
+        pinned_bytes: As for `describe`.
     """
 
     def __init__(
-        self, values: Sequence[Any], leaves: Sequence[ArrayLeaf | ValueLeaf], is_copied: Sequence[bool]
+        self,
+        values: Sequence[Any],
+        leaves: Sequence[ArrayLeaf | ValueLeaf],
+        is_copied: Sequence[bool],
+        pinned_bytes: int = 0,
     ) -> None:
+        self._pinned_bytes = pinned_bytes
         self.types = list(map(type, values))
         self.tensors: list[int] = []  # small ones, on the host
         self.arrays: list[int] = []  # of numpy
@@ -170,15 +181,16 @@ class KnownLeaves:
         if any(type(value) is int and value not in INT64 for value in plain):
             return None
         whole = list(map(get, self.whole))
-        if not self._whole.start(whole):
+        hosted = self._whole.take(whole, self._pinned_bytes)
+        if hosted is None:
             return None
         try:
-            others = describe([""] * len(self.others), list(map(get, self.others)))
+            others = describe([""] * len(self.others), list(map(get, self.others)), pinned_bytes=self._pinned_bytes)
         except UnsupportedLeafError:
             return None  # described again with all others, for an error that lists every leaf
         if list(map(_facts, others)) != self._others:
             return None
-        return TakenLeaves(tensors, arrays, [*map(np.asarray, whole), *plain], others)
+        return TakenLeaves(tensors, arrays, [*hosted, *plain], others)
 
     @property
     def tensor_facts(self) -> Sequence[tuple[Any, ...]]:
@@ -194,7 +206,7 @@ class KnownLeaves:
         known = self._held.get(position)
         if known is None:
             return describe_python(value)
-        array: NDArray[Any] = value
+        array: NDArray[Any] = np.asarray(value)
         return ArrayLeaf(known.dtype, known.shape, [Piece((0,) * array.ndim, array)], False, known.details)
 
 

@@ -7,6 +7,7 @@ without a copy; no code may write to it any more.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,8 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .host_leaves import check_storable, native
-from .leaves import ArrayLeaf, Box, Details, LeafProblem, Part, Piece, loaded, required
+from .leaves import ArrayLeaf, Box, Details, LeafProblem, Part, Piece, PinnedLeaf, loaded, required
 
+_logger = logging.getLogger("holdfast")
+
+_PINNED = {"gpu"}  # platforms whose arrays are copied to pinned memory
 _ORIGINS = [(0,) * axes for axes in range(65)]
 
 
@@ -38,44 +42,62 @@ class JaxDescriber:
     """Describes the jax arrays of one tree.
 
     Where `prefetches` is true, `prepare` every array before the first is described, so that all copies from devices
-    are under way before one is waited for.
+    are under way before one is waited for. All copies are done when the first array is described.
+
+    Args:
+        pinned_bytes: Bytes of arrays, at most, that may be left in pinned memory, for a snapshot to read later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pinned_bytes: int = 0) -> None:
         jax: Any = loaded("jax")
         self._jax = jax
         self._shardings: dict[int, _ShardingInfo] = {}
-        self.prefetches: bool = jax.default_backend() != "cpu"
+        self._pinned_bytes = pinned_bytes
+        self._waiting: list[tuple[int, Any]] = []  # arrays of one device, with the id of the array they are a part of
+        self._hosted: dict[int, list[Any]] = {}  # the same parts on the host, by that id
+        self.prefetches: bool = jax.default_backend() != "cpu" or bool(_PINNED & {"cpu"})
 
     def prepare(self, value: Any) -> None:
-        if is_key(value):
-            value = self._data_of(value)
-        if value.is_deleted():
+        found = self._data_of(value) if is_key(value) else value
+        if found.is_deleted():
             return
-        if self._sharding(value).whole:
-            value.copy_to_host_async()
-        else:
-            for _, data in _shards(value):
-                data.copy_to_host_async()
+        whole = self._sharding(found).whole
+        self._waiting += [(id(value), data) for data in ([found] if whole else [data for _, data in _shards(found)])]
 
     def describe(self, value: Any) -> ArrayLeaf:
+        return self._fetched(value, value) if self.prefetches else self._described(value)
+
+    def _described(self, value: Any, hosted: Sequence[Any] | None = None) -> ArrayLeaf:
+        """Describe an array; what each device holds of it may have been copied to the host before."""
         sharding = self._shardings.get(id(value.sharding)) or self._sharding(value)
+        kind = ArrayLeaf if hosted is None else PinnedLeaf
         try:
             if sharding.whole:
-                array: NDArray[Any] = np.asarray(value)
-                return ArrayLeaf(
-                    array.dtype, array.shape, [Piece(_ORIGINS[array.ndim], array)], False, sharding.details
-                )
-            pieces = [Piece(start, np.asarray(data)) for start, data in _shards(value)]
+                array: NDArray[Any] = np.asarray(value) if hosted is None else hosted[0]
+                return kind(array.dtype, array.shape, [Piece(_ORIGINS[array.ndim], array)], False, sharding.details)
+            shards = _shards(value)
+            arrays = hosted or [np.asarray(data) for _, data in shards]
         except RuntimeError as error:
             raise _deleted(value, error) from error
+        pieces = [Piece(start, array) for (start, _), array in zip(shards, arrays, strict=True)]
         parts = None if sharding.local else _parts(sharding.sharding, value.shape)
-        return ArrayLeaf(np.dtype(value.dtype), value.shape, pieces, False, sharding.details, parts)
+        return kind(np.dtype(value.dtype), value.shape, pieces, False, sharding.details, parts)
+
+    def _fetched(self, value: Any, prepared: Any) -> ArrayLeaf:
+        """Describe an array, as it was fetched for the one that was prepared: it, or keys of which it is the data."""
+        if self._waiting:
+            self._fetch()
+        return self._described(value, self._hosted.get(id(prepared)))
+
+    def _fetch(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for (number, _), array in zip(waiting, to_host([data for _, data in waiting], self._pinned_bytes), strict=True):
+            self._hosted.setdefault(number, []).append(array)
 
     def describe_key(self, value: Any) -> ArrayLeaf:
         """Describe an array of typed keys, stored as its key data."""
         try:
-            leaf = self.describe(self._data_of(value))
+            leaf = self._fetched(self._data_of(value), value)
         except RuntimeError as error:
             raise _deleted(value, error) from error
         leaf.details = {**leaf.details, "kind": "key", "impl": str(self._jax.random.key_impl(value))}
@@ -115,22 +137,18 @@ class WholeArrays:
         self._facts = list(map(self._FACTS, arrays))
         self._shardings = list(map(self._SHARDING, arrays))
 
-    def start(self, arrays: Sequence[Any]) -> bool:
-        """Return whether arrays are like those that the facts are of; if so, start their copies from devices.
+    def take(self, arrays: Sequence[Any], pinned_bytes: int = 0) -> list[Any] | None:
+        """Return arrays on the host, as `to_host` does; None if they are not like those that the facts are of.
 
         Raises:
             RuntimeError: One was deleted or donated.
         """
         shardings = list(map(self._SHARDING, arrays))
         if not all(map(eq, map(self._FACTS, arrays), self._facts)):
-            return False
+            return None
         if not all(map(is_, shardings, self._shardings)) and not self._equal(shardings):
-            return False
-        jax: Any = loaded("jax")
-        if arrays and jax.default_backend() != "cpu":
-            for array in arrays:
-                array.copy_to_host_async()
-        return True
+            return None
+        return to_host(arrays, pinned_bytes)
 
     def _equal(self, shardings: Sequence[Any]) -> bool:
         known: dict[int, Details | None] = {}
@@ -144,6 +162,59 @@ class WholeArrays:
             one is other or details(one) == details(other)
             for one, other in zip(shardings, self._shardings, strict=True)
         )
+
+
+def to_host(arrays: Sequence[Any], pinned_bytes: int = 0) -> list[Any]:
+    """Return arrays of one device each on the host; all copies are started before one is waited for, and are done then.
+
+    Up to ``pinned_bytes`` of them are jax arrays in pinned memory, to which an accelerator copies fastest; the program
+    may donate the original. The others are arrays of numpy.
+
+    Raises:
+        RuntimeError: One was deleted or donated.
+    """
+    jax: Any = loaded("jax")
+    if not arrays or (jax.default_backend() == "cpu" and "cpu" not in _PINNED):
+        return list(map(np.asarray, arrays))
+    found: list[Any] = list(arrays)
+    pinned: list[int] = []
+    for number, array in enumerate(arrays):
+        if 0 < array.nbytes <= pinned_bytes and _is_plain(array.dtype) and _may_be_pinned(array.sharding):
+            pinned_bytes -= array.nbytes
+            pinned.append(number)
+        else:
+            array.copy_to_host_async()
+    try:
+        sources = [arrays[number] for number in pinned]
+        copies = jax.device_put(sources, [array.sharding.with_memory_kind("pinned_host") for array in sources])
+        for number, copy in zip(pinned, jax.block_until_ready(copies), strict=True):
+            found[number] = copy
+    except RuntimeError as error:
+        if any(array.is_deleted() for array in arrays):
+            raise
+        _logger.warning("this save blocks for longer, as jax could not copy to pinned memory: %s", error)
+        pinned = []
+        found = list(arrays)
+        for array in arrays:
+            array.copy_to_host_async()
+    kept = set(pinned)
+    return [array if number in kept else np.asarray(array) for number, array in enumerate(found)]
+
+
+def _is_plain(dtype: np.dtype[Any]) -> bool:
+    """Whether elements have the same bytes in all memories; those of less than 8 bits may be packed."""
+    return dtype.kind in "biufc" or dtype.itemsize > 1
+
+
+@lru_cache(maxsize=512)
+def _may_be_pinned(sharding: Any) -> bool:
+    """Whether an array lies in the memory of an accelerator that copies to pinned host memory."""
+    (device,) = sharding.device_set
+    return (
+        device.platform in _PINNED
+        and sharding.memory_kind in (None, device.default_memory().kind)
+        and any(memory.kind == "pinned_host" for memory in device.addressable_memories())
+    )
 
 
 def is_whole(sharding: Any) -> bool:

@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from .device_arrays import DeviceArray, is_copied_later
 from .host_leaves import native
 from .leaves import ArrayLeaf, Box, Details, LeafProblem, Part, Piece, loaded, required
 
@@ -27,6 +28,7 @@ _COMMON_TYPES = {"uint8", "int8", "int16", "int32", "int64", "uint16", "uint32",
     "float16", "float32", "float64", "complex64", "complex128",
 }  # fmt: skip
 _PAIRED = {"complex32": "float16"}  # stored as real and imaginary part, in one more axis
+_ON_HOST = {"cpu", "meta"}
 _ASYNCHRONOUS = {"cuda", "xpu"}  # devices whose copies to the host go on in the background
 _SMALL = 1 << 15  # elements; torch copies a tensor of as many with threads of its own
 
@@ -39,18 +41,22 @@ class TorchDescriber:
     """Describes the torch tensors of one tree.
 
     `prepare` every tensor, then describe every tensor: all copies from devices are under way before the describer waits
-    for them, once.
+    for them, once. If a snapshot follows, it copies, `later`, what it can.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, later: bool = False) -> None:
         self._torch: Any = loaded("torch")
+        self._later = later
         self._copies: dict[int, Any] = {}
         self._devices: set[Any] = set()
 
     def prepare(self, value: Any) -> None:
-        if value.device.type not in {"cpu", "meta"} and _why_not(self._torch, value) is None:
+        if value.device.type not in _ON_HOST and _why_not(self._torch, value) is None:
             overlaps = value.device.type in _ASYNCHRONOUS
             own = self._own(value) if is_dtensor(value) else value.detach()
+            if self._later and is_copied_later(own):
+                self._copies[id(value)] = tensor_encoding(value.dtype).on_device(own)
+                return
             self._copies[id(value)] = own.to("cpu", non_blocking=overlaps)
             if overlaps:
                 self._devices.add(value.device)
@@ -98,16 +104,17 @@ class TorchDescriber:
             getattr(self._torch, device.type).synchronize(device)
         self._devices.clear()
         tensor = self._copies.get(id(value))  # not removed: the same tensor may be two leaves
+        encoding = tensor_encoding(value.dtype)
+        if isinstance(tensor, DeviceArray):
+            _check_memory(tensor.tensor)
+            found: Any = tensor
+            return found, True, encoding
         volatile = tensor is None
         if tensor is None:
             tensor = own.detach() if own.requires_grad else own
         if tensor.is_conj() or tensor.is_neg():
             tensor, volatile = tensor.resolve_conj().resolve_neg(), False
-        if tensor.numel() and not tensor.data_ptr():
-            raise LeafProblem(
-                "has no memory: its storage was freed, as FSDP frees unsharded parameters; save the sharded ones"
-            )
-        encoding = tensor_encoding(value.dtype)
+        _check_memory(tensor)
         try:
             return encoding.to_numpy(tensor), volatile, encoding
         except (RuntimeError, TypeError) as error:
@@ -119,6 +126,13 @@ class TorchDescriber:
             own = value.to_local().detach()
         # The result of a collective operation may still be on its way.
         return own.trigger_wait() if hasattr(own, "trigger_wait") else own
+
+
+def _check_memory(tensor: Any) -> None:
+    if tensor.numel() and not tensor.data_ptr():
+        raise LeafProblem(
+            "has no memory: its storage was freed, as FSDP frees unsharded parameters; save the sharded ones"
+        )
 
 
 def _why_not(torch: Any, value: Any) -> str | None:
@@ -155,6 +169,14 @@ class TensorEncoding:
         if self.carrier is None:
             return np.asarray(tensor.numpy())
         return np.asarray(tensor.view(self.carrier).numpy()).view(self.stored)
+
+    def on_device(self, tensor: Any) -> DeviceArray:
+        """Return the elements of a tensor on an accelerator, which is like one for `to_numpy`."""
+        torch: Any = loaded("torch")
+        found = torch.view_as_real(tensor) if self.paired else tensor
+        # Integers have every bit pattern of a dtype, and torch has all operations for those of these sizes.
+        carrier = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}.get(self.stored.itemsize)
+        return DeviceArray(found if carrier is None else found.view(getattr(torch, carrier)), self.stored)
 
     def to_tensor(self, array: NDArray[Any]) -> Any:
         """Make a tensor of writable memory in native byte order."""
@@ -193,7 +215,9 @@ _FACTS = attrgetter("dtype", "shape", "requires_grad", "layout", "is_cpu")
 def is_small(value: Any) -> bool:
     """Whether a tensor that `TorchDescriber.describe` has described can be copied by `copy_tensors`."""
     torch: Any = loaded("torch")
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) or not value.is_cpu or not 0 < value.numel() < _SMALL:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.device.type not in _ON_HOST:
+        return False
+    if not 0 < value.numel() < _SMALL:
         return False
     encoding = tensor_encoding(value.dtype)
     return not encoding.paired and encoding.variant is None

@@ -1,0 +1,356 @@
+"""Elements of torch tensors on accelerators, and their copies into pinned host memory.
+
+The copies run on the device beside the program. Their rules:
+
+- They run in a stream of their own, which waits for all that the program has started on the device.
+- All of them are started before any is waited for.
+- What the program starts later, such as the next step of the optimizer, waits for them on the device. The program
+  itself does not wait.
+- The host reads a copy only after `Arrival.wait`. Until then the tensor is held, and its memory is not given away.
+
+Where no more memory can be pinned, and where copies cannot be started, they are done before the call returns. Work that
+the program starts in streams other than its current and the default one has to wait for one of these, as always in
+torch.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .leaves import Piece, required
+
+_logger = logging.getLogger("holdfast")
+
+ACCELERATORS = {"cuda"}  # types of devices whose tensors are copied like that, by the module of torch of the same name
+
+# torch rounds the size of pinned memory up to a power of two: blocks of such a size waste nothing.
+_BLOCK = 256 << 20
+_ALIGNMENT = 64
+_ROOM = 1 << 20  # bytes; a tensor is not cut for less room at the end of a block
+_SMALL = 64 << 10  # bytes; to start the copy of a smaller tensor takes longer than the copy
+_GATHERED = 4 << 20  # bytes of small tensors that are put together on the device, and copied at once
+
+
+class Event(Protocol):
+    """A mark in a stream."""
+
+    def record(self, stream: Any) -> None:
+        """Mark the work that was started in the stream so far."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait in this thread until the marked work is done; raise RuntimeError if it has failed."""
+        ...
+
+
+class Streams(Protocol):
+    """The part of ``torch.cuda`` that copies need. The work of a stream runs in order, beside that of other streams."""
+
+    def Stream(self, device: Any) -> Any:  # noqa: N802 - the names of torch
+        """Make a stream; ``wait_stream`` and ``wait_event`` of one let its later work wait, on the device."""
+        ...
+
+    def Event(self, *, blocking: bool) -> Event:  # noqa: N802
+        """Make an event; a blocking one lets the thread sleep that waits for it."""
+        ...
+
+    def current_stream(self, device: Any) -> Any:
+        """Return the stream in which this thread starts work on a device."""
+        ...
+
+    def default_stream(self, device: Any) -> Any:
+        """Return the stream in which all threads start work on a device unless they choose another."""
+        ...
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Start the work of this thread in another stream, on the device of that."""
+        ...
+
+
+def streams_of(device: Any) -> Streams:
+    torch: Any = required("torch")
+    found: Streams = getattr(torch, device.type)
+    return found
+
+
+class DeviceArray:
+    """Elements on an accelerator, in the place of a host array until a snapshot copies them.
+
+    Args:
+        tensor: They, as numbers of the same size as those of the dtype; without a gradient or a conjugate bit.
+        dtype: What they are on the host.
+    """
+
+    __slots__ = ("dtype", "shape", "tensor")
+
+    def __init__(self, tensor: Any, dtype: np.dtype[Any]) -> None:
+        self.tensor = tensor
+        self.dtype = dtype
+        self.shape = tuple(tensor.shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __getitem__(self, place: tuple[slice, ...]) -> DeviceArray:
+        return DeviceArray(self.tensor[place], self.dtype)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NDArray[Any]:
+        raise TypeError("elements on an accelerator were read before they were copied; this is a defect of holdfast")
+
+
+def is_copied_later(tensor: Any) -> bool:
+    """Whether a tensor is an ordinary one on such a device, whose copy a snapshot can start."""
+    torch: Any = required("torch")
+    if tensor.device.type not in ACCELERATORS or type(tensor) is not torch.Tensor or not tensor.numel():
+        return False
+    if torch._C._len_torch_dispatch_stack():  # a mode may turn a copy into something else
+        return False
+    return not (tensor.is_conj() or tensor.is_neg())
+
+
+class Copy(NamedTuple):
+    """One copy: a host array, contiguous, and the elements that go there."""
+
+    target: NDArray[Any]
+    source: DeviceArray
+
+
+class Arrival:
+    """Copies that were started."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.held: list[Any] = []  # what is copied: memory that is not torch's own may be freed with its last tensor
+
+    def wait(self) -> None:
+        """Wait until all copies are done; raise RuntimeError if one has failed."""
+        errors: list[RuntimeError] = []
+        for event in self.events:
+            try:
+                event.synchronize()
+            except RuntimeError as error:
+                errors.append(error)
+        self.events.clear()
+        self.held.clear()
+        if errors:
+            raise errors[0]
+
+
+class PinnedMemory:
+    """Blocks of pinned memory, allocated once and filled anew by each snapshot, and the streams that fill them.
+
+    Args:
+        limit: Bytes, at most.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._blocks: list[Any] = []  # tensors of bytes
+        self._addresses: list[int] = []  # of them, ascending
+        self._order: list[int] = []  # the blocks in the order of their addresses
+        self._block = 0  # the block that is being filled
+        self._offset = 0
+        self._needed = 0  # bytes that have no place yet
+        self._streams: dict[Any, Any] = {}
+        self._last = Arrival()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(block.numel()) for block in self._blocks)
+
+    def begin(self, nbytes: int) -> None:
+        """Begin with the first block, for pieces of a number of bytes."""
+        self._block = self._offset = 0
+        self._needed = nbytes
+
+    def places(self, piece: Piece) -> Iterator[tuple[Piece, NDArray[Any]]]:
+        """Generate the parts of a piece, each with its place; it is not pinned if no more memory can be."""
+        waiting = [piece]
+        while waiting:
+            part = waiting.pop()
+            nbytes = part.array.nbytes
+            room = self._room(nbytes)
+            if 0 < room < nbytes:
+                waiting += reversed(_cut(part, room))
+                continue
+            if room:
+                memory: NDArray[np.uint8] = self._blocks[self._block].numpy()[self._offset : self._offset + nbytes]
+                self._offset = -(-(self._offset + nbytes) // _ALIGNMENT) * _ALIGNMENT
+            else:
+                memory = np.empty(nbytes, np.uint8)
+            self._needed -= nbytes
+            yield part, memory.view(part.array.dtype).reshape(part.array.shape)
+
+    def _room(self, nbytes: int) -> int:
+        """Return how many bytes fit into the current block, or into the next if hardly any do; 0 if there is none."""
+        while True:
+            if self._block == len(self._blocks) and not self._grow():
+                return 0
+            room = int(self._blocks[self._block].numel()) - self._offset
+            if room >= min(nbytes, _ROOM):
+                return room
+            self._block, self._offset = self._block + 1, 0
+
+    def _grow(self) -> bool:
+        """Add a block; return whether that was possible."""
+        size = min(_BLOCK, 1 << (max(self._needed, _ROOM) - 1).bit_length())
+        while self.nbytes + size > self._limit:
+            size //= 2
+            if size < _ROOM:
+                return False
+        torch: Any = required("torch")
+        try:
+            with torch.inference_mode(False):
+                block = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            self._limit = self.nbytes  # not tried again
+            _logger.warning("saves block for longer, as no more than %d bytes can be pinned: %s", self._limit, error)
+            return False
+        self._blocks.append(block)
+        self._order = sorted(range(len(self._blocks)), key=lambda number: int(self._blocks[number].data_ptr()))
+        self._addresses = [int(self._blocks[number].data_ptr()) for number in self._order]
+        return True
+
+    def _tensor_over(self, start: int, nbytes: int) -> Any | None:
+        """Return the bytes at an address as a part of their block, by which torch knows them; None if not pinned."""
+        place = bisect.bisect_right(self._addresses, start) - 1
+        if place < 0:
+            return None
+        block = self._blocks[self._order[place]]
+        offset = start - self._addresses[place]
+        return block[offset : offset + nbytes] if offset + nbytes <= block.numel() else None
+
+    def start(self, copies: Sequence[Copy]) -> Arrival:
+        """Start copies. Those to memory that is not pinned are done on return."""
+        torch: Any = required("torch")
+        with contextlib.suppress(RuntimeError):  # it was an error of that save
+            self._last.wait()  # one that was given up has not waited for its copies
+        arrival = self._last = Arrival()
+        devices: dict[Any, list[tuple[int, Any, Any]]] = {}
+        rest: list[Copy] = []
+        for copy in copies:
+            address = copy.target.__array_interface__["data"][0]
+            target = self._tensor_over(address, copy.target.nbytes)
+            if target is None:
+                rest.append(copy)
+            else:
+                devices.setdefault(copy.source.tensor.device, []).append((address, target, copy.source.tensor))
+        with torch.inference_mode(False), torch.no_grad():
+            for device, group in devices.items():
+                arrival.held += [source for _, _, source in group]
+                try:
+                    self._start_on(device, group, arrival)
+                except RuntimeError as error:
+                    _logger.warning("%s: this save blocks for longer, as its copies could not run: %s", device, error)
+                    for _, target, source in group:
+                        _over(target, source).copy_(source.cpu())
+            for copy in rest:
+                source = copy.source.tensor
+                memory = torch.from_numpy(copy.target.reshape(-1).view(np.uint8))
+                _over(memory, source).copy_(source.cpu())
+        return arrival
+
+    def _start_on(self, device: Any, group: Sequence[tuple[int, Any, Any]], arrival: Arrival) -> None:
+        streams = streams_of(device)
+        side = self._streams.get(device)
+        if side is None:
+            side = self._streams[device] = streams.Stream(device)
+        program = [streams.current_stream(device), streams.default_stream(device)]
+        for stream in program:
+            side.wait_stream(stream)
+        try:
+            with streams.stream(side):
+                for _, _, source in group:
+                    source.record_stream(side)
+                for run in _runs(group):
+                    if len(run) > 1:
+                        self._gather(device, run)
+                    else:
+                        _over(run[0][1], run[0][2]).copy_(run[0][2], non_blocking=True)
+        finally:
+            # Also after an error: what was started must be done before the arrays change.
+            event = streams.Event(blocking=True)
+            event.record(side)
+            arrival.events.append(event)
+            for stream in program:
+                stream.wait_event(event)
+
+    def _gather(self, device: Any, run: Sequence[tuple[int, Any, Any]]) -> None:
+        """Copy small tensors with neighbouring places at once: put together on the device as they will lie there."""
+        torch: Any = required("torch")
+        first, end = run[0][0], run[-1][0] + run[-1][1].numel()
+        together = torch.empty(end - first, dtype=torch.uint8, device=device)
+        groups: dict[Any, tuple[list[Any], list[Any]]] = {}
+        for address, target, source in run:
+            place = together[address - first : address - first + target.numel()]
+            targets, sources = groups.setdefault(source.dtype, ([], []))
+            targets.append(_over(place, source))
+            sources.append(source)
+        for targets, sources in groups.values():
+            torch._foreach_copy_(targets, sources)
+        whole = self._tensor_over(first, end - first)
+        assert whole is not None
+        whole.copy_(together, non_blocking=True)
+
+
+def _runs(group: Sequence[tuple[int, Any, Any]]) -> Iterator[list[tuple[int, Any, Any]]]:
+    """Divide copies into those to start together: small ones to neighbouring places of one block, and others alone."""
+    run: list[tuple[int, Any, Any]] = []
+    for one in group:
+        address, target, source = one
+        small = target.numel() < _SMALL and source.element_size() <= 8
+        if run:
+            gap = address - (run[-1][0] + run[-1][1].numel())
+            fits = address + target.numel() - run[0][0] <= _GATHERED
+            same = target.untyped_storage().data_ptr() == run[0][1].untyped_storage().data_ptr()
+            if not (small and same and fits and 0 <= gap < _ALIGNMENT):
+                yield run
+                run = []
+        if small:
+            run.append(one)
+        else:
+            yield [one]
+    if run:
+        yield run
+
+
+def _over(memory: Any, like: Any) -> Any:
+    """Return bytes as a tensor of the shape and dtype of another."""
+    return memory.view(like.dtype).view(like.shape)
+
+
+def _cut(piece: Piece, room: int) -> list[Piece]:
+    """Cut a piece in two along its first axis that can be cut; the first part has at most `room` bytes if it can."""
+    shape = piece.array.shape
+    axis = next(axis for axis, size in enumerate(shape) if size > 1)
+    row = piece.array.nbytes // shape[axis]
+    count = max(1, room // row)
+    before = (slice(None),) * axis
+    start = (*piece.start[:axis], piece.start[axis] + count, *piece.start[axis + 1 :])
+    return [
+        Piece(piece.start, piece.array[(*before, slice(0, count))]),
+        Piece(start, piece.array[(*before, slice(count, None))]),
+    ]
+
+
+def default_pinned_bytes() -> int:
+    """Return half of the machine's memory, divided by the number of its processes."""
+    # torchrun and Lightning tell how many processes share the machine.
+    count = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    processes = int(count) if count.isdecimal() and int(count) else 1
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // processes

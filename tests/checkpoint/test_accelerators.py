@@ -1,0 +1,419 @@
+"""Snapshots of torch tensors on GPUs: the program goes on while the copies run, and a checkpoint holds what was there.
+
+Every story is told on the host, on a GPU that is simulated (`tests/accelerators.py`), and on a GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from tests.equality import assert_same
+
+import holdfast as hf
+from holdfast.engine.arrays.snapshot import KnownTree, StagingBuffer
+from holdfast.engine.distributed import ProcessInfo
+from holdfast.engine.pytree import Piece, default_pinned_bytes, device_arrays, torch_leaves
+from holdfast.engine.storage import as_location
+
+torch = pytest.importorskip("torch")
+fakes = pytest.importorskip("tests.accelerators")
+
+Work = Callable[[], object]
+Tree = dict[str, Any]
+
+
+class Host:
+    """No accelerator: all that the program starts is done at once."""
+
+    device = "cpu"
+
+    def launch(self, work: Work) -> None:
+        work()
+
+    def settle(self) -> None: ...
+
+
+class Cuda:
+    """A real one, which is kept busy, so that what it is asked for comes late."""
+
+    device = "cuda"
+
+    def launch(self, work: Work) -> None:
+        torch.cuda._sleep(20_000_000)
+        work()
+
+    def settle(self) -> None:
+        torch.cuda.current_stream().synchronize()
+
+
+class Fake:
+    device = "cpu"
+
+    def __init__(self, gpu: Any) -> None:
+        self.gpu = gpu
+        self.launch, self.settle = gpu.launch, gpu.settle
+
+
+@contextlib.contextmanager
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Take the CPU for a GPU."""
+    gpu = fakes.FakeGpu()
+    monkeypatch.setattr(device_arrays, "ACCELERATORS", {"cpu"})
+    monkeypatch.setattr(device_arrays, "streams_of", lambda device: gpu)
+    monkeypatch.setattr(torch_leaves, "_ON_HOST", {"meta"})
+    monkeypatch.setattr(torch.Tensor, "record_stream", fakes.record_stream)
+    with gpu:
+        yield gpu
+
+
+GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+
+
+@pytest.fixture(params=["host", "fake", GPU])
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    if request.param == "fake":
+        with simulated(monkeypatch) as gpu:
+            yield Fake(gpu)
+            assert "copy" in gpu.log
+    else:
+        yield Host() if request.param == "host" else Cuda()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    with simulated(monkeypatch) as found:
+        yield found
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Tell of each save after the first whether it used what was known of the tree."""
+    found: list[bool] = []
+    snapshot = KnownTree.snapshot
+
+    def noted(self: KnownTree, tree: Any) -> Any:
+        copies = snapshot(self, tree)
+        found.append(copies is not None)
+        return copies
+
+    monkeypatch.setattr(KnownTree, "snapshot", noted)
+    return found
+
+
+class Saves:
+    """Saves with one handler, as a manager has one: in two parts, between which the program goes on."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        self.handler = hf.PyTreeCheckpointHandler(**options)
+        self._directory = directory
+        self._count = 0
+
+    def prepare(self, tree: Any) -> Any:
+        return self.handler.prepare(tree, snapshot=True)
+
+    def write(self, prepared: Any) -> Any:
+        self._count += 1
+        folder = as_location(self._directory / str(self._count))
+        folder.make_directory()
+        prepared.merge(folder, [prepared.write(folder, ProcessInfo())])
+        return hf.PyTreeCheckpointHandler().restore(folder, torch_tensors=True)
+
+
+def bits(tensor: Any) -> Any:
+    """Return the bytes of a tensor, element by element."""
+    plain = torch.Tensor.resolve_neg(tensor.detach().resolve_conj()).contiguous().clone()
+    return plain.reshape(-1).view(torch.uint8).cpu().numpy().copy()
+
+
+def filled(tensor: Any, seed: int) -> None:
+    """Fill a tensor in place with any bytes at all, NaNs included."""
+    if not tensor.numel():
+        return
+    raw = np.random.default_rng(seed).integers(0, 256, tensor.numel() * tensor.element_size(), np.uint8)
+    new = torch.from_numpy(raw % 2 if tensor.dtype is torch.bool else raw)
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        tensor.copy_(new.view(tensor.dtype).reshape(tensor.shape).to(tensor.device))
+
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.complex32),
+]
+
+
+def tensors(device: str) -> Tree:
+    """Return tensors of every kind."""
+    tree: Tree = {}
+    for dtype in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        tree[name] = torch.zeros(7, 3, dtype=dtype, device=device)
+        tree[f"scalar {name}"] = torch.zeros((), dtype=dtype, device=device)
+    base = torch.zeros(60, 50, device=device)
+    tree |= {
+        "base": base,
+        "view": base[10:20],
+        "transposed": base.t(),
+        "strided": base[::3, 1::2],
+        "expanded": base[:1].expand(4, 50),
+        "parameter": torch.nn.Parameter(torch.zeros(9, 9, device=device)),
+        "empty": torch.zeros(0, 5, device=device),
+        "negative": torch._neg_view(torch.zeros(4, device=device)),
+        "conjugate": torch.zeros(4, dtype=torch.complex64, device=device).conj(),
+        "wide": torch.zeros(1, 2, 40_000, device=device),
+        "large": torch.zeros(300, 1000, dtype=torch.float64, device=device),
+    }
+    tree["tied"] = tree["parameter"]
+    tree["many"] = {str(number): torch.zeros(number % 40, device=device) for number in range(200)}
+    return tree
+
+
+FIXED = ("negative", "conjugate", "expanded", "view", "transposed", "strided", "tied", "many", "empty")
+
+
+def fill(tree: Tree, seed: int) -> None:
+    for number, (name, value) in enumerate(tree.items()):
+        if name not in FIXED:
+            filled(value, seed * 1000 + number)
+    for number, value in enumerate(tree["many"].values()):
+        filled(value, seed * 1000 + 500 + number)
+
+
+def expected_bits(tree: Tree) -> dict[str, Any]:
+    with torch._C.DisableTorchFunction():
+        return {name: bits(value) for name, value in {**tree, **tree["many"]}.items() if name != "many"}
+
+
+def check(found: Tree, expected: dict[str, Any]) -> None:
+    for name, value in {**found, **found["many"]}.items():
+        if name != "many":
+            with torch._C.DisableTorchFunction():
+                np.testing.assert_array_equal(bits(value), expected[name], err_msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_every_kind_of_tensor(machine: Any, tmp_path: Path, known: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work that was started before a save is in it, and work that is started after it is not."""
+    monkeypatch.setattr(device_arrays, "_BLOCK", 1 << 20)  # the largest tensor is larger
+    saves, tree = Saves(tmp_path), tensors(machine.device)
+    for step in range(3):
+        machine.launch(lambda step=step: fill(tree, 2 * step))
+        prepared = saves.prepare(tree)
+        expected: dict[str, Any] = {}
+        machine.launch(lambda found=expected: found.update(expected_bits(tree)))
+        machine.launch(lambda step=step: fill(tree, 2 * step + 1))
+        machine.settle()
+        check(saves.write(prepared), expected)
+        del prepared
+    assert known == [True, True]
+
+
+def test_a_run(machine: Any, tmp_path: Path) -> None:
+    """A manager saves beside steps that change everything in place; each step is what it was."""
+    model = {f"layer {number}": torch.zeros(50, 40, device=machine.device) for number in range(5)}
+    was: dict[int, Tree] = {}
+    with hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(max_to_keep=None)) as manager:
+        for step in range(6):
+            for value in model.values():
+                machine.launch(lambda value=value, step=step: value.add_(step + 1).mul_(-1.5))
+            machine.launch(lambda step=step: was.__setitem__(step, {n: v.cpu().clone() for n, v in model.items()}))
+            manager.save(step, {"model": model, "step": step})
+        machine.settle()
+        manager.wait_until_finished()
+        for step, expected in was.items():
+            found = manager.restore(step)
+            assert_same({name: np.asarray(value) for name, value in found["model"].items()}, _arrays(expected))
+
+
+def _arrays(tree: Tree) -> Tree:
+    return {name: value.numpy() for name, value in tree.items()}
+
+
+def test_a_tensor_that_is_deleted_at_once(machine: Any, tmp_path: Path) -> None:
+    saves = Saves(tmp_path)
+    for step in range(3):
+        tree = {"large": torch.full((400, 300), float(step), device=machine.device)}
+        prepared = saves.prepare(tree)
+        tree.clear()
+        again = [torch.full((400, 300), -1.0, device=machine.device) for _ in range(3)]  # perhaps in its memory
+        machine.settle()
+        assert set(saves.write(prepared)["large"].reshape(-1).tolist()) == {float(step)}
+        del again, prepared
+
+
+def test_a_share_of_a_tree(machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several processes with the same tensors, each copies what it writes."""
+    monkeypatch.setattr(device_arrays, "_ROOM", 1 << 16)
+    members = [ProcessInfo(index, 2, "token") for index in range(2)]
+    handlers = [hf.PyTreeCheckpointHandler(chunk_bytes=100_000) for _ in members]
+    tree = {"large": torch.zeros(700, 200, device=machine.device)}
+    for step in range(3):
+        machine.launch(lambda step=step: tree["large"].copy_(torch.arange(140_000.0).reshape(700, 200) + step))
+        prepared = [one.prepare(tree, snapshot=True, member=who) for one, who in zip(handlers, members, strict=True)]
+        assert max(one._staging.nbytes for one in handlers) <= 512 << 10, "half of it, in a block"
+        machine.launch(lambda: tree["large"].fill_(-1))
+        machine.settle()
+        folder = as_location(tmp_path / str(step))
+        folder.make_directory()
+        fragments = [one.write(folder, who) for one, who in zip(prepared, members, strict=True)]
+        prepared[0].merge(folder, fragments)
+        del prepared
+        found = hf.PyTreeCheckpointHandler().restore(folder)["large"]
+        np.testing.assert_array_equal(found.reshape(-1), np.arange(140_000.0, dtype=np.float32) + step)
+
+
+# ---- the rules
+
+
+def test_what_a_save_waits_for(gpu: Any, tmp_path: Path) -> None:
+    """``prepare`` starts all copies and waits for none; memory is pinned once; small tensors are copied together."""
+    saves = Saves(tmp_path)
+    tree = {"large": [torch.zeros(300, 300) for _ in range(3)], "small": [torch.zeros(5) for _ in range(50)]}
+    for step in range(4):
+        gpu.log.clear()
+        prepared = saves.prepare(tree)
+        copies = [entry for entry in gpu.log if entry != "pin"]
+        assert copies == ["copy"] * 3 + ["gather", "copy"], step
+        saves.write(prepared)
+        assert gpu.log[-1] == "wait", step
+        del prepared
+    assert gpu.pinned == [2 << 20]
+    assert len(gpu.streams) == 1
+
+
+def test_two_items_of_one_handler(gpu: Any, tmp_path: Path) -> None:
+    """A second snapshot that is taken before the first is written has memory of its own."""
+    saves = Saves(tmp_path)
+    one, two = {"x": torch.full((200, 200), 1.0)}, {"x": torch.full((200, 200), 2.0)}
+    first, second = saves.prepare(one), saves.prepare(two)
+    assert set(saves.write(second)["x"].reshape(-1).tolist()) == {2.0}
+    assert set(saves.write(first)["x"].reshape(-1).tolist()) == {1.0}
+
+
+def test_a_save_that_is_given_up(gpu: Any, tmp_path: Path) -> None:
+    """Its copies may still be under way: the next save waits for them before it uses their memory."""
+    saves = Saves(tmp_path)
+    tree = {"x": torch.full((200, 200), 1.0)}
+    del saves.prepare(tree).__dict__
+    gpu.log.clear()
+    saves.prepare(tree)
+    assert gpu.log == ["wait", "copy"]
+
+
+def test_work_that_fails(gpu: Any, tmp_path: Path) -> None:
+    """An error of the device is one of the save, which commits nothing; the next save is whole."""
+    tree = {"x": torch.ones(200, 200)}
+    with hf.CheckpointManager(tmp_path) as manager:
+        gpu.failure = "an illegal memory access was encountered"
+        manager.save(1, tree)
+        with pytest.raises(hf.SaveFailedError, match="illegal memory access"):
+            manager.wait_until_finished()
+        assert manager.all_steps() == []
+        gpu.failure = None
+        manager.save(2, tree)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [2]
+
+
+def test_memory_without_a_tensor(gpu: Any, tmp_path: Path) -> None:
+    gone = torch.ones(30)
+    gone.untyped_storage().resize_(0)
+    with pytest.raises(hf.UnsupportedLeafError, match="has no memory"):
+        Saves(tmp_path).prepare({"x": gone})
+
+
+# ---- what does not fit, and what cannot be started
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_memory_that_cannot_be_pinned(
+    gpu: Any, tmp_path: Path, limit: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What has no pinned memory is copied while the save blocks, with one line in the log."""
+    monkeypatch.setattr(device_arrays, "_BLOCK", 1 << 20)
+    gpu.limit = limit
+    saves, tree = Saves(tmp_path), {str(number): torch.zeros(200, 1000) for number in range(6)}
+    for step in range(3):
+        for number, value in enumerate(tree.values()):
+            gpu.launch(lambda value=value, number=number, step=step: value.fill_(10 * step + number))
+        prepared = saves.prepare(tree)
+        for value in tree.values():
+            gpu.launch(lambda value=value: value.fill_(-1))
+        gpu.settle()
+        found = saves.write(prepared)
+        del prepared
+        assert [set(array.reshape(-1).tolist()) for array in found.values()] == [{10 * step + n} for n in range(6)]
+    assert len(gpu.pinned) == limit
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "can be pinned: out of pinned memory" in caplog.text
+
+
+@pytest.mark.parametrize(("option", "pinned"), [(0, []), (3 << 20, [1 << 20] * 3), (1 << 30, [1 << 20] * 5)])
+def test_the_limit_of_pinned_memory(
+    gpu: Any, tmp_path: Path, option: int, pinned: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_arrays, "_BLOCK", 1 << 20)
+    monkeypatch.setattr(device_arrays, "_ROOM", 1 << 16)
+    monkeypatch.setattr(torch_leaves, "_ON_HOST", {"meta"} if option else {"cpu", "meta"})
+    saves, tree = Saves(tmp_path, pinned_bytes=option), {str(number): torch.zeros(200, 1000) for number in range(6)}
+    for step in range(3):
+        gpu.launch(lambda step=step: [value.fill_(step) for value in tree.values()])
+        gpu.settle()
+        prepared = saves.prepare(tree)
+        found = saves.write(prepared)
+        del prepared
+        assert {value for array in found.values() for value in array.reshape(-1).tolist()} == {step}
+    assert gpu.pinned == pinned
+
+
+def test_a_number_of_bytes() -> None:
+    assert default_pinned_bytes() > 1 << 20
+    assert pickle.loads(pickle.dumps(StagingBuffer(5))).pinned_bytes == 5
+    for value in (-1, 1.5, True, "1GB"):
+        with pytest.raises(hf.OptionError, match="pinned_bytes"):
+            hf.PyTreeCheckpointHandler(pinned_bytes=value)
+
+
+@pytest.mark.parametrize("refuses", [1, 2, 4, 6])
+def test_copies_that_cannot_be_started(
+    gpu: Any, tmp_path: Path, refuses: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    saves, tree = Saves(tmp_path), {str(number): torch.zeros(200, 200) for number in range(6)}
+    gpu.refuses = refuses
+    for step in range(2):
+        gpu.launch(lambda step=step: [value.fill_(step) for value in tree.values()])
+        prepared = saves.prepare(tree)
+        gpu.launch(lambda: [value.fill_(-1) for value in tree.values()])
+        gpu.settle()
+        found = saves.write(prepared)
+        del prepared
+        assert {value for array in found.values() for value in array.reshape(-1).tolist()} == {step}
+    assert "its copies could not run: no copy can be started" in caplog.text
+
+
+def test_elements_that_are_read_too_early(gpu: Any) -> None:
+    early = device_arrays.DeviceArray(torch.ones(3), np.dtype(np.float32))
+    with pytest.raises(TypeError, match="before they were copied"):
+        np.asarray(early)
+
+
+@pytest.mark.parametrize("shape", [(1000,), (3, 1000), (1, 1, 999), (2, 3, 4, 5), (17, 1), (1,)])
+@pytest.mark.parametrize("room", [64, 100, 4000])
+def test_cuts_cover_a_piece_once(shape: tuple[int, ...], room: int) -> None:
+    covered = np.zeros(shape, int)
+    waiting = [Piece((0,) * len(shape), np.zeros(shape, ml_dtypes.bfloat16))]
+    while waiting:
+        piece = waiting.pop()
+        if piece.array.nbytes > room:
+            waiting += device_arrays._cut(piece, room)
+            continue
+        place = zip(piece.start, piece.array.shape, strict=True)
+        covered[tuple(slice(start, start + size) for start, size in place)] += 1
+    assert (covered == 1).all()
