@@ -113,7 +113,7 @@ class TakenLeaves(NamedTuple):
 
     tensors: list[Any]  # to copy
     arrays: list[Any]  # to copy
-    held: list[Any]  # for `KnownLeaves.held_leaf`: jax arrays on the host (`to_host`), then Python values
+    held: list[Any]  # for `KnownLeaves.held_leaf`: jax arrays on the host (`HostCopies`), then Python values
     others: list[ArrayLeaf | ValueLeaf]
 
 
@@ -181,16 +181,17 @@ class KnownLeaves:
         if any(type(value) is int and value not in INT64 for value in plain):
             return None
         whole = list(map(get, self.whole))
-        hosted = self._whole.take(whole, self._pinned_bytes)
-        if hosted is None:
+        copies = self._whole.start(whole, self._pinned_bytes)
+        if copies is None:
             return None
+        left = max(copies.pinned_bytes, 1) if self._pinned_bytes else 0  # with 0, they would be described otherwise
         try:
-            others = describe([""] * len(self.others), list(map(get, self.others)), pinned_bytes=self._pinned_bytes)
+            others = describe([""] * len(self.others), list(map(get, self.others)), pinned_bytes=left)
         except UnsupportedLeafError:
             return None  # described again with all others, for an error that lists every leaf
         if list(map(_facts, others)) != self._others:
             return None
-        return TakenLeaves(tensors, arrays, [*hosted, *plain], others)
+        return TakenLeaves(tensors, arrays, [*copies.wait(), *plain], others)
 
     @property
     def tensor_facts(self) -> Sequence[tuple[Any, ...]]:

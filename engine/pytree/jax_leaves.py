@@ -91,7 +91,8 @@ class JaxDescriber:
 
     def _fetch(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for (number, _), array in zip(waiting, to_host([data for _, data in waiting], self._pinned_bytes), strict=True):
+        arrays = HostCopies([data for _, data in waiting], self._pinned_bytes).wait()
+        for (number, _), array in zip(waiting, arrays, strict=True):
             self._hosted.setdefault(number, []).append(array)
 
     def describe_key(self, value: Any) -> ArrayLeaf:
@@ -137,8 +138,8 @@ class WholeArrays:
         self._facts = list(map(self._FACTS, arrays))
         self._shardings = list(map(self._SHARDING, arrays))
 
-    def take(self, arrays: Sequence[Any], pinned_bytes: int = 0) -> list[Any] | None:
-        """Return arrays on the host, as `to_host` does; None if they are not like those that the facts are of.
+    def start(self, arrays: Sequence[Any], pinned_bytes: int) -> HostCopies | None:
+        """Start the copies of arrays to the host; None if they are not like those that the facts are of.
 
         Raises:
             RuntimeError: One was deleted or donated.
@@ -148,7 +149,7 @@ class WholeArrays:
             return None
         if not all(map(is_, shardings, self._shardings)) and not self._equal(shardings):
             return None
-        return to_host(arrays, pinned_bytes)
+        return HostCopies(arrays, pinned_bytes)
 
     def _equal(self, shardings: Sequence[Any]) -> bool:
         known: dict[int, Details | None] = {}
@@ -164,41 +165,57 @@ class WholeArrays:
         )
 
 
-def to_host(arrays: Sequence[Any], pinned_bytes: int = 0) -> list[Any]:
-    """Return arrays of one device each on the host; all copies are started before one is waited for, and are done then.
+class HostCopies:
+    """Copies to the host of arrays of one device each, which are under way.
 
-    Up to ``pinned_bytes`` of them are jax arrays in pinned memory, to which an accelerator copies fastest; the program
-    may donate the original. The others are arrays of numpy.
+    Some become jax arrays in pinned memory, to which an accelerator copies fastest; the others arrays of numpy.
+
+    Attributes:
+        pinned_bytes: How many of the bytes that could be pinned are left.
 
     Raises:
-        RuntimeError: One was deleted or donated.
+        RuntimeError: An array was deleted or donated.
     """
-    jax: Any = loaded("jax")
-    if not arrays or (jax.default_backend() == "cpu" and "cpu" not in _PINNED):
-        return list(map(np.asarray, arrays))
-    found: list[Any] = list(arrays)
-    pinned: list[int] = []
-    for number, array in enumerate(arrays):
-        if 0 < array.nbytes <= pinned_bytes and _is_plain(array.dtype) and _may_be_pinned(array.sharding):
-            pinned_bytes -= array.nbytes
-            pinned.append(number)
-        else:
-            array.copy_to_host_async()
-    try:
-        sources = [arrays[number] for number in pinned]
-        copies = jax.device_put(sources, [array.sharding.with_memory_kind("pinned_host") for array in sources])
-        for number, copy in zip(pinned, jax.block_until_ready(copies), strict=True):
-            found[number] = copy
-    except RuntimeError as error:
-        if any(array.is_deleted() for array in arrays):
-            raise
+
+    def __init__(self, arrays: Sequence[Any], pinned_bytes: int) -> None:
+        self._jax: Any = loaded("jax")
+        self._arrays = arrays
+        self._pinned: dict[int, Any] = {}  # copies by the position of the array
+        self.pinned_bytes = pinned_bytes
+        if not arrays or (self._jax.default_backend() == "cpu" and "cpu" not in _PINNED):
+            return
+        chosen: list[int] = []
+        for number, array in enumerate(arrays):
+            if 0 < array.nbytes <= self.pinned_bytes and _is_plain(array.dtype) and _may_be_pinned(array.sharding):
+                self.pinned_bytes -= array.nbytes
+                chosen.append(number)
+            else:
+                array.copy_to_host_async()
+        try:
+            sources = [arrays[number] for number in chosen]
+            shardings = [array.sharding.with_memory_kind("pinned_host") for array in sources]
+            self._pinned = dict(zip(chosen, self._jax.device_put(sources, shardings), strict=True))
+        except RuntimeError as error:
+            self._go_without(error)
+
+    def wait(self) -> list[Any]:
+        """Return the copies, once all are there: then the program may donate the originals."""
+        try:
+            self._jax.block_until_ready(list(self._pinned.values()))
+        except RuntimeError as error:
+            self._go_without(error)
+        pinned = self._pinned
+        if not pinned:
+            return list(map(np.asarray, self._arrays))
+        return [pinned[number] if number in pinned else np.asarray(each) for number, each in enumerate(self._arrays)]
+
+    def _go_without(self, error: RuntimeError) -> None:
+        if any(array.is_deleted() for array in self._arrays):
+            raise error
         _logger.warning("this save blocks for longer, as jax could not copy to pinned memory: %s", error)
-        pinned = []
-        found = list(arrays)
-        for array in arrays:
+        self._pinned = {}
+        for array in self._arrays:
             array.copy_to_host_async()
-    kept = set(pinned)
-    return [array if number in kept else np.asarray(array) for number, array in enumerate(found)]
 
 
 def _is_plain(dtype: np.dtype[Any]) -> bool:

@@ -1,0 +1,163 @@
+"""Snapshots of jax arrays in pinned host memory, as on GPUs; here, devices of the CPU are taken for GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.equality import assert_same
+
+import holdfast as hf
+from holdfast.engine.pytree import jax_leaves
+
+jax = pytest.importorskip("jax")
+
+Tree = dict[str, Any]
+
+
+@pytest.fixture
+def put(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the arrays that jax was asked to copy to pinned memory, in a list that grows."""
+    device = jax.devices()[0]
+    if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
+        pytest.skip("this jax has no pinned memory on the CPU")
+    found: list[Any] = []
+    device_put = jax.device_put
+
+    def noted(arrays: Any, where: Any = None, **kwargs: Any) -> Any:
+        if isinstance(where, list) and {getattr(each, "memory_kind", None) for each in where} == {"pinned_host"}:
+            found.extend(arrays)
+        return device_put(arrays, where, **kwargs)
+
+    monkeypatch.setattr(jax, "device_put", noted)
+    monkeypatch.setattr(jax_leaves, "_PINNED", {"gpu", "cpu"})
+    jax_leaves._may_be_pinned.cache_clear()
+    return found
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Any:
+    yield
+    jax_leaves._may_be_pinned.cache_clear()
+
+
+def sharded(array: Any, *axes: str | None) -> Any:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
+    return jax.device_put(array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
+
+
+def a_tree(step: int) -> Tree:
+    numbers = jax.numpy.arange(4096.0).reshape(64, 64) + step
+    return {
+        "plain": numbers,
+        "committed": jax.device_put(numbers * 2, jax.devices()[3]),
+        "half": numbers.astype("bfloat16"),
+        "eighth": numbers.astype("float8_e4m3fn"),
+        "four bits": (numbers % 7).astype("int4"),
+        "scalar": jax.numpy.float32(step),
+        "empty": jax.numpy.zeros((0, 3)),
+        "key": jax.random.key(step),
+        "keys": jax.random.split(jax.random.key(step), 6),
+        "divided": sharded(numbers + 1, "x", "y"),
+        "rows": sharded(numbers + 2, ("x", "y")),
+        "copied": sharded(numbers + 3),
+        "partly copied": sharded(numbers + 4, None, "y"),
+        "offloaded": jax.device_put(numbers, numbers.sharding.with_memory_kind("pinned_host")),
+        "number": step,
+    }
+
+
+def on_host(tree: Tree) -> Tree:
+    """Return copies that are no views: on the CPU, views keep memory from being donated."""
+    data = {name: jax.random.key_data(value) if "key" in name else value for name, value in tree.items()}
+    return {name: np.array(value) if name != "number" else value for name, value in data.items()}
+
+
+def donate(tree: Tree) -> None:
+    """Give the memory of arrays away, to arrays of other values."""
+    for name, value in tree.items():
+        if name in {"plain", "committed", "divided"}:
+            jax.jit(lambda array: array * 0, donate_argnums=0)(value).block_until_ready()
+        elif name != "number":
+            value.delete()
+
+
+@pytest.mark.parametrize("pinned_bytes", [None, 0, 60_000])
+def test_bits(put: list[Any], tmp_path: Path, pinned_bytes: int | None) -> None:
+    """Arrays of all shardings keep their bits, and may be donated as soon as ``save`` has returned."""
+    was: dict[int, Tree] = {}
+    checkpointer = hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler(pinned_bytes=pinned_bytes))
+    options = hf.CheckpointManagerOptions(max_to_keep=None)
+    with hf.CheckpointManager(tmp_path, checkpointer, options=options) as manager:
+        for step in range(3):
+            tree = a_tree(step)
+            was[step] = on_host(tree)
+            put.clear()
+            manager.save(step, tree)
+            total = sum(array.nbytes for array in put)
+            assert total <= (pinned_bytes if pinned_bytes is not None else 1 << 30)
+            assert (len(put) > 0) == (pinned_bytes != 0)
+            donate(tree)
+        manager.wait_until_finished()
+        for step, expected in was.items():
+            assert_same(on_host(manager.restore(step, a_tree(9))), expected)
+
+
+def test_what_is_pinned(put: list[Any], tmp_path: Path) -> None:
+    """Each part is copied once; packed elements and arrays that are on the host already are not."""
+    tree = a_tree(1)
+    manager = hf.CheckpointManager(tmp_path)
+    with manager:
+        for step in range(2):
+            put.clear()
+            manager.save(step, tree)
+            manager.wait_until_finished()
+            whole = {"plain", "committed", "half", "scalar", "key", "keys"}
+            parts = {"divided": 4, "rows": 4, "copied": 1, "partly copied": 2}
+            assert len(put) == len(whole) + sum(parts.values()), step
+
+
+@pytest.mark.parametrize("function", ["device_put", "block_until_ready"])
+def test_memory_that_jax_refuses(
+    put: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    function: str,
+) -> None:
+    """Jax says so at once, or once the copies should be there."""
+    original = getattr(jax, function)
+
+    def refuse(arrays: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(arrays, list) and arrays:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of pinned memory")
+        return original(arrays, *args, **kwargs)
+
+    trees = [a_tree(step) for step in range(2)]
+    expected = [on_host(tree) for tree in trees]
+    with hf.CheckpointManager(tmp_path) as manager:
+        for step, tree in enumerate(trees):
+            with monkeypatch.context() as patched:
+                patched.setattr(jax, function, refuse)
+                manager.save(step, tree)
+            assert "RESOURCE_EXHAUSTED" in caplog.text
+            caplog.clear()
+            manager.wait_until_finished()
+            assert_same(on_host(manager.restore(step, a_tree(9))), expected[step])
+
+
+def test_an_array_that_was_donated_before(put: list[Any], tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path) as manager:
+        for step in range(2):
+            tree = a_tree(step)
+            manager.save(step, tree)
+        tree = a_tree(2)
+        donate({"plain": tree["plain"]})
+        with pytest.raises(hf.UnsupportedLeafError, match=r"plain.*was deleted or donated"):
+            manager.save(2, tree)
+        tree = a_tree(2)
+        donate({"divided": tree["divided"]})
+        with pytest.raises(hf.UnsupportedLeafError, match=r"divided.*was deleted or donated"):
+            manager.save(2, tree)
