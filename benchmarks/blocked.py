@@ -3,6 +3,9 @@
 A manager saves in the background, a tree of torch tensors (a state dict and the states of Adam) or a nested dict of jax
 arrays. Before each save, the same arrays are copied as plainly as can be: ``[x.clone() for x in tensors]``, which is
 what a snapshot of tensors has to do, or ``[np.asarray(x) for x in arrays]``, which is what one of jax arrays does.
+
+``--device cuda`` measures something else: large arrays on a GPU, beside torch.distributed.checkpoint and orbax
+(``benchmarks/devices.py``).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import numpy as np
 
 import holdfast as hf
 
+from . import devices
 from .results import describe_machine
 
 if TYPE_CHECKING:
@@ -154,8 +158,15 @@ def main(arguments: Sequence[str] | None = None, write: Callable[[str], object] 
     parser.add_argument("--rounds", type=int, default=7, help="saves that are counted; 7 unless given")
     parser.add_argument("--directory", type=Path, default=Path("runs"), help="where to save; ./runs unless given")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each measurement")
+    parser.add_argument("--device", help="measure large arrays on a device instead: cuda, or cpu to try that")
+    parser.add_argument(
+        "--gigabytes", type=float, action="append", help="of arrays on the device: 1, 8 and 20 unless given; repeatable"
+    )
     options = parser.parse_args(arguments)
     options.directory.mkdir(parents=True, exist_ok=True)
+    if options.device is not None:
+        devices.main(options, write)
+        return
     results = []
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=options.directory.resolve()) as temporary:
         machine = describe_machine(Path(temporary))

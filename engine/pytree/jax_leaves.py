@@ -178,11 +178,12 @@ class HostCopies:
     """
 
     def __init__(self, arrays: Sequence[Any], pinned_bytes: int) -> None:
-        self._jax: Any = loaded("jax")
+        jax: Any = loaded("jax")
+        self._jax = jax
         self._arrays = arrays
         self._pinned: dict[int, Any] = {}  # copies by the position of the array
         self.pinned_bytes = pinned_bytes
-        if not arrays or (self._jax.default_backend() == "cpu" and "cpu" not in _PINNED):
+        if not arrays or (jax.default_backend() == "cpu" and "cpu" not in _PINNED):
             return
         chosen: list[int] = []
         for number, array in enumerate(arrays):
@@ -194,7 +195,7 @@ class HostCopies:
         try:
             sources = [arrays[number] for number in chosen]
             shardings = [array.sharding.with_memory_kind("pinned_host") for array in sources]
-            self._pinned = dict(zip(chosen, self._jax.device_put(sources, shardings), strict=True))
+            self._pinned = dict(zip(chosen, jax.device_put(sources, shardings), strict=True))
         except RuntimeError as error:
             self._go_without(error)
 

@@ -381,6 +381,7 @@ def test_the_limit_of_pinned_memory(
 def test_a_number_of_bytes() -> None:
     assert default_pinned_bytes() > 1 << 20
     assert pickle.loads(pickle.dumps(StagingBuffer(5))).pinned_bytes == 5
+    value: Any
     for value in (-1, 1.5, True, "1GB"):
         with pytest.raises(hf.OptionError, match="pinned_bytes"):
             hf.PyTreeCheckpointHandler(pinned_bytes=value)

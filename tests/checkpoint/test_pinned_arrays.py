@@ -43,7 +43,7 @@ def forget() -> Any:
     jax_leaves._may_be_pinned.cache_clear()
 
 
-def sharded(array: Any, *axes: str | None) -> Any:
+def sharded(array: Any, *axes: str | tuple[str, ...] | None) -> Any:
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
     return jax.device_put(array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
 
