@@ -72,7 +72,7 @@ class TorchTensors:
     def __init__(self, device: str, gigabytes: float, directory: Path) -> None:
         import torch
 
-        self.torch = torch
+        self.torch: Any = torch
         self.device = device
         self.tree = {
             f"layer {number}": torch.rand(shape, device=device) for number, shape in enumerate(_shapes(gigabytes))
@@ -156,7 +156,7 @@ class JaxArrays:
     def __init__(self, device: str, gigabytes: float, directory: Path) -> None:
         import jax
 
-        self.jax = jax
+        self.jax: Any = jax
         place = jax.devices("gpu" if device == "cuda" else device)[0]
         generator = np.random.default_rng(0)
         self.tree = {

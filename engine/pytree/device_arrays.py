@@ -104,7 +104,7 @@ class DeviceArray:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * int(self.dtype.itemsize)
+        return int(math.prod(self.shape)) * self.dtype.itemsize
 
     def __getitem__(self, place: tuple[slice, ...]) -> DeviceArray:
         return DeviceArray(self.tensor[place], self.dtype)
