@@ -88,7 +88,7 @@ class StagingBuffer:
     def __init__(self, pinned_bytes: int = 0) -> None:
         self.lock = threading.Lock()
         self.pinned_bytes = pinned_bytes
-        self._pinned = PinnedMemory(pinned_bytes)
+        self._pinned: PinnedMemory | None = None  # made when it is needed
         self._memory: Bytes = np.empty(0, np.uint8)
         self._last: weakref.ref[Snapshot] | None = None
 
@@ -97,7 +97,7 @@ class StagingBuffer:
 
     @property
     def nbytes(self) -> int:
-        return self._memory.nbytes + self._pinned.nbytes
+        return self._memory.nbytes + (0 if self._pinned is None else self._pinned.nbytes)
 
     @property
     def memory(self) -> Bytes | None:
@@ -127,11 +127,13 @@ class StagingBuffer:
         if self.memory is None:
             # One handler saves two items: the copies of the other item are not written yet.
             self._memory = np.empty(0, np.uint8)
-            self._pinned = PinnedMemory(self.pinned_bytes)
+            self._pinned = None
         on_host, on_devices = _spaces(leaves)
         self.prepare(on_host)
+        pinned = self._pinned
         if on_devices:
-            self._pinned.begin(on_devices)
+            pinned = self._pinned = pinned or PinnedMemory(self.pinned_bytes)
+            pinned.begin(on_devices)
         copies = Snapshot()
         self.lend(copies)
         pending: list[_Copy] = []
@@ -143,8 +145,8 @@ class StagingBuffer:
             pieces = []
             for piece in leaf.pieces:
                 array = piece.array
-                if on_devices and isinstance(array, DeviceArray):
-                    for part, place in self._pinned.places(piece):
+                if pinned is not None and isinstance(array, DeviceArray):
+                    for part, place in pinned.places(piece):
                         pending.append((place, part.array))
                         pieces.append(Piece(part.start, place))
                     continue
@@ -154,12 +156,12 @@ class StagingBuffer:
                 pieces.append(Piece(piece.start, copy))
                 offset = _aligned(end)
             copies.append(replace(leaf, pieces=pieces, volatile=False))
-        self.copy(copies, pending, offset, on_devices > 0)
+        self.copy(copies, pending, offset)
         return copies
 
-    def copy(self, copies: Snapshot, pending: Sequence[_Copy], nbytes: int, on_devices: bool) -> None:
+    def copy(self, copies: Snapshot, pending: Sequence[_Copy], nbytes: int) -> None:
         """Fill a snapshot with copies; those of accelerators go on until it is complete."""
-        if on_devices:
+        if self._pinned is not None:
             copies.arrival = self._pinned.start([Copy(*pair) for pair in pending if isinstance(pair[1], DeviceArray)])
             pending = [pair for pair in pending if not isinstance(pair[1], DeviceArray)]
         # Two threads share a large snapshot: one core does not use all of the memory's bandwidth.
@@ -224,15 +226,12 @@ class KnownTree:
             self._staging.lend(copies)
             pending: list[_Copy] = list(zip(self._arrays, taken.arrays, strict=True))
             pending += [(batch, taken.tensors[first : first + len(batch)]) for batch, first in self._tensors]
-            on_devices = False
             for position, leaf in zip(self._leaves.others, taken.others, strict=True):
                 if self._is_copied[position]:
-                    pieces = _pieces(leaf)
-                    on_devices = on_devices or any(isinstance(piece.array, DeviceArray) for piece in pieces)
-                    pending += _parts(_pieces(copies[position]), pieces)
+                    pending += _parts(_pieces(copies[position]), _pieces(leaf))
                 else:
                     copies[position] = leaf
-            self._staging.copy(copies, pending, self._nbytes, on_devices)
+            self._staging.copy(copies, pending, self._nbytes)
         return copies
 
 

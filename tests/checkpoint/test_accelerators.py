@@ -34,31 +34,35 @@ class Host:
 
     device = "cpu"
 
+    def busy(self) -> None: ...
+
     def launch(self, work: Work) -> None:
         work()
 
     def settle(self) -> None: ...
 
 
-class Cuda:
+class Cuda(Host):
     """A real one, which is kept busy, so that what it is asked for comes late."""
 
     device = "cuda"
 
-    def launch(self, work: Work) -> None:
-        torch.cuda._sleep(20_000_000)
-        work()
+    def busy(self) -> None:
+        torch.cuda._sleep(100_000_000)
 
     def settle(self) -> None:
         torch.cuda.current_stream().synchronize()
 
 
-class Fake:
-    device = "cpu"
-
+class Fake(Host):
     def __init__(self, gpu: Any) -> None:
         self.gpu = gpu
-        self.launch, self.settle = gpu.launch, gpu.settle
+
+    def launch(self, work: Work) -> None:
+        self.gpu.launch(work)
+
+    def settle(self) -> None:
+        self.gpu.settle()
 
 
 @contextlib.contextmanager
@@ -186,16 +190,16 @@ def fill(tree: Tree, seed: int) -> None:
         filled(value, seed * 1000 + 500 + number)
 
 
-def expected_bits(tree: Tree) -> dict[str, Any]:
+def clones(tree: Tree) -> Tree:
     with torch._C.DisableTorchFunction():
-        return {name: bits(value) for name, value in {**tree, **tree["many"]}.items() if name != "many"}
+        return {name: value.detach().clone() for name, value in {**tree, **tree["many"]}.items() if name != "many"}
 
 
-def check(found: Tree, expected: dict[str, Any]) -> None:
+def check(found: Tree, was: Tree) -> None:
     for name, value in {**found, **found["many"]}.items():
         if name != "many":
             with torch._C.DisableTorchFunction():
-                np.testing.assert_array_equal(bits(value), expected[name], err_msg=name)
+                np.testing.assert_array_equal(bits(value), bits(was[name]), err_msg=name)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -204,16 +208,17 @@ def test_every_kind_of_tensor(machine: Any, tmp_path: Path, known: list[bool], m
     monkeypatch.setattr(device_arrays, "_BLOCK", 1 << 20)  # the largest tensor is larger
     saves, tree = Saves(tmp_path), tensors(machine.device)
     for step in range(3):
+        machine.busy()
         machine.launch(lambda step=step: fill(tree, 2 * step))
+        was: Tree = {}
+        machine.launch(lambda found=was: found.update(clones(tree)))
         prepared = saves.prepare(tree)
-        expected: dict[str, Any] = {}
-        machine.launch(lambda found=expected: found.update(expected_bits(tree)))
         machine.launch(lambda step=step: fill(tree, 2 * step + 1))
         if step:  # the loop is ahead of the copies
             machine.settle()
         found = saves.write(prepared)
         machine.settle()
-        check(found, expected)
+        check(found, was)
         del prepared
     assert known == [True, True]
 
@@ -224,9 +229,10 @@ def test_a_run(machine: Any, tmp_path: Path) -> None:
     was: dict[int, Tree] = {}
     with hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(max_to_keep=None)) as manager:
         for step in range(6):
+            machine.busy()
             for value in model.values():
                 machine.launch(lambda value=value, step=step: value.add_(step + 1).mul_(-1.5))
-            machine.launch(lambda step=step: was.__setitem__(step, {n: v.cpu().clone() for n, v in model.items()}))
+            machine.launch(lambda step=step: was.__setitem__(step, {n: v.clone() for n, v in model.items()}))
             manager.save(step, {"model": model, "step": step})
         machine.settle()
         manager.wait_until_finished()
@@ -236,12 +242,14 @@ def test_a_run(machine: Any, tmp_path: Path) -> None:
 
 
 def _arrays(tree: Tree) -> Tree:
-    return {name: value.numpy() for name, value in tree.items()}
+    with torch._C.DisableTorchFunction():
+        return {name: value.cpu().numpy() for name, value in tree.items()}
 
 
 def test_a_tensor_that_is_deleted_at_once(machine: Any, tmp_path: Path) -> None:
     saves = Saves(tmp_path)
     for step in range(3):
+        machine.busy()
         tree = {"large": torch.full((400, 300), float(step), device=machine.device)}
         prepared = saves.prepare(tree)
         tree.clear()
@@ -258,6 +266,7 @@ def test_a_share_of_a_tree(machine: Any, tmp_path: Path, monkeypatch: pytest.Mon
     handlers = [hf.PyTreeCheckpointHandler(chunk_bytes=100_000) for _ in members]
     tree = {"large": torch.zeros(700, 200, device=machine.device)}
     for step in range(3):
+        machine.busy()
         machine.launch(lambda step=step: tree["large"].copy_(torch.arange(140_000.0).reshape(700, 200) + step))
         prepared = [one.prepare(tree, snapshot=True, member=who) for one, who in zip(handlers, members, strict=True)]
         assert max(one._staging.nbytes for one in handlers) <= 512 << 10, "half of it, in a block"

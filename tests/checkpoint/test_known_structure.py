@@ -425,7 +425,7 @@ def test_under_fake_tensors(tmp_path: Path, known: list[bool]) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_tensors_on_a_gpu(tmp_path: Path, known: list[bool]) -> None:
-    """The snapshot waits for kernels that were started before it, and is done when ``prepare`` returns."""
+    """The snapshot waits for kernels that were started before it, and those that are started after it wait for it."""
     saves = Saves(tmp_path)
     tree = {
         "weight": torch.ones(500, 500, device="cuda"),
@@ -447,7 +447,7 @@ def test_tensors_on_a_gpu(tmp_path: Path, known: list[bool]) -> None:
             tree["weight"] = tree["weight"].cpu()
             saves.check(tree)
             tree["weight"] = tree["weight"].cuda()
-    assert known == [True, True, False, False]
+    assert known == [True] * 4  # a tensor may come from the host or the GPU
 
 
 def test_the_steps_of_a_run(tmp_path: Path, known: list[bool]) -> None:
