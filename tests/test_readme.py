@@ -7,12 +7,15 @@ import re
 import shlex
 import subprocess
 import sys
+import tarfile
+import tomllib
 from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parent.parent / "README.md"
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 PROGRAMS = [text for language, text in BLOCKS if language == "python"]
 COMMANDS = [
     line.removeprefix("$ ").split("  #")[0].strip()
@@ -30,11 +33,11 @@ def run(command: list[str], folder: Path) -> str:
 
 
 def test_there_are_examples_of_every_use() -> None:
-    assert len(PROGRAMS) >= 3
+    assert len(PROGRAMS) == 3
     assert [shlex.split(command)[1] for command in COMMANDS] == ["recipes", "run", "run", "ls", "show", "verify"]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=["flax", "torch", "lightning", "engine", "import"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=["flax", "torch", "lightning"])
 def test_a_program_runs_twice(program: str, tmp_path: Path) -> None:
     for _ in range(2):
         run([sys.executable, "-W", "ignore", "-c", program], tmp_path)
@@ -46,3 +49,38 @@ def test_the_commands_run_in_their_order(tmp_path: Path) -> None:
     outputs = [run([*holdfast, *shlex.split(command)[1:]], tmp_path) for command in COMMANDS]
     assert "flax_text" in outputs[0]
     assert "600" in outputs[3]
+
+
+def test_the_links_work_anywhere() -> None:
+    """PyPI shows the README without the repository: links are absolute, and lead to pages or files that are there."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+    pages = re.findall(r": ([\w/]+\.md)$|- ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    known = {re.sub(r"(^|/)index$", r"\1", (first or second).removesuffix(".md")).strip("/") for first, second in pages}
+    for link in re.findall(r"\]\(([^)]+)\)", re.sub(r"\s+", " ", TEXT)):
+        address, _, anchor = link.partition("#")
+        if address.startswith(urls["Repository"]):
+            assert (ROOT / address.removeprefix(f"{urls['Repository']}/blob/main/")).is_file(), link
+            continue
+        assert address.startswith(urls["Documentation"]), link
+        page = address.removeprefix(urls["Documentation"]).strip("/")
+        assert page in known, link
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", (ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE)
+            assert anchor in [heading.lower().replace(" ", "-") for heading in headings], link
+
+
+def test_the_source_distribution_has_what_the_readme_names(tmp_path: Path) -> None:
+    run([sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(tmp_path)], ROOT)
+    [archive] = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as members:
+        names = {name.partition("/")[2] for name in members.getnames()}
+    assert {
+        "Makefile",
+        "constraints.txt",
+        "minimum.txt",
+        "mkdocs.yml",
+        "docs/index.md",
+        "docs/tools/prepare.py",
+    } <= names
+    assert {"CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "README.md"} <= names
+    assert {"benchmarks/compare.py", "tests/test_readme.py", "cli/demo.py", "docs/schedulers/job.yaml"} <= names

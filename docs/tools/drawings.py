@@ -152,7 +152,7 @@ def load() -> Drawing:
     d.arrow((440, 149), (490, 149))
     d.box(490, 30, 150, 54, "safe", "checksum", "of every chunk")
     d.arrow((565, 122), (565, 84))
-    d.box(690, 122, 150, 54, "loop", "arrays", "numpy, torch, jax,|")
+    d.box(690, 122, 150, 54, "loop", "arrays", "numpy, torch, jax")
     d.arrow((640, 57), (765, 57), (765, 122))
     d.text(765, 200, "on the template's devices", colour="soft", size=12, anchor="middle")
     d.text(565, 20, "damage is an error, never data", colour="soft", size=12, anchor="middle")
@@ -163,25 +163,25 @@ def commit() -> Drawing:
     """The commit: what is on the disk at each instant, and what a crash leaves."""
     d = Drawing("A commit: the record is written last", 860, 300)
     columns = (
-        (20, "1. marker", ("checkpoint.partial",), "gone", "a crash leaves", "no checkpoint"),
-        (235, "2. data", ("checkpoint.partial", "state/ ... fsynced"), "gone", "a crash leaves", "no checkpoint"),
+        (20, "1. marker", ("checkpoint.partial",), "gone", "no checkpoint"),
+        (235, "2. data", ("checkpoint.partial", "state/ ... fsynced"), "gone", "no checkpoint"),
         (
             450,
             "3. record, renamed",
             ("checkpoint.partial", "state/ ...", "checkpoint.json"),
             "safe",
-            "a crash leaves",
             "the checkpoint",
         ),
-        (665, "4. marker removed", ("state/ ...", "checkpoint.json"), "safe", "a crash leaves", "the checkpoint"),
+        (665, "4. marker removed", ("state/ ...", "checkpoint.json"), "safe", "the checkpoint"),
     )
-    for number, (x, title, files, kind, before, after) in enumerate(columns):
+    for number, (x, title, files, kind, left) in enumerate(columns):
         d.text(x + 87, 30, title, anchor="middle", bold=True)
         d.box(x, 46, 175, 140, "plain", "")
         for row, name in enumerate(files):
             colour = "safe" if name == "checkpoint.json" else "disk"
             d.box(x + 12, 58 + 40 * row, 151, 32, colour, name)
-        d.box(x, 220, 175, 56, kind, after, before)
+        d.text(x + 87, 212, "a crash now leaves", colour="soft", size=12, anchor="middle")
+        d.box(x, 224, 175, 46, kind, left)
         if number < 3:
             d.arrow((x + 178, 116), (x + 212, 116))
     return d

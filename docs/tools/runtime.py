@@ -54,11 +54,16 @@ def _take_signature(init: Any, value: Any) -> None:
         return
     parameters = [griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)]
     for one in taken:
-        annotation = None if one.annotation is inspect.Parameter.empty else str(one.annotation)
+        annotation = None if one.annotation is inspect.Parameter.empty else _type(one.annotation)
         default = None if one.default is inspect.Parameter.empty else _shown(one.default)
         kind = griffe.ParameterKind[one.kind.name.lower()]
         parameters.append(griffe.Parameter(one.name, annotation=annotation, kind=kind, default=default))
     init.parameters = griffe.Parameters(*parameters)
+
+
+def _type(annotation: Any) -> str:
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(r"\b(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_])", "", text)
 
 
 def _shown(value: object) -> str:
