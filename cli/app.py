@@ -120,6 +120,66 @@ def supervise(
 
 
 @app.command()
+def drill(
+    command: Command,
+    steps: Annotated[
+        int, typer.Option("--steps", help="How many steps to rehearse; two epochs and a validation tell most.", min=2)
+    ] = 20,
+    at: Annotated[
+        list[int] | None,
+        typer.Option("--at", metavar="STEP", help="Interrupt at this step instead of random ones; may be repeated."),
+    ] = None,
+    kinds: Annotated[
+        str | None,
+        typer.Option(
+            "--kinds",
+            metavar="KIND,...",
+            help="What to rehearse, of: first (the first step), kill, save (killed in a save), term, twice (in a row), "
+            "validation. Default: all; with --at, kill and term.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Chooses the random steps.")] = 0,
+    signal_name: Annotated[
+        str, typer.Option("--signal", help="The signal that announces a preemption.", metavar="NAME")
+    ] = "SIGTERM",
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option("--ignore", metavar="PATTERN", help="Do not compare leaves such as 'extras/clock*'."),
+    ] = None,
+    keep: Annotated[
+        str | None, typer.Option("--keep", metavar="DIR", help="Keep the checkpoints and logs in a new directory.")
+    ] = None,
+    hang_timeout: Annotated[
+        str, typer.Option("--hang-timeout", help="Give up if there is no step or other sign of progress for so long.")
+    ] = "30m",
+    grace: Annotated[str, typer.Option("--grace", help="The time between the signal and SIGKILL.")] = "1m",
+    as_json: AsJson = False,
+) -> int:
+    """Rehearse preemptions of a program, and compare its checkpoints bit for bit.
+
+    Write the program after two dashes: holdfast drill -- python train.py. It runs undisturbed for some steps, and once
+    more with SIGTERM and SIGKILL in between, in directories of the drill: those of your runs are neither read nor
+    written. Other files that the program writes, such as logs, go where they always go. Exit status: 0 all checkpoints
+    are identical, 1 they differ (the report names the likely cause), 2 the drill cannot be carried out.
+    """
+    from .drill import drill as run_drill
+    from .drill import drill_options
+
+    options = drill_options(
+        steps=steps,
+        at=at or [],
+        kinds=kinds,
+        seed=seed,
+        polite=signal_name,
+        keep=keep,
+        ignore=ignore or [],
+        hang=hang_timeout,
+        grace=grace,
+    )
+    return run_drill(command, options, as_json=as_json)
+
+
+@app.command()
 def recipes(
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="Explain every key of this recipe, or module:function.")

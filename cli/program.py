@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from ..engine.manager import BEAT, EVENTS, STACKS, SUPERVISOR, read_events
 
@@ -83,13 +83,19 @@ class Program:
         folder: Where the program leaves its events and heartbeats; a new one for every start.
         signals: The signals to forward, already caught.
         environment: Variables for the program beside those of this process.
+        output: A file that takes what the program prints; None leaves that to the terminal.
 
     Raises:
         OSError: The program cannot be started.
     """
 
     def __init__(
-        self, command: Sequence[str], folder: Path, signals: Signals, environment: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        folder: Path,
+        signals: Signals,
+        environment: Mapping[str, str] | None = None,
+        output: IO[bytes] | None = None,
     ) -> None:
         self._folder = folder
         self._signals = signals
@@ -111,6 +117,8 @@ class Program:
             command,
             env={**os.environ, "PYTHONFAULTHANDLER": "1", **(environment or {}), SUPERVISOR: str(folder)},
             stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,  # not of this group
+            stdout=output,
+            stderr=output,
             process_group=0,
             preexec_fn=die_with_parent if sys.platform == "linux" else None,
         )

@@ -112,7 +112,7 @@ class Checkpointer:
 
     def _begin(self, path: Place, item: Any, force: bool, kwargs: Mapping[str, Any]) -> Save:
         return Save(
-            as_location(path),
+            as_location(path, writes=True),
             {ITEM: ItemToSave(self.handler, item, self.background, kwargs)},
             overwrite=force,
             record=lambda items: CheckpointRecord(items=items, time=self._clock.now()),

@@ -114,7 +114,7 @@ class Checkpointable:
             StorageError: The storage refused; the tree that was there before is whole.
             PeerFailedError: Process 0 of several could not save.
         """
-        location = None if path is None else as_location(path)
+        location = None if path is None else as_location(path, writes=True)
         where = "a temporary directory" if location is None else location.url
         numbers = None if metrics is None else plain_metrics(metrics)
         if step is not None and (type(step) is not int or step < 0):

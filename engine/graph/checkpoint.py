@@ -103,7 +103,7 @@ class Checkpoint(Node):
             StateError: Values of an earlier restore still wait for their objects, or objects for their values.
             SaveFailedError: The background save before this one failed; this one is done nevertheless.
         """
-        place = as_location(prefix)
+        place = as_location(prefix, writes=True)
         before = self._holdfast_counter
         number = self._saving().next_number(place, self.save_counter)
         object.__setattr__(self, "_holdfast_counter", number)
@@ -136,7 +136,7 @@ class Checkpoint(Node):
             StateError: Values of an earlier restore still wait for their objects, or objects for their values.
             SaveFailedError: The background save before this one failed; this one is done nevertheless.
         """
-        location = as_location(path)
+        location = as_location(path, writes=True)
         saving = self._saving()
         return saving.put(location, self._capture(), overwrite=overwrite, background=background, layout=layout)
 
@@ -328,7 +328,7 @@ class _GraphSaver(AsyncCheckpointer):
         self._save.join()
 
     def _begin(self, path: Place, item: Any, force: bool, kwargs: Mapping[str, Any]) -> Save:
-        location, number = as_location(path), self._number
+        location, number = as_location(path, writes=True), self._number
 
         def record(items: Mapping[str, ItemRecord]) -> CheckpointRecord:
             found = CheckpointRecord(items=items, time=self._clock.now(), step=number)

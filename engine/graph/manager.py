@@ -89,7 +89,7 @@ class CheckpointManager:
         if hours is not None and not (isinstance(hours, int | float) and hours > 0):
             raise OptionError(f"keep_checkpoint_every_n_hours={hours!r} must be above 0, or None")
         self._checkpoint = checkpoint
-        self._directory = as_location(directory)
+        self._directory = as_location(directory, writes=True)
         self._name = checkpoint_name
         self._counter = step_counter
         self._interval = checkpoint_interval

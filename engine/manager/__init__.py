@@ -14,6 +14,7 @@ from .directory import (
     stored_metadata,
     stored_options,
 )
+from .drill import TRACES, DrillPlan
 from .events import (
     BEAT,
     EVENTS,
@@ -21,6 +22,7 @@ from .events import (
     STACKS,
     SUPERVISOR,
     Event,
+    Point,
     append_after_death,
     append_line,
     event_scalars,

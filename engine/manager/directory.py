@@ -263,7 +263,7 @@ def record_metrics(
     ...         run.metrics(5)
     {'return': 3.5}
     """
-    location, found = as_location(directory), plain_metrics(metrics)
+    location, found = as_location(directory, writes=True), plain_metrics(metrics)
     folder = location / f"{series_of(step_prefix)}{step}"
     record = read_record(folder)
     write_late(location, folder.name, record, found, (clock or SystemClock()).now())

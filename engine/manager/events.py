@@ -3,8 +3,8 @@
 The events are for people, reports and supervisors. Nothing that holdfast does depends on them: a file that cannot be
 written or read is no error, a line that a crash cut off is skipped, and object stores have no such file.
 
-A *watcher* is told of the points that a training loop passes. ``holdfast supervise`` starts a program with an
-environment variable, and only then does its process have a watcher.
+A *watcher* is told of the points that a training loop passes. ``holdfast supervise`` and ``holdfast drill`` start a
+program with environment variables, and only then does its process have watchers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from ..clock import Clock
-from ..storage import Location
+from ..storage import DRILL, Location
+
+if TYPE_CHECKING:
+    from .rehearsal import Rehearsal
 
 _logger = logging.getLogger("holdfast")
 
@@ -42,7 +45,7 @@ SUPERVISOR = "HOLDFAST_SUPERVISOR"  # environment variable: the folder in which 
 STACKS = getattr(signal, "SIGRTMAX", 64) - 5  # signal to a supervised process that asks for the stacks of its threads
 BEAT = struct.Struct("=dq")  # a heartbeat: seconds on the system's monotonic clock, and the step; -1 before the first
 
-Point = Literal["step", "batch", "validation", "restored", "saving", "commit", "committed"]
+Point = Literal["step", "batch", "validation", "restored", "saving", "commit", "committed", "save_failed"]
 """A point that a run passes: ``step`` after an update, ``commit`` right before the commit record of a step is written,
 ``committed`` after it; ``saving`` when the files of a step are about to be written in the background."""
 
@@ -62,6 +65,7 @@ class Watcher(Protocol):
 
 _watchers: list[Watcher] = []
 _supervisor: Path | None = None
+_rehearsal: Rehearsal | None = None
 _looked = False
 
 
@@ -71,18 +75,24 @@ def reached(point: Point, step: int | None = None) -> None:
         watcher.reached(point, step)
 
 
-def find_watchers() -> None:
-    """Find out, once, whether a supervisor watches this process."""
-    global _looked, _supervisor
+def find_watchers() -> Rehearsal | None:
+    """Find out, once, whether a supervisor watches this process; return the rehearsal that it belongs to, or None."""
+    global _looked, _supervisor, _rehearsal
     if _looked:
-        return
+        return _rehearsal
     _looked = True
+    if folder := os.environ.get(DRILL):
+        from .rehearsal import Rehearsal
+
+        _rehearsal = Rehearsal(Path(folder))
+        _watchers.append(_rehearsal)
     if folder := os.environ.get(SUPERVISOR):
         try:
             _watchers.append(_Heartbeat(Path(folder)))
             _supervisor = Path(folder)
         except OSError as error:
             _logger.warning("%s=%s: the supervisor cannot be told of this run: %s", SUPERVISOR, folder, error)
+    return _rehearsal
 
 
 class _Heartbeat:

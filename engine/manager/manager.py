@@ -114,9 +114,11 @@ class CheckpointManager:
         clock: Clock | None = None,
         coordinator: Coordinator | None = None,
     ) -> None:
-        find_watchers()
-        self.directory: Location = as_location(directory)
+        rehearsal = find_watchers()
         self.options = options or CheckpointManagerOptions()
+        self.directory: Location = as_location(directory, writes=not self.options.read_only)
+        if rehearsal is not None:
+            self.options = rehearsal.options(self.options)
         reuse = self.options.reuse_unchanged and self.directory.is_local
         self._items = _ItemSet(checkpointers, self.options.item_intervals, reuse=reuse)
         self._metadata = None if metadata is None else dict(metadata)
@@ -137,7 +139,11 @@ class CheckpointManager:
         self._mirror: RunMirror | None = None
         if self.options.mirror is not None and not self.options.read_only:
             self._open_mirror()
-        self._decisions = SaveDecisions(self.options.triggers(), self._clock, self._processes, self.latest_step())
+        triggers = self.options.triggers()
+        if rehearsal is not None:
+            triggers = rehearsal.join(triggers, self._processes)
+            self._listeners.append(rehearsal.note_save)
+        self._decisions = SaveDecisions(triggers, self._clock, self._processes, self.latest_step())
         self._rollback = Rollback(self._run, warns=self._processes.is_primary)
 
     # ---- the mirror
@@ -610,6 +616,7 @@ class CheckpointManager:
             done = save.complete()
         except BaseException as error:
             self._ended(pending, failed=True)
+            reached("save_failed", step)
             self.events.write("save_failed", step=step, error=f"{type(error).__name__}: {error}")
             raise
         if done is None:  # an interrupt came before this thread, and has ended the save

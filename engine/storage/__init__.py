@@ -5,8 +5,9 @@ from __future__ import annotations
 from .backend import DataFile, DataReader, Entry, Segment
 from .buffers import Buffer, aligned_empty
 from .local import TEMPORARY_PREFIX, FileIdentity, LocalBackend, file_identity, share_file
-from .location import Location, as_location, max_concurrency
+from .location import DRILL, Location, as_location, max_concurrency
 from .lock import FileLock, SaveLock
 from .object_store import shared_context, store_spec
 from .parallel import CORES, REQUESTS, Helper, parallel_map
+from .redirects import CLAIMS
 from .status import check_extent, is_unreadable, map_status, os_errors, unreadable_as_damage

@@ -18,15 +18,20 @@ from .buffers import PAGE
 from .local import LocalBackend
 from .object_store import ObjectStoreBackend, ObjectStoreSnapshot, open_backend
 from .parallel import REQUESTS, UPLOADS, parallel_map
+from .redirects import Redirects
+
+DRILL = "HOLDFAST_DRILL"
+"""Environment variable of a program that ``holdfast drill`` rehearses: the folder of the rehearsal."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _COLLAPSED = re.compile(r"(?:file|memory|s3|gs|gcs|https?|az|abfs|hdfs):/", re.IGNORECASE)
 _KNOWN = "a path, file:///path, memory://name, s3://bucket/name or gs://bucket/name"
 
 _local = LocalBackend()
+_redirects = Redirects(pathlib.Path(os.environ[DRILL], "runs")) if os.environ.get(DRILL) else None
 
 
-def as_location(place: str | os.PathLike[str] | Location) -> Location:
+def as_location(place: str | os.PathLike[str] | Location, *, writes: bool = False) -> Location:
     """Return the location that a path or URL stands for.
 
     A relative path counts from the current directory at the time of this call. ``~`` and ``~name`` at the beginning of
@@ -34,6 +39,8 @@ def as_location(place: str | os.PathLike[str] | Location) -> Location:
 
     Args:
         place: A path, or a URL that starts with ``file:///``, ``memory://``, ``s3://bucket/`` or ``gs://bucket/``.
+        writes: Whether the caller is about to write there. In a program that is being rehearsed, a folder of the
+            rehearsal then stands in for this location.
 
     Raises:
         InvalidLocationError: It is neither, or the URL's scheme is not one of these.
@@ -41,8 +48,14 @@ def as_location(place: str | os.PathLike[str] | Location) -> Location:
     >>> as_location("memory://runs/x") / "1200"
     Location('memory://runs/x/1200')
     """
-    if isinstance(place, Location):
-        return place
+    location = place if isinstance(place, Location) else _parsed(place)
+    if _redirects is None:
+        return location
+    target = _redirects.target(location.url, writes=writes)
+    return location if target == location.url else _parsed(target)
+
+
+def _parsed(place: str | os.PathLike[str]) -> Location:
     try:
         text = os.fspath(place)
     except TypeError:

@@ -44,7 +44,7 @@ class RunStore:
     """A directory of steps: open for writing while a model is fitted, and for reading at any time."""
 
     def __init__(self, directory: Place, options: CallbackOptions) -> None:
-        self.directory: Location = as_location(directory)
+        self.directory: Location = as_location(directory, writes=True)
         self._arguments = options
         self._options = options.manager_options()
         self._grace = None if options.grace_secs is None else GraceCheck(seconds(options.grace_secs))

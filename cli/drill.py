@@ -1,0 +1,584 @@
+"""``holdfast drill`` rehearses preemptions of a program, and compares its checkpoints with those of an undisturbed run.
+
+One reference run, then one run that is interrupted again and again. Only if the two differ does a second reference run
+tell whether the program is deterministic. Every start of the program carries out a :class:`DrillPlan`, with which
+``engine/manager/rehearsal.py`` saves, stops and interrupts it from the inside.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ..engine.clock import seconds
+from ..engine.errors import HoldfastError, OptionError, shortened_steps
+from ..engine.manager import TRACES, DrillPlan, Point, list_steps, read_events
+from ..engine.sources import LeafDifference, compare_checkpoints, open_at
+from ..engine.storage import CLAIMS, DRILL, as_location
+from .findings import Causes, Finding, Report, StepDifference, Trace, print_report
+from .log import configure_logging
+from .program import Program, Signals, shell_status
+from .report import count, print_json, size
+from .status import BAD_USAGE, DONE, FAILED
+
+Kind = Literal["first", "kill", "save", "term", "twice", "validation"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_DENSE = 2 << 30  # bytes of checkpoints up to which every step is saved
+_TAIL = 15  # lines of the program that are shown when it fails
+_RUNS = "runs"  # folder of the run that is under way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrillOptions:
+    """What to rehearse."""
+
+    steps: int = 20
+    at: tuple[int, ...] = ()  # steps at which to interrupt; random ones if there are none
+    kinds: tuple[Kind, ...] = KINDS
+    seed: int = 0  # of the random steps
+    polite: signal.Signals = signal.SIGTERM  # the signal that announces a preemption
+    keep: Path | None = None  # where the runs are kept; None for a temporary directory
+    ignore: tuple[str, ...] = ()  # patterns of leaves that are not compared
+    hang: float = 1800.0  # seconds without a sign of progress
+    grace: float = 60.0  # seconds that the program has to end after the signal
+
+
+def drill_options(
+    *,
+    steps: int,
+    at: Sequence[int],
+    kinds: str | None,
+    seed: int,
+    polite: str,
+    keep: str | None,
+    ignore: Sequence[str],
+    hang: str,
+    grace: str,
+) -> DrillOptions:
+    """Return the options as the command line gives them.
+
+    Raises:
+        OptionError: One of them is invalid.
+    """
+    named = [one.strip() for one in kinds.split(",") if one.strip()] if kinds is not None else None
+    if named is None:
+        named = ["kill", "term"] if at else list(KINDS)
+    if unknown := [one for one in named if one not in KINDS]:
+        raise OptionError(f"--kinds {unknown[0]}: the kinds are {', '.join(KINDS)}")
+    text = polite.upper() if polite.upper().startswith("SIG") else f"SIG{polite.upper()}"
+    number = signal.Signals.__members__.get(text)
+    if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
+        raise OptionError(f"--signal {polite}: name a signal that a program can handle, such as SIGTERM or SIGUSR1")
+    return DrillOptions(
+        steps=steps,
+        at=tuple(sorted(set(at))),
+        kinds=tuple(one for one in KINDS if one in named),
+        seed=seed,
+        polite=number,
+        keep=None if keep is None else Path(keep),
+        ignore=tuple(ignore),
+        hang=seconds(hang, name="--hang-timeout"),
+        grace=seconds(grace, name="--grace"),
+    )
+
+
+class DrillError(HoldfastError):
+    """The rehearsal cannot be carried out."""
+
+
+# ---- what to interrupt: pure functions
+
+
+@dataclass(frozen=True, slots=True)
+class Interruption:
+    """One preemption of the rehearsal."""
+
+    signal: signal.Signals
+    point: Point
+    step: int
+
+    def __str__(self) -> str:
+        where = {"step": "after step", "validation": "in the validation after step", "commit": "in the save of step"}
+        return f"{self.signal.name} {where[self.point]} {self.step}"
+
+
+def choose(
+    steps: Sequence[int], validations: Sequence[int], options: DrillOptions
+) -> tuple[list[Interruption], list[str]]:
+    """Return the interruptions of a run with these steps, in their order, and what is left out, in words.
+
+    The order matters: after SIGKILL the run goes back, so that the same step can be interrupted once more.
+
+    Args:
+        steps: The steps of the reference run, in ascending order; at least two.
+        validations: Those of them that were followed by a validation.
+        options: What to rehearse.
+    """
+    kill, polite = signal.SIGKILL, options.polite
+    chosen: list[tuple[int, int, Interruption]] = []
+    notes: list[str] = []
+    inner = list(steps[1:-1]) or list(steps[:1])
+
+    def add(number: signal.Signals, point: Point, step: int) -> None:
+        rank = ("step", "commit", "validation").index(point) + (0 if number == kill else 3)
+        chosen.append((step, rank, Interruption(number, point, step)))
+
+    draw = random.Random(options.seed)
+    taken: set[int] = set()
+    if "validation" in options.kinds:
+        places = [step for step in validations if step in inner and step not in options.at] or list(validations[:1])
+        if places:
+            found = sorted(draw.sample(places, min(2, len(places))))
+            numbers = (kill, polite) if len(found) == 2 else (polite,)
+            for step, number in zip(found, numbers, strict=True):
+                add(number, "validation", step)
+            # A run that resumes right there has no validation left.
+            around = [steps.index(step) + by for step in found for by in (-1, 0, 1)]
+            taken |= {steps[place] for place in around if 0 <= place < len(steps)}
+        else:
+            notes.append(f"no validation in {count(len(steps), 'step', 'steps')}, so none was interrupted")
+    if "first" in options.kinds:
+        add(kill, "step", steps[0])
+        add(polite, "step", steps[0])
+    for kind in ("kill", "save", "term", "twice"):
+        if kind not in options.kinds:
+            continue
+        free = [step for step in inner if step not in taken] or inner
+        for step in options.at or (draw.choice(free),):
+            taken.add(step)
+            if kind == "kill":
+                add(kill, "step", step)
+            elif kind == "save":
+                add(kill, "commit", step)
+            else:
+                add(polite, "step", step)
+            if kind == "twice":
+                later = [one for one in steps if one > step][:1]
+                for one in later:
+                    add(polite, "step", one)
+                taken.update(later)
+    found_all = [one for _, _, one in sorted(chosen, key=lambda entry: entry[:2])]
+    return list(dict.fromkeys(found_all)), notes
+
+
+def places_to_save(options: DrillOptions) -> tuple[int, ...]:
+    """Return the places of steps, from 1, that are saved in any case: those around the likely interruptions."""
+    places = range(1, options.steps + 1)
+    likely, _ = choose(places, (), options if not options.at else DrillOptions(steps=options.steps, kinds=("first",)))
+    around = {one.step + by for one in likely for by in (-1, 0, 1, 2)}
+    return tuple(sorted(around.intersection(places)))
+
+
+# ---- the rehearsal
+
+
+@dataclass(slots=True)
+class Start:
+    """One start of the program."""
+
+    name: str
+    interruption: Interruption | None
+    returncode: int = 0
+    state: str | None = None  # the last word of its runs: preempted, finished, failed
+    trace: Trace = field(default_factory=Trace)
+    killed: bool = False  # as it had not ended within the grace
+
+
+class _StoppedError(Exception):
+    """The drill itself was asked to end."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def drill(command: Sequence[str], options: DrillOptions, *, as_json: bool = False) -> int:
+    """Rehearse preemptions of a program, and print what was found.
+
+    Returns:
+        The exit status: 0 if all checkpoints are identical, 1 if not, 2 if the rehearsal cannot be carried out.
+    """
+    configure_logging("error")
+    try:
+        with Signals() as signals, _Folder(options.keep) as folder:
+            rehearsal = _Drill(command, options, folder, signals)
+            report = rehearsal.run()
+    except _StoppedError as stopped:
+        print(f"holdfast: drill ended by {signal.Signals(stopped.number).name}", file=sys.stderr)
+        return 128 + stopped.number
+    except HoldfastError as error:  # 1 would say that the checkpoints differ
+        print(f"holdfast: {error}", file=sys.stderr)
+        return BAD_USAGE
+    if as_json:
+        print_json(report.document())
+    else:
+        print_report(report)
+    return DONE if report.passed else FAILED
+
+
+class _Folder:
+    """The folder of a rehearsal: one that is kept, or a temporary one."""
+
+    def __init__(self, keep: Path | None) -> None:
+        self._keep = keep
+
+    def __enter__(self) -> Path:
+        if self._keep is None:
+            self._path = Path(tempfile.mkdtemp(prefix="holdfast-drill-")).resolve()
+            return self._path
+        if self._keep.exists() and (not self._keep.is_dir() or any(self._keep.iterdir())):
+            raise OptionError(f"--keep {self._keep}: this exists already; name a new or an empty directory")
+        self._keep.mkdir(parents=True, exist_ok=True)
+        return self._keep.resolve()
+
+    def __exit__(self, *_: object) -> None:
+        if self._keep is None:
+            shutil.rmtree(self._path, ignore_errors=True)
+
+
+class _Drill:
+    """One rehearsal."""
+
+    def __init__(self, command: Sequence[str], options: DrillOptions, folder: Path, signals: Signals) -> None:
+        self._command = command
+        self._options = options
+        self._folder = folder
+        self._signals = signals
+        self._began = time.monotonic()
+        self._starts: list[Start] = []
+        self._compared: set[tuple[str, int, str]] = set()
+        self._report = Report(command=list(command), seed=options.seed)
+        if options.keep is not None:
+            self._report.kept = str(folder)
+
+    def run(self) -> Report:
+        report, options = self._report, self._options
+        reference = self._reference("reference", "reference run")
+        steps = reference.trace.steps
+        report.steps = steps
+        interruptions, report.notes = choose(steps, reference.trace.validations, options)
+        if options.at and (unknown := sorted(set(options.at) - set(steps))):
+            raise DrillError(
+                f"--at {unknown[0]}: the reference run had the steps {shortened_steps(steps)}; --steps sets how many"
+            )
+        self._check_space()
+        saved = sorted({step for found in self._steps_of("reference").values() for step in found})
+        self._interrupted(interruptions, saved, reference)
+        if report.differences:
+            self._explain(reference)
+        report.seconds = time.monotonic() - self._began
+        return report
+
+    # ---- runs
+
+    def _reference(self, name: str, what: str) -> Start:
+        """Run the program without interruptions, and move its directories away."""
+        options = self._options
+        self._say(f"{what}: {count(options.steps, 'step', 'steps')} ...")
+        plan = DrillPlan(
+            name=name,
+            count=options.steps,
+            save=tuple(step + by for step in options.at for by in (-1, 0, 1, 2)),
+            save_places=places_to_save(options),
+            dense_bytes=_DENSE,
+        )
+        began = time.monotonic()
+        start = self._start(plan, name, None)
+        trace = start.trace
+        if not trace.stopped and start.returncode != 0:
+            raise DrillError(
+                f"the program failed ({_status(start.returncode)}) before anything was interrupted{self._tail(name)}"
+            )
+        if not trace.steps:
+            raise DrillError(
+                f"the program ended ({_status(start.returncode)}), and no manager or callback of holdfast was told of "
+                f"a step; the drill needs a program that saves with holdfast{self._tail(name)}"
+            )
+        if len(trace.steps) < 2:
+            raise DrillError(
+                f"the program ended after {count(len(trace.steps), 'step', 'steps')}; a drill needs at least two, so "
+                "let it run longer"
+            )
+        os.rename(self._folder / _RUNS, self._folder / name)
+        checkpoints = sum(map(len, self._steps_of(name).values()))
+        if not checkpoints:
+            raise DrillError(
+                f"the program reported {count(len(trace.steps), 'step', 'steps')} and saved none{self._tail(name)}"
+            )
+        nbytes = sum(path.stat().st_size for path in (self._folder / name).rglob("*") if path.is_file())
+        self._say(
+            f"{what}: {count(len(trace.steps), 'step', 'steps')}, {count(checkpoints, 'checkpoint', 'checkpoints')}, "
+            f"{size(nbytes)}, {time.monotonic() - began:.1f} s"
+        )
+        return start
+
+    def _interrupted(self, interruptions: Sequence[Interruption], saved: Sequence[int], reference: Start) -> None:
+        """Run the program with interruptions until its checkpoints differ from those of the reference run."""
+        report, last = self._report, reference.trace.steps[-1]
+        for number, interruption in enumerate([*interruptions, None]):
+            name = f"start-{number + 1}"
+            what = "to the end" if interruption is None else f"{number + 1} of {len(interruptions)}: {interruption}"
+            self._say(f"{what} ...")
+            before = self._newest()
+            plan = DrillPlan(name=name, last=last, save=tuple(saved))
+            if interruption is not None:
+                point, step, with_signal = interruption.point, interruption.step, int(interruption.signal)
+                plan = DrillPlan(name=name, last=last, save=tuple(saved), point=point, step=step, signal=with_signal)
+            start = self._start(plan, "interrupted", interruption)
+            self._starts.append(start)
+            self._judge(start, reference, before)
+            report.differences = self._compare(_RUNS, "reference")
+            if report.differences or report.stops:
+                left = len(interruptions) - number - 1
+                if left > 0:
+                    report.notes.append(f"{count(left, 'interruption', 'interruptions')} after this not tried")
+                break
+            if interruption is not None and start.trace.interrupted is None:
+                missed = [str(one) for one in interruptions[number:]]
+                report.notes.append(f"the run ended before it could be interrupted: {'; '.join(missed)}")
+                break
+        os.rename(self._folder / _RUNS, self._folder / "interrupted")
+        if not report.differences and not report.stops:
+            report.differences = self._missing("interrupted", "reference")
+
+    def _judge(self, start: Start, reference: Start, before: dict[str, int]) -> None:
+        """Note how a start of the interrupted run went, as far as that shows without its checkpoints."""
+        report, trace, interruption = self._report, start.trace, start.interruption
+        if interruption is not None and trace.interrupted is not None:  # perhaps at a later step than it was meant for
+            interruption = replace(interruption, step=trace.interrupted)
+        line = "to the end" if trace.interrupted is None else str(interruption)
+        newest = max(before.values(), default=None)
+        first = reference.trace.steps[0]
+        anew = bool(trace.steps) and trace.restored is None and trace.steps[0] <= first
+        went = (
+            "from the beginning"
+            if newest is None or anew
+            else f"from step {newest if trace.restored is None else trace.restored}"
+        )
+        report.starts.append(
+            {"start": start.name, "began": went, "ended": line, "status": shell_status(start.returncode)}
+        )
+        if anew and newest is not None and newest > first:
+            report.findings.append(Finding.not_resumed(newest))
+            report.stops = True
+            return
+        urls, known = self._claims(_RUNS), self._claims("reference")
+        if strange := [url for url in urls if url not in known and self._steps_in(_RUNS, urls[url])]:
+            report.findings.append(Finding.new_directory(strange[0], sorted(known)))
+            report.stops = True
+            return
+        if trace.ignored and interruption is not None:
+            report.findings.append(Finding.deaf(interruption.signal.name, interruption.step))
+        if start.killed and interruption is not None:
+            report.warnings.append(
+                f"the program had not ended {self._options.grace:g} s after {interruption}, and was killed, as by a "
+                "cluster"
+            )
+        if trace.interrupted is not None and interruption is not None:
+            polite = interruption.signal != signal.SIGKILL
+            expected = (0, 75, 128 + interruption.signal, -interruption.signal)
+            if (
+                polite
+                and start.state not in ("preempted", "finished")
+                and start.returncode not in expected
+                and not trace.ignored
+            ):
+                report.warnings.append(
+                    f"{_status(start.returncode)} after {interruption}{self._tail('interrupted', 3)}"
+                )
+        elif not trace.stopped and start.returncode != 0:
+            after = "" if len(self._starts) < 2 else f" when it was started again after {self._starts[-2].interruption}"
+            raise DrillError(f"the program failed ({_status(start.returncode)}){after}{self._tail('interrupted')}")
+
+    def _explain(self, reference: Start) -> None:
+        """Find the cause of a difference, with a second reference run."""
+        report = self._report
+        again = self._reference("again", "second reference run")
+        self._compared.clear()
+        nondeterministic = self._compare("again", "reference", all_steps=True)
+        report.deterministic = not nondeterministic
+        report.findings += Causes(reference.trace, self._starts[-1].trace, again.trace).of(report, nondeterministic)
+
+    def _start(self, plan: DrillPlan, log: str, interruption: Interruption | None) -> Start:
+        """Start the program, and wait for its end."""
+        options, folder = self._options, self._folder / "starts" / plan.name
+        folder.mkdir(parents=True)
+        plan.write(self._folder)
+        start = Start(plan.name, interruption)
+        traces = _Traces(self._folder / TRACES / plan.name)
+        with open(self._folder / f"{log}.log", "ab") as output:
+            output.write(f"--- {plan.name}: {interruption or 'no interruption'}\n".encode())
+            output.flush()
+            try:
+                program = Program(self._command, folder, self._signals, {DRILL: str(self._folder)}, output)
+            except OSError as error:
+                raise OptionError(f"cannot start {self._command[0]}: {error.strerror or error}") from error
+            signalled: float | None = None
+            why: Literal["hangs", "grace"] | None = None
+
+            def look() -> bool:
+                nonlocal signalled, why
+                traces.read()
+                if program.forwarded:
+                    return True
+                now = time.monotonic()
+                if signalled is None and traces.interrupted:
+                    signalled = now
+                if signalled is not None and now - signalled > options.grace:
+                    why = "grace"
+                elif now - program.last_sign()[0] > options.hang:
+                    why = "hangs"
+                return why is not None
+
+            try:
+                returncode = program.wait(look)
+                if returncode is None and why == "hangs" and not program.forwarded:
+                    program.end_after_hang(1.0, 1.0)
+                    raise DrillError(
+                        f"the program hangs: no sign of progress for {options.hang:g} s after step "
+                        f"{program.last_sign()[1]}{self._tail(log, 60)}"
+                    )
+            finally:
+                start.returncode = program.end(0.0)
+                program.sweep(0.5)
+            if program.forwarded:
+                raise _StoppedError(program.forwarded[-1])
+        start.killed = why == "grace"
+        traces.read()
+        start.trace = traces.trace()
+        ended = {"preempted", "finished", "failed"}
+        start.state = next((one["event"] for one in reversed(program.new_events()) if one["event"] in ended), None)
+        return start
+
+    # ---- directories and checkpoints
+
+    def _claims(self, name: str) -> dict[str, str]:
+        """Return the directories of a run as the program calls them, with the names of the folders that stood in."""
+        path = self._folder / name / CLAIMS
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return {claim["url"]: os.path.basename(claim["target"]) for claim in map(json.loads, lines)}
+
+    def _steps_in(self, name: str, target: str) -> dict[int, str]:
+        """Return the committed steps in the folder that stood in for a directory, with their folders."""
+        location = as_location(self._folder / name / target)
+        if not location.is_directory():
+            return {}
+        return {entry.step: str(entry.location) for entry in list_steps(location)}
+
+    def _steps_of(self, name: str) -> dict[str, dict[int, str]]:
+        return {url: self._steps_in(name, target) for url, target in self._claims(name).items()}
+
+    def _newest(self) -> dict[str, int]:
+        return {url: max(steps) for url, steps in self._steps_of(_RUNS).items() if steps}
+
+    def _compare(self, name: str, with_name: str, *, all_steps: bool = False) -> list[StepDifference]:
+        """Compare what was not compared yet; return the differences of the first step that has any, or of all steps."""
+        expected = self._steps_of(with_name)
+        found: list[StepDifference] = []
+        pairs = [
+            (step, url, folder)
+            for url, steps in self._steps_of(name).items()
+            for step, folder in steps.items()
+            if step in expected.get(url, {})
+        ]
+        for step, url, folder in sorted(pairs):
+            if found and step > found[0].step and not all_steps:
+                break
+            self._check_signals()
+            status = os.stat(folder)
+            key = (folder, step, f"{status.st_ino}/{status.st_ctime_ns}")
+            if key in self._compared:
+                continue
+            leaves = list(self._differences(expected[url][step], folder))
+            if leaves:
+                found.append(StepDifference(step, _label(url), leaves))
+            else:
+                self._compared.add(key)
+                if name == _RUNS:
+                    self._report.compared.add((_label(url), step))
+        return found
+
+    def _missing(self, name: str, with_name: str) -> list[StepDifference]:
+        """Return the last step of each directory if the interrupted run lacks it."""
+        found = []
+        steps = self._steps_of(name)
+        for url, expected in self._steps_of(with_name).items():
+            last = max(expected, default=None)
+            if last is not None and last not in steps.get(url, {}):
+                what = LeafDifference("", "", "missing", "the interrupted run has no checkpoint of this step")
+                found.append(StepDifference(last, _label(url), [what]))
+        return found
+
+    def _differences(self, expected: str, found: str) -> Iterator[LeafDifference]:
+        pair = (open_at(as_location(place)) for place in (expected, found))
+        for difference in compare_checkpoints(*pair):
+            if not any(fnmatch.fnmatchcase(difference.name, pattern) for pattern in self._options.ignore):
+                yield difference
+
+    def _check_space(self) -> None:
+        used = sum(path.stat().st_size for path in (self._folder / "reference").rglob("*") if path.is_file())
+        free = shutil.disk_usage(self._folder).free
+        if free < used * 1.1:
+            raise DrillError(
+                f"the interrupted run needs {size(used)}, and {self._folder} has {size(free)} left; "
+                "name a place on a larger disk with --keep, or take fewer --steps"
+            )
+
+    def _check_signals(self) -> None:
+        if self._signals.received:
+            raise _StoppedError(self._signals.received[0])
+
+    def _tail(self, log: str, lines: int = _TAIL) -> str:
+        """Return the last lines that the program has printed, for the end of a message."""
+        path = self._folder / f"{log}.log"
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        shown = text.rpartition("--- ")[2].splitlines()[1:][-lines:]
+        return ". It printed at last:\n" + "\n".join(f"  | {line}" for line in shown) if shown else ""
+
+    def _say(self, text: str) -> None:
+        print(f"drill: {text}", file=sys.stderr, flush=True)
+
+
+class _Traces:
+    """What the processes of one start report, read as it comes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._offsets: dict[Path, int] = {}
+        self._events: dict[Path, list[dict[str, Any]]] = {}
+
+    def read(self) -> None:
+        for path in self._folder.glob("*.jsonl"):
+            events, self._offsets[path] = read_events(path, self._offsets.get(path, 0))
+            self._events.setdefault(path, []).extend(events)
+
+    @property
+    def interrupted(self) -> bool:
+        return any(one["event"] == "interrupted" for events in self._events.values() for one in events[-20:])
+
+    def trace(self) -> Trace:
+        """Return what the first process has reported."""
+        ours = [events for events in self._events.values() if events and events[-1]["process"] == 0]
+        return Trace.of(max(ours, key=lambda events: sum(one["event"] == "step" for one in events), default=[]))
+
+
+def _label(url: str) -> str:
+    here = os.path.join(os.getcwd(), "")
+    return url.removeprefix(here)
+
+
+def _status(returncode: int) -> str:
+    if returncode < 0:
+        return f"ended by {signal.Signals(-returncode).name}"
+    return f"status {returncode}"

@@ -1,0 +1,437 @@
+"""What a rehearsal has found: where checkpoints differ, which kind of state that is, and why, in words."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from ..engine.errors import shortened, shortened_steps
+from ..engine.sources import LeafDifference
+from .report import count, print_table
+
+_SHOWN = 12  # leaves in the report
+_KINDS = (  # the first that matches a part of a leaf's path says which kind of state it is
+    ("generator", r"rng|rngs|random|prng|key|keys|generator|seed|noise|torch_rng|numpy|python"),
+    ("optimizer", r"opt|optim|opt_state|optimizer|optimizers|optimizer_states|exp_avg|exp_avg_sq|mu|nu|momentum|adam"),
+    ("scheduler", r"lr_schedulers|scheduler|schedule|schedulers"),
+    (
+        "position in the data",
+        r"data|loader|loaders|dataloader|dataset|iterator|position|sampler|batches|epoch|fetched|loops",
+    ),
+    ("statistics", r"batch_stats|running_mean|running_var|num_batches_tracked|stats|ema|averages"),
+    ("metrics", r"metrics|callback_metrics|loss"),
+    ("parameters", r"params|parameters|weights|weight|kernel|bias|state_dict|model|embedding|scale"),
+    ("counter", r"step|steps|count|global_step|iteration"),
+)
+
+
+def kind_of_state(leaf: str) -> str:
+    """Return which kind of state a leaf is, by its path.
+
+    >>> kind_of_state("state/opt_state/0/mu/kernel"), kind_of_state("extras/rng")
+    ('optimizer', 'generator')
+    """
+    parts = [part.lower() for part in re.split(r"[/.]", leaf)]
+    for kind, pattern in _KINDS:
+        if any(re.fullmatch(pattern, part) for part in parts):
+            return kind
+    return "other state"
+
+
+# ---- what a start of the program has reported
+
+
+class Fact(NamedTuple):
+    """The fingerprint of an object; ``engine/manager/fingerprints.py`` takes them."""
+
+    kind: str
+    type: str
+    where: str
+    digest: str
+
+
+@dataclass(slots=True)
+class Trace:
+    """What one process of one start has reported."""
+
+    steps: list[int] = field(default_factory=list)
+    validations: list[int] = field(default_factory=list)
+    restored: int | None = None
+    interrupted: int | None = None  # the step at which it was
+    stopped: bool = False
+    ignored: bool = False
+    libraries: list[str] = field(default_factory=list)
+    facts: dict[int, dict[str, Fact]] = field(default_factory=dict)  # by step
+
+    @staticmethod
+    def of(events: Iterable[Mapping[str, Any]]) -> Trace:
+        """Return the trace that events tell of."""
+        trace = Trace()
+        facts: dict[str, Fact] = {}
+        for event in events:
+            match event["event"]:
+                case "step":
+                    trace.steps.append(event["step"])
+                    for name, fact in event["facts"].items():
+                        facts.pop(name, None)
+                        if fact is not None:
+                            facts[name] = Fact(*fact)
+                    trace.facts[event["step"]] = dict(facts)
+                case "validation" if event["step"] in trace.steps:
+                    trace.validations.append(event["step"])
+                case "restored":
+                    trace.restored = event["step"]
+                case "libraries":
+                    trace.libraries = event["names"]
+                case "interrupted":
+                    trace.interrupted = event["step"]
+                case "stopped":
+                    trace.stopped = True
+                case "ignored":
+                    trace.ignored = True
+        return trace
+
+
+@dataclass(frozen=True, slots=True)
+class StepDifference:
+    """A checkpoint that differs from that of the undisturbed run."""
+
+    step: int
+    directory: str
+    leaves: list[LeafDifference]
+
+
+# ---- causes
+
+_CAUSES = ("generator", "position", "value")  # kinds of facts that explain a difference, the strongest first
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A cause, or something else that is wrong.
+
+    Attributes:
+        cause: ``generator``, ``position``, ``value``, ``unseeded``, ``nondeterministic``, ``not_saved_right``,
+            ``unknown``, ``not_resumed``, ``new_directory`` or ``ignores_signal``.
+        text: What was found.
+        advice: What to do.
+        names: The names that the objects have in the program.
+    """
+
+    cause: str
+    text: str
+    advice: str = ""
+    names: tuple[str, ...] = ()
+
+    @staticmethod
+    def not_resumed(newest: int) -> Finding:
+        return Finding(
+            "not_resumed",
+            f"the program began from the beginning again, although step {newest} was saved",
+            "restore before the loop: state, start = checkpoint.restore_or_initialize(state, ...), and begin at start",
+        )
+
+    @staticmethod
+    def new_directory(url: str, known: Sequence[str]) -> Finding:
+        return Finding(
+            "new_directory",
+            f"the program writes to another directory when it is started again: {url}, and in the reference run to "
+            f"{shortened(known)}; a run that is started again begins from the beginning",
+            "give the run a directory whose name does not change, without a date or a process number",
+        )
+
+    @staticmethod
+    def deaf(name: str, step: int) -> Finding:
+        return Finding(
+            "ignores_signal",
+            f"the program went on after {name} at step {step}; a cluster kills it, and the steps since its last save are "
+            "lost",
+            "leave the loop when on_step(...).should_stop is true, and catch the signal: signals= of the callback",
+        )
+
+
+class Causes:
+    """Finds the likely causes of a difference.
+
+    The program depends on its generators, its place in the data, and other values in its memory. Of each of them there
+    is a fingerprint at every step. What has another one in the first step after a restart than in the undisturbed run
+    was not restored; unless two undisturbed runs differ in just that.
+
+    Args:
+        reference: The undisturbed run.
+        run: The start of the interrupted run in which the first difference arose.
+        again: The undisturbed run, once more.
+    """
+
+    def __init__(self, reference: Trace, run: Trace, again: Trace) -> None:
+        self._reference = reference
+        self._run = run
+        self._again = again
+
+    def of(self, report: Report, nondeterministic: Sequence[StepDifference]) -> list[Finding]:
+        """Return the causes, the likeliest first; ``nondeterministic`` is where two undisturbed runs differ."""
+        unstable = {(one.directory, leaf.name) for one in nondeterministic for leaf in one.leaves}
+        if unstable:
+            left = [
+                (one, leaf)
+                for one in report.differences
+                for leaf in one.leaves
+                if (one.directory, leaf.name) not in unstable
+            ]
+            found = [self._nondeterminism(nondeterministic)]
+            if not left:
+                return found
+            names = shortened([leaf.name for _, leaf in left])
+            return [
+                *found,
+                *self._of_the_restart(report),
+                Finding("unknown", f"leaves that two undisturbed runs agree on differ as well: {names}"),
+            ]
+        first = report.differences[0]
+        if self._run.restored is not None and first.step <= self._run.restored:
+            return [
+                Finding(
+                    "not_saved_right",
+                    f"the checkpoint of step {first.step}, which was saved when the run was interrupted, holds other "
+                    "values than that of the undisturbed run",
+                    "pass on_step the state after the update, and change nothing before the next call",
+                ),
+                *self._of_the_restart(report),
+            ]
+        return self._of_the_restart(report) or [
+            Finding(
+                "unknown",
+                "no generator, iterator or number that the drill can see differs from the undisturbed run",
+                "look for what the drill cannot see: state in C++ or other processes, files that the program reads "
+                "on, the time, and the environment",
+            )
+        ]
+
+    def _nondeterminism(self, differences: Sequence[StepDifference]) -> Finding:
+        first = differences[0]
+        step = first.step
+        one, other = self._reference.facts, self._again.facts
+        steps = [at for at in self._reference.steps if at in other and at <= step]
+        for at in steps:
+            unseeded = [
+                (name, fact)
+                for name, fact, _ in _differing(one[at], other[at], "generator")
+                if _in_use(name, one) and _in_use(name, other)
+            ]
+            if unseeded:
+                what = "; ".join(_described(name, fact) for name, fact in unseeded[:4])
+                return Finding(
+                    "unseeded",
+                    f"two undisturbed runs differ from step {step} on, as a generator is not seeded: {what}",
+                    "seed it with a fixed number; runs can be compared only if they are the same without interruptions",
+                    tuple(name for name, _ in unseeded),
+                )
+        leaves = shortened([leaf.name for leaf in first.leaves])
+        return Finding(
+            "nondeterministic",
+            f"two undisturbed runs differ from step {step} on ({leaves}), with the same generators and the same place in "
+            "the data: the computation itself is not deterministic",
+            _flags(self._reference.libraries),
+        )
+
+    def _of_the_restart(self, report: Report) -> list[Finding]:
+        """Return what is not where it was in the undisturbed run, at the first step at which anything is not."""
+        reference, again, run = self._reference.facts, self._again.facts, self._run.facts
+        limit = max(report.differences[0].step, min(run, default=0))
+        found: list[Finding] = []
+        for step in self._run.steps:
+            if step > limit or step not in reference:
+                break
+            noisy = {name for name, _, _ in _differing(reference[step], again.get(step, {}))}
+            here = [
+                (name, fact, other)
+                for name, fact, other in _differing(reference[step], run[step])
+                if name not in noisy and _in_use(name, reference)
+            ]
+            by_kind = {kind: [one for one in here if one[1].kind == kind] for kind in _CAUSES}
+            found = [_not_restored(kind, those, step, self._run.restored) for kind, those in by_kind.items() if those]
+            if found:
+                break
+        strong = [one for one in found if one.cause in ("generator", "position")]
+        return strong or found
+
+
+def _differing(
+    one: Mapping[str, Fact], other: Mapping[str, Fact], kind: str | None = None
+) -> Iterator[tuple[str, Fact, Fact]]:
+    for name, fact in one.items():
+        match = other.get(name)
+        if match is not None and match.digest != fact.digest and kind in (None, fact.kind):
+            yield name, fact, match
+
+
+def _in_use(name: str, facts: Mapping[int, Mapping[str, Fact]]) -> bool:
+    """Return whether an object changes from step to step, so that the program uses it."""
+    return len({found[name].digest for found in facts.values() if name in found}) > 1
+
+
+def _described(name: str, fact: Fact) -> str:
+    return name if not fact.where else f"`{name}` ({fact.type}; {fact.where})"
+
+
+def _not_restored(kind: str, found: Sequence[tuple[str, Fact, Fact]], step: int, restored: int | None) -> Finding:
+    found = [entry for entry in found if not any(entry[0].startswith((f"{name}.", f"{name}[")) for name, _, _ in found)]
+    names = tuple(name for name, _, _ in found)
+    after = f"after step {step}" + ("" if restored is None else f", the run having gone on from step {restored}")
+    listed = "; ".join(_described(name, fact) for name, fact, _ in found[:4])
+    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+    plain = re.sub(r"\W.*", "", names[0]) or "rng"
+    if kind == "generator":
+        own = all(fact.where for _, fact, _ in found)
+        advice = (
+            f"save it: pass it to restore_or_initialize and on_step as an extra, such as {plain}={names[0]}"
+            if own
+            else "draw from a generator of the program's own (numpy.random.default_rng, torch.Generator, a jax key), "
+            "and pass it to restore_or_initialize and on_step as an extra, such as rng=generator"
+        ) + "; in Lightning, save its state in on_save_checkpoint, and set it in on_load_checkpoint"
+        text = f"a generator is not saved, or not restored: {listed}{more} differs from the undisturbed run {after}"
+    elif kind == "position":
+        advice = (
+            "save it: pass the iterator or loader to restore_or_initialize and on_step as an extra, such as "
+            f"{plain}={plain}; it needs get_state and set_state, or state_dict and load_state_dict; hf.skip_to(loader) "
+            "gives them to a loader that yields the same batches each time"
+        )
+        what = "the place in the data is not saved, or not restored"
+        text = f"{what}: {listed}{more} differs from the undisturbed run {after}"
+    else:
+        advice = "save it with the state, or as an extra of the callback, if the next steps depend on it"
+        values = "; ".join(
+            f"{_described(name, fact)} is {other.digest} instead of {fact.digest}" for name, fact, other in found[:4]
+        )
+        text = f"values of the program are not saved, or not restored: {values}{more}, {after}"
+    return Finding(kind, text, advice, names)
+
+
+def _flags(libraries: Sequence[str]) -> str:
+    """Return what makes the computation of a program deterministic."""
+    flags = []
+    if "jax" in libraries:
+        flags.append("XLA_FLAGS=--xla_gpu_deterministic_ops=true")
+    if "torch" in libraries:
+        flags.append(
+            "torch.use_deterministic_algorithms(True) with CUBLAS_WORKSPACE_CONFIG=:4096:8, and "
+            "torch.backends.cudnn.benchmark = False"
+        )
+    if {"lightning", "pytorch_lightning"} & set(libraries):
+        flags.append("Trainer(deterministic=True)")
+    if not os.environ.get("PYTHONHASHSEED", "").isdecimal():
+        flags.append("PYTHONHASHSEED=0 where the order of a set matters")
+    flags.append("no sums in the order in which threads or processes end")
+    return "set " + "; ".join(flags) + "; then repeat the drill"
+
+
+# ---- the report
+
+
+@dataclass(slots=True)
+class Report:
+    """The result of a rehearsal."""
+
+    command: list[str]
+    seed: int
+    steps: list[int] = field(default_factory=list)
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    compared: set[tuple[str, int]] = field(default_factory=set)
+    differences: list[StepDifference] = field(default_factory=list)
+    deterministic: bool | None = None
+    findings: list[Finding] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    kept: str | None = None
+    seconds: float = 0.0
+    stops: bool = False
+
+    @property
+    def passed(self) -> bool:
+        """Whether the program survives preemptions unchanged."""
+        return not (self.differences or self.findings)
+
+    def document(self) -> dict[str, Any]:
+        """Return the report as JSON."""
+        return {
+            "identical": not self.differences,
+            "passed": self.passed,
+            "command": self.command,
+            "seed": self.seed,
+            "steps": self.steps,
+            "starts": self.starts,
+            "compared": [{"directory": place, "step": step} for place, step in sorted(self.compared)],
+            "differences": [
+                {
+                    "directory": one.directory,
+                    "step": one.step,
+                    "leaves": [{**asdict(leaf), "state": kind_of_state(leaf.name)} for leaf in one.leaves],
+                }
+                for one in self.differences
+            ],
+            "deterministic": self.deterministic,
+            "findings": [asdict(one) for one in self.findings],
+            "warnings": self.warnings,
+            "notes": self.notes,
+            "kept": self.kept,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def print_report(report: Report) -> None:
+    """Print a report for people."""
+    print(f"drill of {shlex.join(report.command)}: steps {shortened_steps(report.steps)}, seed {report.seed}\n")
+    print_table(
+        ["START", "WENT ON", "INTERRUPTED BY", "STATUS"],
+        [_row(number, one) for number, one in enumerate(report.starts, 1)],
+    )
+    print()
+    if report.differences:
+        _print_differences(report)
+    elif report.passed:
+        steps, places = len(report.compared), len({place for place, _ in report.compared})
+        of = "" if places == 1 else f" of {places} directories"
+        times = len([one for one in report.starts if one["ended"] != "to the end"])
+        print(
+            f"identical: {count(steps, 'checkpoint', 'checkpoints')}{of} of the run with "
+            f"{count(times, 'interruption', 'interruptions')} and of the undisturbed run agree bit for bit"
+        )
+    else:
+        print(f"the checkpoints that were compared ({len(report.compared)}) are identical, but")
+    for finding in report.findings:
+        print(f"\n{'likely cause' if report.differences else 'found'}: {finding.text}")
+        if finding.advice:
+            print(f"  {finding.advice}")
+    for title, lines in (("warning", report.warnings), ("note", report.notes)):
+        for line in lines:
+            print(f"\n{title}: {line}")
+    if report.kept:
+        print(f"\nkept in {report.kept}: reference, interrupted, and what the program printed (*.log)")
+
+
+def _row(number: int, start: Mapping[str, Any]) -> list[str]:
+    return [str(number), start["began"], start["ended"], str(start["status"])]
+
+
+def _print_differences(report: Report) -> None:
+    first = report.differences[0]
+    start = report.starts[-1]
+    before = report.starts[-2]["ended"] if len(report.starts) > 1 else None
+    since = "" if before is None else f": after {before}, the run went on {start['began']}"
+    print(f"different from step {first.step} on{since}")
+    for one in report.differences:
+        kinds = dict.fromkeys(kind_of_state(leaf.name) for leaf in one.leaves)
+        print(f"\n{one.directory}, step {one.step}: {count(len(one.leaves), 'leaf', 'leaves')} ({', '.join(kinds)})")
+        rows = [[leaf.name, kind_of_state(leaf.name), leaf.detail] for leaf in one.leaves[:_SHOWN]]
+        print_table(["LEAF", "STATE", "HOW IT DIFFERS"], rows)
+        if len(one.leaves) > _SHOWN:
+            print(f"and {len(one.leaves) - _SHOWN} more")
+    equal = [step for place, step in report.compared if place == first.directory and step < first.step]
+    if equal:
+        print(f"\nthe last checkpoint before that, of step {max(equal)}, is identical")
+    if report.deterministic:
+        print("\ntwo undisturbed runs are identical, so the interruption makes the difference")

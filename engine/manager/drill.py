@@ -1,0 +1,50 @@
+"""What ``holdfast drill`` asks a start of the program to do: the seam between the command and the program."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .events import Point
+
+PLAN = "plan.json"  # name of the file in the folder of a rehearsal
+TRACES = "traces"  # and of the folder with what the processes of each start report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrillPlan:
+    """What a start of the program is to do; steps are counted by their values, and places among them from 1.
+
+    Attributes:
+        name: The name of this start; its traces are in the folder of this name.
+        count: End after so many different steps; None does not count.
+        last: End after this step; None for no such step.
+        save: Steps to save, beside those that the program asks for.
+        save_places: The same by the place of a step among those of this start.
+        dense_bytes: Save every step as long as ``count`` of them take no more than this.
+        point: Where to interrupt: ``step``, ``validation`` or ``commit``; None interrupts nothing.
+        step: The first step at which to interrupt.
+        signal: The signal.
+    """
+
+    name: str
+    count: int | None = None
+    last: int | None = None
+    save: tuple[int, ...] = ()
+    save_places: tuple[int, ...] = ()
+    dense_bytes: int = 0
+    point: Point | None = None
+    step: int = 0
+    signal: int = signal.SIGKILL
+
+    def write(self, folder: Path) -> None:
+        """Write it where the program finds it."""
+        (folder / PLAN).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @staticmethod
+    def read(folder: Path) -> DrillPlan:
+        """Read what :meth:`write` wrote."""
+        found = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        return DrillPlan(**{**found, "save": tuple(found["save"]), "save_places": tuple(found["save_places"])})

@@ -1,0 +1,254 @@
+"""Fingerprints of what a program's next steps depend on: random generators, iterators, and other values in reach.
+
+A rehearsal takes them at every step, of an undisturbed run and of one that was interrupted; what differs between the
+two at the same step has not been restored. Objects are found by their names, from the variables of the functions that
+are running and of the program's own modules. Nothing is called but what reads: a look must not change the program.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import itertools
+import operator
+import os
+import random
+import sys
+import sysconfig
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, FunctionType, GeneratorType, MethodType, ModuleType
+from typing import Any, Literal
+
+import numpy as np
+
+Kind = Literal["generator", "position", "value", "array"]
+Fact = tuple[Kind, str, str, str]
+"""Of one object: its kind, its type, where it was found, and a digest of its state."""
+
+_OBJECTS = 5000  # that are looked at, at a step
+_SECONDS = 0.5
+_DEPTH = 7
+_ITEMS = 64  # of a container
+_BYTES = 4 << 20  # of an array
+_TEXT = 200  # characters
+_LIBRARIES = tuple(
+    os.path.join(folder, "")
+    for folder in {
+        str(Path(__file__).parents[2]),  # holdfast
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    }
+)
+_LAZY = (zip, map, filter, enumerate, reversed, itertools.chain, itertools.cycle, itertools.islice)
+_OPEN = ("torch.utils.data", "torchdata", "grain", "datasets", "flax.nnx.rnglib")  # libraries that are looked into
+_CLOSED = (type, ModuleType, FunctionType, FrameType)
+
+
+class Fingerprints:
+    """Takes fingerprints again and again, and returns what has changed."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, Fact] = {}
+
+    def changes(self, frame: FrameType | None) -> dict[str, Fact | None]:
+        """Return the facts that are new or other than at the last call; None for those that are gone."""
+        now = facts(frame)
+        changed: dict[str, Fact | None] = {name: fact for name, fact in now.items() if self._last.get(name) != fact}
+        changed |= dict.fromkeys(self._last.keys() - now.keys())
+        self._last = now
+        return changed
+
+
+def facts(frame: FrameType | None) -> dict[str, Fact]:
+    """Return the fingerprints of everything in reach of a frame, by its name in the program."""
+    found = dict(_global_generators())
+    spaces = list(_namespaces(frame))
+    known = {id(space) for _, _, space in spaces}
+    queue: deque[tuple[str, str, Any, int, type]] = deque()  # name, place, object, depth, type of its owner
+    for prefix, where, space in spaces:
+        queue.extend((f"{prefix}{name}", where, value, 0, dict) for name, value in space.items() if _is_name(name))
+    until = time.monotonic() + _SECONDS
+    looked: list[Any] = []  # kept alive, so that no other object gets the same address
+    for _ in range(_OBJECTS):
+        if not queue or time.monotonic() > until:
+            break
+        name, where, thing, depth, owner = queue.popleft()
+        try:
+            if not isinstance(thing, bool | int | float | str):
+                if id(thing) in known:
+                    continue
+                known.add(id(thing))
+                looked.append(thing)
+            fact = _fact(thing, with_arrays=depth < 2)
+            if fact is not None and fact[0] == "value" and is_position(owner):
+                found.setdefault(name, ("position", owner.__qualname__, where, fact[1]))
+            elif fact is not None:
+                found.setdefault(name, (fact[0], type(thing).__qualname__, where, fact[1]))
+            if depth < _DEPTH:
+                kind = type(thing)
+                queue.extend((f"{name}{key}", where, part, depth + 1, kind) for key, part in _parts(thing))
+        except Exception:  # of an object's own code, such as an array whose memory was donated: it has no fingerprint
+            continue
+    return found
+
+
+# ---- where to look
+
+
+def _namespaces(frame: FrameType | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Generate the variables of the program's functions that are running, the inner first, and of its modules."""
+    while frame is not None:
+        code = frame.f_code
+        if _is_own(code.co_filename) and code.co_name != "<module>":
+            place = f"{os.path.basename(code.co_filename)}, in {code.co_qualname}"
+            yield "", place, dict(frame.f_locals)
+        frame = frame.f_back
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and _is_own(file):
+            yield "" if name == "__main__" else f"{name}.", os.path.basename(file), dict(vars(module))
+        elif name == "__main__" and file is None:  # python -c
+            yield "", "the program", dict(vars(module))
+
+
+def _is_own(file: str) -> bool:
+    path = os.path.abspath(file)
+    return not (file.startswith("<frozen") or path.startswith(_LIBRARIES) or f"{os.sep}site-packages{os.sep}" in path)
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and not name.startswith("__")
+
+
+def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
+    """Generate what an object consists of, with the end of its name."""
+    if isinstance(thing, dict):
+        for key, value in itertools.islice(list(thing.items()), _ITEMS):
+            yield f"[{key!r:.40}]", value
+    elif isinstance(thing, list | tuple | deque):
+        for index, value in enumerate(itertools.islice(list(thing), _ITEMS)):
+            yield f"[{index}]", value
+    elif isinstance(thing, GeneratorType):
+        if thing.gi_frame is not None:
+            for name, value in dict(thing.gi_frame.f_locals).items():
+                yield f".{name}", value
+    elif isinstance(thing, _LAZY):
+        for index, value in enumerate(gc.get_referents(thing)):
+            yield f".{index}", value
+    elif isinstance(thing, MethodType):
+        yield "", thing.__self__
+    elif not isinstance(thing, _CLOSED) and _is_open(type(thing)):
+        for name, value in list(_attributes(thing)):
+            if not name.startswith("__"):
+                yield f".{name}", value
+
+
+def _is_open(kind: type) -> bool:
+    """Return whether the objects of a class are looked into: those of the program, and loaders of data."""
+    module = sys.modules.get(kind.__module__)
+    if kind.__module__.startswith(_OPEN):
+        return True
+    file = getattr(module, "__file__", None)
+    return kind.__module__ == "__main__" or (isinstance(file, str) and _is_own(file))
+
+
+def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
+    own = getattr(thing, "__dict__", None)
+    if isinstance(own, dict):
+        yield from own.items()
+    for kind in type(thing).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__"):
+                descriptor = vars(kind).get(name)
+                if descriptor is not None:
+                    try:
+                        yield name, descriptor.__get__(thing, kind)
+                    except AttributeError:  # not set
+                        continue
+
+
+# ---- what an object is
+
+
+def _fact(thing: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
+    """Return the kind of an object and a digest of its state; None for one without a state of its own."""
+    if isinstance(thing, bool | int | float) or (isinstance(thing, str) and len(thing) <= _TEXT):
+        return "value", repr(thing)
+    if isinstance(thing, random.Random):
+        return "generator", _digest(repr(thing.getstate()))
+    if isinstance(thing, np.random.Generator):
+        return "generator", _digest(_text(thing.bit_generator.state))
+    if isinstance(thing, np.random.RandomState):
+        return "generator", _digest(_text(thing.get_state(legacy=False)))
+    if isinstance(thing, np.ndarray):
+        small = with_arrays and 0 < thing.nbytes <= _BYTES and thing.dtype != object
+        return ("array", _digest(thing.tobytes())) if small else None
+    torch: Any = sys.modules.get("torch")
+    jax: Any = sys.modules.get("jax")
+    if torch is not None and isinstance(thing, getattr(torch, "Generator", ())):
+        return "generator", _digest(thing.get_state().numpy().tobytes())
+    if torch is not None and isinstance(thing, getattr(torch, "Tensor", ())):
+        size = thing.numel() * thing.element_size() if thing.device.type != "meta" else 0
+        small = with_arrays and 0 < size <= _BYTES
+        bits = thing.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if small else None
+        return None if bits is None else ("array", _digest(bits.numpy().tobytes()))
+    if jax is not None and isinstance(thing, getattr(jax, "Array", ())):
+        return _fact_of_jax(jax, thing, with_arrays=with_arrays)
+    if isinstance(thing, GeneratorType):
+        last = -2 if thing.gi_frame is None else thing.gi_frame.f_lasti
+        return "position", str(last)
+    if hasattr(type(thing), "__next__"):
+        hint = operator.length_hint(thing, -1) if type(thing).__module__ == "builtins" else -1
+        return "position", f"{hint} left" if hint >= 0 else ""
+    return None
+
+
+def _fact_of_jax(jax: Any, array: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
+    if isinstance(array, jax.core.Tracer) or not array.is_fully_addressable:
+        return None
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return "generator", _digest(np.asarray(jax.random.key_data(array)).tobytes())
+    is_key = array.dtype == np.uint32 and array.shape in ((2,), (4,))  # a key of the older kind
+    if not (is_key or (with_arrays and 0 < array.nbytes <= _BYTES)):
+        return None
+    return "generator" if is_key else "array", _digest(np.asarray(array).tobytes())
+
+
+def is_position(kind: type) -> bool:
+    """Return whether the plain attributes of a class say where it is in some data."""
+    names = {one.__name__ for one in kind.__mro__}
+    if names & {"Module", "Optimizer"}:
+        return False
+    has_state = any(hasattr(kind, get) and hasattr(kind, set_) for get, set_ in _STATES)
+    return has_state or hasattr(kind, "__next__") or bool(names & {"Dataset", "Sampler", "IterableDataset"})
+
+
+_STATES = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+
+
+def _global_generators() -> Iterator[tuple[str, Fact]]:
+    """Generate the generators that functions such as ``random.random()`` draw from."""
+    yield "the random module", ("generator", "random", "", _digest(repr(random.getstate())))
+    yield "numpy.random", ("generator", "numpy.random", "", _digest(_text(np.random.get_state(legacy=False))))
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "get_rng_state"):
+        return
+    yield "torch's default generator", ("generator", "torch", "", _digest(torch.get_rng_state().numpy().tobytes()))
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        bits = b"".join(state.cpu().numpy().tobytes() for state in torch.cuda.get_rng_state_all())
+        yield "torch's generators of CUDA", ("generator", "torch.cuda", "", _digest(bits))
+
+
+def _text(state: Any) -> str:
+    """Return the state of a generator of numpy as a text; that of an array as a whole would be shortened."""
+    if isinstance(state, dict):
+        return repr({key: _text(value) for key, value in state.items()})
+    return state.tobytes().hex() if isinstance(state, np.ndarray) else repr(state)
+
+
+def _digest(content: str | bytes) -> str:
+    data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+    return hashlib.blake2b(data, digest_size=8).hexdigest()

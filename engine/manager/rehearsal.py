@@ -1,0 +1,153 @@
+"""The inside of a rehearsal: interrupts the process at a chosen point, and reports how the program got there.
+
+``holdfast drill`` starts a program with the environment variable ``HOLDFAST_DRILL``, and only then is this module
+loaded. It saves at more steps than the program asks for, keeps all checkpoints, and ends the process after the last
+step of the rehearsal. Where the program writes, ``engine/storage/redirects.py`` decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ..checkpoint import SaveReport
+from ..distributed import ProcessGroup
+from .decisions import Moment, Trigger
+from .drill import TRACES, DrillPlan
+from .events import Point, append_line
+from .fingerprints import Fingerprints
+from .options import CheckpointManagerOptions
+
+STOPPED = 75  # status of a process that has done all steps of the rehearsal: as if it were preempted
+
+_LIBRARIES = ("jax", "torch", "lightning", "pytorch_lightning")  # on which advice depends
+_PATIENCE = 60.0  # seconds to wait for saves that are under way
+_DEAF = {True: 10, False: 100}  # further steps until a program ignores a signal; several processes agree on one
+
+
+class Rehearsal:
+    """A watcher that carries out the plan of one start of the program, in each of its processes.
+
+    Args:
+        folder: The folder of the rehearsal.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._plan = DrillPlan.read(folder)
+        traces = folder / TRACES / self._plan.name
+        traces.mkdir(parents=True, exist_ok=True)
+        self._trace = traces / f"{os.getpid()}.jsonl"
+        self._process = 0
+        self._alone = True
+        self._steps: dict[int, int] = {}  # the steps that were reached, with their places
+        self._validated: int | None = None
+        self._signalled: int | None = None  # the place of the step at which the signal came
+        self._largest = 0  # bytes of a checkpoint
+        self._writing = 0  # saves that are under way
+        self._changed = threading.Condition()
+        self._fingerprints = Fingerprints()
+
+    # ---- what managers ask
+
+    def options(self, options: CheckpointManagerOptions) -> CheckpointManagerOptions:
+        """Return the options of a manager for the rehearsal: everything is kept, and nothing is copied elsewhere."""
+        return replace(options, mirror=None, max_to_keep=None, keep_latest=None)
+
+    def join(self, triggers: tuple[Trigger, ...], processes: ProcessGroup) -> tuple[Trigger, ...]:
+        """Return the triggers of a manager with that of the rehearsal."""
+        self._process, self._alone = processes.index, processes.alone
+        return (*triggers, _Wanted(self))
+
+    def note_save(self, report: SaveReport) -> None:
+        """Take note of a save: a listener of managers."""
+        self._largest = max(self._largest, report.bytes + report.shared_bytes)
+
+    def wants(self, step: int) -> bool:
+        """Return whether the rehearsal needs a checkpoint of a step."""
+        plan, place = self._plan, self._steps.get(step, 0)
+        if step in plan.save or place in plan.save_places or step == plan.last or place == plan.count:
+            return True
+        return self._alone and self._largest * (plan.count or 1) < plan.dense_bytes
+
+    # ---- the points that the run passes
+
+    def reached(self, point: Point, step: int | None) -> None:
+        with self._changed:
+            self._writing += {"saving": 1, "committed": -1, "save_failed": -1}.get(point, 0)
+            self._changed.notify_all()
+        if step is None:
+            return
+        if point == "step" and step not in self._steps:
+            self._new_step(step)
+        elif point == "validation" and step != self._validated:
+            self._validated = step
+            self._note("validation", step=step)
+        elif point == "restored":
+            self._note("restored", step=step)
+        plan = self._plan
+        if point == plan.point and step >= plan.step and self._signalled is None:
+            self._interrupt(point, step)
+
+    def _new_step(self, step: int) -> None:
+        plan, place = self._plan, len(self._steps) + 1
+        if (plan.count is not None and place > plan.count) or (plan.last is not None and step > plan.last):
+            self._stop()
+        self._steps[step] = place
+        if self._signalled is not None and place - self._signalled > _DEAF[self._alone]:
+            self._note("ignored", step=step)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if place == 1:
+            self._note("libraries", names=[name for name in _LIBRARIES if name in sys.modules])
+        self._note("step", step=step, facts=self._fingerprints.changes(sys._getframe(2)))
+
+    def _interrupt(self, point: Point, step: int) -> None:
+        if point != "commit":
+            self._wait_for_saves()
+        self._signalled = len(self._steps)
+        if self._plan.signal != signal.SIGKILL and self._process != 0:
+            return  # the processes agree on where to stop
+        self._note("interrupted", at=point, step=step)
+        os.kill(os.getpid(), self._plan.signal)
+
+    def _stop(self) -> None:
+        """End the process after the last step of the rehearsal, when that is saved."""
+        self._wait_for_saves()
+        if self._signalled is not None and len(self._steps) - self._signalled > 1:
+            self._note("ignored", step=max(self._steps))
+        self._note("stopped", step=max(self._steps, default=0))
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        # A launcher ends the other processes when one fails, perhaps before they have saved.
+        os._exit(STOPPED if self._alone and "TORCHELASTIC_RUN_ID" not in os.environ else 0)
+
+    def _wait_for_saves(self) -> None:
+        until = time.monotonic() + _PATIENCE
+        with self._changed:
+            while self._writing > 0 and (left := until - time.monotonic()) > 0:
+                self._changed.wait(left)
+
+    def _note(self, point: str, **facts: Any) -> None:
+        line: Mapping[str, Any] = {"event": point, "process": self._process, "time": time.time(), **facts}
+        append_line(self._trace, json.dumps(line))
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Saves the steps that the rehearsal wants to compare."""
+
+    rehearsal: Rehearsal
+    interval_secs: ClassVar[None] = None
+    reads_metrics: ClassVar[bool] = False
+
+    def reason(self, moment: Moment) -> str | None:
+        return "rehearsal" if self.rehearsal.wants(moment.step) else None

@@ -1,0 +1,61 @@
+"""The directories of a rehearsal that stand in for those of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from pathlib import Path
+
+CLAIMS = "claims.jsonl"
+"""Which directories were claimed: lines of ``{"url": ..., "target": ...}``."""
+
+
+class Redirects:
+    """Directories that the program writes to, each with the folder that stands in for it.
+
+    A directory is *claimed* when the program is about to write to it, and everything below it is redirected from then
+    on, in all later starts of the program as well. Everything else stays where it is, so that weights of another run
+    can still be read.
+
+    Args:
+        folder: Where the folders that stand in are made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = str(folder)
+        self._targets: dict[str, str] = {}
+        os.makedirs(folder, exist_ok=True)
+        try:
+            lines = (folder / CLAIMS).read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            lines = []
+        for line in lines:
+            claim = json.loads(line)
+            self._targets[claim["url"]] = claim["target"]
+
+    def target(self, url: str, *, writes: bool) -> str:
+        """Return the path or URL that stands in for another one, or the same.
+
+        Args:
+            url: A URL, or an absolute path.
+            writes: Whether the program is about to write there, which claims it.
+        """
+        if f"{url}/".startswith(f"{self._folder}/"):
+            return url
+        claimed = max((one for one in self._targets if f"{url}/".startswith(f"{one}/")), key=len, default=None)
+        if claimed is not None:
+            return self._targets[claimed] + url[len(claimed) :]
+        if not writes:
+            return url
+        name = re.sub(r"[^A-Za-z0-9._-]+", "_", url.rstrip("/").rpartition("/")[2]).strip("_.-") or "run"
+        target = os.path.join(self._folder, f"{name}.{zlib.crc32(os.fsencode(url)):08x}")
+        self._targets[url] = target
+        line = json.dumps({"url": url, "target": target}) + "\n"
+        descriptor = os.open(os.path.join(self._folder, CLAIMS), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+        return target
