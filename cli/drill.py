@@ -7,6 +7,7 @@ tell whether the program is deterministic. Every start of the program carries ou
 
 from __future__ import annotations
 
+import bisect
 import fnmatch
 import json
 import os
@@ -22,11 +23,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..engine.clock import seconds
-from ..engine.errors import HoldfastError, OptionError, shortened_steps
+from ..engine.errors import HoldfastError, OptionError, shortened, shortened_steps
 from ..engine.manager import TRACES, DrillPlan, Point, list_steps, read_events
 from ..engine.sources import LeafDifference, compare_checkpoints, open_at
 from ..engine.storage import CLAIMS, DRILL, as_location
-from .findings import Causes, Finding, Report, StepDifference, Trace, print_report
+from .findings import Causes, Finding, Report, StepDifference, Trace, in_use, print_report, unseeded
 from .log import configure_logging
 from .program import Program, Signals, shell_status
 from .report import count, print_json, size
@@ -38,6 +39,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 _DENSE = 2 << 30  # bytes of checkpoints up to which every step is saved
 _TAIL = 15  # lines of the program that are shown when it fails
 _RUNS = "runs"  # folder of the run that is under way
+_FRESH = "from the beginning"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,6 +259,7 @@ class _Drill:
         self._signals = signals
         self._began = time.monotonic()
         self._starts: list[Start] = []
+        self._origin: int | None = None  # the checkpoint of the reference run that the interrupted run began with
         self._compared: set[tuple[str, int, str]] = set()
         self._report = Report(command=list(command), seed=options.seed)
         if options.keep is not None:
@@ -264,70 +267,107 @@ class _Drill:
 
     def run(self) -> Report:
         report, options = self._report, self._options
-        reference = self._reference("reference", "reference run")
+        self._say(f"reference run: {count(options.steps, 'step', 'steps')} ...")
+        plan = DrillPlan(
+            name="reference",
+            count=options.steps,
+            save=tuple(step + by for step in options.at for by in (-1, 0, 1, 2)),
+            save_places=places_to_save(options),
+            dense_bytes=_DENSE,
+        )
+        reference = self._undisturbed(plan)
         steps = reference.trace.steps
         report.steps = steps
-        interruptions, report.notes = choose(steps, reference.trace.validations, options)
         if options.at and (unknown := sorted(set(options.at) - set(steps))):
             raise DrillError(
                 f"--at {unknown[0]}: the reference run had the steps {shortened_steps(steps)}; --steps sets how many"
             )
         self._check_space()
         saved = sorted({step for found in self._steps_of("reference").values() for step in found})
+        interruptions, notes = choose(steps, reference.trace.validations, options)
         self._interrupted(interruptions, saved, reference)
+        if report.differences and all(one["began"] == _FRESH for one in report.starts):
+            # Not an interruption makes the difference: the program begins in another way each time.
+            self._begin_with_first(reference)
+            later = steps[bisect.bisect(steps, self._origin or 0) :]
+            if len(later) >= 2:
+                interruptions, notes = choose(later, reference.trace.validations, options)
+                self._interrupted(interruptions, saved, reference)
+        report.notes += notes
         if report.differences:
-            self._explain(reference)
+            self._explain(reference, DrillPlan(name="", last=steps[-1], save=tuple(saved)))
         report.seconds = time.monotonic() - self._began
         return report
 
     # ---- runs
 
-    def _reference(self, name: str, what: str) -> Start:
+    def _undisturbed(self, plan: DrillPlan) -> Start:
         """Run the program without interruptions, and move its directories away."""
-        options = self._options
-        self._say(f"{what}: {count(options.steps, 'step', 'steps')} ...")
-        plan = DrillPlan(
-            name=name,
-            count=options.steps,
-            save=tuple(step + by for step in options.at for by in (-1, 0, 1, 2)),
-            save_places=places_to_save(options),
-            dense_bytes=_DENSE,
-        )
-        began = time.monotonic()
+        name, began = plan.name, time.monotonic()
         start = self._start(plan, name, None)
         trace = start.trace
         if not trace.stopped and start.returncode != 0:
-            raise DrillError(
-                f"the program failed ({_status(start.returncode)}) before anything was interrupted{self._tail(name)}"
-            )
+            raise DrillError(f"the program failed ({_status(start.returncode)}) without interruption{self._tail(name)}")
         if not trace.steps:
             raise DrillError(
                 f"the program ended ({_status(start.returncode)}), and no manager or callback of holdfast was told of "
                 f"a step; the drill needs a program that saves with holdfast{self._tail(name)}"
             )
         if len(trace.steps) < 2:
-            raise DrillError(
-                f"the program ended after {count(len(trace.steps), 'step', 'steps')}; a drill needs at least two, so "
-                "let it run longer"
-            )
+            raise DrillError("the program ended after one step; a drill needs at least two, so let it run longer")
         os.rename(self._folder / _RUNS, self._folder / name)
         checkpoints = sum(map(len, self._steps_of(name).values()))
         if not checkpoints:
-            raise DrillError(
-                f"the program reported {count(len(trace.steps), 'step', 'steps')} and saved none{self._tail(name)}"
-            )
-        nbytes = sum(path.stat().st_size for path in (self._folder / name).rglob("*") if path.is_file())
+            raise DrillError(f"the program reported {len(trace.steps)} steps, and saved none{self._tail(name)}")
         self._say(
-            f"{what}: {count(len(trace.steps), 'step', 'steps')}, {count(checkpoints, 'checkpoint', 'checkpoints')}, "
-            f"{size(nbytes)}, {time.monotonic() - began:.1f} s"
+            f"{name} run: {len(trace.steps)} steps, {count(checkpoints, 'checkpoint', 'checkpoints')}, "
+            f"{size(_bytes_below(self._folder / name))}, {time.monotonic() - began:.1f} s"
         )
         return start
+
+    def _begin_with_first(self, reference: Start) -> None:
+        """Let the interrupted run begin with the first checkpoint of the reference run instead of from nothing."""
+        report = self._report
+        fresh, first = self._starts[0].trace, reference.trace.steps[0]
+        names = unseeded(reference.trace.facts.get(first, {}), fresh.facts.get(first, {}))
+        names = [name for name in names if in_use(name, reference.trace.facts)] or names
+        self._origin = max(min(steps) for steps in self._steps_of("reference").values() if steps)
+        report.unseeded = names
+        why = f" ({shortened(names)} not seeded)" if names else ""
+        report.warnings = [
+            f"the program does not begin the same way each time{why}: the interrupted run began with the checkpoint of "
+            f"step {self._origin} of the undisturbed run, and nothing before that was rehearsed"
+        ]
+        report.notes = []
+        self._say(f"each start of the program is another{why}: beginning with step {self._origin} of the reference run")
+        shutil.rmtree(self._folder / "interrupted")
+        self._populate()
+        self._compared.clear()
+        self._starts.clear()
+        report.starts, report.differences = [], []
+        report.compared.clear()
+
+    def _populate(self) -> None:
+        """Copy the first checkpoints of the reference run, for a run that begins with them."""
+        if self._origin is None:
+            return
+        source, origin = self._folder / "reference", self._origin
+        (self._folder / _RUNS).mkdir()
+        shutil.copyfile(source / CLAIMS, self._folder / _RUNS / CLAIMS)
+        for target in self._claims("reference").values():
+            steps = self._steps_in("reference", target)
+            kept = max((step for step in steps if step <= origin), default=None)
+            left = {os.path.basename(folder) for step, folder in steps.items() if step != kept}
+            if (source / target).is_dir():
+                # The list of steps is made anew, and so are the owner's name and the events.
+                ignored = shutil.ignore_patterns(".*", "owner.json", "steps.log", "events*.jsonl", *left)
+                shutil.copytree(source / target, self._folder / _RUNS / target, ignore=ignored)
 
     def _interrupted(self, interruptions: Sequence[Interruption], saved: Sequence[int], reference: Start) -> None:
         """Run the program with interruptions until its checkpoints differ from those of the reference run."""
         report, last = self._report, reference.trace.steps[-1]
         for number, interruption in enumerate([*interruptions, None]):
-            name = f"start-{number + 1}"
+            name = f"start-{number + 1}" if self._origin is None else f"start-{number + 1}-from-{self._origin}"
             what = "to the end" if interruption is None else f"{number + 1} of {len(interruptions)}: {interruption}"
             self._say(f"{what} ...")
             before = self._newest()
@@ -361,11 +401,7 @@ class _Drill:
         newest = max(before.values(), default=None)
         first = reference.trace.steps[0]
         anew = bool(trace.steps) and trace.restored is None and trace.steps[0] <= first
-        went = (
-            "from the beginning"
-            if newest is None or anew
-            else f"from step {newest if trace.restored is None else trace.restored}"
-        )
+        went = _FRESH if newest is None or anew else f"from step {newest if trace.restored is None else trace.restored}"
         report.starts.append(
             {"start": start.name, "began": went, "ended": line, "status": shell_status(start.returncode)}
         )
@@ -401,14 +437,18 @@ class _Drill:
             after = "" if len(self._starts) < 2 else f" when it was started again after {self._starts[-2].interruption}"
             raise DrillError(f"the program failed ({_status(start.returncode)}){after}{self._tail('interrupted')}")
 
-    def _explain(self, reference: Start) -> None:
-        """Find the cause of a difference, with a second reference run."""
-        report = self._report
-        again = self._reference("again", "second reference run")
-        self._compared.clear()
-        nondeterministic = self._compare("again", "reference", all_steps=True)
+    def _explain(self, reference: Start, plan: DrillPlan) -> None:
+        """Find the cause of a difference, by running the program undisturbed once more."""
+        report, pair = self._report, [reference]
+        for name in ("second", "third") if self._origin is not None else ("second",):
+            self._say(f"{name} undisturbed run, to find the cause ...")
+            self._populate()
+            pair.append(self._undisturbed(replace(plan, name=name)))
+        one, other = pair[-2:]
+        nondeterministic = self._compare(other.name, one.name, all_steps=True)
         report.deterministic = not nondeterministic
-        report.findings += Causes(reference.trace, self._starts[-1].trace, again.trace).of(report, nondeterministic)
+        causes = Causes(reference.trace, self._starts[-1].trace, (one.trace, other.trace))
+        report.findings += causes.of(report, nondeterministic)
 
     def _start(self, plan: DrillPlan, log: str, interruption: Interruption | None) -> Start:
         """Start the program, and wait for its end."""
@@ -497,7 +537,7 @@ class _Drill:
                 break
             self._check_signals()
             status = os.stat(folder)
-            key = (folder, step, f"{status.st_ino}/{status.st_ctime_ns}")
+            key = (f"{folder} {with_name}", step, f"{status.st_ino}/{status.st_ctime_ns}")
             if key in self._compared:
                 continue
             leaves = list(self._differences(expected[url][step], folder))
@@ -527,7 +567,7 @@ class _Drill:
                 yield difference
 
     def _check_space(self) -> None:
-        used = sum(path.stat().st_size for path in (self._folder / "reference").rglob("*") if path.is_file())
+        used = _bytes_below(self._folder / "reference")
         free = shutil.disk_usage(self._folder).free
         if free < used * 1.1:
             raise DrillError(
@@ -571,6 +611,10 @@ class _Traces:
         """Return what the first process has reported."""
         ours = [events for events in self._events.values() if events and events[-1]["process"] == 0]
         return Trace.of(max(ours, key=lambda events: sum(one["event"] == "step" for one in events), default=[]))
+
+
+def _bytes_below(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _label(url: str) -> str:

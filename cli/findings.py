@@ -14,31 +14,29 @@ from ..engine.sources import LeafDifference
 from .report import count, print_table
 
 _SHOWN = 12  # leaves in the report
-_KINDS = (  # the first that matches a part of a leaf's path says which kind of state it is
-    ("generator", r"rng|rngs|random|prng|key|keys|generator|seed|noise|torch_rng|numpy|python"),
-    ("optimizer", r"opt|optim|opt_state|optimizer|optimizers|optimizer_states|exp_avg|exp_avg_sq|mu|nu|momentum|adam"),
-    ("scheduler", r"lr_schedulers|scheduler|schedule|schedulers"),
-    (
-        "position in the data",
-        r"data|loader|loaders|dataloader|dataset|iterator|position|sampler|batches|epoch|fetched|loops",
-    ),
-    ("statistics", r"batch_stats|running_mean|running_var|num_batches_tracked|stats|ema|averages"),
-    ("metrics", r"metrics|callback_metrics|loss"),
-    ("parameters", r"params|parameters|weights|weight|kernel|bias|state_dict|model|embedding|scale"),
-    ("counter", r"step|steps|count|global_step|iteration"),
-)
+_KINDS = {  # the first part of a leaf's path that is one of these words says which kind of state it is
+    "generator": "rng rngs random prng key keys generator generators seed noise",
+    "optimizer": "opt optim optimizer optimizers exp_avg exp_avg_sq mu nu momentum adam",
+    "scheduler": "lr_schedulers scheduler schedulers schedule",
+    "position in the data": "data loader loaders dataloader dataset iterator position sampler batches epoch loops",
+    "statistics": "stats running_mean running_var num_batches_tracked ema averages",
+    "metrics": "metrics loss",
+    "parameters": "params parameters weights weight kernel bias state_dict model embedding",
+    "counter": "step steps count iteration",
+}
+_WORDS = {word: kind for kind, words in _KINDS.items() for word in words.split()}
 
 
 def kind_of_state(leaf: str) -> str:
     """Return which kind of state a leaf is, by its path.
 
-    >>> kind_of_state("state/opt_state/0/mu/kernel"), kind_of_state("extras/rng")
-    ('optimizer', 'generator')
+    >>> kind_of_state("state/opt_state/0/mu/kernel"), kind_of_state("extras/rng"), kind_of_state("state/params/key")
+    ('optimizer', 'generator', 'parameters')
     """
-    parts = [part.lower() for part in re.split(r"[/.]", leaf)]
-    for kind, pattern in _KINDS:
-        if any(re.fullmatch(pattern, part) for part in parts):
-            return kind
+    for part in re.split(r"[/.]", leaf.lower()):
+        for word in (part, *part.split("_")):
+            if word in _WORDS:
+                return _WORDS[word]
     return "other state"
 
 
@@ -148,8 +146,7 @@ class Finding:
     def deaf(name: str, step: int) -> Finding:
         return Finding(
             "ignores_signal",
-            f"the program went on after {name} at step {step}; a cluster kills it, and the steps since its last save are "
-            "lost",
+            f"the program went on after {name} at step {step}; a cluster kills it, and all since its last save is lost",
             "leave the loop when on_step(...).should_stop is true, and catch the signal: signals= of the callback",
         )
 
@@ -164,13 +161,13 @@ class Causes:
     Args:
         reference: The undisturbed run.
         run: The start of the interrupted run in which the first difference arose.
-        again: The undisturbed run, once more.
+        pair: Two undisturbed runs that began in the same way.
     """
 
-    def __init__(self, reference: Trace, run: Trace, again: Trace) -> None:
+    def __init__(self, reference: Trace, run: Trace, pair: tuple[Trace, Trace]) -> None:
         self._reference = reference
         self._run = run
-        self._again = again
+        self._pair = pair
 
     def of(self, report: Report, nondeterministic: Sequence[StepDifference]) -> list[Finding]:
         """Return the causes, the likeliest first; ``nondeterministic`` is where two undisturbed runs differ."""
@@ -214,43 +211,40 @@ class Causes:
     def _nondeterminism(self, differences: Sequence[StepDifference]) -> Finding:
         first = differences[0]
         step = first.step
-        one, other = self._reference.facts, self._again.facts
-        steps = [at for at in self._reference.steps if at in other and at <= step]
-        for at in steps:
-            unseeded = [
-                (name, fact)
-                for name, fact, _ in _differing(one[at], other[at], "generator")
-                if _in_use(name, one) and _in_use(name, other)
-            ]
-            if unseeded:
-                what = "; ".join(_described(name, fact) for name, fact in unseeded[:4])
+        one, other = (trace.facts for trace in self._pair)
+        for at in self._pair[0].steps:
+            if at > step or at not in other:
+                break
+            if names := [name for name in unseeded(one[at], other[at]) if in_use(name, one)]:
+                what = "; ".join(_described(name, one[at][name]) for name in names[:4])
                 return Finding(
                     "unseeded",
-                    f"two undisturbed runs differ from step {step} on, as a generator is not seeded: {what}",
-                    "seed it with a fixed number; runs can be compared only if they are the same without interruptions",
-                    tuple(name for name, _ in unseeded),
+                    f"two undisturbed runs differ from step {step} on: a generator is neither seeded nor saved: {what}",
+                    "seed it with a fixed number, and pass it to restore_or_initialize and on_step as an extra",
+                    tuple(names),
                 )
         leaves = shortened([leaf.name for leaf in first.leaves])
         return Finding(
             "nondeterministic",
-            f"two undisturbed runs differ from step {step} on ({leaves}), with the same generators and the same place in "
-            "the data: the computation itself is not deterministic",
+            f"two undisturbed runs differ from step {step} on ({leaves}), with the same generators and the same place "
+            "in the data: the computation itself is not deterministic",
             _flags(self._reference.libraries),
         )
 
     def _of_the_restart(self, report: Report) -> list[Finding]:
         """Return what is not where it was in the undisturbed run, at the first step at which anything is not."""
-        reference, again, run = self._reference.facts, self._again.facts, self._run.facts
+        reference, run = self._reference.facts, self._run.facts
+        one, other = (trace.facts for trace in self._pair)
         limit = max(report.differences[0].step, min(run, default=0))
         found: list[Finding] = []
         for step in self._run.steps:
             if step > limit or step not in reference:
                 break
-            noisy = {name for name, _, _ in _differing(reference[step], again.get(step, {}))}
+            noisy = {name for name, _, _ in _differing(one.get(step, {}), other.get(step, {}))}
             here = [
                 (name, fact, other)
                 for name, fact, other in _differing(reference[step], run[step])
-                if name not in noisy and _in_use(name, reference)
+                if name not in noisy and in_use(name, reference)
             ]
             by_kind = {kind: [one for one in here if one[1].kind == kind] for kind in _CAUSES}
             found = [_not_restored(kind, those, step, self._run.restored) for kind, those in by_kind.items() if those]
@@ -258,6 +252,11 @@ class Causes:
                 break
         strong = [one for one in found if one.cause in ("generator", "position")]
         return strong or found
+
+
+def unseeded(one: Mapping[str, Fact], other: Mapping[str, Fact]) -> list[str]:
+    """Return the names of the generators that two runs have in other states at the same step."""
+    return [name for name, _, _ in _differing(one, other, "generator")]
 
 
 def _differing(
@@ -269,7 +268,7 @@ def _differing(
             yield name, fact, match
 
 
-def _in_use(name: str, facts: Mapping[int, Mapping[str, Fact]]) -> bool:
+def in_use(name: str, facts: Mapping[int, Mapping[str, Fact]]) -> bool:
     """Return whether an object changes from step to step, so that the program uses it."""
     return len({found[name].digest for found in facts.values() if name in found}) > 1
 
@@ -346,6 +345,7 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unseeded: list[str] = field(default_factory=list)  # generators that are not the same at each beginning
     kept: str | None = None
     seconds: float = 0.0
     stops: bool = False
@@ -374,6 +374,7 @@ class Report:
                 for one in self.differences
             ],
             "deterministic": self.deterministic,
+            "unseeded": self.unseeded,
             "findings": [asdict(one) for one in self.findings],
             "warnings": self.warnings,
             "notes": self.notes,

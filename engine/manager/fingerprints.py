@@ -188,14 +188,12 @@ def _fact(thing: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
         return ("array", _digest(thing.tobytes())) if small else None
     torch: Any = sys.modules.get("torch")
     jax: Any = sys.modules.get("jax")
-    if torch is not None and isinstance(thing, getattr(torch, "Generator", ())):
-        return "generator", _digest(thing.get_state().numpy().tobytes())
-    if torch is not None and isinstance(thing, getattr(torch, "Tensor", ())):
-        size = thing.numel() * thing.element_size() if thing.device.type != "meta" else 0
-        small = with_arrays and 0 < size <= _BYTES
-        bits = thing.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if small else None
-        return None if bits is None else ("array", _digest(bits.numpy().tobytes()))
-    if jax is not None and isinstance(thing, getattr(jax, "Array", ())):
+    if torch is not None and hasattr(torch, "Tensor"):  # not while it is being imported
+        if isinstance(thing, torch.Generator):
+            return "generator", _digest(thing.get_state().numpy().tobytes())
+        if isinstance(thing, torch.Tensor):
+            return _fact_of_torch(torch, thing) if with_arrays else None
+    if jax is not None and hasattr(jax, "Array") and isinstance(thing, jax.Array):
         return _fact_of_jax(jax, thing, with_arrays=with_arrays)
     if isinstance(thing, GeneratorType):
         last = -2 if thing.gi_frame is None else thing.gi_frame.f_lasti
@@ -204,6 +202,13 @@ def _fact(thing: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
         hint = operator.length_hint(thing, -1) if type(thing).__module__ == "builtins" else -1
         return "position", f"{hint} left" if hint >= 0 else ""
     return None
+
+
+def _fact_of_torch(torch: Any, tensor: Any) -> tuple[Kind, str] | None:
+    if tensor.device.type == "meta" or not 0 < tensor.numel() * tensor.element_size() <= _BYTES:
+        return None
+    bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return "array", _digest(bits.numpy().tobytes())
 
 
 def _fact_of_jax(jax: Any, array: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:

@@ -249,6 +249,7 @@ class Position:
         self._restore_validation_loaders(saved.get("validation", {}))
         self._warn_of_lasting_workers(saved)
         fetcher.fetched = saved["fetched"]
+        self._fit._last_train_dl_reload_epoch = saved["reloaded_at_epoch"]
         epoch.restore_averages(self._trainer, saved["averages"])
         clear_restart(self._fit)
         if saved["point"] == "validation":
