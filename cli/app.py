@@ -152,6 +152,7 @@ def drill(
     hang_timeout: Annotated[
         str, typer.Option("--hang-timeout", help="Give up if there is no step or other sign of progress for so long.")
     ] = "30m",
+    start_timeout: Annotated[str, typer.Option("--start-timeout", help="How long the first step may take.")] = "1h",
     grace: Annotated[str, typer.Option("--grace", help="The time between the signal and SIGKILL.")] = "1m",
     as_json: AsJson = False,
 ) -> int:
@@ -174,6 +175,7 @@ def drill(
         keep=keep,
         ignore=ignore or [],
         hang=hang_timeout,
+        first_step=start_timeout,
         grace=grace,
     )
     return run_drill(command, options, as_json=as_json)

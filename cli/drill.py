@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import fnmatch
+import itertools
 import json
 import os
 import random
@@ -53,7 +54,8 @@ class DrillOptions:
     polite: signal.Signals = signal.SIGTERM  # the signal that announces a preemption
     keep: Path | None = None  # where the runs are kept; None for a temporary directory
     ignore: tuple[str, ...] = ()  # patterns of leaves that are not compared
-    hang: float = 1800.0  # seconds without a sign of progress
+    hang: float = 1800.0  # seconds without a sign of progress after the first step
+    first_step: float = 3600.0  # seconds until the first step, which compiles
     grace: float = 60.0  # seconds that the program has to end after the signal
 
 
@@ -67,6 +69,7 @@ def drill_options(
     keep: str | None,
     ignore: Sequence[str],
     hang: str,
+    first_step: str,
     grace: str,
 ) -> DrillOptions:
     """Return the options as the command line gives them.
@@ -92,6 +95,7 @@ def drill_options(
         keep=None if keep is None else Path(keep),
         ignore=tuple(ignore),
         hang=seconds(hang, name="--hang-timeout"),
+        first_step=seconds(first_step, name="--start-timeout"),
         grace=seconds(grace, name="--grace"),
     )
 
@@ -154,23 +158,22 @@ def choose(
     if "first" in options.kinds:
         add(kill, "step", steps[0])
         add(polite, "step", steps[0])
-    for kind in ("kill", "save", "term", "twice"):
+    following = dict(itertools.pairwise(steps))
+    for kind in ("twice", "kill", "save", "term"):
         if kind not in options.kinds:
             continue
-        free = [step for step in inner if step not in taken] or inner
-        for step in options.at or (draw.choice(free),):
+        free = [step for step in inner if step not in taken]
+        if kind == "twice":
+            free = [step for step in free if following.get(step) in free] or free
+        for step in options.at or (draw.choice(free or inner),):
             taken.add(step)
-            if kind == "kill":
-                add(kill, "step", step)
-            elif kind == "save":
-                add(kill, "commit", step)
-            else:
-                add(polite, "step", step)
-            if kind == "twice":
-                later = [one for one in steps if one > step][:1]
-                for one in later:
-                    add(polite, "step", one)
-                taken.update(later)
+            if kind in ("kill", "save"):
+                add(kill, "commit" if kind == "save" else "step", step)
+                continue
+            add(polite, "step", step)
+            if kind == "twice" and step in following:
+                add(polite, "step", following[step])
+                taken.add(following[step])
     found_all = [one for _, _, one in sorted(chosen, key=lambda entry: entry[:2])]
     return list(dict.fromkeys(found_all)), notes
 
@@ -411,7 +414,7 @@ class _Drill:
             return
         urls, known = self._claims(_RUNS), self._claims("reference")
         if strange := [url for url in urls if url not in known and self._steps_in(_RUNS, urls[url])]:
-            report.findings.append(Finding.new_directory(strange[0], sorted(known)))
+            report.findings.append(Finding.new_directory(_label(strange[0]), sorted(map(_label, known))))
             report.stops = True
             return
         if trace.ignored and interruption is not None:
@@ -472,23 +475,24 @@ class _Drill:
                 traces.read()
                 if program.forwarded:
                     return True
-                now = time.monotonic()
+                now, (sign, step) = time.monotonic(), program.last_sign()
                 if signalled is None and traces.interrupted:
                     signalled = now
                 if signalled is not None and now - signalled > options.grace:
                     why = "grace"
-                elif now - program.last_sign()[0] > options.hang:
+                elif now - sign > (options.first_step if step < 0 else options.hang):
                     why = "hangs"
                 return why is not None
 
             try:
                 returncode = program.wait(look)
                 if returncode is None and why == "hangs" and not program.forwarded:
+                    step = program.last_sign()[1]
                     program.end_after_hang(1.0, 1.0)
-                    raise DrillError(
-                        f"the program hangs: no sign of progress for {options.hang:g} s after step "
-                        f"{program.last_sign()[1]}{self._tail(log, 60)}"
-                    )
+                    what = f"no first step within {options.first_step:g} s"
+                    if step >= 0:
+                        what = f"no sign of progress for {options.hang:g} s after step {step}"
+                    raise DrillError(f"the program hangs: {what}{self._tail(log, 60)}")
             finally:
                 start.returncode = program.end(0.0)
                 program.sweep(0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from ..engine.sources import LeafDifference
 from .report import count, print_table
 
 _SHOWN = 12  # leaves in the report
+_WIDTH = 100  # columns
 _KINDS = {  # the first part of a leaf's path that is one of these words says which kind of state it is
     "generator": "rng rngs random prng key keys generator generators seed noise",
     "optimizer": "opt optim optimizer optimizers exp_avg exp_avg_sq mu nu momentum adam",
@@ -404,14 +406,22 @@ def print_report(report: Report) -> None:
     else:
         print(f"the checkpoints that were compared ({len(report.compared)}) are identical, but")
     for finding in report.findings:
-        print(f"\n{'likely cause' if report.differences else 'found'}: {finding.text}")
+        print(_wrapped(f"\n{'likely cause' if report.differences else 'found'}: {finding.text}"))
         if finding.advice:
-            print(f"  {finding.advice}")
+            print(_wrapped(f"  what to do: {finding.advice}"))
     for title, lines in (("warning", report.warnings), ("note", report.notes)):
         for line in lines:
-            print(f"\n{title}: {line}")
+            print(_wrapped(f"\n{title}: {line}"))
     if report.kept:
         print(f"\nkept in {report.kept}: reference, interrupted, and what the program printed (*.log)")
+
+
+def _wrapped(text: str) -> str:
+    """Return a text in lines of a width that is read with ease; lines of a program stay as they are."""
+    first, *others = text.lstrip("\n").split("\n")
+    start = "\n" * (len(text) - len(text.lstrip("\n")))
+    lines = textwrap.wrap(first, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return start + "\n".join([*lines, *others])
 
 
 def _row(number: int, start: Mapping[str, Any]) -> list[str]:

@@ -176,6 +176,7 @@ def test_schedules(program: Any, new_directory: NewDirectory, schedule: str, eve
         pytest.param({"limit_train_batches": 3}, id="part of the data"),
         pytest.param({"limit_train_batches": 3, "loader": "stateful"}, id="part of a stateful loader's data"),
         pytest.param({"reload_dataloaders_every_n_epochs": 1}, id="new loaders every epoch"),
+        pytest.param({"reload_dataloaders_every_n_epochs": 2, "max_epochs": 3}, id="new loaders every other epoch"),
         pytest.param({"max_steps": 12}, id="max_steps and max_epochs"),
         pytest.param({"val_check_interval": 4, "check_val_every_n_epoch": None}, id="validation across epochs"),
         pytest.param({"limit_val_batches": 0}, id="no validation"),

@@ -1,0 +1,349 @@
+"""``holdfast drill``: which interruptions it chooses, and what it finds in programs with and without mistakes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.commands import error_of
+
+from holdfast.cli.drill import KINDS, DrillOptions, Interruption, choose, places_to_save
+from holdfast.cli.findings import kind_of_state
+
+PROGRAM = [sys.executable, "-W", "error", str(Path(__file__).with_name("programs.py"))]
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+KILL, TERM = signal.SIGKILL, signal.SIGTERM
+
+
+# ---- which interruptions: pure functions
+
+
+@pytest.mark.parametrize(
+    ("kinds", "at", "validations", "expected"),
+    [
+        ("first", (), [], ["SIGKILL after step 1", "SIGTERM after step 1"]),
+        ("kill", (3, 5), [], ["SIGKILL after step 3", "SIGKILL after step 5"]),
+        # A killed run goes back, so the same step can be interrupted once more; one that has saved the step cannot.
+        ("kill save term", (4,), [], ["SIGKILL after step 4", "SIGKILL in the save of step 4", "SIGTERM after step 4"]),
+        ("twice", (4,), [], ["SIGTERM after step 4", "SIGTERM after step 5"]),
+        ("term twice", (4,), [], ["SIGTERM after step 4", "SIGTERM after step 5"]),
+        ("twice", (8,), [], ["SIGTERM after step 8"]),
+        ("validation", (), [6], ["SIGTERM in the validation after step 6"]),
+        (
+            "validation",
+            (),
+            [3, 6],
+            ["SIGKILL in the validation after step 3", "SIGTERM in the validation after step 6"],
+        ),
+        ("validation", (), [], []),
+    ],
+)
+def test_what_is_interrupted(kinds: str, at: tuple[int, ...], validations: list[int], expected: list[str]) -> None:
+    options = DrillOptions(kinds=tuple(kind for kind in KINDS if kind in kinds.split()), at=at)
+    found, notes = choose(range(1, 9), validations, options)
+    assert [str(one) for one in found] == expected
+    assert bool(notes) == (not expected)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_steps_are_apart_from_validations(seed: int) -> None:
+    """A run that stops right before a validation, or right after one, does not come to it again."""
+    steps, validations = list(range(10, 400, 10)), [60, 120, 180]
+    found, _ = choose(steps, validations, DrillOptions(seed=seed))
+    assert found == choose(steps, validations, DrillOptions(seed=seed))[0]
+    assert [one.step for one in found] == sorted(one.step for one in found)
+    assert len(found) == len(set(found)) == 9
+    validated = [one.step for one in found if one.point == "validation"]
+    others = [one.step for one in found if one.point != "validation" and one.step != 10]
+    assert (len(validated), len(others)) == (2, 5)
+    assert all(abs(one - step) > 10 for one in validated for step in others)
+    assert max(one.step for one in found) < steps[-1]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_short_runs(count: int) -> None:
+    found, _ = choose(range(1, count + 1), [1], DrillOptions())
+    assert found[0] == Interruption(KILL, "step", 1)
+    assert all(one.step <= count for one in found)
+
+
+def test_the_steps_around_likely_interruptions_are_saved() -> None:
+    likely = {one.step for one in choose(range(1, 101), (), DrillOptions(steps=100))[0]}
+    assert {one + by for one in likely for by in (0, 1)} <= set(places_to_save(DrillOptions(steps=100)))
+    assert len(places_to_save(DrillOptions(steps=100))) < 25
+
+
+@pytest.mark.parametrize(
+    ("leaf", "kind"),
+    [
+        ("state/params/attention/key/kernel", "parameters"),
+        ("state/opt_state/0/mu/kernel", "optimizer"),
+        ("state/optimizer_states/0/state/1/exp_avg", "optimizer"),
+        ("state/state_dict/layer.weight", "parameters"),
+        ("extras/rng/state/inc", "generator"),
+        ("state/holdfast/random/torch", "generator"),
+        ("state/holdfast/epoch/loaders/0", "position in the data"),
+        ("extras/data/drawn", "position in the data"),
+        ("state/step", "counter"),
+        ("state/holdfast/callback_metrics/loss", "metrics"),
+        ("state/x", "other state"),
+    ],
+)
+def test_the_kind_of_state(leaf: str, kind: str) -> None:
+    assert kind_of_state(leaf) == kind
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--kinds", "kill,quit"], "--kinds quit: the kinds are first, kill, save, term, twice, validation"),
+        (["--signal", "KILL"], "--signal KILL: name a signal that a program can handle"),
+        (["--signal", "SIGFOO"], "--signal SIGFOO: name a signal"),
+        (["--grace", "soon"], "--grace"),
+        (["--steps", "1"], "--steps"),
+    ],
+)
+def test_arguments_that_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    assert said in error_of(capsys, "drill", *arguments, "--", "true", status=2)
+
+
+# ---- real programs
+
+
+def drill(folder: Path, *arguments: object, status: int = 0) -> dict[str, Any]:
+    """Drills a program in a folder; returns the report, with what was said on standard error as ``said``."""
+    (folder / "tmp").mkdir(exist_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast.cli.main", "drill", "--json", *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "TMPDIR": str(folder / "tmp")},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    assert list((folder / "tmp").iterdir()) == [], "a temporary directory is left"
+    return {**(json.loads(done.stdout) if done.stdout else {}), "said": done.stderr}
+
+
+def contents(folder: Path) -> dict[str, tuple[str, int]]:
+    return {
+        str(path.relative_to(folder)): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_a_program_that_survives_everything(tmp_path: Path) -> None:
+    subprocess.run([*PROGRAM, "run", "5"], cwd=tmp_path, check=True, capture_output=True, timeout=300)
+    before = contents(tmp_path / "run")
+    report = drill(tmp_path, "--steps", 13, "--keep", "kept", "--", *PROGRAM, "run", 40)
+
+    assert (report["passed"], report["findings"], report["warnings"], report["notes"]) == (True, [], [], [])
+    assert [one["step"] for one in report["compared"]] == report["steps"] == list(range(1, 14))
+    assert {one["directory"] for one in report["compared"]} == {"run"}
+    ended = [one["ended"] for one in report["starts"]]
+    assert len(ended) == 10
+    assert ended[:2] == ["SIGKILL after step 1", "SIGTERM after step 1"]
+    assert [one["began"] for one in report["starts"]][:3] == ["from the beginning", "from the beginning", "from step 1"]
+    assert any("in the save" in one for one in ended)
+    assert any("in the validation" in one for one in ended)
+    assert ended[-1] == "to the end"
+    assert "drill: 1 of 9: SIGKILL after step 1" in report["said"]
+
+    assert contents(tmp_path / "run") == before, "the program's own directory"
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "kept", "tmp"}
+    kept = {path.name for path in (tmp_path / "kept").iterdir()}
+    assert {"reference", "interrupted", "reference.log", "interrupted.log"} <= kept
+    error = drill(tmp_path, "--keep", "kept", "--", *PROGRAM, "run", 40, status=2)["said"]
+    assert "--keep kept: this exists already" in error
+
+
+@pytest.mark.parametrize(
+    ("mistake", "cause", "name", "deterministic"),
+    [
+        ("no-generator", "generator", "noise", True),
+        ("no-loader", "position", "batches.drawn", True),
+        ("sum", "nondeterministic", None, False),
+    ],
+)
+def test_the_cause_of_a_difference(
+    tmp_path: Path, mistake: str, cause: str, name: str | None, deterministic: bool
+) -> None:
+    report = drill(tmp_path, "--steps", 6, "--at", 3, "--", *PROGRAM, "run", 40, mistake, status=1)
+    (finding,) = report["findings"]
+    assert (finding["cause"], report["deterministic"]) == (cause, deterministic), report
+    assert finding["names"] == ([] if name is None else [name])
+    (first,) = report["differences"]
+    assert [(leaf["item"], leaf["path"], leaf["state"]) for leaf in first["leaves"]] == [
+        ("state", "weights", "parameters")
+    ]
+    if deterministic:  # at the first step after the first restart
+        assert (first["step"], report["starts"][-1]["began"]) == (3, "from step 2")
+
+
+def test_a_program_that_begins_in_another_way_each_time(tmp_path: Path) -> None:
+    """What is not seeded and saved goes on exactly: the interrupted run begins with a checkpoint of the first."""
+    report = drill(tmp_path, "--steps", 6, "--at", 4, "--", *PROGRAM, "run", 40, "unseeded")
+    assert (report["passed"], report["unseeded"]) == (True, ["noise"])
+    assert "(noise not seeded): the interrupted run began with the checkpoint of step 1" in report["warnings"][0]
+    assert [one["began"] for one in report["starts"]] == ["from step 1", "from step 3", "from step 4"]
+
+
+def test_an_unseeded_generator_that_is_not_saved(tmp_path: Path) -> None:
+    program = [*PROGRAM, "run", 40, "unseeded", "no-generator"]
+    report = drill(tmp_path, "--steps", 5, "--at", 3, "--kinds", "kill", "--", *program, status=1)
+    (finding,) = report["findings"]
+    assert (finding["cause"], finding["names"], report["deterministic"]) == ("unseeded", ["noise"], False)
+
+
+def test_a_program_that_ignores_the_signal(tmp_path: Path) -> None:
+    arguments = ["--steps", 6, "--at", 3, "--kinds", "term"]
+    report = drill(tmp_path, *arguments, "--", *PROGRAM, "run", 40, "deaf", status=1)
+    assert ([one["cause"] for one in report["findings"]], report["identical"]) == (["ignores_signal"], True)
+    report = drill(tmp_path, *arguments, "--signal", "usr1", "--", *PROGRAM, "run", 40)  # which ends it at once
+    assert [one["status"] for one in report["starts"]] == [138, 75]
+
+
+WRITES_ELSEWHERE = """
+import os
+import numpy as np
+import holdfast as hf
+with hf.CheckpointCallback(f"run-{os.getpid()}", save_interval_steps=1) as checkpoint:
+    state, start = checkpoint.restore_or_initialize({"w": np.zeros(3)})
+    for step in range(start + 1, 9):
+        state = {"w": state["w"] + step}
+        if checkpoint.on_step(step, state).should_stop:
+            break
+"""
+NEVER_RESTORES = """
+import numpy as np
+import holdfast as hf
+with hf.CheckpointManager("run") as manager:
+    for step in range(1, 9):
+        manager.save(step, {"w": np.full(3, step)})
+"""
+TWO_RUNS = """
+import os
+import sys
+import numpy as np
+import holdfast as hf
+hf.load(sys.argv[1])  # the weights of another run are read where they are
+os.makedirs("below", exist_ok=True)
+os.chdir("below")
+options = hf.CheckpointManagerOptions(max_to_keep=1, mirror="../mirror", save_interval_steps=3)
+with hf.CheckpointManager("a", options=options) as a, hf.CheckpointManager(os.path.abspath("b")) as b:
+    tree = b.restore() if b.all_steps() else {"w": np.zeros(3)}
+    for step in range((b.latest_step() or 0) + 1, 9):
+        tree = {"w": tree["w"] * 0.9 + step}
+        a.save(step, {"twice": 2 * tree["w"]})
+        b.save(step, tree)
+    a.wait_until_finished()
+    hf.save("best", tree, overwrite=True)
+    assert (hf.load("a")["twice"] == 2 * hf.load("best")["w"]).all(), "reads what it has written"
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "cause", "said"),
+    [
+        (WRITES_ELSEWHERE, "new_directory", "another directory when it is started again: run-"),
+        (NEVER_RESTORES, "not_resumed", "the program began from the beginning again, although step 3 was saved"),
+    ],
+    ids=["writes elsewhere", "never restores"],
+)
+def test_a_program_that_begins_anew(tmp_path: Path, program: str, cause: str, said: str) -> None:
+    (tmp_path / "train.py").write_text(program)
+    command = [sys.executable, "train.py"]
+    report = drill(tmp_path, "--steps", 6, "--at", 4, "--kinds", "kill", "--", *command, status=1)
+    assert [one["cause"] for one in report["findings"]] == [cause]
+    assert said in report["findings"][0]["text"]
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "tmp"}
+
+
+def test_several_directories_in_another_working_directory(tmp_path: Path) -> None:
+    """The program runs to its end, reads back what it has written, and has a mirror, which stays empty."""
+    (tmp_path / "train.py").write_text(TWO_RUNS)
+    import holdfast as hf
+
+    hf.save(tmp_path / "weights", {"w": 1.0})
+    arguments = ["--at", 4, "--at", 6, "--kinds", "kill"]
+    report = drill(tmp_path, *arguments, "--", sys.executable, "train.py", tmp_path / "weights")
+    assert report["passed"], report
+    assert report["steps"] == list(range(1, 9)), "it ended by itself"
+    assert {one["directory"] for one in report["compared"]} == {"below/a", "below/b"}
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "tmp", "weights", "below"}
+    assert list((tmp_path / "below").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--", *PROGRAM, "run", 9, "crash@3"], r"failed \(status 1\) without interruption.*a mistake in the program"),
+        (["--", *PROGRAM, "run", 1], "ended after one step; a drill needs at least two"),
+        (
+            ["--", sys.executable, "-c", "print('hi')"],
+            r"ended \(status 0\), and no manager .* was told of a step.*\| hi",
+        ),
+        (["--steps", 4, "--at", 7, "--", *PROGRAM, "run", 9], "--at 7: the reference run had the steps 1, 2, 3, 4"),
+        (["--at", 2, "--steps", 4, "--", *PROGRAM, "run", 9, "fresh"], "when it was started again .* resume='never'"),
+        (
+            ["--hang-timeout", "4s", "--", *PROGRAM, "run", 9, "hang@2"],
+            r"hangs: no sign of progress .* step 1.*in happen",
+        ),
+        (["--", "no-such-program"], "cannot start no-such-program: No such file"),
+    ],
+    ids=["fails", "one step", "no steps", "no such step", "does not start again", "hangs", "does not start"],
+)
+def test_drills_that_cannot_be_carried_out(tmp_path: Path, arguments: list[object], said: str) -> None:
+    error = drill(tmp_path, *arguments, status=2)["said"]
+    assert re.search(said, error.partition("holdfast: ")[2], re.DOTALL), error
+
+
+def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "ready")
+    (tmp_path / "tmp").mkdir()
+    program = (
+        "import os, signal, subprocess, sys\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        "open('ready', 'w').write(f'{os.getpid()} {child.pid}')\nsignal.pause()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-m", "holdfast.cli.main", "drill", "--", sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        pids = (tmp_path / "ready").read_text().split()
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=300)[1]
+    assert (process.returncode, "drill ended by SIGINT" in said) == (130, True), said
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("example", "arguments"),
+    [(0, ["--at", 3]), (2, ["--at", 10, "--kinds", "term", "--steps", 11])],
+    ids=["flax", "lightning"],
+)
+def test_the_examples_of_the_readme(tmp_path: Path, example: int, arguments: list[object]) -> None:
+    """The one for Lightning draws its weights without a seed; it is interrupted in the middle of its second epoch."""
+    (tmp_path / "train.py").write_text(EXAMPLES[example])
+    report = drill(tmp_path, "--steps", 5, *arguments, "--", sys.executable, "-W", "ignore", "train.py")
+    assert report["passed"], report
+    assert report["unseeded"] == ([] if example == 0 else ["torch's default generator"])
+    assert [one["step"] for one in report["compared"]] == report["steps"]
+    assert len(report["starts"]) == (3 if example == 0 else 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "tmp"}

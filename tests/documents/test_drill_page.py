@@ -1,0 +1,49 @@
+"""The page about drills: its program is rehearsed as the page says, and once more with the mistake mended."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from holdfast.cli.drill import KINDS
+
+TEXT = (Path(__file__).parents[2] / "docs" / "drill.md").read_text(encoding="utf-8")
+PROGRAM = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)[0]
+OUTPUTS = re.findall(r"^```text\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+COMMANDS = re.findall(r"^\$ holdfast (.*)$", TEXT, re.MULTILINE)
+
+
+def run(folder: Path, program: str, status: int) -> str:
+    (folder / "train.py").write_text(program)
+    arguments = [part if part != "python" else sys.executable for part in shlex.split(COMMANDS[1])]
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast.cli.main", *arguments],
+        cwd=folder,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout.replace(sys.executable, "python")
+
+
+def without_digits(text: str) -> str:
+    """The last digits depend on the processor."""
+    return re.sub(r"\d+\.\d+", "0.0", text)
+
+
+def test_the_example(tmp_path: Path) -> None:
+    assert without_digits(run(tmp_path, PROGRAM, 1)) == without_digits(OUTPUTS[0])
+    mended = PROGRAM.replace('{"weights": np.zeros(2)}', '{"weights": np.zeros(2)}, noise=noise')
+    assert OUTPUTS[1] in run(tmp_path, mended.replace("(step + 1, state)", "(step + 1, state, noise=noise)"), 0)
+
+
+def test_the_kinds_in_the_table() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", TEXT, re.MULTILINE)
+    assert rows == list(KINDS)
