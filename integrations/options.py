@@ -28,6 +28,7 @@ from ..engine.manager import (
 from ..engine.storage import as_location
 
 Resume = Literal["auto", "must", "never", "best"] | int
+Partial = Literal["initialize"] | None
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -67,6 +68,15 @@ class CallbackOptions(CheckpointOptions):
             "that resumes ignores it."
         ),
     )
+    partial: Partial = field(
+        default=None,
+        metadata=documentation(
+            '``"initialize"`` goes on with a state that has changed, such as another layer or one more transformation '
+            "of an optimizer: values that fit the checkpoint are restored, the others stay as they were initialized, "
+            "and a warning lists them. It holds for a resume and for the weights of ``init_from``. None takes all that "
+            "was saved, or nothing."
+        ),
+    )
     compression: int | None = field(
         default=None,
         metadata=documentation(
@@ -103,6 +113,8 @@ class CallbackOptions(CheckpointOptions):
             close = difflib.get_close_matches(str(self.resume), words, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise OptionError(f"resume={self.resume!r} is not one of {', '.join(map(repr, words))} or a step{hint}")
+        if self.partial not in (None, *get_args(get_args(Partial)[0])):
+            raise OptionError(f'partial={self.partial!r} must be "initialize" or None')
         if self.resume == "best" and self.best_fn is None:
             raise OptionError("resume='best' needs best_fn=, the metric that ranks the steps")
         super().__post_init__()

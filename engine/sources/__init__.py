@@ -57,4 +57,4 @@ from .stored import (
     without_placeholders,
     without_unreadable,
 )
-from .weights import Weights, load_weights
+from .weights import Misfits, Weights, load_fitting, load_weights

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..arrays import PartialTree, SavedLeaf, TreeSource, load_tree
 from ..checkpoint import Place
 from ..errors import OptionError, TreeMismatchError
-from ..pytree import flatten, split, unwrapped_name
+from ..pytree import Flattened, compare, describe_template, flatten, format_path, split, unflatten, unwrapped_name
 from ..storage import Location, as_location
 from .discovery import read_checkpoint
 from .protocol import TREE, CheckpointSource
@@ -19,6 +19,25 @@ _CONTAINERS = (
     + ("state.params", "model.params", "state.model", "state.state_dict")
 )  # fmt: skip
 """Containers in which programs keep the weights in their checkpoints, with keys joined by dots."""
+
+
+@dataclass
+class Misfits:
+    """What did not match in a restore that takes what fits; lines for people.
+
+    Attributes:
+        kept: Values that stayed as they were initialized.
+        moved: Values that had another path in the checkpoint.
+        left: Values that only the checkpoint has.
+    """
+
+    kept: list[str] = field(default_factory=list)
+    moved: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        parts = (("kept as initialized", self.kept), ("moved", self.moved), ("left in the checkpoint", self.left))
+        return "".join(f"\n  {what}: {line}" for what, lines in parts for line in lines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,24 +58,79 @@ class Weights:
 
 
 def load_weights(
-    place: Place, template: Any, *, ignored: Collection[str] = (), containers: Sequence[str] = ()
+    place: Place,
+    template: Any,
+    *,
+    ignored: Collection[str] = (),
+    containers: Sequence[str] = (),
+    misfits: Misfits | None = None,
 ) -> Weights:
     """Load the weights of a model from any checkpoint that holdfast reads.
 
     Names are compared with their keys joined by dots, so that a module's ``layers.0.weight`` and the nested
     ``layers/0/weight`` are the same. The weights may be all of the checkpoint, or lie in a container such as ``params``
-    or ``state_dict``.
+    or ``state_dict``. With ``misfits``, the weights that fit are taken; the others stay as in the template.
     """
     return read_checkpoint(
-        as_location(place), lambda checkpoint: _load_weights(checkpoint, template, ignored, containers)
+        as_location(place), lambda checkpoint: _load_weights(checkpoint, template, ignored, containers, misfits)
     )
 
 
+def load_fitting(
+    source: TreeSource, flat: Flattened, pairs: Iterable[tuple[str, str]], misfits: Misfits
+) -> tuple[Any, list[SavedLeaf]]:
+    """Load the leaves of a tree that fit those of a template; the others stay as they are in the template.
+
+    Args:
+        source: The saved tree.
+        flat: The template.
+        pairs: The names of leaves that stand for each other: in the checkpoint, and in the template.
+        misfits: Takes what did not match.
+
+    Returns:
+        The whole tree, and the leaves that were read.
+
+    Raises:
+        TreeMismatchError: Nothing fits.
+    """
+    leaves = {leaf.name: leaf for leaf in source.leaves}
+    templates = dict(zip(flat.names, describe_template(flat.names, flat.values), strict=True))
+    taken: dict[str, SavedLeaf] = {}
+    kept: dict[str, str] = {}
+    for saved, wanted in pairs:
+        difference = compare(templates[wanted], leaves[saved].saved)
+        if difference is None:
+            taken[wanted] = leaves[saved]
+        else:
+            kept[wanted] = difference
+    for name, template in templates.items():
+        if name not in taken:
+            kept.setdefault(name, f"{format_path(name)}: expected {template} (template), not in the checkpoint")
+    if not taken:
+        raise TreeMismatchError(f"{source.location}: nothing in the checkpoint fits:", list(kept.values()))
+    chosen = [(name, value) for name, value in zip(flat.names, flat.values, strict=True) if name in taken]
+    names, values = [name for name, _ in chosen], [value for _, value in chosen]
+    like = Flattened(names, values, flatten(values).structure)
+    found = dict(zip(names, load_tree(PartialTree(source, taken, source.tree), like=like), strict=True))
+    used = {leaf.name for leaf in taken.values()}
+    misfits.kept += kept.values()
+    misfits.left += [format_path(name) for name in leaves if name not in used]
+    misfits.moved += [
+        f"{format_path(name)}, from {format_path(leaf.name)}" for name, leaf in taken.items() if name != leaf.name
+    ]
+    all_values = [found.get(name, value) for name, value in zip(flat.names, flat.values, strict=True)]
+    return unflatten(flat.structure, all_values), list(taken.values())
+
+
 def _load_weights(
-    checkpoint: CheckpointSource, template: Any, ignored: Collection[str], containers: Sequence[str]
+    checkpoint: CheckpointSource,
+    template: Any,
+    ignored: Collection[str],
+    containers: Sequence[str],
+    misfits: Misfits | None,
 ) -> Weights:
-    template_names = flatten(template).names
-    names = dict(zip(_joined(template_names), template_names, strict=True))
+    flat = flatten(template)
+    names = dict(zip(_joined(flat.names), flat.names, strict=True))
     found = max(
         (
             candidate
@@ -69,8 +143,13 @@ def _load_weights(
     )
     if found is None:
         raise OptionError(f"{checkpoint.location} holds no tree of arrays to take weights from")
+    leaves = list(found.leaves)
     try:
-        tree = load_tree(found, like=template)
+        if misfits is None:
+            tree = load_tree(found, like=template)
+        else:
+            shared = [leaf.name for leaf in leaves if leaf.name in {*flat.names}]
+            tree, leaves = load_fitting(found, flat, [(name, name) for name in shared], misfits)
     except TreeMismatchError as error:
         inside = f" in {found.container}" if found.container else ""
         raise TreeMismatchError(
@@ -81,8 +160,8 @@ def _load_weights(
         location=checkpoint.location,
         format=checkpoint.format,
         container=found.container,
-        leaves=len(found.leaves),
-        bytes=sum(leaf.nbytes for leaf in found.leaves),
+        leaves=len(leaves),
+        bytes=sum(leaf.nbytes for leaf in leaves),
     )
 
 

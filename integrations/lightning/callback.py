@@ -12,7 +12,7 @@ import torch
 from ...engine.checkpoint import Place
 from ...engine.errors import HoldfastError, OptionError
 from ...engine.manager import reached
-from ...engine.sources import Weights, load_weights
+from ...engine.sources import Misfits, Weights, load_weights
 from ..loop import (
     PREEMPTED,
     AgreedStop,
@@ -22,6 +22,7 @@ from ..loop import (
     announce,
     check_resume,
     resume_step,
+    warn_of_misfits,
 )
 from ..options import documents, takes
 from .arguments import CallbackArguments
@@ -38,7 +39,7 @@ from .saver import FitSaver
 from .slurm import requeue, take_over_requeue
 from .stopping import Preempted, Signals, leave
 from .store import RunStore
-from .strategies import check_strategy
+from .strategies import check_strategy, is_sharded
 from .trees import POSITION
 from .tuning import Searches, is_search_file
 
@@ -79,7 +80,8 @@ class CheckpointCallback(ResumingCallback):
     A checkpoint holds arrays and plain values, each under its own path, such as ``state_dict/layer.weight``; nothing is
     pickled. Hyper-parameters and callback states that are neither are left out, and named in a warning.
 
-    ``init_from`` loads strictly into the module's state dict: all of its parameters and buffers, and no others.
+    ``init_from`` loads strictly into the module's state dict: all of its parameters and buffers, and no others. With
+    ``partial="initialize"``, it takes those that fit, and a resume takes what fits of module, optimizers and schedules.
 
     Args:
         {arguments}
@@ -217,6 +219,11 @@ class CheckpointCallback(ResumingCallback):
             )
             return
         check_strategy(trainer)
+        if self._options.partial is not None and is_sharded(trainer.strategy):
+            raise OptionError(
+                f"partial={self._options.partial!r} does not work with {type(trainer.strategy).__name__}, which loads "
+                "into the parts of a module that it has divided; resume once with strategy='ddp' or in one process"
+            )
         if self._options.save_on_exception and trainer.world_size > 1:
             raise OptionError(
                 f"save_on_exception=True works in one process, and this run has {trainer.world_size}: where one of "
@@ -355,10 +362,11 @@ class CheckpointCallback(ResumingCallback):
         if path:
             logger.info("init_from=%s is ignored, as the run resumes", place)
         else:
-            logger.info(
-                "took the weights from %s; everything else starts fresh",
-                take_weights(trainer, trainer.lightning_module, place),
-            )
+            misfits = None if self._options.partial is None else Misfits()
+            taken = take_weights(trainer, trainer.lightning_module, place, misfits)
+            logger.info("took the weights from %s; everything else starts fresh", taken)
+            if trainer.is_global_zero:
+                warn_of_misfits(misfits, f"init_from={str(place)!r}", "weights")
         self._has_weights = True
         return path
 
@@ -410,10 +418,10 @@ def _tensor(score: float | None) -> torch.Tensor | None:
     return None if score is None else torch.tensor(score)
 
 
-def take_weights(trainer: Any, module: Any, place: Place) -> Weights:
+def take_weights(trainer: Any, module: Any, place: Place, misfits: Misfits | None = None) -> Weights:
     """Load the weights of a checkpoint into a module, strictly: parameters and buffers, all of them and no others.
 
-    Everything is read before the module is changed.
+    With ``misfits``, those that fit are loaded. Everything is read before the module is changed.
 
     Raises:
         TreeMismatchError: The state dicts differ; lists every difference.
@@ -425,6 +433,6 @@ def take_weights(trainer: Any, module: Any, place: Place) -> Weights:
             "before weights can be loaded; load them in the module's configure_model"
         )
     state = dict(module.state_dict())
-    weights = load_weights(place, state)
+    weights = load_weights(place, state, misfits=misfits)
     module.load_state_dict(weights.tree, strict=True)
     return weights

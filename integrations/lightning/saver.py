@@ -12,9 +12,11 @@ import torch
 from ...engine.clock import seconds
 from ...engine.errors import SaveFailedError, StateError
 from ...engine.manager import reached
-from ..loop import PreemptionSignal, Stop, announce, unfinished_neighbour
+from ...engine.sources import Misfits
+from ..loop import PreemptionSignal, Stop, announce, unfinished_neighbour, warn_of_misfits
 from .arguments import CallbackArguments
 from .copies import Copies
+from .fitting import Fitting
 from .loops import LoopHooks
 from .position import Point, Position
 from .stopping import leave
@@ -53,6 +55,7 @@ class FitSaver:
         self._ledger = MetricsLedger()
         self._hooks = LoopHooks(attached)  # the tuner takes all callbacks away for its trials in the same loops
         self._position = Position(trainer, self._hooks)
+        self._fitting = Fitting(trainer, None if options.partial is None else Misfits(), self._hooks)
         self._hooks.place(self._fit.epoch_loop, "on_advance_end", self._after_batch)
         self._hooks.place(self._fit, "on_advance_end", self._after_epoch)
         self._hooks.place(self._fit.epoch_loop.val_loop, "on_run_start", self._validation_starts)
@@ -84,7 +87,9 @@ class FitSaver:
         self._stop.begin()
         self._begun = True
         self._position.begin()
+        self._fitting.begin()
         if self._resumed:
+            self._warn_of_misfits()
             return
         if steps := self._store.manager.all_steps():
             raise StateError(
@@ -98,6 +103,7 @@ class FitSaver:
         """Say so if there was nothing left to do, and give the trainer the metrics of the run's end."""
         if self._begun or not self._resumed:
             return
+        self._warn_of_misfits()
         step = self._trainer.global_step
         why = "; it was asked to stop there, and goes on with fit(ckpt_path=...)" if self._trainer.should_stop else ""
         self._say("nothing left to do after step %d in %s%s", step, self._store.directory, why)
@@ -116,7 +122,7 @@ class FitSaver:
         """Add the position to Lightning's dictionary, if this saver is saving it."""
         if self._point is not None:
             checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # the position holds it
-            checkpoint[POSITION] = self._position.capture(self._point)
+            checkpoint[POSITION] = {**self._position.capture(self._point), "optimizers": self._fitting.description()}
 
     def go_on_from(self, checkpoint: dict[str, Any]) -> None:
         """Take the position out of Lightning's dictionary after it was loaded."""
@@ -127,6 +133,7 @@ class FitSaver:
         self._saved = self._seen = step
         self._recorded = {step: {}} if step in steps else {}
         self._outdated = set(self._store.manager.note_resume(step))
+        self._fitting.take((saved or {}).get("optimizers"), checkpoint.get("callbacks", {}))
         automatic = saved is not None and saved.get("automatic", False)
         if saved is not None:
             self._metrics = saved["callback_metrics"]
@@ -294,6 +301,10 @@ class FitSaver:
 
     def _say(self, text: str, *args: object) -> None:
         announce(text, *args, shown=self._trainer.is_global_zero)
+
+    def _warn_of_misfits(self) -> None:
+        if self._trainer.is_global_zero:
+            warn_of_misfits(self._fitting.misfits, f"step {self._trainer.global_step}", "state")
 
     def _is_over(self) -> bool:
         fit = self._fit

@@ -6,8 +6,8 @@ from .announce import announce
 from .callback import CheckpointCallback, StepOutcome
 from .objects import ComponentAdapter
 from .preemption import PREEMPTED, WITHOUT_GRACE, GraceCheck, PreemptionSignal
-from .resuming import all_steps, check_resume, resume_step, unfinished_neighbour
-from .states import LoopArguments, Misfits, StateAdapter
+from .resuming import all_steps, check_resume, resume_step, unfinished_neighbour, warn_of_misfits
+from .states import LoopArguments, StateAdapter
 from .stopping import AgreedStop, OwnStop, Stop, part
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "ComponentAdapter",
     "GraceCheck",
     "LoopArguments",
-    "Misfits",
     "OwnStop",
     "PreemptionSignal",
     "StateAdapter",
@@ -30,4 +29,5 @@ __all__ = [
     "part",
     "resume_step",
     "unfinished_neighbour",
+    "warn_of_misfits",
 ]

@@ -18,14 +18,15 @@ from ...engine.distributed import ProcessGroup
 from ...engine.errors import StateError
 from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHandler
 from ...engine.manager import CheckpointManager, reached
+from ...engine.sources import Misfits
 from ..options import documents, takes
 from .announce import announce
 from .extras import check_extras, missing_extras
 from .initial import InitialState
 from .objects import adapter_for
 from .preemption import PREEMPTED, WITHOUT_GRACE, GraceCheck, PreemptionSignal
-from .resuming import all_steps, check_resume, restore, unfinished_neighbour
-from .states import LoopArguments, Misfits, StateAdapter
+from .resuming import all_steps, check_resume, restore, unfinished_neighbour, warn_of_misfits
+from .states import LoopArguments, StateAdapter
 from .steps import StepSaver, check_metrics
 from .stopping import AgreedStop, Stop, part
 
@@ -245,6 +246,7 @@ class CheckpointCallback:
             if place is not None:
                 state, taken = adapter.with_weights(state, place)
                 logger.info("took the weights from %s; everything else starts fresh", taken)
+                warn_of_misfits(adapter.misfits, f"init_from={str(place)!r}", "weights")
             return state, 0
         if place is not None:
             logger.info("init_from=%s is ignored, as the run resumes", place)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from ...engine.checkpoint import Place
 from ...engine.handlers import DEFAULT_REGISTRY, AsyncCheckpointHandler
 from ...engine.pytree import expand, is_jax_abstract, is_jax_array, is_nnx, is_python_value, is_torch_tensor, loaded
-from ...engine.sources import load_weights
+from ...engine.sources import Misfits, load_weights
 from ..options import CallbackOptions
-from .states import Misfits, StateAdapter, located
+from .states import StateAdapter, located
 from .trees import TreeAdapter
 
 if TYPE_CHECKING:
@@ -122,7 +122,9 @@ class ObjectsAdapter(StateAdapter):
         if len(modules) != 1:
             return super().with_weights(state, place)
         path, module = modules[0]
-        weights = load_weights(place, dict(module.state_dict()), containers=[path] if path else ())
+        weights = load_weights(
+            place, dict(module.state_dict()), containers=[path] if path else (), misfits=self.misfits
+        )
         module.load_state_dict(weights.tree, strict=True)
         return state, str(weights)
 

@@ -6,22 +6,12 @@ from collections.abc import Iterator
 from difflib import SequenceMatcher
 from typing import Any
 
-from ...engine.arrays import PartialTree, SavedLeaf, TreeReader, load_tree
+from ...engine.arrays import TreeReader
 from ...engine.errors import TreeMismatchError
 from ...engine.handlers import Files, PyTreeCheckpointHandler
-from ...engine.pytree import (
-    Flattened,
-    TreeDef,
-    collection_paused,
-    compare,
-    describe_template,
-    flatten,
-    format_path,
-    key_segments,
-    unflatten,
-)
+from ...engine.pytree import TreeDef, collection_paused, key_segments
+from ...engine.sources import Misfits, load_fitting
 from ...engine.storage import Location
-from .states import Misfits
 
 _Place = tuple[str, TreeDef | None]  # the name of a container or leaf, and its definition; None for a leaf
 
@@ -41,37 +31,9 @@ class FittingHandler(PyTreeCheckpointHandler):
             if item is None:
                 raise
         with collection_paused():
-            return self._fitting(TreeReader(directory, files), self._template(item))
-
-    def _fitting(self, reader: TreeReader, flat: Flattened) -> Any:
-        leaves = {leaf.name: leaf for leaf in reader.leaves}
-        templates = dict(zip(flat.names, describe_template(flat.names, flat.values), strict=True))
-        taken: dict[str, SavedLeaf] = {}
-        kept: dict[str, str] = {}
-        for saved, wanted in _pairs(("", reader.tree.structure), ("", flat.structure)):
-            difference = compare(templates[wanted], leaves[saved].saved)
-            if difference is None:
-                taken[wanted] = leaves[saved]
-            else:
-                kept[wanted] = difference
-        for name, template in templates.items():
-            if name not in taken:
-                kept.setdefault(name, f"{format_path(name)}: expected {template} (template), not in the checkpoint")
-        if not taken:
-            raise TreeMismatchError(f"{reader.location}: nothing in the checkpoint fits:", list(kept.values()))
-        chosen = [(name, value) for name, value in zip(flat.names, flat.values, strict=True) if name in taken]
-        names, values = [name for name, _ in chosen], [value for _, value in chosen]
-        like = Flattened(names, values, flatten(values).structure)
-        found = dict(zip(names, load_tree(PartialTree(reader, taken, reader.tree), like=like), strict=True))
-        used = {leaf.name for leaf in taken.values()}
-        self._misfits.kept += kept.values()
-        self._misfits.left += [format_path(name) for name in leaves if name not in used]
-        self._misfits.moved += [
-            f"{format_path(name)}, from {format_path(leaf.name)}" for name, leaf in taken.items() if name != leaf.name
-        ]
-        return unflatten(
-            flat.structure, [found.get(name, value) for name, value in zip(flat.names, flat.values, strict=True)]
-        )
+            reader, flat = TreeReader(directory, files), self._template(item)
+            pairs = _pairs(("", reader.tree.structure), ("", flat.structure))
+            return load_fitting(reader, flat, pairs, self._misfits)[0]
 
 
 def _pairs(saved: _Place, wanted: _Place) -> Iterator[tuple[str, str]]:

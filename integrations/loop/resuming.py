@@ -20,6 +20,7 @@ from ...engine.errors import (
     shortened_steps,
 )
 from ...engine.manager import EVENTS, CheckpointManager, Restored, list_steps, newest_step, read_events
+from ...engine.sources import Misfits
 from ...engine.stateful import is_stream
 from ...engine.storage import Location, as_location
 from ..options import Resume
@@ -35,8 +36,8 @@ _LOOKED_AT = 20  # directories
 
 _CHANGED = (
     "A run resumes with the state that it had, or not at all. To go on with another model or optimizer, begin a run in "
-    "another directory: init_from= takes weights whose names all agree. partial='initialize' restores what fits, and "
-    "keeps the rest as it was initialized."
+    "another directory: init_from= takes weights. partial='initialize' restores what fits, also of the weights of "
+    "init_from, and keeps the rest as it was initialized."
 )
 
 
@@ -184,9 +185,14 @@ def restore(
         announce("resumed from step %d in %s", step, manager.directory, shown=manager.process_index == 0)
     if chosen is not None:
         manager.note_resume(chosen)  # warns of the later steps
-    if adapter.misfits is not None and (text := str(adapter.misfits)):
-        logger.warning("step %d does not have all of the state (partial='initialize'):%s", step, text)
+    warn_of_misfits(adapter.misfits, f"step {step}", "state")
     return Resumed(step, state, values)
+
+
+def warn_of_misfits(misfits: Misfits | None, place: str, what: str) -> None:
+    """List what a checkpoint did not have, if anything."""
+    if misfits is not None and (text := str(misfits)):
+        logger.warning("%s does not have all of the %s (partial='initialize'):%s", place, what, text)
 
 
 def _saved_extras(

@@ -10,14 +10,14 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from ...engine.checkpoint import Place
 from ...engine.clock import Clock
 from ...engine.errors import OptionError
 from ...engine.handlers import AsyncCheckpointHandler
 from ...engine.manager import documentation, documented
-from ...engine.sources import load_weights
+from ...engine.sources import Misfits, load_weights
 from ..options import CallbackOptions
 
 _PARAMS = "params"
@@ -29,43 +29,11 @@ class LoopArguments(CallbackOptions):
     """The arguments of a callback for training loops."""
 
     directory: Place = field(kw_only=False, metadata=documentation("Where the checkpoints go: a path or a URL."))
-    partial: Literal["initialize"] | None = field(
-        default=None,
-        metadata=documentation(
-            '``"initialize"`` resumes with a state that has changed, such as one more transformation of an optimizer: '
-            "values that fit the checkpoint are restored, the others stay as they were initialized, and a warning "
-            "lists them. None resumes with the state that was saved, or not at all."
-        ),
-    )
     clock: Clock | None = field(default=None, metadata=documentation("Where the time comes from, for tests."))
     metadata: Mapping[str, Any] | None = field(
         default=None,
         metadata=documentation("JSON about the run, such as its configuration, stored with the checkpoints."),
     )
-
-    def __post_init__(self) -> None:
-        if self.partial not in (None, "initialize"):
-            raise OptionError(f'partial={self.partial!r} must be "initialize" or None')
-        super().__post_init__()
-
-
-@dataclass
-class Misfits:
-    """What did not match in a restore that takes what fits; lines for people.
-
-    Attributes:
-        kept: Values that stayed as they were initialized.
-        moved: Values that had another path in the checkpoint.
-        left: Values that only the checkpoint has.
-    """
-
-    kept: list[str] = field(default_factory=list)
-    moved: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        parts = (("kept as initialized", self.kept), ("moved", self.moved), ("left in the checkpoint", self.left))
-        return "".join(f"\n  {what}: {line}" for what, lines in parts for line in lines)
 
 
 class StateAdapter:
@@ -129,10 +97,10 @@ class StateAdapter:
             TreeMismatchError: The parameters differ from those of the checkpoint; lists every difference.
         """
         if isinstance(state, dict) and _PARAMS in state:
-            weights = load_weights(place, state[_PARAMS])
+            weights = load_weights(place, state[_PARAMS], misfits=self.misfits)
             return type(state)({**state, _PARAMS: weights.tree}), str(weights)
         if _has_params(state):
-            weights = load_weights(place, state.params)
+            weights = load_weights(place, state.params, misfits=self.misfits)
             if hasattr(state, "_replace"):
                 return state._replace(params=weights.tree), str(weights)
             return dataclasses.replace(state, **{_PARAMS: weights.tree}), str(weights)

@@ -16,10 +16,10 @@ from ...engine.checkpoint import Place
 from ...engine.errors import OptionError
 from ...engine.handlers import AsyncCheckpointHandler
 from ...engine.pytree import flatten, is_nnx, split
-from ...engine.sources import Weights, load_weights
+from ...engine.sources import Misfits, Weights, load_weights
 from ..options import CallbackOptions
 from .partial import FittingHandler
-from .states import Misfits, StateAdapter, is_deleted, located
+from .states import StateAdapter, is_deleted, located
 
 logger = logging.getLogger("holdfast")
 
@@ -78,7 +78,7 @@ class TreeAdapter(StateAdapter):
         if len(modules) != 1:
             return super().with_weights(state, place)
         path, module = modules[0]
-        return state, str(_fill(module, path, place))
+        return state, str(_fill(module, path, place, self.misfits))
 
 
 def _counted(counter: Any) -> int | None:
@@ -229,14 +229,14 @@ def _is_module(value: object) -> bool:
     return is_nnx(value) and isinstance(value, sys.modules["flax.nnx"].Module)
 
 
-def _fill(module: Any, path: str, place: Place) -> Weights:
+def _fill(module: Any, path: str, place: Place, misfits: Misfits | None) -> Weights:
     from flax import nnx
 
     parameters = nnx.state(module, nnx.Param)
     # What the module has beside parameters: statistics, generators, caches. Its checkpoints hold them, too.
     others = {".".join(split(name)) for name in flatten(nnx.to_pure_dict(nnx.state(module))).names}
     pure: dict[Any, Any] = nnx.to_pure_dict(parameters)
-    weights = load_weights(place, pure, ignored=others, containers=[path] if path else ())
+    weights = load_weights(place, pure, ignored=others, containers=[path] if path else (), misfits=misfits)
     nnx.replace_by_pure_dict(parameters, weights.tree)
     nnx.update(module, parameters)
     return weights

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from ...engine.checkpoint import Place, read_record
 from ...engine.format import RECORD
-from ...engine.sources import find_checkpoint, load_weights
+from ...engine.sources import Misfits, find_checkpoint, load_weights
 from ...engine.storage import Location, as_location
-from ...integrations.loop import CheckpointCallback, ComponentAdapter, Misfits, StateAdapter
+from ...integrations.loop import CheckpointCallback, ComponentAdapter, StateAdapter
 from .trainer import NAMES, Trainer
 
 ITEM = "trainer"
@@ -26,7 +26,7 @@ class TrainerAdapter(ComponentAdapter):
         return f"the trainer has gone on to step {state.step}; call on_step after every update"
 
     def with_weights(self, state: Trainer, place: Place) -> tuple[Trainer, str]:
-        return state, take_weights(state, place)
+        return state, take_weights(state, place, self.misfits)
 
 
 class TrainerCallback(CheckpointCallback):
@@ -38,24 +38,26 @@ class TrainerCallback(CheckpointCallback):
         return TrainerAdapter(misfits)
 
 
-def take_weights(trainer: Trainer, place: Place) -> str:
+def take_weights(trainer: Trainer, place: Place, misfits: Misfits | None = None) -> str:
     """Give the policies of a trainer the weights of another checkpoint; everything else stays as it is.
 
     Args:
         trainer: The trainer.
         place: Another run's checkpoints, one of them, or the directory of its trainer or of its policies; or any
             checkpoint with the weights of one policy, which both policies then get.
+        misfits: Takes what did not match; None where everything has to.
 
     Returns:
         What was taken.
     """
     found = find_checkpoint(as_location(place))
-    policies = _policies_in(found)
-    if policies is not None:
-        trainer.restore_from_path(policies, component=POLICIES, strict=True)
-        return str(policies)
-    loaded = [load_weights(place, dict(policy.state_dict())) for policy in trainer.learner.policies.values()]
-    for policy, weights in zip(trainer.learner.policies.values(), loaded, strict=True):
+    saved = _policies_in(found)
+    if saved is not None:
+        trainer.restore_from_path(saved, component=POLICIES, strict=misfits is None)
+        return str(saved)
+    policies = trainer.learner.policies.values()
+    loaded = [load_weights(place, dict(policy.state_dict()), misfits=misfits) for policy in policies]
+    for policy, weights in zip(policies, loaded, strict=True):
         policy.load_state_dict(weights.tree)
     return f"{loaded[0]} for every policy"
 

@@ -78,7 +78,7 @@ def run(checkpoint: CheckpointCallback, first: int, last: int, **metrics: Any) -
 def test_the_arguments_beside_the_options_of_every_callback() -> None:
     parameters = inspect.signature(CheckpointCallback.__init__).parameters
     others = set(parameters) - {field.name for field in dataclasses.fields(CallbackOptions)}
-    assert others == {"self", "directory", "clock", "metadata", "partial"}
+    assert others == {"self", "directory", "clock", "metadata"}
 
 
 def test_a_counter_that_jumps_over_the_interval_still_saves(tmp_path: Path) -> None:

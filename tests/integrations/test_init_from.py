@@ -110,6 +110,53 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
     ]
 
 
+def test_the_weights_that_fit_are_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    there, here = train_state(1), train_state(0)
+    changed = {**here.params, "Dense_0": {"kernel": jnp.zeros((4, 5)), "bias": here.params["Dense_0"]["bias"]}}
+    place = orbax_state(tmp_path, there)
+
+    with CheckpointCallback(tmp_path / "run", init_from=place, partial="initialize") as callback:
+        state, start = callback.restore_or_initialize(here.replace(params={**changed, "new": jnp.ones(2)}))
+
+    assert start == 0
+    assert np.array_equal(state.params["Dense_0"]["bias"], there.params["Dense_0"]["bias"])
+    assert np.array_equal(state.params["layers"][0]["scale"], there.params["layers"][0]["scale"])
+    assert np.array_equal(state.params["Dense_0"]["kernel"], np.zeros((4, 5)))
+    assert np.array_equal(state.params["new"], np.ones(2))
+    (warning,) = [text for text in caplog.messages if "partial='initialize'" in text]
+    kept = [line.partition(": ")[2].partition(":")[0] for line in warning.splitlines()[1:] if "kept as" in line]
+    assert sorted(kept) == ["Dense_0/kernel", "new"]
+    with (
+        CheckpointCallback(tmp_path / "none", init_from=place, partial="initialize") as callback,
+        pytest.raises(hf.TreeMismatchError, match="the weights in params are not those of the model"),
+    ):
+        callback.restore_or_initialize(here.replace(params={"other": jnp.ones(7)}))
+
+
+@pytest.mark.parametrize("kind", ["torch", "nnx"])
+def test_the_weights_that_fit_of_modules(tmp_path: Path, kind: str) -> None:
+    def module(seed: int, units: int) -> Any:
+        if kind == "nnx":
+            rngs = nnx.Rngs(seed)
+            return nnx.List([nnx.Linear(3, 4, rngs=rngs), nnx.Linear(4, units, rngs=rngs)])
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, units))
+
+    def weights(one: Any) -> list[Any]:
+        if kind == "nnx":
+            return [np.asarray(layer.kernel[...]) for layer in one]
+        return [layer.weight.detach().numpy().copy() for layer in one]
+
+    there, here = module(1, 2), module(2, 5)
+    first = weights(here)[1]
+    with hf.CheckpointCallback(tmp_path / "other") as callback:
+        callback.on_step(1, {"net": there})
+    with hf.CheckpointCallback(tmp_path / "run", init_from=tmp_path / "other", partial="initialize") as callback:
+        callback.restore_or_initialize({"net": here})
+    assert np.array_equal(weights(here)[0], weights(there)[0])
+    assert np.array_equal(weights(here)[1], first)
+
+
 class Model(nnx.Module):
     def __init__(self, seed: int) -> None:
         rngs = nnx.Rngs(seed)

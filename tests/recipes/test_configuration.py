@@ -91,6 +91,10 @@ ERRORS = {
         "FILE:2: checkpoint.resume: expected 'auto', 'must', 'never', 'best' or the number of a step, "
         'found the text "always"',
     ),
+    "a word of one": (
+        "checkpoint: {partial: all}",
+        "FILE:2: checkpoint.partial: expected 'initialize', found the text \"all\"",
+    ),
     "duration": (
         "checkpoint: {save_interval_secs: soon}",
         'FILE:2: checkpoint.save_interval_secs: expected seconds above zero, or text such as "15m", '

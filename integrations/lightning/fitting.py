@@ -1,0 +1,452 @@
+"""What a checkpoint holds for a module, its optimizers and schedulers, and what of it a changed program takes.
+
+torch numbers the parameters of an optimizer by their order. A checkpoint of ours notes their names as well, so that
+what an optimizer keeps for a parameter follows it, in whatever order the program has its parameters now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+
+from ...engine.errors import TreeMismatchError
+from ...engine.pytree import unwrapped_name
+from ...engine.sources import Misfits
+from .loops import LoopHooks
+from .strategies import is_sharded
+from .tuning import is_search_file
+
+_CHANGED = (
+    "A run resumes with the model, the optimizers and the schedules that it had, or not at all. partial='initialize' "
+    "restores what fits, and keeps the rest as it was initialized. To begin another run with these weights, choose "
+    "another directory, and name this one with init_from="
+)
+_WEIGHTS, _AVERAGE = "current_model_state", "averaging_state"  # of WeightAveraging, with the average as state_dict
+_COUNTERS = ("last_epoch", "_step_count")  # of any schedule
+_OF_GROUPS = ("params", "param_names")  # what a group has beside options
+
+_Names = list[list[str | None]]
+"""For each group of an optimizer the names of its parameters; None for one that is not of the module."""
+_State = dict[str, Any]
+_Options = tuple[Mapping[str, Any], Mapping[str, Any]]
+"""The options of a group, in the program and in the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Optimizer:
+    """The class of an optimizer, and the names of its parameters, None where a checkpoint does not have them."""
+
+    kind: str
+    names: _Names | None
+
+    def positions(self) -> dict[str, int]:
+        flat = enumerate(chain.from_iterable(self.names or ()))
+        return {name: index for index, name in flat if name is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """The optimizers that a checkpoint is of, and the classes of the schedulers that training began with."""
+
+    optimizers: list[_Optimizer]
+    schedulers: list[str]
+
+    @classmethod
+    def of(cls, trainer: Any, schedulers: Sequence[str] = ()) -> Description:
+        parameters = trainer.lightning_module.named_parameters()
+        names = {id(parameter): unwrapped_name(name) for name, parameter in parameters}
+        return cls(
+            [
+                _Optimizer(_class(one), [[names.get(id(value)) for value in group["params"]] for group in _groups(one)])
+                for one in trainer.strategy.optimizers
+            ],
+            list(schedulers),
+        )
+
+    @classmethod
+    def read(cls, text: str) -> Description:
+        found = json.loads(text)
+        return cls([_Optimizer(kind, names) for kind, names in found["optimizers"]], found["schedulers"])
+
+    def text(self) -> str:
+        """Return the description as one leaf of a checkpoint."""
+        return json.dumps(
+            {"optimizers": [(one.kind, one.names) for one in self.optimizers], "schedulers": self.schedulers}
+        )
+
+
+class Fitting:
+    """Gives the objects of one ``fit`` what a checkpoint has for them: all of it, or with ``misfits`` what fits."""
+
+    def __init__(self, trainer: Any, misfits: Misfits | None, hooks: LoopHooks) -> None:
+        self.misfits = misfits
+        self._trainer = trainer
+        self._saved: Description | None = None
+        self._shapes: dict[str, torch.Size] = {}  # of the weights in the checkpoint
+        self._groups: list[tuple[int, list[int | None]]] = []  # by optimizer: groups saved; origins of its own
+        self._described: tuple[list[int], str] | None = None
+        self._schedulers: list[str] = []
+        if not is_sharded(trainer.strategy):  # which loads by names, all of it
+            hooks.place(trainer.strategy, "load_model_state_dict", self._load_model)
+            hooks.place(trainer.strategy, "load_optimizer_state_dict", self._load_optimizers)
+            hooks.place(trainer._checkpoint_connector, "restore_lr_schedulers", self._load_schedulers)
+
+    def begin(self) -> None:
+        """Note the schedulers, which callbacks such as StochasticWeightAveraging change while training goes on."""
+        self._schedulers = [_class(config.scheduler) for config in self._trainer.strategy.lr_scheduler_configs]
+
+    def description(self) -> str:
+        """Return what a checkpoint says about optimizers and schedulers; made anew only when they have changed."""
+        parameters = [
+            id(value)
+            for one in self._trainer.strategy.optimizers
+            for group in _groups(one)
+            for value in group["params"]
+        ]
+        if self._described is None or self._described[0] != parameters:
+            self._described = parameters, Description.of(self._trainer, self._schedulers).text()
+        return self._described[1]
+
+    def take(self, description: str | None, callbacks: Mapping[str, Any]) -> None:
+        """Take the description of the checkpoint that is loaded, None if it has none, and its states of callbacks."""
+        self._saved = None if description is None else Description.read(description)
+        if self.misfits is not None:
+            states = {one.state_key: one.state_dict() for one in self._trainer.callbacks}
+            new = [key for key, state in states.items() if state and key not in callbacks]
+            self.misfits.kept += [f"callbacks/{key}: not in the checkpoint" for key in new]
+            self.misfits.left += [f"callbacks/{key}" for key in callbacks if key not in states]
+
+    # ---- in the order in which a trainer loads
+
+    def _load_model(self, original: Callable[..., Any], checkpoint: _State, *args: Any, **kwargs: Any) -> None:
+        if is_search_file(self._trainer.ckpt_path):
+            original(checkpoint, *args, **kwargs)
+            return
+        self._without_average(checkpoint)
+        weights = checkpoint.get(_WEIGHTS, checkpoint["state_dict"])
+        self._shapes = {unwrapped_name(name): value.shape for name, value in weights.items() if _is_array(value)}
+        if self.misfits is None:
+            with _noted():
+                original(checkpoint, *args, **kwargs)
+            return
+        module = self._trainer.lightning_module
+        live, saved = module.state_dict(), checkpoint["state_dict"]
+        other = {name: line for name in saved if (line := _difference(name, saved[name], live.get(name)))}
+        result = module.load_state_dict({name: saved[name] for name in saved if name not in other}, strict=False)
+        trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        for name in result.missing_keys:
+            if module.strict_loading or name in trained or name in other:
+                self.misfits.kept.append(other.get(name, f"state_dict/{name}: not in the checkpoint"))
+        if module.strict_loading:
+            self.misfits.left += [f"state_dict/{name}" for name in result.unexpected_keys]
+        # Callbacks such as WeightAveraging load these once more, and take all or nothing.
+        live = module.state_dict()
+        for part in {"state_dict", _WEIGHTS} & checkpoint.keys():
+            saved = checkpoint[part]
+            fits = {name for name in live.keys() & saved.keys() if not _difference(name, saved[name], live[name])}
+            checkpoint[part] = {name: saved[name] if name in fits else live[name].clone() for name in live}
+
+    def _without_average(self, checkpoint: _State) -> None:
+        """See to a checkpoint whose ``state_dict`` is an average, in a trainer that would take it for the weights."""
+        if not checkpoint.keys() >= {_WEIGHTS, _AVERAGE} or self._has("WeightAveraging"):
+            return
+        if self.misfits is None:
+            raise _mismatch(
+                f"the checkpoint {self._trainer.ckpt_path} was saved with WeightAveraging, which this trainer does not "
+                "have; without it the average would be lost:",
+                [f"callbacks: expected {', '.join(checkpoint.get('callbacks', ())) or 'WeightAveraging'}"],
+            )
+        self.misfits.left.append("the average of WeightAveraging")
+        del checkpoint[_AVERAGE]
+        checkpoint["state_dict"] = checkpoint.pop(_WEIGHTS)
+
+    def _load_optimizers(self, original: Callable[..., Any], checkpoint: _State) -> None:
+        if is_search_file(self._trainer.ckpt_path):
+            original(checkpoint)
+            return
+        optimizers, states = self._trainer.strategy.optimizers, list(checkpoint["optimizer_states"])
+        live, saved = Description.of(self._trainer).optimizers, self._saved_optimizers(states)
+        if self.misfits is None:
+            both = zip([_groups(one) for one in optimizers], [state["param_groups"] for state in states], strict=False)
+            self._check("optimizer", optimizers, [one.kind for one in saved], [_first_options(*one) for one in both])
+            with _noted():
+                ordered = [_ordered(index, *one) for index, one in enumerate(zip(states, saved, live, strict=True))]
+                original({**checkpoint, "optimizer_states": ordered})
+            return
+        origins, taken = _matched(live, saved), []
+        for index, origin in enumerate(origins):
+            if origin is not None and hasattr(optimizers[index], "consolidate_state_dict"):
+                taken.append(states[origin])  # divided among processes by the optimizer itself
+                self._groups.append((0, []))
+                continue
+            fresh = optimizers[index].state_dict()
+            if origin is None:
+                self.misfits.kept.append(f"optimizer_states/{index}: not in the checkpoint")
+                taken.append(fresh)
+                self._groups.append((0, [None] * len(fresh["param_groups"])))
+            else:
+                taken.append(self._fitting(index, fresh, live[index], states[origin], saved[origin]))
+        self.misfits.left += [f"optimizer_states/{index}" for index in range(len(saved)) if index not in origins]
+        original({**checkpoint, "optimizer_states": taken})
+
+    def _fitting(self, index: int, fresh: _State, live: _Optimizer, state: _State, saved: _Optimizer) -> _State:
+        """Return the state of one optimizer: what fits of a saved one, the rest as it is when it is made."""
+        assert self.misfits is not None
+        place, groups = f"optimizer_states/{index}", fresh["param_groups"]
+        none: list[int | None] = [None] * len(groups)
+        optimizer = self._trainer.strategy.optimizers[index]
+        if not _related(optimizer, saved.kind, _first_options(groups, state["param_groups"])):
+            self.misfits.kept.append(f"{place}: expected {live.kind} (program), found {saved.kind} (checkpoint)")
+            self._groups.append((0, none))
+            return fresh
+        parameters = list(chain.from_iterable(group["params"] for group in _groups(optimizer)))
+        flat = list(chain.from_iterable(live.names or ()))
+        if saved.names is None:
+            if not _suit_by_order(groups, parameters, state):
+                self.misfits.kept.append(
+                    f"{place}: the checkpoint does not name the parameters, and they do not all fit"
+                )
+                self._groups.append((0, none))
+                return fresh
+            saved = live
+        positions = saved.positions()
+        entries: dict[int, Any] = dict(fresh["state"])
+        exact = saved.names == live.names and all(
+            name is None or self._shapes.get(name, value.shape) == value.shape
+            for name, value in zip(flat, parameters, strict=True)
+        )
+        for number, (name, value) in enumerate(zip(flat, parameters, strict=True)):
+            origin = number if exact else positions.get(name or "")
+            if origin is None:
+                self.misfits.kept.append(f"{place}/{name}: not in the checkpoint")
+            elif (entry := state["state"].get(origin)) is not None:
+                shape = self._shapes.get(name or "", value.shape)
+                if exact or (shape == value.shape and _suits(entry, value)):
+                    entries[number] = entry
+                else:
+                    texts = f"expected shape {_shape(value.shape)} (program), found {_shape(shape)} (checkpoint)"
+                    self.misfits.kept.append(f"{place}/{name}: {texts}")
+        self.misfits.left += [f"{place}/{name}" for name in positions if name not in flat]
+        origins = _origins_of_groups(live.names or [], saved.names or [])
+        self._groups.append((len(saved.names or ()), origins))
+        options = []
+        for number, (group, source) in enumerate(zip(groups, origins, strict=True)):
+            if source is None:
+                self.misfits.kept.append(f"{place}/param_groups/{number}: not in the checkpoint")
+            found = {} if source is None else state["param_groups"][source]
+            options.append({**group, **{name: found[name] for name in found if name not in _OF_GROUPS}})
+        return {"state": entries, "param_groups": options}
+
+    def _load_schedulers(self, original: Callable[[], Any]) -> None:
+        connector = self._trainer._checkpoint_connector
+        checkpoint = connector._loaded_checkpoint
+        if not checkpoint or is_search_file(self._trainer.ckpt_path) or self._has("StochasticWeightAveraging"):
+            original()  # that callback takes the schedulers away until it has found its own place
+            return
+        schedulers = [config.scheduler for config in self._trainer.strategy.lr_scheduler_configs]
+        states = checkpoint["lr_schedulers"]
+        saved = [""] * len(schedulers) if self._saved is None else self._saved.schedulers
+        if self.misfits is None:
+            self._check("scheduler", schedulers, saved)
+            original()
+            return
+        saved = [*saved, *[""] * len(states)]
+        optimizers, taken = self._trainer.strategy.optimizers, []
+        for index, scheduler in enumerate(schedulers):
+            fresh, place = scheduler.state_dict(), f"lr_schedulers/{index}"
+            if index >= len(states):
+                self.misfits.kept.append(f"{place}: not in the checkpoint")
+                taken.append(fresh)
+            elif not _related(scheduler, saved[index]):
+                self.misfits.kept.append(
+                    f"{place}: expected {_class(scheduler)} (program), found {saved[index]} (checkpoint), whose count "
+                    "of steps it takes"
+                )
+                counted = {name: states[index][name] for name in _COUNTERS if name in states[index] and name in fresh}
+                taken.append({**fresh, **counted})
+            else:
+                of = next((one for one, optimizer in enumerate(optimizers) if optimizer is scheduler.optimizer), None)
+                count, origins = (0, []) if of is None else self._groups[of]
+                taken.append(_by_group(states[index], fresh, count, origins))
+        self.misfits.left += [f"lr_schedulers/{index}" for index in range(len(schedulers), len(states))]
+        checkpoint["lr_schedulers"] = taken
+        original()
+
+    # ---- small things
+
+    def _has(self, name: str) -> bool:
+        """Return whether the trainer has a callback of a class of Lightning's, or derived from it."""
+        return any(kind.__name__ == name for callback in self._trainer.callbacks for kind in type(callback).__mro__)
+
+    def _saved_optimizers(self, states: Sequence[_State]) -> list[_Optimizer]:
+        if self._saved is not None and len(self._saved.optimizers) == len(states):
+            return self._saved.optimizers
+        return [_Optimizer("", None) for _ in states]  # of a file of Lightning, or an earlier checkpoint
+
+    def _check(self, what: str, live: Sequence[Any], saved: Sequence[str], options: Sequence[_Options] = ()) -> None:
+        """Raise TreeMismatchError unless each object of the program stands for one of the checkpoint."""
+        lines = [
+            f"{what} {index}: expected {_class(one)} (program), found {kind} (checkpoint)"
+            for index, (one, kind) in enumerate(zip(live, saved, strict=False))
+            if not _related(one, kind, options[index] if options else None)
+        ]
+        if len(live) != len(saved):
+            lines.append(f"expected {len(live)} {what}s (program), found {len(saved)} (checkpoint)")
+        if lines:
+            raise _mismatch(f"{self._trainer.ckpt_path}: the {what}s are not those of the program:", lines)
+
+
+def _ordered(index: int, state: _State, saved: _Optimizer, live: _Optimizer) -> _State:
+    """Return a saved state in the order that the parameters have now, where they are the same ones.
+
+    Raises:
+        TreeMismatchError: They are the same ones, in other groups.
+    """
+    if saved.names is None or saved.names == live.names:
+        return state
+    positions, others = saved.positions(), live.positions()
+    if positions.keys() != others.keys() or len(positions) != sum(map(len, saved.names)):
+        return state  # renamed: torch compares the numbers of parameters
+    if [{*group} for group in saved.names] != [{*group} for group in live.names or ()]:
+        raise _mismatch(
+            "the parameters are in other groups of an optimizer than in the checkpoint:",
+            [f"optimizer {index}: expected {_sizes(live.names or [])} (program), found {_sizes(saved.names)}"],
+        )
+    entries = state["state"]
+    return {**state, "state": {others[name]: entries[at] for name, at in positions.items() if at in entries}}
+
+
+def _matched(live: Sequence[_Optimizer], saved: Sequence[_Optimizer]) -> list[int | None]:
+    """Return for each optimizer the saved one that it stands for: the one with most of its parameters."""
+    found: list[int | None] = []
+    for index, one in enumerate(live):
+        free = [other for other in range(len(saved)) if other not in found]
+        if index in free and saved[index].names is None:
+            found.append(index)
+            continue
+        shared = {other: len(one.positions().keys() & saved[other].positions().keys()) for other in free}
+        best = max(free, key=lambda other: (shared[other], other == index), default=None)
+        found.append(best if best is not None and shared[best] else None)
+    return found
+
+
+def _origins_of_groups(live: _Names, saved: _Names) -> list[int | None]:
+    """Return for each group the saved one that has most of its parameters, None where none has any."""
+    found: list[int | None] = []
+    for index, group in enumerate(live):
+        shared = [len({*group} & {*other} - {None}) for other in saved]
+        best = max(range(len(saved)), key=lambda one: (shared[one], one == index), default=None)
+        found.append(best if best is not None and shared[best] else None)
+    return found
+
+
+def _suit_by_order(groups: Sequence[_State], parameters: Sequence[Any], state: _State) -> bool:
+    """Return whether parameters without names may be taken in their order, which shapes alone can tell."""
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in state["param_groups"]]:
+        return False
+    return all(_suits(state["state"].get(number, {}), value) for number, value in enumerate(parameters))
+
+
+def _suits(entry: Any, parameter: Any) -> bool:
+    """Return whether all that an optimizer keeps for a parameter can be of this one: its shape, or a factor of it."""
+    if _is_array(entry):
+        shape = tuple(entry.shape)
+        same = len(shape) == parameter.dim() and all(a in (1, b) for a, b in zip(shape, parameter.shape, strict=True))
+        return entry.numel() == 1 or same
+    if isinstance(entry, Mapping):
+        return all(_suits(value, parameter) for value in entry.values())
+    return not isinstance(entry, list | tuple) or all(_suits(value, parameter) for value in entry)
+
+
+def _by_group(saved: Any, fresh: Any, count: int, origins: Sequence[int | None]) -> Any:
+    """Return the state of a schedule, with what it has for each group of the optimizer in the order of today."""
+    if isinstance(saved, Mapping) and isinstance(fresh, Mapping):
+        return {name: _by_group(value, fresh.get(name), count, origins) for name, value in saved.items()}
+    if not isinstance(saved, list) or not isinstance(fresh, list):
+        return saved
+    if any(isinstance(one, Mapping) for one in fresh) and len(saved) == len(fresh):  # schedules within this one
+        return [_by_group(one, other, count, origins) for one, other in zip(saved, fresh, strict=True)]
+    if len(saved) == count and len(fresh) == len(origins):
+        return [other if at is None else saved[at] for other, at in zip(fresh, origins, strict=True)]
+    return saved
+
+
+def _difference(name: str, saved: Any, live: Any) -> str | None:
+    """Return how a value of a module differs from the saved one, as far as torch would refuse it."""
+    if not _is_array(saved) or not _is_array(live) or torch.nn.parameter.is_lazy(live) or saved.shape == live.shape:
+        return None
+    expected, found = _shape(live.shape), _shape(saved.shape)
+    return f"state_dict/{name}: expected shape {expected} (program), found {found} (checkpoint)"
+
+
+def _related(live: Any, saved: str, options: _Options | None = None) -> bool:
+    """Return whether an object may have a state of the saved class, as far as is known.
+
+    It is the same class, a base or a derived one, or its groups have the same ``options``. Classes of the program may
+    have been moved or renamed.
+    """
+    kind = type(live)
+    of_torch = [name.startswith("torch.") for name in (_class(live), saved)]
+    if not saved or not any(of_torch):
+        return True
+    kinds = [*kind.__mro__, *_derived(kind)]
+    if saved in {f"{one.__module__}.{one.__qualname__}" for one in kinds}:
+        return True
+    return all(of_torch) and options is not None and options[0].keys() == options[1].keys()
+
+
+def _derived(kind: type) -> list[type]:
+    found: list[type] = kind.__subclasses__()
+    for one in found:
+        found += one.__subclasses__()
+    return found
+
+
+def _first_options(live: Sequence[_State], saved: Sequence[_State]) -> tuple[_State, _State]:
+    first, other = ({name: one[name] for name in one if name not in _OF_GROUPS} for one in (live[0], saved[0]))
+    first.pop("initial_lr", None)  # of a schedule
+    other.pop("initial_lr", None)
+    return first, other
+
+
+def _groups(optimizer: Any) -> list[_State]:
+    groups: list[_State] = optimizer.param_groups
+    return groups
+
+
+def _class(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _sizes(groups: _Names) -> str:
+    return f"groups of {', '.join(str(len(group)) for group in groups)} parameters"
+
+
+def _mismatch(headline: str, lines: list[str]) -> TreeMismatchError:
+    error = TreeMismatchError(headline, lines)
+    error.add_note(_CHANGED)
+    return error
+
+
+@contextlib.contextmanager
+def _noted() -> Iterator[None]:
+    """Add the way on to what torch raises for a state that does not fit."""
+    try:
+        yield
+    except (RuntimeError, ValueError, KeyError) as error:
+        error.add_note(_CHANGED)
+        raise

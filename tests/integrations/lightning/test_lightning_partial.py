@@ -1,0 +1,462 @@
+"""partial= of the Lightning callback: programs that have changed since their checkpoint, and go on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+
+import holdfast as hf
+from holdfast.integrations.lightning import CheckpointCallback
+
+pytestmark = [
+    # Lightning's advice on any data loader without worker processes
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+    # Lightning 2.6 with torch 2.13
+    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
+    # of callbacks that only one of two programs has
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint"),
+    pytest.mark.filterwarnings("ignore:The checkpoint was not created with WeightAveraging"),
+]
+
+NewDirectory = Callable[[], str]
+STEPS = 3
+
+
+class Net(lightning.LightningModule):
+    """Layers in a row, each with its weight and bias; a test's program says which, and with what optimizers."""
+
+    def __init__(self, layers: dict[str, int], optimizers: Callable[[Any], Any]) -> None:
+        super().__init__()
+        width = 3
+        for name, units in layers.items():
+            setattr(self, name, torch.nn.Linear(width, units))
+            width = units
+        self.names, self.optimizers_of = list(layers), optimizers
+        self.initial: dict[str, torch.Tensor] = {}
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        values = batch[0]
+        for name in self.names:
+            values = torch.tanh(getattr(self, name)(values))
+        return values.square().mean()
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val_loss", self.training_step(batch, index))
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizers_of(self)
+
+
+class Seen(lightning.Callback):
+    """What training begins with: copies of weights, the optimizers' states by parameter, schedules."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.initial = {name: value.clone() for name, value in pl_module.state_dict().items()}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.step = trainer.global_step
+        self.weights, self.moments, self.groups, self.schedules = contents(trainer, pl_module)
+
+
+def contents(trainer: Any, module: Any) -> tuple[Any, ...]:
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    moments = {
+        names[parameter]: {key: torch.as_tensor(value).clone() for key, value in state.items()}
+        for optimizer in trainer.optimizers
+        for parameter, state in optimizer.state.items()
+    }
+    groups = [
+        ([names[one] for one in group["params"]], group["lr"])
+        for optimizer in trainer.optimizers
+        for group in optimizer.param_groups
+    ]
+    schedules = [dict(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
+    return {name: value.clone() for name, value in module.state_dict().items()}, moments, groups, schedules
+
+
+def fit(
+    program: Any,
+    directory: str,
+    steps: int,
+    layers: dict[str, int],
+    optimizers: Callable[[Any], Any],
+    *,
+    seed: int = 1,
+    callbacks: tuple[Any, ...] = (),
+    ckpt_path: Any = None,
+    trainer: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[Any, Seen]:
+    torch.manual_seed(seed)
+    seen, net = Seen(), Net(layers, optimizers)
+    net.initial = {name: value.clone() for name, value in net.state_dict().items()}
+    made = lightning.Trainer(
+        max_steps=steps,
+        callbacks=[CheckpointCallback(directory, save_interval_steps=1, **options), seen, *callbacks],
+        **program.QUIET,
+        **(trainer or {}),
+    )
+    made.fit(net, program.training_loader("plain"), program.validation_loader(), ckpt_path=ckpt_path)
+    return made, seen
+
+
+def adam(net: Any) -> Any:
+    return torch.optim.Adam(net.parameters(), lr=0.05)
+
+
+def sgd(net: Any) -> Any:
+    return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+
+
+def decayed(net: Any) -> Any:
+    optimizer = adam(net)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def new_group(net: Any) -> Any:
+    """The new layer first, with a learning rate of its own."""
+    new = [*net.new.parameters()]
+    old = [value for name, value in net.named_parameters() if not name.startswith("new")]
+    optimizer = torch.optim.Adam([{"params": new, "lr": 1.0}, {"params": old}], lr=0.05)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def cosine(net: Any) -> Any:
+    optimizer = adam(net)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+LAYERS = {"one": 4, "two": 3, "head": 2}
+OF_NEW = {"new.weight", "new.bias"}
+OF_HEAD = {"head.weight", "head.bias"}
+ALL = {f"{layer}.{part}" for layer in LAYERS for part in ("weight", "bias")}
+
+# The program before and after: its layers and its optimizers; then the weights and the moments that stay as they were
+# initialized, and texts of the warning.
+CHANGES: dict[str, tuple[Any, Any, set[str], set[str], list[str]]] = {
+    "a layer at the end": (
+        (LAYERS, adam),
+        ({**LAYERS, "new": 2}, adam),
+        OF_NEW,
+        OF_NEW,
+        ["state_dict/new.weight: not in the checkpoint", "optimizer_states/0/new.bias: not in the checkpoint"],
+    ),
+    "a layer at the beginning": (
+        (LAYERS, adam),
+        ({"new": 3, **LAYERS}, adam),
+        OF_NEW,
+        OF_NEW,
+        ["state_dict/new.bias: not in the checkpoint"],
+    ),
+    "a layer less": (
+        ({"new": 3, **LAYERS}, adam),
+        (LAYERS, adam),
+        set(),
+        set(),
+        ["left in the checkpoint: state_dict/new.weight", "left in the checkpoint: optimizer_states/0/new.weight"],
+    ),
+    "another head": (
+        (LAYERS, adam),
+        ({**LAYERS, "head": 5}, adam),
+        OF_HEAD,
+        OF_HEAD,
+        [
+            "state_dict/head.weight: expected shape [5, 3] (program), found [2, 3] (checkpoint)",
+            "optimizer_states/0/head.bias: expected shape [5] (program), found [2] (checkpoint)",
+        ],
+    ),
+    "another optimizer": (
+        (LAYERS, adam),
+        (LAYERS, sgd),
+        set(),
+        ALL,
+        ["optimizer_states/0: expected torch.optim.sgd.SGD (program), found torch.optim.adam.Adam (checkpoint)"],
+    ),
+    "a layer with its own rate": (
+        (LAYERS, decayed),
+        ({**LAYERS, "new": 2}, new_group),
+        OF_NEW,
+        OF_NEW,
+        ["optimizer_states/0/param_groups/0: not in the checkpoint"],
+    ),
+    "a schedule": (
+        (LAYERS, adam),
+        (LAYERS, decayed),
+        set(),
+        set(),
+        ["lr_schedulers/0: not in the checkpoint"],
+    ),
+    "another schedule": (
+        (LAYERS, decayed),
+        (LAYERS, cosine),
+        set(),
+        set(),
+        ["lr_schedulers/0: expected torch.optim.lr_scheduler.CosineAnnealingLR (program), found torch.optim.lr_"],
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_fits_is_restored_and_the_rest_is_told(
+    program: Any, new_directory: NewDirectory, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, after, new, fresh, texts = CHANGES[change]
+    directory = new_directory()
+    old, _ = fit(program, directory, STEPS, *before)
+    weights, moments, _, schedules = contents(old, old.lightning_module)
+
+    with pytest.raises((hf.TreeMismatchError, RuntimeError, ValueError)) as refused:
+        fit(program, directory, STEPS + 1, *after, seed=2)
+    assert "partial='initialize' restores what fits" in refused.value.__notes__[0]
+    caplog.clear()
+    trainer, seen = fit(program, directory, STEPS + 1, *after, seed=2, partial="initialize")
+
+    net = trainer.lightning_module
+    assert seen.step == STEPS
+    for name, value in seen.weights.items():
+        assert torch.equal(value, net.initial[name] if name in new else weights[name]), name
+    assert seen.moments.keys() == {name for name, _ in net.named_parameters()} - fresh
+    for name, state in seen.moments.items():
+        assert all(torch.equal(value, moments[name][key]) for key, value in state.items()), name
+    if schedules and seen.schedules:
+        assert seen.schedules[0]["last_epoch"] == STEPS
+    (warning,) = [text for text in caplog.messages if "partial='initialize'" in text]
+    for text in texts:
+        assert text in warning
+    assert trainer.global_step == STEPS + 1
+
+    caplog.clear()  # once saved, it resumes as any other, and strictly
+    _, seen = fit(program, directory, STEPS + 2, *after, seed=3)
+    assert seen.step == STEPS + 1
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_group_of_its_own_keeps_its_rate(program: Any, new_directory: NewDirectory) -> None:
+    directory = new_directory()
+    fit(program, directory, STEPS, LAYERS, decayed)
+    _, seen = fit(program, directory, STEPS + 1, {**LAYERS, "new": 2}, new_group, partial="initialize")
+
+    assert [(names[0], rate) for names, rate in seen.groups] == [("new.weight", 1.0), ("one.weight", 0.05 * 0.5**3)]
+    assert seen.schedules[0]["base_lrs"] == [1.0, 0.05]
+    assert seen.schedules[0]["last_epoch"] == STEPS
+
+
+def test_what_an_optimizer_keeps_follows_the_names(program: Any, new_directory: NewDirectory) -> None:
+    """Parameters of the same shape in another order: torch would exchange their moments, also without partial."""
+    layers = {"one": 3, "two": 3}
+    directory = new_directory()
+    old, _ = fit(program, directory, STEPS, layers, adam)
+    _, moments, _, _ = contents(old, old.lightning_module)
+    for steps, partial in ((STEPS + 1, None), (STEPS + 1, "initialize")):
+        torch.manual_seed(7)
+        seen, net = Seen(), Net(dict(reversed(layers.items())), adam)
+        net.names = list(layers)
+        callbacks = [CheckpointCallback(directory, save_at_end=False, partial=partial), seen]
+        trainer = lightning.Trainer(max_steps=steps, callbacks=callbacks, **program.QUIET)
+        trainer.fit(net, program.training_loader("plain"), program.validation_loader())
+        assert [names for names, _ in seen.groups] == [["two.weight", "two.bias", "one.weight", "one.bias"]]
+        for name, state in seen.moments.items():
+            assert all(torch.equal(value, moments[name][key]) for key, value in state.items()), name
+
+
+def test_parameters_in_other_groups_are_refused(program: Any, new_directory: NewDirectory) -> None:
+    def groups(*first: str) -> Any:
+        def make(net: Any) -> Any:
+            one = [value for name, value in net.named_parameters() if name.startswith(first)]
+            other = [value for name, value in net.named_parameters() if not name.startswith(first)]
+            return torch.optim.Adam([{"params": one, "lr": 1.0}, {"params": other}], lr=0.05)
+
+        return make
+
+    layers = {"one": 3, "two": 3}
+    directory = new_directory()
+    fit(program, directory, STEPS, layers, groups("one"))
+    with pytest.raises(hf.TreeMismatchError, match="in other groups of an optimizer"):
+        fit(program, directory, STEPS + 1, layers, groups("two"))
+
+
+def test_another_number_of_optimizers_is_refused(program: Any, new_directory: NewDirectory) -> None:
+    """Lightning would leave the second one as it is made, and say nothing."""
+
+    class Two(Net):
+        automatic_optimization = False
+
+        def __init__(self, count: int) -> None:
+            def optimizers(net: Any) -> Any:
+                parts = [net.parameters()] if count == 1 else [net.two.parameters(), net.one.parameters()]
+                return [torch.optim.Adam(part, lr=0.05) for part in parts]
+
+            super().__init__({"one": 3, "two": 3}, optimizers)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = super().training_step(batch, index)
+            found = self.optimizers()
+            self.manual_backward(loss)
+            for one in found if isinstance(found, list) else [found]:
+                one.step()
+                one.zero_grad()
+            return loss
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            """Nothing, as a training step updates."""
+
+    def go(directory: str, steps: int, count: int, **options: Any) -> Any:
+        callbacks = [CheckpointCallback(directory, save_interval_steps=1, **options), seen := Seen()]
+        trainer = lightning.Trainer(max_steps=steps, callbacks=callbacks, **program.QUIET)
+        trainer.fit(Two(count), program.training_loader("plain"), program.validation_loader())
+        return seen
+
+    directory = new_directory()
+    go(directory, STEPS, 1)
+    with pytest.raises(hf.TreeMismatchError, match=r"expected 2 optimizers \(program\), found 1"):
+        go(directory, 3 * STEPS, 2)
+    seen = go(directory, 3 * STEPS, 2, partial="initialize")
+    assert seen.moments.keys() == {"two.weight", "two.bias"}  # the first took what it could, the other is fresh
+
+
+@pytest.mark.parametrize("partial", [None, "initialize"])
+def test_an_average_from_now_on(
+    program: Any, new_directory: NewDirectory, partial: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = new_directory()
+    old, _ = fit(program, directory, STEPS, LAYERS, adam)
+    weights = old.lightning_module.state_dict()
+    average = EMAWeightAveraging(decay=0.5)
+    _, seen = fit(program, directory, STEPS, LAYERS, adam, seed=2, callbacks=(average,), partial=partial)
+    assert not hasattr(seen, "step")  # nothing left to do, with the average in place
+    average = EMAWeightAveraging(decay=0.5)
+    caplog.clear()
+    _, seen = fit(program, directory, STEPS + 2, LAYERS, adam, seed=2, callbacks=(average,), partial=partial)
+    assert seen.step == STEPS
+    assert all(torch.equal(value, weights[name]) for name, value in seen.weights.items())
+    told = [text for text in caplog.messages if "callbacks/EMAWeightAveraging: not in the checkpoint" in text]
+    assert len(told) == (partial is not None)
+
+
+def test_an_average_and_a_new_layer(program: Any, new_directory: NewDirectory) -> None:
+    """Of both: the weights and their average keep what fits."""
+    directory = new_directory()
+    fit(program, directory, STEPS, LAYERS, adam, callbacks=(EMAWeightAveraging(decay=0.5),))
+    saved = hf.load(f"{directory}/{STEPS}")
+
+    class Began(Seen):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            super().on_train_start(trainer, pl_module)
+            (found,) = [one for one in trainer.callbacks if isinstance(one, EMAWeightAveraging)]
+            assert found._average_model is not None
+            self.average = {k: v.clone() for k, v in found._average_model.module.state_dict().items()}
+
+    began = Began()
+    callbacks = (EMAWeightAveraging(decay=0.5), began)
+    fit(program, directory, STEPS + 1, {**LAYERS, "new": 2}, adam, seed=2, callbacks=callbacks, partial="initialize")
+    for name in ALL:
+        assert began.weights[name].numpy().tobytes() == saved["current_model_state"][name].tobytes()
+        assert began.average[name].numpy().tobytes() == saved["state_dict"][name].tobytes()
+        assert not torch.equal(began.weights[name], began.average[name])
+    for name in OF_NEW:
+        assert torch.equal(began.weights[name], began.average[name])
+
+
+def test_an_average_no_more(program: Any, new_directory: NewDirectory, caplog: pytest.LogCaptureFixture) -> None:
+    """The state dict of such a checkpoint is the average: training would go on from it, and say nothing."""
+    directory = new_directory()
+    fit(program, directory, STEPS, LAYERS, adam, callbacks=(EMAWeightAveraging(decay=0.5),))
+    saved = hf.load(f"{directory}/{STEPS}")
+    with pytest.raises(hf.TreeMismatchError, match="saved with WeightAveraging"):
+        fit(program, directory, STEPS + 1, LAYERS, adam, seed=2)
+    _, seen = fit(program, directory, STEPS + 1, LAYERS, adam, seed=2, partial="initialize")
+    for name in ALL:
+        assert seen.weights[name].numpy().tobytes() == saved["current_model_state"][name].tobytes()
+    assert "left in the checkpoint: the average of WeightAveraging" in caplog.text
+
+
+def test_clipping_is_no_state(program: Any, new_directory: NewDirectory, caplog: pytest.LogCaptureFixture) -> None:
+    directory = new_directory()
+    fit(program, directory, STEPS, LAYERS, adam)
+    _, seen = fit(program, directory, STEPS + 1, LAYERS, adam, partial="initialize", trainer={"gradient_clip_val": 0.1})
+    assert seen.step == STEPS
+    assert seen.moments.keys() == ALL
+    assert "partial='initialize'" not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.parametrize(("layers", "taken"), [(LAYERS, True), ({"new": 3, **LAYERS}, False)], ids=["same", "changed"])
+def test_a_file_of_lightning_does_not_name_parameters(
+    program: Any,
+    new_directory: NewDirectory,
+    tmp_path: Any,
+    layers: dict[str, int],
+    taken: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Their order is all there is: it is used where all shapes fit, and never guessed from."""
+    old, _ = fit(program, new_directory(), STEPS, LAYERS, adam)
+    old.save_checkpoint(tmp_path / "x.ckpt")
+    _, moments, _, _ = contents(old, old.lightning_module)
+    _, seen = fit(
+        program, new_directory(), STEPS + 1, layers, adam, partial="initialize", ckpt_path=tmp_path / "x.ckpt"
+    )
+    assert seen.step == STEPS
+    assert set(seen.moments) == (ALL if taken else set())
+    assert all(torch.equal(seen.moments[name]["exp_avg"], moments[name]["exp_avg"]) for name in seen.moments)
+    assert ("does not name the parameters" in caplog.text) == (not taken)
+
+
+def test_init_from_takes_the_weights_that_fit(
+    program: Any, new_directory: NewDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = new_directory()
+    old, _ = fit(program, other, STEPS, LAYERS, adam)
+    layers = {**LAYERS, "head": 5, "new": 2}
+    with pytest.raises(hf.TreeMismatchError, match="are not those of the model"):
+        fit(program, new_directory(), 1, layers, adam, seed=2, init_from=other)
+    trainer, seen = fit(program, new_directory(), 1, layers, adam, seed=2, init_from=other, partial="initialize")
+
+    weights, net = old.lightning_module.state_dict(), trainer.lightning_module
+    for name, value in seen.weights.items():
+        assert torch.equal(value, net.initial[name] if name in OF_HEAD | OF_NEW else weights[name]), name
+    assert (seen.step, seen.moments) == (0, {})
+    (warning,) = [text for text in caplog.messages if "partial='initialize'" in text]
+    assert {line.split(":")[1].strip() for line in warning.splitlines()[1:]} == OF_HEAD | OF_NEW
+
+
+def test_an_interruption_after_it_changes_nothing(program: Any, new_directory: NewDirectory) -> None:
+    """The first start of the changed program may be the last one with partial=."""
+    layers = {"new": 3, **LAYERS}
+    finals = []
+    for steps in ((2 * STEPS,), (STEPS + 1, STEPS + 2, 2 * STEPS)):
+        directory = new_directory()
+        fit(program, directory, STEPS, LAYERS, decayed)
+        for index, count in enumerate(steps):
+            partial = None if index else "initialize"
+            trainer, _ = fit(program, directory, count, layers, decayed, seed=2 + index * 9, partial=partial)
+        finals.append(contents(trainer, trainer.lightning_module))
+    assert program.plain(finals[0][0]) == program.plain(finals[1][0])
+    assert program.plain(finals[0][1]) == program.plain(finals[1][1])
+    assert finals[0][2] == finals[1][2]
+
+
+def test_a_strategy_that_divides_modules_is_refused(program: Any, new_directory: NewDirectory) -> None:
+    class ModelParallelStrategy(lightning.strategies.SingleDeviceStrategy):
+        _save_distributed_checkpoint = True
+
+    with pytest.raises(hf.OptionError, match="partial='initialize' does not work with ModelParallelStrategy"):
+        fit(
+            program,
+            new_directory(),
+            1,
+            LAYERS,
+            adam,
+            partial="initialize",
+            trainer={"strategy": ModelParallelStrategy(device="cpu")},
+        )
