@@ -129,7 +129,7 @@ class Fitting:
             original(checkpoint, *args, **kwargs)
             return
         self._without_average(checkpoint)
-        weights = checkpoint.get(_WEIGHTS, checkpoint["state_dict"])
+        weights = checkpoint[_WEIGHTS if _WEIGHTS in checkpoint else "state_dict"]
         self._shapes = {unwrapped_name(name): value.shape for name, value in weights.items() if _is_array(value)}
         if self.misfits is None:
             with _noted():

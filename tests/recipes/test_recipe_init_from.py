@@ -62,8 +62,9 @@ def test_a_model_with_another_layer_takes_what_fits(
 
     (warning,) = [line for line in caplog.messages if "partial='initialize'" in line]
     assert new.rpartition("/")[2] in warning
-    run_dir, options = place[0].partition("=")[2], {"item": "state", "select": kept}
-    first, second = hf.load("first/checkpoints/2", **options), hf.load(f"{run_dir}/checkpoints/3", **options)
+    run_dir = place[0].partition("=")[2]
+    steps = ("first/checkpoints/2", f"{run_dir}/checkpoints/3")
+    first, second = (hf.load(step, item="state", select=kept) for step in steps)
     for key in kept.split("/"):
         first, second = first[key], second[key]
     np.testing.assert_allclose(first, second, atol=0.01)  # of one update; as they are made, they are up to 0.1

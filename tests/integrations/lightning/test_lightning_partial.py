@@ -41,7 +41,7 @@ class Net(lightning.LightningModule):
         self.initial: dict[str, torch.Tensor] = {}
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        values = batch[0]
+        values: torch.Tensor = batch[0]
         for name in self.names:
             values = torch.tanh(getattr(self, name)(values))
         return values.square().mean()
@@ -124,7 +124,8 @@ def new_group(net: Any) -> Any:
     """The new layer first, with a learning rate of its own."""
     new = [*net.new.parameters()]
     old = [value for name, value in net.named_parameters() if not name.startswith("new")]
-    optimizer = torch.optim.Adam([{"params": new, "lr": 1.0}, {"params": old}], lr=0.05)
+    groups: Any = [{"params": new, "lr": 1.0}, {"params": old}]
+    optimizer = torch.optim.Adam(groups, lr=0.05)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -256,12 +257,13 @@ def test_what_an_optimizer_keeps_follows_the_names(program: Any, new_directory: 
     directory = new_directory()
     old, _ = fit(program, directory, STEPS, layers, adam)
     _, moments, _, _ = contents(old, old.lightning_module)
-    for steps, partial in ((STEPS + 1, None), (STEPS + 1, "initialize")):
+    ways: list[Any] = [None, "initialize"]
+    for partial in ways:
         torch.manual_seed(7)
         seen, net = Seen(), Net(dict(reversed(layers.items())), adam)
         net.names = list(layers)
         callbacks = [CheckpointCallback(directory, save_at_end=False, partial=partial), seen]
-        trainer = lightning.Trainer(max_steps=steps, callbacks=callbacks, **program.QUIET)
+        trainer = lightning.Trainer(max_steps=STEPS + 1, callbacks=callbacks, **program.QUIET)
         trainer.fit(net, program.training_loader("plain"), program.validation_loader())
         assert [names for names, _ in seen.groups] == [["two.weight", "two.bias", "one.weight", "one.bias"]]
         for name, state in seen.moments.items():
@@ -273,7 +275,8 @@ def test_parameters_in_other_groups_are_refused(program: Any, new_directory: New
         def make(net: Any) -> Any:
             one = [value for name, value in net.named_parameters() if name.startswith(first)]
             other = [value for name, value in net.named_parameters() if not name.startswith(first)]
-            return torch.optim.Adam([{"params": one, "lr": 1.0}, {"params": other}], lr=0.05)
+            made: Any = [{"params": one, "lr": 1.0}, {"params": other}]
+            return torch.optim.Adam(made, lr=0.05)
 
         return make
 
