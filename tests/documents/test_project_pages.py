@@ -1,0 +1,156 @@
+"""The pages on projects of Hydra and LightningCLI: killed and started again, as their readers do it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.commands import output_of
+
+import holdfast as hf
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+# Runs a program and sends it a signal in the middle of an update, which is counted over all jobs of a multirun.
+KILLED = """
+import os, runpy, signal, sys, torch
+
+name, at, *sys.argv = sys.argv[1:]
+updates = 0
+step = torch.optim.Adam.step
+
+def killing(*args, **kwargs):
+    global updates
+    updates += 1
+    if updates == int(at):
+        os.kill(os.getpid(), getattr(signal, name))
+    return step(*args, **kwargs)
+
+torch.optim.Adam.step = killing
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def project(page: str, directory: Path, settings: str) -> Path:
+    """Writes the files of a page to a directory."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    (program,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (configuration,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (directory / settings).parent.mkdir(parents=True)
+    (directory / settings).write_text(configuration, encoding="utf-8")
+    (directory / "train.py").write_text(program, encoding="utf-8")
+    return directory
+
+
+def started(directory: Path, arguments: Sequence[str], killed: tuple[str, int] | None = None) -> subprocess.Popen[str]:
+    wrapper = ["-c", KILLED, killed[0], str(killed[1])] if killed else []
+    command = [sys.executable, "-W", "ignore", *wrapper, "train.py", *arguments]
+    return subprocess.Popen(
+        command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8"
+    )
+
+
+def ended(process: subprocess.Popen[str], status: int) -> str:
+    said, _ = process.communicate()
+    assert process.returncode == status, said
+    return said
+
+
+def commands(page: str) -> list[list[str]]:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return [line.split()[3:] for line in re.findall(r"^\s*\$ python train.py.*$", text, re.MULTILINE)]
+
+
+def test_a_hydra_multirun_is_interrupted_and_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, multirun = commands("hydra.md")
+    whole, interrupted = (project("hydra.md", tmp_path / name, "conf/config.yaml") for name in ("whole", "interrupted"))
+    reference = started(whole, multirun)
+    said = ended(started(interrupted, multirun, ("SIGTERM", 300 + 130)), 75)  # in the second job
+    assert "preempted" in said
+    said = ended(started(interrupted, multirun), 0)
+    ended(reference, 0)
+
+    assert f"resumed from step 300 in {interrupted}/runs/width=8/checkpoints" in said
+    assert f"resumed from step 130 in {interrupted}/runs/width=32/checkpoints" in said
+    for width in (8, 32):
+        runs = [directory / "runs" / f"width={width}" / "checkpoints" for directory in (whole, interrupted)]
+        assert hf.list_checkpoints(runs[1])[-1].step == 300
+        assert "bit for bit" in output_of(capsys, "diff", *runs)
+
+
+def test_a_cli_program_is_killed_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, _ = commands("lightning_cli.md")
+    whole, killed = (project("lightning_cli.md", tmp_path / name, "config.yaml") for name in ("whole", "killed"))
+    reference = started(whole, arguments)
+    ended(started(killed, arguments, ("SIGKILL", 50)), -signal.SIGKILL)
+    ended(started(killed, arguments, ("SIGTERM", 30)), 143)
+    ended(started(killed, arguments), 0)
+    ended(reference, 0)
+
+    runs = [directory / "runs" / "line" / "checkpoints" for directory in (whole, killed)]
+    assert hf.list_checkpoints(runs[1])[-1].step == 128
+    differences = json.loads(output_of(capsys, "diff", *runs, "--json", status=1))["differences"]
+    assert [one["path"] for one in differences] == ["holdfast/reloaded_at_epoch"]  # when it was resumed, which is all
+    starts = [line for line in (runs[1] / "events.jsonl").read_text().splitlines() if '"started"' in line]
+    assert len(starts) == 3
+
+
+CALLBACK = "holdfast.integrations.lightning.CheckpointCallback"
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "value"),
+    [
+        (["save_interval_secs=15m"], "save_interval_secs", "15m"),
+        (["save_interval_secs=90"], "save_interval_secs", 90.0),
+        (["signals=[SIGTERM,SIGUSR1]"], "signals", ["SIGTERM", "SIGUSR1"]),
+        (["keep_steps=[1,2]"], "keep_steps", [1, 2]),
+        (["resume=100"], "resume", 100),
+        (["best_fn=val_loss", "best_mode=min"], "best_mode", "min"),
+        (["mirror=s3://bucket/run"], "mirror", "s3://bucket/run"),
+        (["mirror.class_path=holdfast.Mirror", "mirror.init_args.url=/m"], "mirror", hf.Mirror("/m")),
+        (["grace_secs=30s"], "grace_secs", "30s"),
+        (["export_best=best.ckpt", "best_fn=loss"], "export_best", "best.ckpt"),
+        (["max_to_kep=3"], "", "Option 'max_to_kep' is not accepted"),
+        (["max_to_keep=three"], "", "Given value: three"),
+        (["resume=newest"], "", "Given value: newest"),
+        (["max_to_keep=-3"], "", "max_to_keep=-3 must be a whole number of at least 1"),
+    ],
+    ids=lambda given: given[0] if isinstance(given, list) else "",
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_cli_takes_all_options(given: list[str], name: str, value: Any, tmp_path: Path) -> None:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.cli import LightningArgumentParser
+
+    parser = LightningArgumentParser(exit_on_error=False)
+    parser.add_argument("--callback", type=Callback)
+    arguments = [f"--callback={CALLBACK}", f"--callback.dirpath={tmp_path / 'run'}"]
+    arguments += [f"--callback.{one}" for one in given]
+    if not name:
+        with pytest.raises(Exception, match=re.escape(value)):
+            parser.instantiate_classes(parser.parse_args(arguments))
+        return
+    callback = parser.instantiate_classes(parser.parse_args(arguments)).callback
+    assert getattr(callback._options, name) == value
+
+
+def test_lists_of_omegaconf_are_lists(tmp_path: Path) -> None:
+    from omegaconf import OmegaConf
+
+    options = {
+        "directory": str(tmp_path),
+        "keep_steps": [1, 2],
+        "signals": ["SIGTERM", "SIGUSR1"],
+        "save_interval_secs": "15m",
+    }
+    with hf.CheckpointCallback(**OmegaConf.create(options)) as checkpoint:
+        assert [one.name for one in checkpoint._options.preemption_signals()] == ["SIGTERM", "SIGUSR1"]
+        assert list(checkpoint.manager.options.keep_steps) == [1, 2]
