@@ -151,6 +151,7 @@ def test_lists_of_omegaconf_are_lists(tmp_path: Path) -> None:
         "signals": ["SIGTERM", "SIGUSR1"],
         "save_interval_secs": "15m",
     }
-    with hf.CheckpointCallback(**OmegaConf.create(options)) as checkpoint:
+    configuration: Any = OmegaConf.create(options)
+    with hf.CheckpointCallback(**configuration) as checkpoint:
         assert [one.name for one in checkpoint._options.preemption_signals()] == ["SIGTERM", "SIGUSR1"]
         assert list(checkpoint.manager.options.keep_steps) == [1, 2]
