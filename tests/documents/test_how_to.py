@@ -23,7 +23,7 @@ BLOCKS = [
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert len(BLOCKS) == 16
+    assert len(BLOCKS) == 17
     names: dict[str, Any] = {"__name__": __name__}
     for block in BLOCKS:
         exec(compile(block, str(PAGE), "exec", dont_inherit=True), names)
