@@ -201,10 +201,11 @@ class HostCopies:
 
     def wait(self) -> list[Any]:
         """Return the copies, once all are there: then the program may donate the originals."""
-        try:
-            self._jax.block_until_ready(list(self._pinned.values()))
-        except RuntimeError as error:
-            self._go_without(error)
+        if self._pinned:
+            try:
+                self._jax.block_until_ready(list(self._pinned.values()))
+            except RuntimeError as error:
+                self._go_without(error)
         pinned = self._pinned
         if not pinned:
             return list(map(np.asarray, self._arrays))

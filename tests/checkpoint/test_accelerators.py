@@ -19,7 +19,7 @@ from tests.equality import assert_same
 import holdfast as hf
 from holdfast.engine.arrays.snapshot import KnownTree, StagingBuffer
 from holdfast.engine.distributed import ProcessInfo
-from holdfast.engine.pytree import Piece, default_pinned_bytes, device_arrays, torch_leaves
+from holdfast.engine.pytree import Piece, default_pinned_bytes, device_arrays, jax_leaves, torch_leaves
 from holdfast.engine.storage import as_location
 
 torch = pytest.importorskip("torch")
@@ -279,6 +279,41 @@ def test_a_share_of_a_tree(machine: Any, tmp_path: Path, monkeypatch: pytest.Mon
         del prepared
         found = hf.PyTreeCheckpointHandler().restore(folder)["large"]
         np.testing.assert_array_equal(found.reshape(-1), np.arange(140_000.0, dtype=np.float32) + step)
+
+
+def test_a_program_without_jax(machine: Any, tmp_path: Path, known: list[bool]) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(jax_leaves, "loaded", lambda name: None)
+        saves, tree = Saves(tmp_path), {"x": torch.ones(300, device=machine.device)}
+        for _ in range(3):
+            saves.write(saves.prepare(tree))
+    assert known == [True, True]
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """This process alone as a group of torch.distributed."""
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_dtensors(machine: Any, group: None, tmp_path: Path, known: list[bool]) -> None:
+    tensor = pytest.importorskip("torch.distributed.tensor")
+    mesh = torch.distributed.device_mesh.init_device_mesh(machine.device, (1,))
+    local = torch.zeros(40, 30, device=machine.device)
+    tree = {"sharded": tensor.DTensor.from_local(local, mesh, [tensor.Shard(0)], run_check=False)}
+    saves = Saves(tmp_path)
+    for step in range(3):
+        machine.busy()
+        machine.launch(lambda step=step: local.fill_(step))
+        prepared = saves.prepare(tree)
+        machine.launch(lambda: local.fill_(-1))
+        found = saves.write(prepared)
+        del prepared
+        assert set(found["sharded"].reshape(-1).tolist()) == {float(step)}
+    assert known == [True, True]
 
 
 # ---- the rules
