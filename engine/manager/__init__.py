@@ -26,6 +26,7 @@ from .events import (
     append_after_death,
     append_line,
     event_scalars,
+    guarded,
     reached,
     read_events,
 )

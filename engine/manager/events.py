@@ -215,18 +215,18 @@ class RunEvents:
                 _logger.info("%s: %s cannot be written, and lacks events: %s", self._directory, EVENTS, error)
 
 
-def guarded(listener: Callable[[T], object]) -> Callable[[T], None]:
+def guarded(listener: Callable[[T], object], name: str | None = None) -> Callable[[T], None]:
     """Return a listener whose errors are logged, the first one as a warning, and go no further."""
     warned = False
+    shown = name or getattr(listener, "__qualname__", type(listener).__qualname__)
 
     def call(value: T) -> None:
         nonlocal warned
         try:
             listener(value)
         except Exception as error:
-            name = getattr(listener, "__qualname__", type(listener).__qualname__)
             text = "the listener %s failed, and is called again at the next event; nothing else depends on it: %s: %s"
-            _logger.log(logging.DEBUG if warned else logging.WARNING, text, name, type(error).__name__, error)
+            _logger.log(logging.DEBUG if warned else logging.WARNING, text, shown, type(error).__name__, error)
             warned = True
 
     return call

@@ -132,6 +132,7 @@ class CheckpointManager:
         )
         self.events = RunEvents(self.directory, self._clock, self._processes.index)
         self._listeners: list[Callable[[SaveReport], None]] = []
+        self._went_on_from: int | None = None  # the step of the last event about a restore, if nothing was saved since
         self._pending: _PendingSave | None = None  # the save that is under way
         self._acquired = False
         self._closed = False
@@ -448,12 +449,14 @@ class CheckpointManager:
     def _goes_on_from(
         self, step: int, *, skipped: Mapping[int, str] | None = None, began: float | None = None
     ) -> list[int]:
-        self.events.write(
-            "restored",
-            step=step,
-            seconds=None if began is None else round(time.perf_counter() - began, 6),
-            skipped=[{"step": n, "damage": what} for n, what in (skipped or {}).items()],
-        )
+        if began is not None or step != self._went_on_from:
+            self.events.write(
+                "restored",
+                step=step,
+                seconds=None if began is None else round(time.perf_counter() - began, 6),
+                skipped=[{"step": n, "damage": what} for n, what in (skipped or {}).items()],
+            )
+        self._went_on_from = step
         reached("restored", step)
         self._decisions.restored(step)
         return self._rollback.restored(step)
@@ -582,6 +585,7 @@ class CheckpointManager:
             )
             earlier: SaveFailedError | None = None
             try:
+                self._went_on_from = None
                 self._rollback.saving(step)
                 self._decisions.save_begins(step)
                 self._pending = pending

@@ -393,9 +393,11 @@ class CheckpointCallback(ResumingCallback):
             ended = "preempted" if isinstance(error, Preempted) else "failed" if error is not None else "finished"
             facts = {"error": f"{type(error).__name__}: {error}"[:1000]} if ended == "failed" else {}
             self._store.manager.events.write(ended, step=trainer.global_step, **facts)
+            self._log_events(trainer)
 
     def _announce(self, trainer: Any) -> None:
         """Inform loggers about committed checkpoints, from the trainer's thread."""
+        self._log_events(trainer)
         reports = self._store.reports
         if reports or self._store.has_late_metrics:
             self._store.has_late_metrics = False
@@ -408,6 +410,10 @@ class CheckpointCallback(ResumingCallback):
             return
         for listener in trainer.loggers:
             listener.after_save_checkpoint(weakref.proxy(self))
+
+    def _log_events(self, trainer: Any) -> None:
+        if self._store.events:
+            self._store.log_events(trainer.loggers if trainer.is_global_zero else ())
 
     def _publish(self, trainer: Any) -> None:
         if trainer.is_global_zero:

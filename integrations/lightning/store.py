@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,14 @@ from ...engine.distributed import ProcessGroup, current_coordinator
 from ...engine.errors import CheckpointNotFoundError, StateError
 from ...engine.format import RECORD, CheckpointRecord
 from ...engine.handlers import PerProcessCheckpointHandler
-from ...engine.manager import CheckpointManager, CheckpointManagerOptions, list_steps, metric_value
+from ...engine.manager import (
+    CheckpointManager,
+    CheckpointManagerOptions,
+    event_scalars,
+    guarded,
+    list_steps,
+    metric_value,
+)
 from ...engine.storage import Location, as_location
 from ..loop import WITHOUT_GRACE, GraceCheck, all_steps, part
 from ..options import CallbackOptions
@@ -57,6 +64,8 @@ class RunStore:
         self._has_fetched = False
         self._reported: set[str] = set()
         self.reports: list[SaveReport] = []
+        self.events: list[dict[str, Any]] = []  # that the loggers have not got yet
+        self._log = guarded(_log_event, "that passes events to the trainer's loggers")
         self.intent: Intent | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -84,6 +93,7 @@ class RunStore:
         manager = self._make(self._options)
         manager.acquire()
         manager.add_listener(self.reports.append)
+        manager.events.add_listener(self.events.append)
         if self._grace is not None:
             manager.add_listener(self._grace)
         self._manager, self.is_open = manager, True
@@ -99,6 +109,14 @@ class RunStore:
             if not orderly:
                 self._manager.finish_mirror(WITHOUT_GRACE)
             self._manager.close()
+
+    def log_events(self, loggers: Sequence[Any]) -> None:
+        """Pass the numbers of new events to the loggers of a trainer; called on its thread."""
+        events = self.events[:]
+        del self.events[: len(events)]
+        for event in events:
+            for logger_ in loggers:
+                self._log((logger_, event))
 
     @property
     def may_fetch(self) -> bool:
@@ -235,6 +253,12 @@ class RunStore:
                 ", ".join(new),
             )
         return tree
+
+
+def _log_event(event_for: tuple[Any, dict[str, Any]]) -> None:
+    logger_, event = event_for
+    if (numbers := event_scalars(event)) and event.get("step") is not None:
+        logger_.log_metrics(numbers, step=event["step"])
 
 
 def read_checkpoint(path: Place, *, with_position: bool, template: Template = None) -> dict[str, Any]:

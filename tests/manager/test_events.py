@@ -147,6 +147,16 @@ def test_what_saves_and_late_metrics_say(tmp_path: Path) -> None:
     assert restored["seconds"] > 0
 
 
+def test_a_step_that_a_run_goes_on_from_is_named_once(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.save(1, TREE)
+        manager.restore(1)
+        manager.note_resume(1)
+        manager.save(2, TREE)
+        manager.note_resume(1)
+    assert [event["step"] for event in events_in(tmp_path) if event["event"] == "restored"] == [1, 1]
+
+
 def test_listeners_hear_what_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     heard: list[dict[str, Any]] = []
 

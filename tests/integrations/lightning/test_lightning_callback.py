@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -386,6 +387,38 @@ def test_loggers_are_told_after_the_commit(program: Any, tmp_path: Path) -> None
     program.run(str(tmp_path), checkpoint=options, max_epochs=2, logger=listening, log_every_n_steps=1)
     assert listening.told[-1] == ("10", True)
     assert all(committed for _, committed in listening.told)
+
+
+def test_loggers_get_the_numbers_of_events(program: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """On the trainer's thread; a logger that fails is named once, and stops nothing."""
+    logged: list[tuple[int | None, list[str]]] = []
+
+    class Noting(Logger):
+        name = version = "noting"
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            if found := [name.removeprefix("checkpoint/") for name in metrics if name.startswith("checkpoint/")]:
+                assert threading.current_thread() is threading.main_thread()
+                assert all(type(value) in (int, float) for value in metrics.values())
+                logged.append((step, found))
+
+        def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+    class Failing(Noting):
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            if any(name.startswith("checkpoint/") for name in metrics):
+                raise ConnectionError("no answer")
+
+    options = {"save_interval_steps": 5}
+    loggers = [Failing(), Noting()]
+    program.run(str(tmp_path), checkpoint=options, max_epochs=1, log_every_n_steps=1, logger=loggers[1:])
+    program.run(str(tmp_path), checkpoint=options, max_epochs=2, log_every_n_steps=1, logger=loggers[:1])
+    saved = ["bytes", "shared_bytes", "blocked_seconds", "total_seconds"]
+    assert logged == [(5, saved)]
+    program.run(str(tmp_path), checkpoint=options, max_epochs=3, log_every_n_steps=1, logger=loggers[1:])
+    assert logged[1:] == [(10, ["restore_seconds", "skipped"]), (15, saved)]
+    (said,) = [record.message for record in caplog.records if "the trainer's loggers failed" in record.message]
+    assert said.endswith("ConnectionError: no answer")
 
 
 @pytest.mark.parametrize("package", [lightning.pytorch, pytorch_lightning], ids=["lightning", "pytorch_lightning"])
