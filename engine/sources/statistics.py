@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays import SavedLeaf
+from ..arrays import SavedLeaf, TreeSource
 from ..clock import UNHEARD, Portion, Progress
 from ..errors import UnsupportedLeafError
 from ..pytree import PathFilter, Patterns
 from .comparison import leaf_path, slabs, trees_of
 from .protocol import CheckpointSource
+
+_BATCH = 32 << 20  # bytes of small leaves that are read together
+_LEAVES = 4096  # of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,27 +70,60 @@ def leaf_statistics(
     chosen = PathFilter(select)
     trees = list(trees_of(checkpoint))
     chosen.check(leaf.name.split(".") for _, tree in trees for leaf in tree.leaves)
-    wanted = [(item, tree, leaf) for item, tree in trees for leaf in tree.leaves if _has_numbers(leaf, chosen)]
-    progress.expect(sum(leaf.nbytes for _, _, leaf in wanted))
-    for item, tree, leaf in wanted:
-        dtype, shape = leaf.saved.dtype, leaf.saved.shape
-        assert dtype is not None
-        assert shape is not None
-        running = _Running()
-        with Portion(progress, leaf.nbytes, leaf.nbytes) as portion:
-            try:
-                for box in slabs(shape, dtype.itemsize):
-                    ((part,),) = tree.read_boxes([leaf], [[box]])
-                    running.add(part)
+    wanted = [
+        (item, tree, [leaf for leaf in tree.leaves if _has_numbers(leaf) and chosen.chooses(leaf.name.split("."))])
+        for item, tree in trees
+    ]
+    progress.expect(sum(leaf.nbytes for _, _, leaves in wanted for leaf in leaves))
+    for item, tree, leaves in wanted:
+        for batch in _batches(leaves):
+            for leaf, found in zip(batch, _read(tree, batch, progress), strict=True):
+                if found is not None:
+                    yield found.report(item, leaf_path(item, leaf.name), math.prod(leaf.saved.shape or ()))
+
+
+def _has_numbers(leaf: SavedLeaf) -> bool:
+    return leaf.saved.dtype is not None and leaf.saved.shape is not None and leaf.saved.dtype.kind not in "SUOMm"
+
+
+def _batches(leaves: Sequence[SavedLeaf]) -> Iterator[list[SavedLeaf]]:
+    """Divide leaves into batches that may be in memory at the same time; a larger leaf is alone, and read in parts."""
+    batch: list[SavedLeaf] = []
+    nbytes = 0
+    for leaf in leaves:
+        if batch and (nbytes + leaf.nbytes > _BATCH or len(batch) >= _LEAVES):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(leaf)
+        nbytes += leaf.nbytes
+    if batch:
+        yield batch
+
+
+def _read(tree: TreeSource, batch: list[SavedLeaf], progress: Progress) -> list[_Running | None]:
+    """Take the numbers of some leaves; None for one whose elements are no numbers."""
+    found = [_Running() for _ in batch]
+    try:
+        if len(batch) > 1:
+            parts = tree.read_boxes(batch, [list(slabs(*_form(leaf))) for leaf in batch])
+            for running, (part,) in zip(found, parts, strict=True):
+                running.add(part)
+            progress.advance(sum(leaf.nbytes for leaf in batch))
+        else:
+            with Portion(progress, batch[0].nbytes, batch[0].nbytes) as portion:
+                for box in slabs(*_form(batch[0])):
+                    ((part,),) = tree.read_boxes(batch, [[box]])
+                    found[0].add(part)
                     portion.advance(part.nbytes)
-            except (UnsupportedLeafError, TypeError, ValueError):  # elements that are no numbers
-                continue
-        yield running.report(item, leaf_path(item, leaf.name), math.prod(shape))
+    except (UnsupportedLeafError, TypeError, ValueError):
+        return [None] if len(batch) == 1 else [one for leaf in batch for one in _read(tree, [leaf], progress)]
+    return list(found)
 
 
-def _has_numbers(leaf: SavedLeaf, chosen: PathFilter) -> bool:
-    dtype = leaf.saved.dtype
-    return dtype is not None and dtype.kind not in "SUOMm" and chosen.chooses(leaf.name.split("."))
+def _form(leaf: SavedLeaf) -> tuple[tuple[int, ...], int]:
+    assert leaf.saved.shape is not None
+    assert leaf.saved.dtype is not None
+    return leaf.saved.shape, leaf.saved.dtype.itemsize
 
 
 class _Running:

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as st_numpy
 from tests.cli.commands import error_of, output_of
 
 import holdfast as hf
-from holdfast.engine.sources import comparison, leaf_statistics, open_checkpoint
+from holdfast.engine.sources import comparison, leaf_statistics, open_checkpoint, statistics
 from holdfast.engine.storage import as_location
 
 TREE: dict[str, Any] = {
@@ -92,6 +92,20 @@ def test_the_tree(capsys: pytest.CaptureFixture[str], run: Path) -> None:
 
 def test_a_pattern_that_matches_nothing(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     assert "matches no leaf" in error_of(capsys, "show", run, "--select", "b/**", status=1)
+
+
+def test_statistics_of_leaves_that_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In batches of any size, and with leaves among them that hold no numbers, the same as one by one."""
+    sizes = [3, 0, 40, 1, 200, 5, 5, 5, 90]
+    tree: dict[str, Any] = {f"w{n}": np.arange(size, dtype=np.float32) - n for n, size in enumerate(sizes)}
+    hf.save(tmp_path / "x", {**tree, "text": "x", "times": np.zeros(2, "M8[s]"), "yes": np.array([True])})
+    opened = open_checkpoint(as_location(tmp_path / "x"))
+    alone = [found for name in [*tree, "yes"] for found in leaf_statistics(opened, name)]
+    assert [found.size for found in alone] == [*sizes, 1]
+    for most, leaves in ((100, 4096), (400, 2), (1, 1), (1 << 20, 4096)):
+        monkeypatch.setattr(statistics, "_BATCH", most)
+        monkeypatch.setattr(statistics, "_LEAVES", leaves)
+        assert list(leaf_statistics(opened)) == alone
 
 
 @given(
