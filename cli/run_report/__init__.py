@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ...engine.errors import OptionError
 from ..log import configure_logging
+from ..progress import progress_of
 from ..report import count, size
 from ..status import DONE
 from .facts import Reading, find_runs, read_run
@@ -35,9 +36,9 @@ def write_report(places: Sequence[str], output: str, *, statistics: bool = True,
     configure_logging("error")
     target = Path(output)
     _check(target)
-    reading = Reading(statistics, norm_steps)
     locations, more = find_runs(places)
-    runs = [read_run(location, reading) for location in locations]
+    with progress_of("read") as progress:
+        runs = [read_run(location, Reading(progress, statistics, norm_steps)) for location in locations]
     page = draw_page(runs, now=time.time(), version=version("holdfast"), left_out=more)
     content = page.encode("utf-8", "replace")  # names of files may hold halves of surrogate pairs
     _replace(target, content)

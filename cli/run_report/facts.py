@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ... import CheckpointSummary, LeafSummary, describe, list_checkpoints
+from ...engine.clock import UNHEARD, Progress
 from ...engine.errors import HoldfastError
 from ...engine.manager import EVENTS, ROTATED, StepInfo, best, read_events, stored_metadata, stored_options
 from ...engine.sources import LeafStatistics, find_checkpoint, find_steps, leaf_statistics, open_at
@@ -28,6 +29,7 @@ _EARLIER = 8 << 30  # bytes of earlier steps that are read for their norms, unle
 class Reading:
     """How much to read of the values."""
 
+    progress: Progress = UNHEARD  # is told of the bytes that are read
     statistics: bool = True
     norm_steps: int | None = None  # steps whose norms are compared, the newest among them; None chooses
 
@@ -149,7 +151,7 @@ def _read_statistics(
     found, grouped = Statistics(newest.step), _groups(leaves)
     totals: dict[str, float] = {}
     try:
-        found.leaves = _largest(_counted(newest, found, grouped, totals))
+        found.leaves = _largest(_counted(newest, found, grouped, totals, reading.progress))
     except HoldfastError as error:
         found.notes.append(f"Step {newest.step} could not be read to its end: {error}")
         return found
@@ -178,9 +180,13 @@ def _add(totals: dict[str, float], group: str | None, leaf: LeafStatistics) -> N
 
 
 def _counted(
-    newest: CheckpointSummary, found: Statistics, grouped: Mapping[tuple[str, str], str], totals: dict[str, float]
+    newest: CheckpointSummary,
+    found: Statistics,
+    grouped: Mapping[tuple[str, str], str],
+    totals: dict[str, float],
+    progress: Progress,
 ) -> Iterator[tuple[int, LeafStatistics]]:
-    for number, leaf in enumerate(leaf_statistics(open_at(as_location(newest.path)))):
+    for number, leaf in enumerate(leaf_statistics(open_at(as_location(newest.path)), progress=progress)):
         found.number += 1
         _add(totals, grouped.get((leaf.item, leaf.path)), leaf)
         if leaf.nan or leaf.inf:
@@ -220,7 +226,7 @@ def _read_norms(
         norms: dict[tuple[str, str], float | None] = dict.fromkeys(keys)
         then: dict[str, float] = {}
         try:
-            for leaf in leaf_statistics(open_at(as_location(checkpoint.path))):
+            for leaf in leaf_statistics(open_at(as_location(checkpoint.path)), progress=reading.progress):
                 _add(then, grouped.get((leaf.item, leaf.path)), leaf)
                 if (leaf.item, leaf.path) in norms:
                     norms[leaf.item, leaf.path] = leaf.norm

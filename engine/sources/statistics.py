@@ -19,6 +19,7 @@ from .protocol import CheckpointSource
 
 _BATCH = 32 << 20  # bytes of small leaves that are read together
 _LEAVES = 4096  # of them
+_NO_NUMBERS = (UnsupportedLeafError, TypeError, ValueError)  # of elements such as those of opaque dtypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +103,30 @@ def _batches(leaves: Sequence[SavedLeaf]) -> Iterator[list[SavedLeaf]]:
 
 def _read(tree: TreeSource, batch: list[SavedLeaf], progress: Progress) -> list[_Running | None]:
     """Take the numbers of some leaves; None for one whose elements are no numbers."""
+    if len(batch) == 1:
+        return [_read_one(tree, batch[0], progress)]
     found = [_Running() for _ in batch]
     try:
-        if len(batch) > 1:
-            parts = tree.read_boxes(batch, [list(slabs(*_form(leaf))) for leaf in batch])
-            for running, (part,) in zip(found, parts, strict=True):
-                running.add(part)
-            progress.advance(sum(leaf.nbytes for leaf in batch))
-        else:
-            with Portion(progress, batch[0].nbytes, batch[0].nbytes) as portion:
-                for box in slabs(*_form(batch[0])):
-                    ((part,),) = tree.read_boxes(batch, [[box]])
-                    found[0].add(part)
-                    portion.advance(part.nbytes)
-    except (UnsupportedLeafError, TypeError, ValueError):
-        return [None] if len(batch) == 1 else [one for leaf in batch for one in _read(tree, [leaf], progress)]
+        parts = tree.read_boxes(batch, [list(slabs(*_form(leaf))) for leaf in batch])
+        for running, (part,) in zip(found, parts, strict=True):
+            running.add(part)
+    except _NO_NUMBERS:
+        return [_read_one(tree, leaf, progress) for leaf in batch]
+    progress.advance(sum(leaf.nbytes for leaf in batch))
     return list(found)
+
+
+def _read_one(tree: TreeSource, leaf: SavedLeaf, progress: Progress) -> _Running | None:
+    found = _Running()
+    with Portion(progress, leaf.nbytes, leaf.nbytes) as portion:
+        try:
+            for box in slabs(*_form(leaf)):
+                ((part,),) = tree.read_boxes([leaf], [[box]])
+                found.add(part)
+                portion.advance(part.nbytes)
+        except _NO_NUMBERS:
+            return None
+    return found
 
 
 def _form(leaf: SavedLeaf) -> tuple[tuple[int, ...], int]:
