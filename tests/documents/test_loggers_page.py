@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import shutil
@@ -93,10 +94,10 @@ def test_mlflow(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tensorboard(names: dict[str, Any]) -> None:
     """The real writer, and the real reader of its files."""
     run_section("TensorBoard", names)
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    reader: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
 
     for _ in range(2):
-        found: Any = EventAccumulator("runs/tensorboard/logs").Reload()
+        found = reader.EventAccumulator("runs/tensorboard/logs").Reload()
         assert [one.step for one in found.Scalars("loss")] == [1, 2, 3, 4]
         assert [one.step for one in found.Scalars("checkpoint/blocked_seconds")] == [2, 4]
         # A second start goes on from step 2, as the last one is lost: its points replace those of the first.
