@@ -70,21 +70,28 @@ class ChunkDecoder:
         problem = self.why_not(data.size)
         if problem:
             return data, problem
-        values = data
-        if self.checksummed:
-            values = data[:-CHECKSUM_BYTES]
-            expected = checksum_after(data[-CHECKSUM_BYTES:].tobytes())
-            found = crc32c(values)
-            if found != expected:
-                return data, f"has crc32c {found:08x}, expected {expected:08x}"
-            if indexed not in (found, -1):
-                return data, f"has crc32c {found:08x}, expected {indexed:08x}: another chunk, or one of another save"
+        size = data.size - (CHECKSUM_BYTES if self.checksummed else 0)
+        values = data[:size]
+        problem = self.check(values, data[size:], indexed)
+        if problem:
+            return data, problem
         if not self.compressed:
             return values, ""
         try:
             return decompress_exactly(values, self.data_bytes, memory), ""
         except DamagedCheckpointError as error:
             return data, f"cannot be decompressed: {error}"
+
+    def check(self, values: Bytes, checksum: Bytes, indexed: int = -1) -> str:
+        """Return what is wrong with the bytes of a chunk, beside the checksum that follows them; "" if nothing is."""
+        if not self.checksummed:
+            return ""
+        found, expected = crc32c(values), checksum_after(checksum.tobytes())
+        if found != expected:
+            return f"has crc32c {found:08x}, expected {expected:08x}"
+        if indexed not in (found, -1):
+            return f"has crc32c {found:08x}, expected {indexed:08x}: another chunk, or one of another save"
+        return ""
 
     def chunk_box(self, number: int) -> Box:
         """Return the elements that a chunk holds, including those beyond the array's end."""
@@ -199,6 +206,27 @@ class Assembly:
                 if common is not None:
                     self._array(array, wanted)[common.within(wanted.box)] = view[common.within(part)]
         return ""
+
+    def place(self, array: int, chunk: int, length: int) -> Bytes | None:
+        """Return the memory of an array where the values of a stored chunk go, all of them in one run; None else.
+
+        There is none until another chunk of the array is verified. What is received there counts once
+        :meth:`accept_placed` has verified it.
+        """
+        decoder, boxes = self.decoders[array], self.output_boxes(array)
+        found = self._arrays[boxes[0].output] if self.keep and len(boxes) == 1 else None
+        if found is None or decoder.compressed or length != decoder.stored_bytes or array in self._damaged:
+            return None
+        part, box = decoder.chunk_box(chunk), boxes[0].box
+        if part.common(box) != part:
+            return None
+        view = found[part.within(box)]
+        return view.reshape(-1).view(np.uint8) if view.flags.c_contiguous and view.flags.writeable else None
+
+    def accept_placed(self, array: int, chunk: int, values: Bytes, checksum: Bytes, indexed: int) -> str:
+        """Check a chunk that lies in its place already; return what is wrong with it, or ""."""
+        problem = self.decoders[array].check(values, checksum, indexed)
+        return f"chunk {chunk} {problem}" if problem else ""
 
     def accept_many(
         self, chunks: ChunkTable, rows: range, base: int, data: Bytes, kept: bool

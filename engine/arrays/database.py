@@ -31,7 +31,7 @@ from ..pytree import Box
 from ..storage import DataReader, Location, check_extent, is_unreadable
 from .assemble import Assembly
 from .digests import FileCheck, is_missing, read_checked, required
-from .extents import ChunkTable, Extent, plausible, read_chunks
+from .extents import ChunkTable, Extent, Places, plausible, read_chunks
 from .plan import Bytes
 from .write import INDEX, MANIFEST
 
@@ -239,6 +239,15 @@ class ArrayDatabase:
                 failed(chunks, row, what)
             advance(len(data))
 
+        def place(row: int) -> Bytes | None:
+            return assembly.place(int(chunks.arrays[row]), int(chunks.numbers[row]), int(chunks.lengths[row]))
+
+        def filled(row: int, values: Bytes, rest: Bytes) -> None:
+            array, chunk, indexed = int(chunks.arrays[row]), int(chunks.numbers[row]), int(chunks.checksums[row])
+            what = assembly.accept_placed(array, chunk, values, rest, indexed)
+            if what:
+                failed(chunks, row, what)
+
         with contextlib.ExitStack() as stack:
             files: dict[str, DataReader] = {}
             for number in np.unique(found.file_ids).tolist():
@@ -250,9 +259,9 @@ class ArrayDatabase:
                         failed(found, row, error)
             sizes = {path: self._size(path, file) for path, file in files.items()}
             chunks = plausible(found, sizes, partial(failed, found))
-            self.bytes_read += read_chunks(
-                files, chunks, use, partial(failed, chunks), remote=not self._location.is_local
-            )
+            remote = not self._location.is_local
+            places = Places(place, filled) if remote else None
+            self.bytes_read += read_chunks(files, chunks, use, partial(failed, chunks), remote=remote, places=places)
         return sorted(set(problems))
 
     def _size(self, path: str, file: DataReader) -> int:

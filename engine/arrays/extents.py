@@ -112,6 +112,13 @@ class Extent(NamedTuple):
 Use = Callable[[Extent, Bytes], None]
 
 
+class Places(NamedTuple):
+    """Where chunks go that can be received without a copy, by their rows in the table."""
+
+    find: Callable[[int], Bytes | None]  # returns the memory for the beginning of a chunk, if there is any
+    filled: Callable[[int, Bytes, Bytes], None]  # takes that memory, which is filled, and the rest of the chunk
+
+
 def read_chunks(
     files: Mapping[str, DataReader],
     chunks: ChunkTable,
@@ -119,14 +126,17 @@ def read_chunks(
     failed: Callable[[int, Exception], None],
     *,
     remote: bool = False,
+    places: Places | None = None,
 ) -> int:
-    """Read chunks and hand them to ``use``; return the number of bytes read."""
+    """Read chunks and hand them to ``use``, or receive them in ``places``; return the number of bytes read."""
     extents = list(plan_extents(chunks, REMOTE_GAP if remote else LOCAL_GAP))
     own = threading.local()  # the buffer that a thread reads into again and again
 
     def read(extent: Extent) -> int:
         if not hasattr(own, "buffer"):
             own.buffer = Buffer()
+        if places is not None and _receive(files, extent, places):
+            return extent.length
         return _read_extent(files, chunks, extent, own.buffer, use, failed)
 
     total = int(chunks.lengths.sum())
@@ -138,6 +148,18 @@ def read_chunks(
         count = REQUESTS
         extents = _spread(extents)
     return sum(parallel_map(read, extents, count, name="holdfast-read"))
+
+
+def _receive(files: Mapping[str, DataReader], extent: Extent, places: Places) -> bool:
+    """Receive an extent of one chunk in its place; return whether that went well."""
+    values = places.find(extent.first) if extent.stop - extent.first == 1 and not extent.kept else None
+    if values is None:
+        return False
+    rest = np.empty(extent.length - values.size, np.uint8)
+    if not files[extent.file].read_into(extent.offset, [values, rest]):
+        return False
+    places.filled(extent.first, values, rest)
+    return True
 
 
 def _spread(extents: Sequence[Extent]) -> list[Extent]:

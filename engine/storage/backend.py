@@ -70,6 +70,14 @@ class DataReader(Protocol):
             StorageError: The system refused to read.
         """
 
+    def read_into(self, offset: int, memory: Sequence[NDArray[np.uint8]]) -> bool:
+        """Fill memory, one piece after the other, with the bytes from ``offset`` on, without a copy.
+
+        Returns:
+            False where only :meth:`read` can read them; the memory may hold anything then.
+        """
+        return False
+
     def close(self) -> None:
         """Close the file; arrays that were read stay valid."""
 

@@ -293,15 +293,18 @@ class ObjectStoreBackend:
         value: bytes = answer.value
         return value
 
-    def read_into(self, key: str, offset: int, memory: NDArray[np.uint8], answered: Callable[[], None]) -> bool:
+    def read_into(
+        self, key: str, offset: int, memory: Sequence[NDArray[np.uint8]], answered: Callable[[], None]
+    ) -> bool:
         """Fill memory with a range of an object; return False where only :meth:`read_range` can tell what is there.
 
         ``answered`` is called when the service begins to answer, if it does.
         """
         transfer = self._transfer()
-        if transfer is None or not memory.size:
+        size = sum(part.size for part in memory)
+        if transfer is None or not size:
             return False
-        return transfer.get(key, offset, memory, self._patience(key, "read", memory.size), answered)
+        return transfer.get(key, offset, memory, self._patience(key, "read", size), answered)
 
     def _write(self, key: str, content: list[bytes]) -> None:
         # TensorStore copies the bytes, so the list gives its own up.
@@ -474,15 +477,17 @@ class ObjectReader(DataReader):
         trusted = _UNKNOWN_SIZE if self._known is None else _TRUSTED
         if self._whole is None and offset >= 0 and 0 < length <= trusted:
             memory = aligned_empty(length) if buffer is None else buffer.view(length)
-            if self._read_into(offset, memory):
+            if self.read_into(offset, [memory]):
                 return memory
         value = self._fetch(offset, length)
         memory = aligned_empty(length) if buffer is None else buffer.view(length)
         memory[:] = np.frombuffer(value, np.uint8)
         return memory
 
-    def _read_into(self, offset: int, memory: NDArray[np.uint8]) -> bool:
-        """Read a range without copies; a service may hash or fetch an object before it answers: it is asked once."""
+    def read_into(self, offset: int, memory: Sequence[NDArray[np.uint8]]) -> bool:
+        if self._whole is not None or self._missing is not None:
+            return False
+        # A service may hash or fetch an object before it answers: it is asked once.
         if self._first.acquire(blocking=False):
             try:
                 return self._backend.read_into(self._key, offset, memory, self._answered.set)

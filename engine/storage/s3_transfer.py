@@ -23,7 +23,7 @@ import threading
 import time
 import urllib.request
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
@@ -137,29 +137,32 @@ class S3Transfer:
         headers = {"content-length": str(size)}
         return self._attempt("PUT", key, headers, digest, send, receive, patience)
 
-    def get(self, key: str, offset: int, memory: Part, patience: Patience, answered: Callable[[], None]) -> bool:
-        """Fill ``memory`` with the bytes from ``offset`` on; return whether the service sent exactly those.
+    def get(
+        self, key: str, offset: int, memory: Sequence[Part], patience: Patience, answered: Callable[[], None]
+    ) -> bool:
+        """Fill memory, one part after the other, with the bytes from ``offset`` on.
 
-        ``answered`` is called when the answer begins.
+        ``answered`` is called when the answer begins. Returns whether the service sent exactly those bytes.
         """
-        end = offset + memory.size
-        view = memory.data
+        size = sum(part.size for part in memory)
+        end = offset + size
 
         def receive(response: http.client.HTTPResponse, check: Callable[[], None]) -> bool:
             answered()
             # Some services send a range with the status of a whole object.
             found = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
-            if response.status not in (200, 206) or found is None or response.length != memory.size:
+            if response.status not in (200, 206) or found is None or response.length != size:
                 return False
             if (int(found[1]), int(found[2])) != (offset, end - 1) or response.headers.get("content-encoding"):
                 return False
-            done = 0
-            while done < memory.size:
-                check()
-                count = response.readinto(view[done : done + _STEP])
-                if not count:
-                    return False
-                done += count
+            for part in memory:
+                done, view = 0, part.data
+                while done < part.size:
+                    check()
+                    count = response.readinto(view[done : done + _STEP])
+                    if not count:
+                        return False
+                    done += count
             return response.isclosed() or not response.read(1)
 
         headers = {"range": f"bytes={offset}-{end - 1}"}

@@ -11,10 +11,15 @@ import pytest
 from tests.object_stores.conftest import Store
 
 import holdfast as hf
+from holdfast.engine.arrays import extents
+from holdfast.engine.arrays.assemble import Assembly
+from holdfast.engine.errors import DamagedCheckpointError
 from holdfast.engine.storage import Location, Segment, as_location, object_store, s3_transfer, store_spec
 from holdfast.engine.storage.s3_transfer import Part, Patience, S3Transfer
 
 DATA = np.arange(200_000, dtype=np.uint32).view(np.uint8)
+CHUNK = 64 << 10
+LAYOUT = hf.Layout(chunk_bytes=CHUNK, segment_bytes=CHUNK)
 PATIENT = Patience(30.0, 20.0, lambda: None)
 
 
@@ -81,10 +86,10 @@ def test_there_and_back(
         monkeypatch.setenv("AWS_SESSION_TOKEN", token)
     assert transfer.put(key, DATA.size, parts, PATIENT)
     memory = np.zeros(100_000, np.uint8)
-    assert transfer.get(key, 5, memory, PATIENT, nothing)
+    assert transfer.get(key, 5, [memory[:70_000], memory[70_000:]], PATIENT, nothing)
     assert np.array_equal(memory, DATA[5:100_005])
     assert [one.headers.get("x-amz-security-token") for one in s3.server.log] == [token, token]
-    assert not transfer.get(key, DATA.size - 10, memory, PATIENT, nothing), "the object ends before the range"
+    assert not transfer.get(key, DATA.size - 10, [memory], PATIENT, nothing), "the object ends before the range"
 
 
 def test_what_changes_while_it_is_sent_is_refused(s3: Store, transfer: S3Transfer) -> None:
@@ -154,3 +159,51 @@ def test_a_load_does_not_copy(s3: Store, monkeypatch: pytest.MonkeyPatch) -> Non
     hf.save(f"{s3.url}/ckpt", {"w": DATA})
     monkeypatch.setattr(object_store.ObjectReader, "_fetch", None)
     assert np.array_equal(hf.load(f"{s3.url}/ckpt")["w"], DATA)
+
+
+TREES = {
+    "in a row": np.arange(1 << 18, dtype=np.float32),
+    "rows": np.arange(1 << 18, dtype=np.int64).reshape(1 << 10, -1),
+    "the other byte order": np.arange(1 << 17, dtype=">f8"),
+    "not even": np.arange(200_001, dtype=np.int32).reshape(-1, 3),
+    "columns": np.arange(1 << 18, dtype=np.float32).reshape(2, -1),
+}
+
+
+@pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Chunks are read one after the other, each with a request of its own; returns those received in their place."""
+    monkeypatch.setattr(extents, "REQUESTS", 1)
+    monkeypatch.setattr(extents, "_COPIED_EXTENT", 1)
+    received: list[int] = []
+    accept = Assembly.accept_placed
+
+    def note(self: Assembly, array: int, chunk: int, *rest: Any) -> str:
+        received.append(chunk)
+        return accept(self, array, chunk, *rest)
+
+    monkeypatch.setattr(Assembly, "accept_placed", note)
+    return received
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_chunks_are_received_in_their_place(s3: Store, name: str, one_by_one: list[int]) -> None:
+    hf.save(f"{s3.url}/ckpt", {"w": TREES[name]}, layout=LAYOUT)
+    found = hf.load(f"{s3.url}/ckpt")["w"]
+    assert np.array_equal(found, TREES[name])
+    whole = TREES[name].nbytes // CHUNK
+    # The first one is verified before the array takes memory; the last may reach beyond the end of the array.
+    assert whole - 1 - (name == "not even") <= len(one_by_one) <= whole
+
+
+@pytest.mark.parametrize("position", [100, 64 << 10], ids=["values", "checksum"])
+def test_damage_is_found_in_its_place(s3: Store, position: int, one_by_one: list[int]) -> None:
+    hf.save(f"{s3.url}/ckpt", {"v": TREES["rows"], "w": TREES["in a row"]}, layout=LAYOUT)
+    last = TREES["in a row"][-CHUNK // 4 :].tobytes()
+    (stored,) = [one for one in s3.server.buckets[s3.bucket].values() if last in one.content]
+    at = stored.content.index(last) + position
+    stored.content = stored.content[:at] + bytes([stored.content[at] ^ 1]) + stored.content[at + 1 :]
+    with pytest.raises(DamagedCheckpointError, match=r"w: .*chunk 15 has crc32c [0-9a-f]{8}, expected"):
+        hf.load(f"{s3.url}/ckpt")
+    assert 15 in one_by_one
+    assert np.array_equal(hf.load(f"{s3.url}/ckpt", select="v")["v"], TREES["rows"])
