@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from tests.object_stores.conftest import Store
 
 import holdfast as hf
@@ -161,7 +162,7 @@ def test_a_load_does_not_copy(s3: Store, monkeypatch: pytest.MonkeyPatch) -> Non
     assert np.array_equal(hf.load(f"{s3.url}/ckpt")["w"], DATA)
 
 
-TREES = {
+TREES: dict[str, NDArray[Any]] = {
     "in a row": np.arange(1 << 18, dtype=np.float32),
     "rows": np.arange(1 << 18, dtype=np.int64).reshape(1 << 10, -1),
     "the other byte order": np.arange(1 << 17, dtype=">f8"),
