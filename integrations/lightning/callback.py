@@ -36,7 +36,7 @@ from .io import (
 )
 from .published import Published
 from .saver import FitSaver
-from .slurm import requeue, take_over_requeue
+from .slurm import left_alone, requeue, take_over_requeue
 from .stopping import Preempted, Signals, leave
 from .store import RunStore
 from .strategies import check_strategy, is_sharded
@@ -207,6 +207,7 @@ class CheckpointCallback(ResumingCallback):
         """Connect the trainer with its checkpoints, before any is loaded."""
         install(trainer.strategy, self._store)
         if stage != "fit":
+            redirect_resume(trainer, lambda path: None if left_alone(path) else path)
             self._take_over_signals(trainer)
             self._evaluation = self._stop(trainer, getattr(trainer, f"{trainer.state.fn.value}_loop"))
             self._evaluation.begin()
@@ -320,6 +321,7 @@ class CheckpointCallback(ResumingCallback):
     def _chosen(self, trainer: Any, path: Any) -> Any:
         """Return the path to resume from: the one that was named, or the one that process 0 has found for all."""
         decides, self._decides = self._decides, False
+        path = None if left_alone(path) else path
         named = path and not isinstance(path, ResumePath)
         if named and not decides:
             return path

@@ -260,8 +260,8 @@ def _load_in_place(strategy: Any) -> None:
 
 
 def redirect_resume(trainer: Any, choose: Callable[[Any], Any]) -> None:
-    """Let ``choose`` replace the path that a trainer fits from; called at the latest in a callback's ``setup``."""
-    connector = trainer._checkpoint_connector
+    """Let ``choose`` replace the path that a trainer begins from; called at the latest in a callback's ``setup``."""
+    connector, function = trainer._checkpoint_connector, trainer.state.fn
     original = connector.resume_start
 
     def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -270,7 +270,7 @@ def redirect_resume(trainer: Any, choose: Callable[[Any], Any]) -> None:
             return
         if vars(connector).get("resume_start") is resume_start:
             del connector.resume_start
-        original(choose(checkpoint_path) if trainer.state.fn == "fit" else checkpoint_path, *args, **kwargs)
+        original(choose(checkpoint_path) if trainer.state.fn == function else checkpoint_path, *args, **kwargs)
 
     connector.resume_start = resume_start
 

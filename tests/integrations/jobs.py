@@ -95,11 +95,72 @@ def loop(kind: str, directory: str, signal_at: int | None) -> None:
     sys.exit(checkpoint.exit_status)
 
 
+class Source:
+    """The same numbers for Grain, which compares a source with that of a checkpoint by its text."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> float:
+        return float(index)
+
+    def __repr__(self) -> str:
+        return "Source()"
+
+
+def with_torchdata(kind: str) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+
+    return StatefulDataLoader(Samples(), 8, shuffle=True, num_workers=2, persistent_workers="persistent" in kind)
+
+
+def with_grain(kind: str) -> Any:
+    import grain  # type: ignore[import-untyped]
+    from absl import flags
+
+    flags.FLAGS([kind])
+    if "loader" in kind:
+        sampler = grain.samplers.IndexSampler(64, grain.sharding.NoSharding(), shuffle=True, num_epochs=None, seed=3)
+        options = {"sampler": sampler, "operations": [grain.transforms.Batch(8)], "worker_count": 2}
+        return iter(grain.DataLoader(data_source=Source(), **options))
+    data = grain.MapDataset.source(Source()).seed(3).shuffle().repeat().batch(8).to_iter_dataset()
+    return iter(data.mp_prefetch(grain.MultiprocessingOptions(num_workers=2)))
+
+
+def loop_with_position(kind: str, directory: str, signal_at: int | None) -> None:
+    """A loop of torch that goes on with the very next batch; it notes the samples of every update."""
+    import torch
+
+    from holdfast import CheckpointCallback
+
+    torch.manual_seed(5)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    data = (with_grain if "grain" in kind else with_torchdata)(kind)
+    step, steps = 0, 20
+    with CheckpointCallback(directory, save_interval_steps=1000) as checkpoint, open(f"{directory}.log", "a") as log:
+        _, step = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer}, data=data)
+        while step < steps and not checkpoint.should_stop:
+            for batch in data:
+                if step == signal_at:
+                    wait_for_signal()
+                optimizer.zero_grad()
+                model(torch.as_tensor(batch).float() / 64).square().sum().backward()
+                optimizer.step()
+                step += 1
+                print(step, *map(int, batch), file=log, flush=True)
+                state = {"model": model, "optimizer": optimizer}
+                if checkpoint.on_step(step, state, data=data).should_stop or step == steps:
+                    break
+    sys.exit(checkpoint.exit_status)
+
+
 def train(kind: str, directory: str, signal_at: int | None) -> None:
     """A Lightning trainer, with workers for training and validation."""
     import lightning.pytorch as lightning
+    import torch
     from tests.integrations.lightning import program
-    from torch.utils.data import DataLoader
+    from torch.utils import data as of_torch
 
     from holdfast.integrations.lightning import CheckpointCallback
 
@@ -108,13 +169,18 @@ def train(kind: str, directory: str, signal_at: int | None) -> None:
             if trainer.global_step == signal_at and trainer.fit_loop.batch_idx % 5 == 0:
                 wait_for_signal()
 
+    torch.manual_seed(5)
     data = program.samples(40, seed=1)
     options_of_trainer: dict[str, Any] = {**program.QUIET, "max_epochs": 3, "accumulate_grad_batches": 5}
     options: dict[str, Any] = {"num_workers": 2, "persistent_workers": "persistent" in kind}
+    make: Any = of_torch.DataLoader
+    if "torchdata" in kind:
+        make = importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
     checkpoint = CheckpointCallback(directory, save_interval_steps=1000)
     # Accumulated, so that the update after the signal needs more batches than the loader has loaded already.
     trainer = lightning.Trainer(callbacks=[checkpoint, Signal()], **options_of_trainer)
-    trainer.fit(program.Model(), DataLoader(data, 2, **options), DataLoader(data, 2, **options))
+    shuffled = {**options, "shuffle": "torchdata" in kind}
+    trainer.fit(program.Model(), make(data, 2, **shuffled), make(data, 2, **options))
 
 
 def serve() -> None:
@@ -125,7 +191,9 @@ def serve() -> None:
         job = os.fork()
         if job == 0:
             os.setsid()
-            (train if kind.startswith("lightning") else loop)(kind, directory, signal_at)
+            packages = ("torchdata", "grain")
+            plain = loop_with_position if kind.startswith(packages) else loop
+            (train if kind.startswith("lightning") else plain)(kind, directory, signal_at)
             return
         print("ended", os.waitstatus_to_exitcode(os.waitpid(job, 0)[1]), flush=True)
 

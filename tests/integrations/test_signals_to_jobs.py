@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
+import numpy as np
 import pytest
 
 import holdfast as hf
@@ -84,6 +85,43 @@ def test_lightning_saves_its_step(job: Job, tmp_path: Path, kind: str) -> None:
     assert status == 143, said
     assert "DataLoader worker" not in said
     assert [entry.step for entry in hf.list_checkpoints(tmp_path)] == [3]
+
+
+POSITIONED = ["torchdata", "grain", "grain, a loader"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["torchdata, persistent", *(pytest.param(kind, marks=pytest.mark.sweep) for kind in POSITIONED)]
+)
+def test_every_sample_comes_once(job: Job, tmp_path: Path, kind: str) -> None:
+    """Interrupted twice in one epoch of eight batches and once in a later one: no sample is lost or comes twice."""
+    pytest.importorskip(kind.partition(",")[0])
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for directory, stops in ((whole, [None]), (cut, [1, 4, 13, None])):
+        for stop in stops:
+            status, said = job(kind, directory, signal_at=stop)
+            assert (status, "Traceback" in said) == (0 if stop is None else 75, False), said
+    assert [entry.step for entry in hf.list_checkpoints(cut)] == [2, 5, 14, 20]
+    lines = [Path(f"{directory}.log").read_text().splitlines() for directory in (whole, cut)]
+    assert lines[0] == lines[1]
+    assert sorted(int(one) for line in lines[1][:8] for one in line.split()[1:]) == list(range(64))
+    np.testing.assert_equal(*(hf.load(directory / "20", item="state") for directory in (whole, cut)))
+
+
+@pytest.mark.parametrize(
+    "kind", ["lightning, torchdata", pytest.param("lightning, torchdata, persistent", marks=pytest.mark.sweep)]
+)
+def test_lightning_with_torchdata(job: Job, tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("torchdata")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert job(kind, whole)[0] == 0
+    status, said = job(kind, cut, signal_at=2)
+    assert (status, "DataLoader worker" in said) == (143, False), said
+    status, said = job(kind, cut)
+    assert status == 0, said
+    assert [entry.step for entry in hf.list_checkpoints(cut)] == [3, 12]
+    parts = ["state_dict/**", "optimizer_states/**"]
+    np.testing.assert_equal(*(hf.load(directory / "12", select=parts) for directory in (whole, cut)))
 
 
 _UNDER_TORCHRUN = """

@@ -197,6 +197,46 @@ def test_a_file_of_lightning_never_wins(program: Any, tmp_path: Path, caplog: py
     assert biases(lambda trainer, model: trainer.validate(model, loaders[1], ckpt_path="hpc", verbose=False))[0] > 30.0
 
 
+@pytest.mark.usefixtures("file_of_lightning")
+@pytest.mark.parametrize("given_by", ["trainer", "module"])
+@pytest.mark.parametrize("function", ["fit", "validate", "test", "predict"])
+def test_a_file_of_lightning_never_wins_over_a_newer_step(
+    program: Any, tmp_path: Path, given_by: str, function: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def use(function: str, *, epochs: int, ckpt_path: Any = None) -> tuple[float, int]:
+        checkpoint = CheckpointCallback(tmp_path / "run", save_at_end=True, save_interval_steps=1000)
+
+        class Model(program.Model):  # type: ignore[misc, name-defined]
+            def configure_callbacks(self) -> Any:
+                return [checkpoint] if given_by == "module" else []
+
+            def predict_step(self, batch: Any, index: int) -> Any:
+                return self.output(self.network(batch[0]))
+
+        model = Model()
+        torch.nn.init.constant_(model.output.bias, 7.0)
+        callbacks: list[Any] = [checkpoint] if given_by == "trainer" else []
+        options: dict[str, Any] = {**program.QUIET, "max_epochs": epochs, "plugins": [SLURMEnvironment()]}
+        trainer = lightning.Trainer(callbacks=callbacks, enable_checkpointing=given_by == "trainer", **options)
+        loaders = [program.training_loader("shuffled"), program.validation_loader()]
+        found = loaders if function == "fit" else loaders[1:]
+        getattr(trainer, function)(model, *found, ckpt_path=ckpt_path)
+        return float(model.output.bias.detach()[0]), trainer.global_step
+
+    bias, step = use("fit", epochs=1)
+    assert (step, bias < 30.0) == (5, True)  # not of the file, where the bias is 41
+    caplog.clear()
+    bias, step = use(function, epochs=2)
+    assert bias < 30.0
+    if function == "fit":
+        assert [entry.step for entry in hf.list_checkpoints(tmp_path / "run")] == [5, 10]
+    else:
+        assert bias == 7.0
+    assert len([text for text in caplog.messages if "hpc_ckpt_1.ckpt is left alone" in text]) == 1
+    if function != "fit":
+        assert use(function, epochs=2, ckpt_path="hpc")[0] > 30.0
+
+
 _TASK = """
 import os, signal, torch
 import lightning.pytorch as lightning
