@@ -206,7 +206,7 @@ def test_a_file_of_lightning_never_wins_over_a_newer_step(
     def use(function: str, *, epochs: int, ckpt_path: Any = None) -> tuple[float, int]:
         checkpoint = CheckpointCallback(tmp_path / "run", save_at_end=True, save_interval_steps=1000)
 
-        class Model(program.Model):  # type: ignore[misc, name-defined]
+        class Model(program.Model):  # type: ignore[misc]
             def configure_callbacks(self) -> Any:
                 return [checkpoint] if given_by == "module" else []
 
