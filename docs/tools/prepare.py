@@ -41,7 +41,7 @@ SUBJECTS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "processes": ("Processes", "Programs of several processes.", ("engine.distributed",)),
     "places": ("Places and time", "Paths, URLs and clocks.", ("engine.storage", "engine.clock")),
-    "errors": ("Errors", "Every error that holdfast raises is a `HoldfastError`.", ("engine.errors",)),
+    "errors": ("Errors", "What holdfast raises on purpose is a `HoldfastError`.", ("engine.errors",)),
 }
 MODULES = {  # modules with public names of their own
     "graph": ("holdfast.graph", "Checkpoints of objects", "[The guide](../../graphs.md) has examples."),
