@@ -182,6 +182,8 @@ def roll_back(place: str, step: int, confirmation: Confirmation, *, prefix: str 
     if chosen.error is not None:
         raise chosen.error
     later = [entry.step for entry in run.entries if entry.step > step]
+    if not as_json:
+        print(f"keep {step}: the run resumes from it")
     return _delete(run, later, confirmation, as_json=as_json, more={"resumes_from": step})
 
 

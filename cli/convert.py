@@ -10,6 +10,7 @@ from typing import cast, get_args
 from ..engine.errors import CheckpointExistsError, OptionError, TreeMismatchError
 from ..engine.formats.convert import Conversion, ExportFormat, export_checkpoint, import_checkpoint
 from ..engine.manager import copy_checkpoint
+from ..engine.sources import is_ours
 from .log import configure_logging
 from .places import checkpoints_at
 from .progress import progress_of
@@ -50,8 +51,11 @@ def import_checkpoints(source: str, destination: str, *, overwrite: bool, as_jso
         CheckpointExistsError: There is something at the destination.
     """
     configure_logging("error")  # leaves that are left out are printed below
+    place = checkpoints_at(source)
+    if is_ours(place):
+        raise OptionError(f"{source} is holdfast's own; holdfast cp copies it")
     with _command_options_in_errors(), progress_of("import", shown=not as_json) as progress:
-        conversions = import_checkpoint(source, destination, overwrite=overwrite, progress=progress)
+        conversions = import_checkpoint(place, destination, overwrite=overwrite, progress=progress)
     _print(conversions, as_json=as_json)
     return DONE
 

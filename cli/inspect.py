@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from .. import CheckpointSummary, LeafSummary, describe, list_checkpoints, verify
-from ..engine.errors import CheckpointNotFoundError, shortened_steps
+from ..engine.errors import CheckpointNotFoundError, OptionError, TreeMismatchError, shortened_steps
 from ..engine.inspection import shared_bytes
 from ..engine.pytree import PathFilter
 from ..engine.sources import (
@@ -205,7 +205,10 @@ def show_leaves(
     chosen = PathFilter(select)
     leaves = describe(location)
     shared = _shared_bytes(checkpoint)
-    chosen.check(leaf.path.split("/") for leaf in leaves)
+    try:
+        chosen.check(leaf.path.split("/") for leaf in leaves)
+    except TreeMismatchError as error:
+        raise OptionError(str(error).replace("select=", "--select ")) from error
     leaves = [leaf for leaf in leaves if chosen.chooses(leaf.path.split("/"))]
     numbers = {}
     if statistics:

@@ -15,6 +15,7 @@ from .status import DONE, FAILED, PREEMPTED
 
 if TYPE_CHECKING:
     from ..recipes.configuration import Configuration
+    from ..recipes.problems import Problem
 
 
 def run_recipe(config: str, overrides: Sequence[str], *, print_config: bool, dry_run: bool) -> int:
@@ -60,11 +61,17 @@ def run_recipe(config: str, overrides: Sequence[str], *, print_config: bool, dry
 def _runs(config: str, overrides: Sequence[str]) -> dict[str, Configuration]:
     """Return the configurations of all runs by name; all are checked before the first begins."""
     from ..recipes.configuration import expand_sweep, load_configuration
+    from ..recipes.problems import ConfigError
     from ..recipes.runner import places_of
 
-    runs = {}
+    runs: dict[str, Configuration] = {}
+    problems: dict[Problem, None] = {}  # of all runs, each once
     for name, arguments in expand_sweep(overrides):
-        one = load_configuration(config, arguments)
+        try:
+            one = load_configuration(config, arguments)
+        except ConfigError as error:
+            problems |= dict.fromkeys(error.problems)
+            continue
         if name:
             run_dir = os.path.join(places_of(one)[0], name)
             own = [f"run_dir={json.dumps(run_dir)}"]
@@ -73,6 +80,8 @@ def _runs(config: str, overrides: Sequence[str]) -> dict[str, Configuration]:
             given = {text.partition("=")[0] for text in own}
             one = load_configuration(config, [text for text in arguments if text.partition("=")[0] not in given] + own)
         runs[name] = one
+    if problems:
+        raise ConfigError(list(problems))
     return runs
 
 
@@ -89,11 +98,14 @@ def _plan(configuration: Configuration) -> str:
 def list_recipes(name: str | None, *, as_json: bool) -> int:
     """Print all recipes, or the keys of one, and return the exit status."""
     from ..recipes.problems import did_you_mean
-    from ..recipes.registry import RECIPES, find_recipe, installed_recipes
+    from ..recipes.registry import RECIPES, RecipeError, find_recipe, installed_recipes
 
     installed = installed_recipes()
     if name is not None:
-        recipe = find_recipe(name)
+        try:
+            recipe = find_recipe(name)
+        except RecipeError as error:
+            raise OptionError(str(error)) from error
         if recipe is None:
             known = [*RECIPES, *installed]
             hint = did_you_mean(name, known) or f"; the recipes are {', '.join(known)}, or write module:function"

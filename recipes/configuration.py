@@ -113,7 +113,7 @@ def _read(name: str, including: tuple[str, ...] = ()) -> tuple[str, Document]:
         try:
             inner = _read(path, (*including, source))[1]
         except ConfigError as error:
-            document.problems += [Problem(place, "defaults", problem.text) for problem in error.problems]
+            document.problems += [Problem(place, "defaults", str(problem)) for problem in error.problems]
             continue
         _merge(merged, inner)
     _merge(merged, document)
@@ -161,6 +161,8 @@ def read_config(name: str) -> tuple[str, str]:
                 return str(path), path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise _no_config(name, f"the file cannot be read: {error}") from error
+    if ":" in name and "/" not in name:
+        raise _no_config(name, f"a recipe is run by a file that names it: write recipe: {name} into a YAML file")
     bundled = name.removeprefix("configs/").removesuffix(".yaml")
     known = bundled_configs()
     if bundled in known:

@@ -135,6 +135,9 @@ class _Reader:
                 self._report(self._place(node), path, what)
             return found or ""
 
+        if "${env:" in _ENVIRONMENT.sub("", text):
+            what = f"expected ${{env:NAME}} or ${{env:NAME,value}} with the name of a variable, found {text!r:.80}"
+            self._report(self._place(node), path, what)
         plain = node.style is None and _ENVIRONMENT.fullmatch(text)
         text = _ENVIRONMENT.sub(value, text)
         if not plain:

@@ -95,7 +95,8 @@ def test_rm_deletes_damaged_steps_too(capsys: pytest.CaptureFixture[str], run: P
 
 
 def test_rollback(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    output_of(capsys, "rollback", run, 3, "--yes")
+    said = output_of(capsys, "rollback", run, 3, "--yes")
+    assert said.splitlines()[0] == "keep 3: the run resumes from it"
     assert steps(run) == [0, 1, 2, 3]
     with hf.CheckpointManager(run) as manager:
         assert manager.restore()["w"][0] == 3

@@ -45,6 +45,17 @@ def test_import(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     assert hf.load(target)["state_dict"]["w"].shape == (2, 3)
 
 
+def test_the_directory_of_a_run_is_imported(capsys: pytest.CaptureFixture[str], model: Path, run: Path) -> None:
+    trained = model.parent / "version_0"
+    (trained / "checkpoints").mkdir(parents=True)
+    model.rename(trained / "checkpoints" / "epoch=0-step=5.ckpt")
+
+    assert "(Lightning)" in output_of(capsys, "import", trained, model.parent / "imported")
+    assert hf.load(model.parent / "imported")["global_step"] == 5
+    said = error_of(capsys, "import", run, model.parent / "other", status=2)
+    assert said == f"holdfast: {run} is holdfast's own; holdfast cp copies it\n"
+
+
 def test_import_for_programs(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     (found,) = json.loads(output_of(capsys, "import", model, model.parent / "ckpt", "--json"))["checkpoints"]
 
@@ -63,7 +74,7 @@ def test_import_refuses(capsys: pytest.CaptureFixture[str], model: Path, run: Pa
     exists = error_of(capsys, "import", model, run, status=2)
     assert "exists already" in exists
     assert "pass --overwrite" in exists
-    assert "nothing at this path" in error_of(capsys, "import", "/nonexistent", run / "x", status=2)
+    assert "no such directory" in error_of(capsys, "import", "/nonexistent", run / "x", status=2)
     model.write_bytes(model.read_bytes()[:-10])
     assert "cannot be read as a file of torch.save" in error_of(capsys, "import", model, run / "x", status=1)
 

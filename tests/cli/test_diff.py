@@ -91,7 +91,7 @@ def test_the_tree(capsys: pytest.CaptureFixture[str], run: Path) -> None:
 
 
 def test_a_pattern_that_matches_nothing(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    assert "matches no leaf" in error_of(capsys, "show", run, "--select", "b/**", status=1)
+    assert "matches no leaf" in error_of(capsys, "show", run, "--select", "b/**", status=2)
 
 
 def test_statistics_of_leaves_that_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

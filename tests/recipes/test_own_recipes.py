@@ -203,7 +203,7 @@ def test_defaults_are_included(project: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("defaults: nowhere\n", "mine.yaml:1: defaults: no such file"),
+        ("defaults: nowhere\n", "mine.yaml:1: defaults: nowhere: no such file"),
         ("defaults: 3\n", "mine.yaml:1: defaults: expected the name of a file, or a list of them, found 3"),
         ("defaults: mine\n", "mine.yaml:1: defaults: mine includes itself"),
         ("defaults: bad\n", "bad.yaml:2: seed: expected a whole number"),
@@ -230,6 +230,9 @@ def test_variables_of_the_environment(project: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("STEPS")
     with pytest.raises(ConfigError, match=r"mine.yaml:4: train.steps: the environment has no variable STEPS"):
         load_configuration("mine.yaml")
+    (project / "mine.yaml").write_text("defaults: walk\nname: '${env:NAME'\n")
+    with pytest.raises(ConfigError, match=r"mine.yaml:2: name: expected \$\{env:NAME\} or .*, found '\$\{env:NAME'"):
+        load_configuration("mine.yaml")
 
 
 # ---- sweeps
@@ -252,7 +255,10 @@ def test_expanding_a_sweep(arguments: list[str], expected: list[tuple[str, list[
 
 
 def test_a_sweep_runs_one_after_the_other(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert error_of_run(capsys, "walk.yaml", "seed=0,1,x").startswith("holdfast: argument seed=x: seed: expected")
+    assert error_of_run(capsys, "walk.yaml", "seed=0,1,x", "rate=0.1,y").splitlines() == [
+        'holdfast: argument rate=y: rate: expected a number, found the text "y"',
+        'argument seed=x: seed: expected a whole number, found the text "x"',
+    ]
     assert not (project / "runs").exists(), "all runs are checked before the first begins"
     plan = output_of(capsys, "run", "walk.yaml", "seed=0,1", "--dry-run").splitlines()
     assert plan[1] == (
@@ -278,3 +284,8 @@ def test_a_dry_run_looks_at_the_mirror_and_writes_nothing(project: Path, capsys:
     assert "another configuration" in error_of(capsys, *mirrored, "rate=2.0", status=2)
 
     assert not (project / "runs").exists()
+
+
+def test_a_recipe_is_not_run_by_its_name_alone(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "write recipe: walks:train into a YAML file" in error_of_run(capsys, "walks:train")
+    assert error_of(capsys, "recipes", "walks:nope", status=2) == "holdfast: walks has no function nope\n"

@@ -1,0 +1,94 @@
+"""``holdfast supervise`` as the parent of torchrun, and of the processes of a program of jax.distributed."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.commands import output_of
+
+import holdfast as hf
+
+PROGRAM = str(Path(__file__).with_name("launched.py"))
+SUPERVISE = [sys.executable, "-m", "holdfast.cli.main", "supervise", "--pause", "10ms", "--grace", "5s"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--max-restarts=0"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+
+def torchrun(directory: Path, *arguments: object) -> list[str]:
+    return [*TORCHRUN, PROGRAM, "torch", str(directory), *map(str, arguments)]
+
+
+def supervised(command: list[str], *options: str, status: int = 0) -> list[dict[str, Any]]:
+    """Supervises a launcher to its end; returns the events."""
+    done = subprocess.run([*SUPERVISE, *options, "--", *command], capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == status, done.stderr
+    return [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+
+
+def kinds(events: list[dict[str, Any]]) -> list[str]:
+    names = [event["event"] for event in events]
+    return [name for name in names if name not in ("started", "restarting", "hangs", "forwarded", "slow_save")]
+
+
+def test_torchrun_restarts_after_a_crash_and_is_preempted_with_its_supervisor(tmp_path: Path) -> None:
+    events = supervised(torchrun(tmp_path / "run", 400, "crash@3", "supervisor@5"), status=75)
+
+    assert kinds(events) == ["crashed", "preempted", "ended"]
+    assert [event["signal"] for event in events if event["event"] == "forwarded"] == ["SIGTERM"]
+    [newest] = [event["newest"] for event in events if event["event"] == "preempted"]
+    step = newest[str(tmp_path / "run")]
+    assert 5 <= step < 400
+    assert hf.list_checkpoints(tmp_path / "run")[-1].reason == "preempted"
+
+
+@pytest.mark.sweep
+def test_torchrun_with_every_trouble_ends_as_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    troubles = ("crash@3", "parent@5", "hang@8", "kill@10")
+    events = supervised(torchrun(tmp_path / "run", 12, *troubles), "--hang-timeout", "20s")
+    subprocess.run(torchrun(tmp_path / "whole", 12), check=True, capture_output=True, env=ENVIRONMENT)
+
+    found = kinds(events)
+    assert found[0] == "crashed"
+    assert found[-2:] == ["finished", "ended"]
+    assert {"hung", "preempted"} <= set(found)
+    assert "bit for bit" in output_of(capsys, "diff", tmp_path / "run", tmp_path / "whole")
+
+
+def jax_programs(directory: Path, *troubles: str) -> list[list[dict[str, Any]]]:
+    """Supervises both processes of a program of jax.distributed; returns the events of each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, PROGRAM, "jax", str(directory), "12", *troubles]
+    running = [
+        subprocess.Popen(
+            [*SUPERVISE, "--hang-timeout", "20s", "--", *command],
+            env={**ENVIRONMENT, "PROCESS": str(process), "PORT": str(port), "JAX_PLATFORMS": "cpu"},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    said = [process.communicate()[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0], "\n".join(said)
+    return [[json.loads(line) for line in one.splitlines() if line.startswith("{")] for one in said]
+
+
+@pytest.mark.sweep
+def test_programs_of_jax_with_every_trouble_end_as_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = jax_programs(tmp_path / "run", "crash@3", "kill@5", "hang@8")
+    jax_programs(tmp_path / "whole")
+
+    for events in both:
+        assert kinds(events)[-2:] == ["finished", "ended"]
+        assert len(kinds(events)) >= 5, "each trouble of one process is one of the other"
+    assert "hung" in kinds(both[0]) + kinds(both[1])
+    assert "bit for bit" in output_of(capsys, "diff", tmp_path / "run", tmp_path / "whole")
