@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import os
 import signal
 import sys
 import tempfile
@@ -24,6 +26,7 @@ from .program import Program, Signals, shell_status
 from .status import BAD_USAGE, FAILED, NO_PROGRESS, PREEMPTED
 
 _BETWEEN_STACKS = 5.0  # seconds at most
+_SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 STALLED = 3  # restarts in a row without a new checkpoint, after which the supervisor gives up
 
 Kind = Literal["finished", "preempted", "crashed", "hung", "misused"]
@@ -56,6 +59,11 @@ class RunRecord:
                     self.runs[place] = event["run"]
             if name == "started" or name in _ENDS:
                 self.states[place, int(event.get("process", 0))] = name
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether training has ended with an exception in a process."""
+        return "failed" in self.states.values()
 
     @property
     def state(self) -> str | None:
@@ -169,7 +177,8 @@ class _Log:
 
     def __call__(self, event: str, **facts: Any) -> None:
         line = json.dumps({"event": event, "time": round(time.time(), 3), **facts})
-        print(line, file=sys.stderr, flush=True)
+        sys.stderr.write(f"{line}\n")  # one write, between the lines of the program
+        sys.stderr.flush()
         if self._path is not None:
             try:
                 append_line(self._path, line)
@@ -225,7 +234,7 @@ def _start(
     newest: dict[str, int],
 ) -> Start:
     try:
-        program = Program(command, folder, signals)
+        program = Program(command, folder, signals, _environment(watch))
     except OSError as error:
         raise OptionError(f"cannot start {command[0]}: {error.strerror or error}") from error
     log("started", command=list(command), pid=program.pid, start=number)
@@ -241,7 +250,7 @@ def _start(
         return watch.hang is not None and _overdue(program, watch) is not None
 
     returncode = program.wait(look)
-    hung = returncode is None
+    hung = returncode is None and not record.has_failed  # what waits for a process that has failed does not hang
     why = None
     if returncode is None:
         why = _overdue(program, watch)
@@ -261,6 +270,11 @@ def _start(
     last = program.last_sign()[1]
     _tell_runs(record, how=kind, **facts, step=None if last < 0 else last, why=why)
     return Start(kind, returncode, progress, asked)
+
+
+def _environment(watch: Watch) -> dict[str, str]:
+    """Return variables for launchers: torchrun gives its workers 30 seconds after a signal, or what it is told."""
+    return {} if _SHUTDOWN in os.environ else {_SHUTDOWN: str(math.ceil(watch.grace))}
 
 
 def _tell_runs(record: RunRecord, **facts: Any) -> None:

@@ -131,6 +131,7 @@ def test_the_record_of_a_run(events: list[dict[str, Any]], state: str | None) ->
     record = RunRecord()
     record.add(events)
     assert record.state == state
+    assert record.has_failed == (event("failed") in events)
 
 
 def test_the_step_before_the_first_start_is_that_of_the_first_event() -> None:
@@ -216,6 +217,18 @@ def test_it_forwards_signals_and_the_last_status(tmp_path: Path) -> None:
     events = supervise("--", *PROGRAM, tmp_path / "run", 8, "ready@3")
     assert events[-3]["newest"] == {str(tmp_path / "run"): 8}
     assert "resumed from step 3" in events[-1]["text"]
+
+
+@pytest.mark.parametrize(("given", "seen"), [(None, "90"), ("7", "7")])
+def test_torchrun_is_told_how_long_its_workers_may_save(
+    given: str | None, seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    program = [sys.executable, "-c", f"import os, sys; sys.exit(os.environ[{name!r}] != {seen!r})"]
+    assert [one["event"] for one in supervise("--grace", "90s", "--", *program)][-3:-1] == ["finished", "ended"]
 
 
 def test_it_gives_up_where_restarts_make_no_progress() -> None:
