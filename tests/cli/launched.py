@@ -42,7 +42,7 @@ def end(library: str) -> None:
     else:
         import jax
 
-        jax.distributed.shutdown()
+        jax.distributed.shutdown()  # type: ignore[no-untyped-call]  # it has no annotations
 
 
 def main(library: str, directory: str, steps: int, *troubles: str) -> int:
