@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -21,7 +22,9 @@ NOTICE = 0.1  # seconds a step after the signal: jax tells its processes within 
 COUNT = 2
 
 
-def train(process: Process, directory: str, terminate: int | None) -> tuple[int, int, list[float], int]:
+def train(
+    process: Process, directory: str, terminate: int | None, mirror: str | None = None
+) -> tuple[int, int, list[float], int]:
     """Trains to the end or to a preemption: the first step, the last, this process's part, where its data is."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
@@ -43,7 +46,8 @@ def train(process: Process, directory: str, terminate: int | None) -> tuple[int,
     first = np.full(size, 1.0 + process.index, np.float32)
     state: Any = {"w": spread(first), "momentum": spread(0 * first), "step": 0}
     step = 0
-    with CheckpointCallback(directory, save_interval_steps=4, max_to_keep=2) as checkpoint:
+    rare = None if mirror is None else hf.Mirror(mirror, save_interval_steps=1000)  # otherwise only at the end
+    with CheckpointCallback(directory, save_interval_steps=4, max_to_keep=2, mirror=rare) as checkpoint:
         state, start = checkpoint.restore_or_initialize(state, rng=rng)
         for step in range(start, STEPS):
             state = update(state, spread(rng.normal(size=size).astype(np.float32)))
@@ -57,15 +61,21 @@ def train(process: Process, directory: str, terminate: int | None) -> tuple[int,
     return start, step + 1, part, int(rng.integers(1 << 40))
 
 
-@pytest.mark.parametrize("terminate", [3, 8])
-def test_a_preemption_of_one_process(tmp_path: Path, terminate: int) -> None:
+@pytest.mark.parametrize(("terminate", "mirrored"), [(3, False), (8, True)])
+def test_a_preemption_of_one_process(tmp_path: Path, terminate: int, mirrored: bool) -> None:
+    """With a mirror, the last step is there when the run ends, and all processes go on from it on another machine."""
     pytest.importorskip("jax")
+    mirror = str(tmp_path / "mirror") if mirrored else None
     whole = run_processes(train, COUNT, str(tmp_path / "whole"), None)
-    stopped = run_processes(train, COUNT, str(tmp_path / "runs"), terminate)
+    stopped = run_processes(train, COUNT, str(tmp_path / "runs"), terminate, mirror)
     last = {step for _, step, _, _ in stopped}
     assert len(last) == 1
     assert terminate <= last.pop() < STEPS
-    resumed = run_processes(train, COUNT, str(tmp_path / "runs"), None)
+    if mirror is not None:
+        assert hf.list_checkpoints(mirror)[-1].step == stopped[0][1]
+        assert hf.verify(mirror).ok
+        shutil.rmtree(tmp_path / "runs")
+    resumed = run_processes(train, COUNT, str(tmp_path / "runs"), None, mirror)
     assert {start for start, _, _, _ in resumed} == {stopped[0][1]}
     assert [ended[1:] for ended in resumed] == [ended[1:] for ended in whole]
     assert whole[0][3] != whole[1][3]
