@@ -1,0 +1,158 @@
+"""The items of a manager: what is saved and restored under which name, by which checkpointer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ..arrays import WrittenSteps
+from ..checkpoint import ITEM, AsyncCheckpointer, Checkpointer, ItemToSave
+from ..errors import CheckpointNotFoundError, OptionError
+from ..format import CheckpointRecord, ItemRecord
+from ..handlers import PreparedCheckpointHandler, PyTreeCheckpointHandler, has_structure, item_structure, restore_item
+from ..storage import Location
+from .directory import RunDirectory
+from .retention import newest_with
+
+
+class ItemSet:
+    """The items of a manager, each with its checkpointer; the caller of a manager of one item does not name it."""
+
+    def __init__(
+        self,
+        checkpointers: Checkpointer | Mapping[str, Checkpointer] | None,
+        rare: Collection[str] = (),
+        *,
+        reuse: bool = False,
+    ) -> None:
+        self._several = isinstance(checkpointers, Mapping)
+        if checkpointers is None:
+            checkpointers = AsyncCheckpointer(PyTreeCheckpointHandler())
+        if isinstance(checkpointers, Checkpointer):
+            checkpointers = {ITEM: checkpointers}
+        if not isinstance(checkpointers, Mapping):
+            raise OptionError(
+                f"checkpointers has to be a Checkpointer, or a dictionary of them by item, not "
+                f"{type(checkpointers).__name__}; options go by name: CheckpointManager(directory, options=...)"
+            )
+        if not checkpointers:
+            raise OptionError("checkpointers={} saves nothing; give one for each item, or None for a single tree")
+        for name, checkpointer in checkpointers.items():
+            if not isinstance(name, str) or not name.isidentifier():
+                raise OptionError(f"item name {name!r}: items become folders; use letters, digits and underscores")
+            if not isinstance(checkpointer, Checkpointer):
+                raise OptionError(f"item {name!r}: expected a Checkpointer, found {type(checkpointer).__name__}")
+        self._checkpointers = dict(checkpointers)
+        if unknown := set(rare) - self._checkpointers.keys():
+            raise OptionError(
+                f"item_intervals names {', '.join(sorted(unknown))}; this manager has the items "
+                f"{', '.join(self._checkpointers)}"
+            )
+        if rare and not self._checkpointers.keys() - set(rare):
+            raise OptionError("item_intervals names every item; a checkpoint needs one that it always has")
+        self._rare = frozenset(rare)  # items that few checkpoints have
+        # The data files of the steps so far, by item, which later steps may share.
+        self._written = {
+            name: WrittenSteps()
+            for name, one in self._checkpointers.items()
+            if reuse and isinstance(one.handler, PreparedCheckpointHandler) and one.handler.reuses
+        }
+        self._optional = self._rare | {name for name, one in self._checkpointers.items() if one.handler.optional}
+
+    def left_out(self, record: CheckpointRecord, wanted: Any) -> list[str]:
+        """Return the items that a checkpoint does not have, as few do, and that are asked for."""
+        asked = self._rare if not isinstance(wanted, Mapping) else self._rare & wanted.keys()
+        return sorted(asked - record.items.keys())
+
+    def to_save(self, items: Any, kwargs: Mapping[str, Any], not_due: Collection[str]) -> dict[str, ItemToSave]:
+        """Pair each item with what saves it."""
+        values, arguments = (items, kwargs) if self._several else ({ITEM: items}, {ITEM: kwargs})
+        needed = self._checkpointers.keys() - self._optional
+        if not isinstance(values, Mapping) or not needed <= values.keys() <= self._checkpointers.keys():
+            given = ", ".join(map(str, values)) if isinstance(values, Mapping) else type(values).__name__
+            raise OptionError(f"this manager saves the items {', '.join(self._checkpointers)}; given: {given}")
+        self._check_arguments("save_kwargs", arguments)
+        return {
+            name: ItemToSave(
+                checkpointer.handler,
+                values[name],
+                checkpointer.background,
+                arguments.get(name, {}),
+                self._written.get(name),
+            )
+            for name, checkpointer in self._checkpointers.items()
+            if name in values and name not in not_due
+        }
+
+    def save_begins(self, step: int, run: RunDirectory) -> None:
+        """Note which data files the save of a step may share: not those of the newest, nor of the one before."""
+        infos = run.infos()
+        for name, written in self._written.items():
+            near = newest_with(name, infos), newest_with(name, infos, step)
+            written.begin(step, [one for one in near if one is not None], functools.partial(run.has_item, name))
+
+    def damage_found(self) -> None:
+        """Share no files with the steps so far: what is damaged in one of them may be shared by others."""
+        for written in self._written.values():
+            written.forget()
+
+    def restore(self, location: Location, record: CheckpointRecord, items: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Read items back."""
+        templates, arguments = (items, kwargs) if self._several else ({ITEM: items}, {ITEM: kwargs})
+        if templates is not None and not isinstance(templates, Mapping):
+            raise OptionError(
+                f"this manager restores the items {', '.join(self._checkpointers)}: give templates by item, as "
+                f"{{{next(iter(self._checkpointers))!r}: ...}}; found {type(templates).__name__}"
+            )
+        self._check_arguments("restore_kwargs", arguments)
+        found = {
+            name: restore_item(
+                self._checkpointers[name].handler,
+                location / saved.folder,
+                saved,
+                (templates or {}).get(name),
+                self._completed(name, (templates or {}).get(name), arguments.get(name, {})),
+            )
+            for name, saved in self._saved(location, record, templates).items()
+        }
+        return found if self._several else found[ITEM]
+
+    def _completed(self, name: str, template: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Ask for tensors where a tree is restored without a template: ``load_state_dict`` takes no numpy arrays."""
+        is_tree = type(self._checkpointers[name].handler) is PyTreeCheckpointHandler
+        return {"torch_tensors": True, **arguments} if is_tree and template is None else arguments
+
+    def structure(self, location: Location, record: CheckpointRecord) -> Any:
+        """Describe the items whose handlers can, without reading their data; one item that cannot is None."""
+        found = {
+            name: item_structure(self._checkpointers[name].handler, location / saved.folder, saved)
+            for name, saved in self._saved(location, record, None).items()
+            if has_structure(self._checkpointers[name].handler)
+        }
+        return found if self._several else found.get(ITEM)
+
+    def _check_arguments(self, what: str, arguments: Mapping[str, Any]) -> None:
+        unknown = arguments.keys() - self._checkpointers.keys()
+        if unknown:
+            raise OptionError(
+                f"{what} for unknown items: {', '.join(sorted(unknown))}; this manager has the items "
+                f"{', '.join(self._checkpointers)}"
+            )
+
+    def _saved(
+        self, location: Location, record: CheckpointRecord, wanted: Mapping[str, Any] | None
+    ) -> dict[str, ItemRecord]:
+        """Return the records of the wanted items; optional ones may be missing."""
+        names = [
+            name
+            for name in (self._checkpointers if wanted is None else wanted)
+            if name in record.items or name not in self._optional
+        ]
+        missing = [name for name in names if name not in record.items or name not in self._checkpointers]
+        if missing:
+            raise CheckpointNotFoundError(
+                f"{location}: no item {', '.join(missing)}; the checkpoint has {', '.join(sorted(record.items))}, "
+                f"and this manager has checkpointers for {', '.join(sorted(self._checkpointers))}"
+            )
+        return {name: record.items[name] for name in names}
