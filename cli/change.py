@@ -1,6 +1,8 @@
 """``holdfast prune``, ``rm``, ``pin``, ``unpin`` and ``rollback``: changing what a run has kept.
 
-All of them take the directory as a run does, so a directory that a run is writing to is refused.
+All of them take the directory as a run does, so a directory that a run is writing to is refused. ``place`` is that
+directory, ``prefix`` the prefix of the steps, where there are several, ``confirmation`` says whether to delete, and
+``as_json`` prints JSON instead of text. Each function returns the exit status.
 """
 
 from __future__ import annotations
@@ -110,15 +112,7 @@ def prune_run(
 ) -> int:
     """Delete the steps that no retention rule keeps; the newest and the pinned ones always stay.
 
-    Args:
-        place: The directory of the run.
-        rules: Options of ``CheckpointManagerOptions`` about what to keep; without any, those of the last run.
-        confirmation: Whether to delete.
-        prefix: The prefix of the steps, where there are several.
-        as_json: Print JSON instead of text.
-
-    Returns:
-        The exit status.
+    ``rules`` are options of ``CheckpointManagerOptions`` about what to keep; without any, those of the last run hold.
     """
     run = ChangedRun(place, prefix)
     options = run.options
@@ -146,36 +140,14 @@ def prune_run(
 def remove_steps(
     place: str, steps: Sequence[int], confirmation: Confirmation, *, prefix: str | None, as_json: bool
 ) -> int:
-    """Delete steps, pinned and damaged ones, too.
-
-    Args:
-        place: The directory of the run.
-        steps: The steps.
-        confirmation: Whether to delete.
-        prefix: The prefix of the steps, where there are several.
-        as_json: Print JSON instead of text.
-
-    Returns:
-        The exit status.
-    """
+    """Delete steps, pinned and damaged ones, too."""
     run = ChangedRun(place, prefix)
     run.check(steps)
     return _delete(run, sorted(set(steps)), confirmation, as_json=as_json)
 
 
 def roll_back(place: str, step: int, confirmation: Confirmation, *, prefix: str | None, as_json: bool) -> int:
-    """Delete all steps later than one, so that the run resumes from it.
-
-    Args:
-        place: The directory of the run.
-        step: The step to go back to.
-        confirmation: Whether to delete.
-        prefix: The prefix of the steps, where there are several.
-        as_json: Print JSON instead of text.
-
-    Returns:
-        The exit status.
-    """
+    """Delete all steps later than one, so that the run resumes from it."""
     run = ChangedRun(place, prefix)
     run.check([step])
     chosen = next(entry for entry in run.entries if entry.step == step)
@@ -227,17 +199,7 @@ def _delete(
 
 
 def pin_steps(place: str, steps: Sequence[int], *, pinned: bool, prefix: str | None) -> int:
-    """Keep steps whether or not a retention rule keeps them, or leave them to the rules again.
-
-    Args:
-        place: The directory of the run.
-        steps: The steps.
-        pinned: Whether to pin them.
-        prefix: The prefix of the steps, where there are several.
-
-    Returns:
-        The exit status.
-    """
+    """Keep steps whether or not a retention rule keeps them, or leave them to the rules again."""
     run = ChangedRun(place, prefix)
     run.check(steps)
     with run.manager() as manager:
