@@ -176,7 +176,8 @@ def _groups(leaves: Sequence[LeafSummary]) -> dict[tuple[str, str], str]:
 
 def _add(totals: dict[str, float], group: str | None, leaf: LeafStatistics) -> None:
     if group is not None:
-        totals[group] = math.hypot(totals.get(group, 0.0), leaf.norm or 0.0)
+        norm = math.nan if leaf.nan or leaf.inf else leaf.norm or 0.0
+        totals[group] = math.hypot(totals.get(group, 0.0), norm)
 
 
 def _counted(

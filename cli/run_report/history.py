@@ -284,7 +284,7 @@ def _end(attempt: Attempt) -> Note:
         return Note(attempt.ended, "bad", f"Hung{after}", "; ".join(filter(None, [attempt.why, status])), "hung")
     if attempt.how == "lost":
         text = "killed, or its machine was lost; or the program uses a manager without a callback, which notes no end"
-        return Note(attempt.ended, "bad", f"Ended without a record{after}", text, "lost")
+        return Note(attempt.ended, "warn", f"Ended without a record{after}", text, "lost")
     title = "Failed" if attempt.how == "failed" else "Crashed"
     killed = " (killed)" if attempt.status == 137 else ""
     return Note(

@@ -36,7 +36,7 @@ _METRICS = 16  # charts of metrics
 _GROUPS = 6  # charts of norms
 
 escape = html.escape
-_BAD = ("crashed", "hung", "failed", "lost")
+_BAD = ("crashed", "hung", "failed")
 
 
 def draw_page(runs: Sequence[RunFacts], *, now: float, version: str, left_out: int = 0) -> str:
@@ -103,7 +103,7 @@ def _state(run: RunFacts) -> tuple[str, str]:
     if not attempts:
         return ("no events", "plain") if run.checkpoints else ("no checkpoints", "plain")
     how = attempts[-1].how or "lost"
-    tone = {"finished": "good", "running": "info", "preempted": "warn"}.get(how, "bad")
+    tone = {"finished": "good", "running": "info", "preempted": "warn", "lost": "warn"}.get(how, "bad")
     return WORDS[how], tone
 
 
@@ -122,13 +122,14 @@ def _alarms(run: RunFacts) -> str:
         found.append(("bad", f"{len(run.damaged) - 10} more steps are damaged; holdfast verify lists them"))
     found += [("bad", note) for note in run.notes]
     history = run.history
-    if history.attempts and history.attempts[-1].how in _BAD:
+    if history.attempts and history.attempts[-1].how in (*_BAD, "lost"):
         last = history.attempts[-1]
         at = f" after step {last.last_step}" if last.last_step is not None else ""
         why = f": {last.why}" if last.why else ""
         whole = [one.step for one in run.checkpoints if one.damage is None]
         saved = f" The newest whole step is {whole[-1]}; the same command again goes on from it." if whole else ""
-        found.append(("bad", f"The last start {WORDS[last.how or 'lost']}{at}{why}.{saved}"))
+        tone = "bad" if last.how in _BAD else "warn"
+        found.append((tone, f"The last start {WORDS[last.how or 'lost']}{at}{why}.{saved}"))
     if run.statistics is not None and run.statistics.damaged:
         names = ", ".join(run.statistics.examples)
         more = run.statistics.damaged - len(run.statistics.examples)
@@ -158,9 +159,10 @@ def _figures(run: RunFacts, now: float) -> str:
         found.append(("Best step", str(run.best), value))
     if history.attempts:
         kinds = [
-            (history.ended("failed", "crashed", "lost"), "crashed"),
+            (history.ended("failed", "crashed"), "crashed"),
             (history.ended("hung"), "hung"),
             (history.ended("preempted"), "preempted"),
+            (history.ended("lost"), "without a record"),
         ]
         text = ", ".join(f"{number} {what}" for number, what in kinds if number)
         found.append(("Starts", str(len(history.attempts)), text or "no interruption"))
@@ -387,7 +389,8 @@ def _statistics(run: RunFacts, number: int, readings: list[Reading]) -> str:
         return ""
     notes = "".join(f'<p class="left-out">{escape(note)}.</p>' for note in found.notes)
     charts = []
-    groups = sorted(found.groups, key=lambda group: -found.groups[group][-1]) if len(found.steps) > 1 else []
+    known = found.groups if len(found.steps) > 1 else {}
+    groups = sorted(known, key=lambda group: -math.inf if math.isnan(known[group][-1]) else -known[group][-1])
     for place, group in enumerate(groups[:_GROUPS]):
         values = dict(zip(found.steps, found.groups[group], strict=True))
         chart, reading = line_chart(f"norm-{number}-{place}", f"Norm of {group}", values)

@@ -224,6 +224,13 @@ def test_the_page_of_a_run(capsys: pytest.CaptureFixture[str], run: Path, tmp_pa
     assert found.values("div", "aria-label", "table") == ["Kept steps", "Values by leaf", "Starts of the program"]
 
 
+def test_data_cannot_end_its_element() -> None:
+    value = {"name": f"{HOSTILE}{chr(0x2028)}{chr(0x2029)}&"}
+    text = page.embedded_json(value)
+    assert json.loads(text) == value
+    assert not {"<", chr(0x2028), chr(0x2029)} & set(text)
+
+
 def test_the_page_asks_for_nothing(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
     found = report(capsys, run, output=tmp_path / "report.html")
     assert found.values("meta", "content", None)[1].startswith("default-src 'none'; style-src 'unsafe-inline'; ")  # type: ignore[union-attr]
@@ -304,6 +311,36 @@ def test_the_file_that_is_written(capsys: pytest.CaptureFixture[str], run: Path,
     assert (tmp_path / "notes.html").read_text() == "mine"
     assert "no such directory" in error_of(capsys, "report", tmp_path / "nowhere", "-o", target, status=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["notes.html", "report.html", run.name])
+
+
+def test_a_manager_without_a_callback_is_no_crash(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Nothing notes how its program ends, which is not the same as a crash."""
+    for _ in range(2):
+        with hf.CheckpointManager(tmp_path / "run") as manager:
+            manager.save((manager.latest_step() or 0) + 1, {"w": np.ones(2, np.float32)})
+            manager.wait_until_finished()
+            manager.events.write("of the program")
+    lines = (tmp_path / "run" / "events.jsonl").read_text().replace(f'"pid": {os.getpid()}', '"pid": -1')
+    (tmp_path / "run" / "events.jsonl").write_text(lines)
+    found = report(capsys, tmp_path / "run", output=tmp_path / "report.html")
+    assert found.texts("li", "bad") == []
+    assert [text.partition(" after")[0] for text in found.texts("li", "warn")][:1] == [
+        "The last start ended without a record"
+    ]
+    assert "2 without a record" in found.texts("span")
+
+
+def test_norms_with_nan_are_not_finite(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path) as manager:
+        for step, value in ((1, 1.0), (2, np.nan)):
+            manager.save(step, {"a": {"w": np.full(4, value)}, "b": np.ones(9), "count": step})
+    found = facts.read_run(hf.as_location(tmp_path), facts.Reading()).statistics
+    assert found is not None
+    assert found.steps == [1, 2]
+    assert found.groups.keys() == {"a", "b"}
+    assert found.groups["a"][0] == 2.0
+    assert math.isnan(found.groups["a"][1])
+    assert found.groups["b"] == [3.0, 3.0]
 
 
 def test_a_directory_without_checkpoints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
