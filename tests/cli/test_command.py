@@ -340,12 +340,27 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert "75 preempted and saved" in " ".join(output_of(capsys, "run", "--help").split())
 
 
-def test_the_shell_completes_commands() -> None:
-    words = {"_HOLDFAST_COMPLETE": "complete_bash", "COMP_WORDS": "holdfast ro", "COMP_CWORD": "1"}
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ({"_HOLDFAST_COMPLETE": "complete_bash", "COMP_WORDS": "holdfast ro", "COMP_CWORD": "1"}, ["rollback"]),
+        (
+            {"_HOLDFAST_COMPLETE": "complete_bash", "COMP_WORDS": "holdfast run fl", "COMP_CWORD": "2"},
+            ["flax_digits", "flax_text"],
+        ),
+        (
+            {"_HOLDFAST_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "holdfast recipes l"},
+            ["lightning_digits"],
+        ),
+    ],
+    ids=["command", "bash", "zsh"],
+)
+def test_the_shell_completes_commands(words: dict[str, str], completed: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "holdfast"], env={**os.environ, **words}, capture_output=True, text=True, timeout=60
     )
-    assert (done.stdout, done.stderr) == ("rollback\n", "")
+    words_found = re.findall(r"[a-z]+_?[a-z]+", done.stdout.removeprefix("_arguments"))
+    assert (words_found, done.stderr) == (completed, "")
 
 
 def test_looking_at_checkpoints_loads_no_framework(run: Path) -> None:
