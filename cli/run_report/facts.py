@@ -83,7 +83,9 @@ def find_runs(places: Sequence[str]) -> tuple[list[Location], int]:
     found: list[Location] = []
     for place in places:
         location = checkpoints_at(place)
-        below = [] if is_one_checkpoint(location) or list_checkpoints(location) else runs_below(location)
+        below = [] if is_one_checkpoint(location) else runs_below(location)
+        if below and list_checkpoints(location):  # of another library
+            below = []
         found += [_inside(location / name) for name in below] or [location]
     return found[:_MOST_RUNS], len(found[_MOST_RUNS:])
 

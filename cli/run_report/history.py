@@ -12,8 +12,9 @@ from typing import Any, Literal
 from ...engine.errors import shortened_steps
 from ..report import count, size
 
-How = Literal["finished", "preempted", "crashed", "hung", "failed", "lost", "running"]
-"""How a start has ended: ``failed`` with an exception, ``crashed`` by a signal or a status, ``lost`` without a word."""
+How = Literal["finished", "preempted", "crashed", "hung", "failed", "lost", "running", "open"]
+"""How a start has ended: ``failed`` with an exception, ``crashed`` by a signal or a status, ``lost`` without a word;
+``open`` without a word so far, on another machine, where it may be running."""
 
 WORDS: Mapping[How, str] = {
     "finished": "finished",
@@ -23,6 +24,7 @@ WORDS: Mapping[How, str] = {
     "failed": "failed",
     "lost": "ended without a record",
     "running": "running",
+    "open": "running or lost",
 }
 
 
@@ -218,7 +220,8 @@ def _end_all(history: History) -> None:
     """Decide how the starts without a last word have ended; add up what was trained twice."""
     for attempt, after in itertools.zip_longest(history.attempts, history.attempts[1:]):
         if attempt.how is None:
-            attempt.how = "lost" if after is not None or not _is_alive(attempt) else "running"
+            elsewhere = attempt.host not in ("", socket.gethostname())
+            attempt.how = "lost" if after else "open" if elsewhere else "running" if _is_alive(attempt) else "lost"
         if after is None or after.restored is None or attempt.last_step is None:
             continue
         lost = attempt.last_step - after.restored
@@ -229,8 +232,8 @@ def _end_all(history: History) -> None:
 
 
 def _is_alive(attempt: Attempt) -> bool:
-    """Whether the process of a start is on this machine, and alive."""
-    if attempt.pid is None or attempt.host != socket.gethostname():
+    """Whether the process of a start on this machine is alive."""
+    if attempt.pid is None:
         return False
     try:
         os.kill(attempt.pid, 0)
@@ -247,7 +250,7 @@ def _notes_of(history: History) -> Iterator[Note]:
         yield _beginning(number, attempt)
         if attempt.saves:
             yield _saves(attempt.saves)
-        if attempt.how != "running":
+        if attempt.how not in ("running", "open"):
             yield _end(attempt)
 
 

@@ -83,7 +83,7 @@ def embedded_json(value: Any) -> str:
 def _run(run: RunFacts, number: int, now: float, readings: list[Reading], only: bool) -> str:
     parts = [
         _head(run, "h1" if only else "h2"),
-        _alarms(run),
+        _alarms(run, now),
         _figures(run, now),
         _timeline(run),
         _metrics(run, number, readings),
@@ -103,7 +103,7 @@ def _state(run: RunFacts) -> tuple[str, str]:
     if not attempts:
         return ("no events", "plain") if run.checkpoints else ("no checkpoints", "plain")
     how = attempts[-1].how or "lost"
-    tone = {"finished": "good", "running": "info", "preempted": "warn", "lost": "warn"}.get(how, "bad")
+    tone = {"finished": "good", "running": "info", "open": "info", "preempted": "warn", "lost": "warn"}.get(how, "bad")
     return WORDS[how], tone
 
 
@@ -115,7 +115,7 @@ def _head(run: RunFacts, heading: str) -> str:
     )
 
 
-def _alarms(run: RunFacts) -> str:
+def _alarms(run: RunFacts, now: float) -> str:
     found: list[tuple[str, str]] = []
     found += [("bad", f"Step {one.step} is damaged: {one.damage}") for one in run.damaged[:10]]
     if len(run.damaged) > 10:
@@ -130,6 +130,10 @@ def _alarms(run: RunFacts) -> str:
         saved = f" The newest whole step is {whole[-1]}; the same command again goes on from it." if whole else ""
         tone = "bad" if last.how in _BAD else "warn"
         found.append((tone, f"The last start {WORDS[last.how or 'lost']}{at}{why}.{saved}"))
+    if history.attempts and history.attempts[-1].how == "open":
+        last = history.attempts[-1]
+        text = f"The last start runs on {last.host}, or was lost there; its last event came {age(now - last.last)} ago"
+        found.append(("plain", text))
     if run.statistics is not None and run.statistics.damaged:
         names = ", ".join(run.statistics.examples)
         more = run.statistics.damaged - len(run.statistics.examples)

@@ -100,7 +100,8 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: object, output: Path)
         ([event("started", 1), event("preempted", 2, step=5), event("ended", 3, how="hung")], ["hung"]),
         ([event("started", 1), event("ended", 3, how="preempted", status=75)], ["preempted"]),
         ([event("started", 1, pid=os.getpid(), host=socket.gethostname())], ["running"]),
-        ([event("started", 1, pid=os.getpid(), host="another")], ["lost"]),
+        ([event("started", 1, pid=os.getpid(), host="another")], ["open"]),
+        ([event("started", 1, host="another"), event("started", 2, "b", host="another")], ["lost", "open"]),
         ([event("started", 1, pid=2**40, host=socket.gethostname())], ["lost"]),
         ([event("saved", 1), event("saved", True), {"event": "saved"}, event("of the program", 3)], ["lost"]),
         ([], []),
@@ -328,6 +329,17 @@ def test_a_manager_without_a_callback_is_no_crash(capsys: pytest.CaptureFixture[
         "The last start ended without a record"
     ]
     assert "2 without a record" in found.texts("span")
+
+
+def test_a_run_on_another_machine_may_be_alive(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, {"w": 1.5})
+    path = tmp_path / "run" / "events.jsonl"
+    path.write_text(path.read_text().replace(socket.gethostname(), "node-7"))
+    found = report(capsys, tmp_path / "run", output=tmp_path / "report.html")
+    assert found.texts("span", "pill") == ["running or lost"]
+    (said,) = found.texts("li", "plain")[:1]
+    assert said.startswith("The last start runs on node-7, or was lost there; its last event came ")
 
 
 def test_norms_with_nan_are_not_finite(tmp_path: Path) -> None:
