@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from tests.integrations.lightning import program
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -108,10 +109,11 @@ def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict
         strategy = ModelParallelStrategy(data_parallel_size=count, tensor_parallel_size=1)
     if strategy == "ddp with own buffers":
         strategy = DDPStrategy(broadcast_buffers=False)
+    averages = [EMAWeightAveraging(decay=0.5)] if options.pop("average", False) else []
     model = Sharded() if sharded else Model() if noted else program.Model()
     callback = CheckpointCallback(directory, **{"save_interval_steps": 1, **checkpoint})
     trainer = Trainer(
-        callbacks=[callback, recorder],
+        callbacks=[callback, recorder, *averages],
         **{**program.QUIET, "devices": count, "strategy": strategy, "max_epochs": 3, **options},
     )
     trainer.fit(model, program.training_loader(loader), program.validation_loader(), ckpt_path=ckpt_path)

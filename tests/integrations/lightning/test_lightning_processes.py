@@ -110,6 +110,7 @@ def test_two_processes_write_one_checkpoint(finish: Callable[..., list[Any]], tm
         pytest.param("signal_after", "all", 6, {"loader": "stateful"}, id="all"),
         pytest.param("signal_in_validation_after", 1, 6, {}, id="in a validation", marks=SWEEP),
         pytest.param("signal_in_validation_after", 0, 5, {"loader": "stateful"}, id="validation, stateful loaders"),
+        pytest.param("signal_in_validation_after", 1, 6, {"average": True}, id="validation of an average"),
         pytest.param("signal_after", 1, 3, {"strategy": "ddp with own buffers"}, id="own buffers"),
         pytest.param("signal_after", 1, 4, {"strategy": "fsdp2"}, id="FSDP2"),
     ],
@@ -122,6 +123,9 @@ def test_a_preempted_run_goes_on_bit_for_bit(
     [saved] = hf.list_checkpoints(tmp_path)
     assert saved.reason == "preempted"
     assert step <= saved.step
+    if "average" in options:  # what Lightning has as the state dict is the average, and the weights are beside it
+        parts = hf.load(tmp_path, item="state", select=["state_dict/output.*", "current_model_state/output.*"])
+        assert parts["state_dict"]["output.weight"].tolist() != parts["current_model_state"]["output.weight"].tolist()
     resumed = finish(tmp_path, checkpoint=NEVER, seed=7, **options)
     assert [report["first_step"] for report in resumed] == [saved.step] * 2
     assert compared(resumed) == compared(whole(**options))
@@ -140,6 +144,15 @@ def test_a_killed_process_costs_what_was_not_saved(
     resumed = finish(tmp_path, checkpoint=NEVER, seed=7)
     assert resumed[0]["first_step"] == steps[-1]
     assert compared(resumed) == compared(whole())
+
+
+def test_a_save_after_an_exception_is_refused_at_once(run_together: Run, tmp_path: Path) -> None:
+    """The others may wait in a collective for the one that has failed: no save of all of them is possible then."""
+    ended = run_together(tmp_path, checkpoint={"save_on_exception": True})
+    assert [status for status, _, _ in ended] == [1, 1]
+    for _, _, said in ended:
+        assert "save_on_exception=True works in one process, and this run has 2" in said
+    assert hf.list_checkpoints(tmp_path) == []
 
 
 @pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 3), pytest.param(2, 3, marks=SWEEP)])
