@@ -9,23 +9,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.dtypes import DTYPES, EMPTY
 
 import holdfast as hf
 
 Same = Callable[[Any, Any], None]
 
-EXTENDED = sorted(
-    name
-    for name in dir(ml_dtypes)
-    if isinstance(getattr(ml_dtypes, name), type)
-    and issubclass(getattr(ml_dtypes, name), np.generic)
-    and "complex" not in name
-)
-BUILT_IN = [
-    "?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "g", "G",
-    ">i2", ">u8", ">f4", ">f8", ">c16", "M8[ns]", "M8", "m8[D]", ">M8[s]", "U5", ">U3", "U0", "S4", "S0",
-]  # fmt: skip
-DTYPES = [np.dtype(name) for name in BUILT_IN] + [np.dtype(getattr(ml_dtypes, name)) for name in EXTENDED]
 SHAPES: list[tuple[int, ...]] = [(), (7,), (3, 4), (0,), (2, 0, 3), (1, 1, 1), (30, 50)]
 SMALL = hf.Layout(chunk_bytes=4096, segment_bytes=8192, data_file_bytes=16384)
 
@@ -42,7 +31,7 @@ def sample(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
     return np.frombuffer(bytearray(data), dtype, count).reshape(shape) if dtype.itemsize else np.zeros(shape, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name + dtype.str[0])
+@pytest.mark.parametrize("dtype", [*DTYPES, *EMPTY], ids=lambda dtype: dtype.name + dtype.str[0])
 def test_arrays_of_every_dtype_and_shape(dtype: np.dtype[Any], place: str, assert_same: Same) -> None:
     tree = {str(shape): sample(dtype, shape) for shape in SHAPES}
     hf.save(place, tree, layout=SMALL)
@@ -51,7 +40,7 @@ def test_arrays_of_every_dtype_and_shape(dtype: np.dtype[Any], place: str, asser
     assert hf.verify(place).ok
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name + dtype.str[0])
+@pytest.mark.parametrize("dtype", [*DTYPES, *EMPTY], ids=lambda dtype: dtype.name + dtype.str[0])
 def test_numpy_scalars_of_every_dtype(dtype: np.dtype[Any], place: str, assert_same: Same) -> None:
     scalar = sample(dtype, (3,))[1]
     hf.save(place, [scalar])

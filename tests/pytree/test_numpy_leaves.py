@@ -9,25 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis.extra import numpy as hnp
+from tests.dtypes import DTYPES, EXTENDED
 
 from holdfast.engine.errors import UnsupportedLeafError
 from holdfast.engine.format.dtypes import dtype_from_name, dtype_name, storage_dtype
 from holdfast.engine.pytree import ArrayLeaf, describe
 from holdfast.engine.pytree.cast import exact_cast
 from holdfast.engine.pytree.host_leaves import check_storable, number_kind
-
-EXTENDED = sorted(
-    name
-    for name in dir(ml_dtypes)
-    if isinstance(getattr(ml_dtypes, name), type)
-    and issubclass(getattr(ml_dtypes, name), np.generic)
-    and "complex" not in name
-)
-BUILT_IN = [
-    "?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "g", "G",
-    ">i2", ">u8", ">f4", ">c16", "M8[ns]", "M8", "m8[D]", ">M8[s]", "U5", ">U3", "S4",
-]  # fmt: skip
-DTYPES = [np.dtype(name) for name in BUILT_IN] + [np.dtype(getattr(ml_dtypes, name)) for name in EXTENDED]
 
 VARIABLE_WIDTH = [np.dtypes.StringDType()] if hasattr(np.dtypes, "StringDType") else []  # since numpy 2
 

@@ -17,21 +17,14 @@ from typing import Any
 import lightning.pytorch as lightning
 import torch
 import torchmetrics
+from benchmarks.sweep.lightning_programs import BATCH_SIZE, BATCHES, FEATURES, samples
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from holdfast.integrations.lightning import CheckpointCallback
 
 torch.set_num_threads(1)  # on these sizes more threads only wait for each other
 
-BATCHES, BATCH_SIZE, FEATURES = 5, 4, 3
-
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-
-
-def samples(count: int, seed: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(count, FEATURES, generator=generator)
-    return TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
 
 
 class Model(lightning.LightningModule):

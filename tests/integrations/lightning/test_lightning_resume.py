@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.sweep.lightning_programs import DrawsNumbers
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 
 from holdfast.integrations.lightning import CheckpointCallback
@@ -82,19 +83,6 @@ def test_other_loaders(program: Any, new_directory: NewDirectory, loader: str, e
         assert done.returncode == 0, done.stdout + done.stderr
         return
     check(program, new_directory, [2, 4, 5, 7, 9, 10] if every else [2, 5, 9], loader=loader)
-
-
-class DrawsNumbers(Callback):
-    """Uses the random generators at moments that a resumed run has fewer, or more, of."""
-
-    def on_train_start(self, *args: Any) -> None:
-        torch.rand(3)
-
-    def on_train_epoch_start(self, *args: Any) -> None:
-        torch.rand(3)
-
-    def on_validation_start(self, *args: Any) -> None:
-        torch.rand(3)
 
 
 @pytest.mark.filterwarnings("ignore:Swapping scheduler")
