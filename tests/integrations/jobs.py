@@ -159,6 +159,7 @@ def train(kind: str, directory: str, signal_at: int | None) -> None:
     """A Lightning trainer, with workers for training and validation."""
     import lightning.pytorch as lightning
     import torch
+    from benchmarks.sweep.lightning_programs import samples
     from tests.integrations.lightning import program
     from torch.utils import data as of_torch
 
@@ -170,7 +171,7 @@ def train(kind: str, directory: str, signal_at: int | None) -> None:
                 wait_for_signal()
 
     torch.manual_seed(5)
-    data = program.samples(40, seed=1)
+    data = samples(40, seed=1)
     options_of_trainer: dict[str, Any] = {**program.QUIET, "max_epochs": 3, "accumulate_grad_batches": 5}
     options: dict[str, Any] = {"num_workers": 2, "persistent_workers": "persistent" in kind}
     make: Any = of_torch.DataLoader
