@@ -357,14 +357,19 @@ class _Drill:
         source, origin = self._folder / "reference", self._origin
         (self._folder / _RUNS).mkdir()
         shutil.copyfile(source / CLAIMS, self._folder / _RUNS / CLAIMS)
-        for target in self._claims("reference").values():
-            steps = self._steps_in("reference", target)
+        left = set()
+        for steps in self._steps_of("reference").values():
             kept = max((step for step in steps if step <= origin), default=None)
-            left = {os.path.basename(folder) for step, folder in steps.items() if step != kept}
-            if (source / target).is_dir():
-                # The list of steps is made anew, and so are the owner's name and the events.
-                ignored = shutil.ignore_patterns(".*", "owner.json", "steps.log", "events*.jsonl", *left)
-                shutil.copytree(source / target, self._folder / _RUNS / target, ignore=ignored)
+            left |= {folder for step, folder in steps.items() if step != kept}
+
+        def ignored(folder: str, names: list[str]) -> set[str]:
+            """Return what is made anew: the list of steps, the owner's name, events; and other steps."""
+            anew = {name for name in names if name.startswith((".", "events")) or name in ("owner.json", "steps.log")}
+            return anew | {name for name in names if os.path.join(folder, name) in left}
+
+        for place in source.iterdir():
+            if place.is_dir():
+                shutil.copytree(place, self._folder / _RUNS / place.name, ignore=ignored)
 
     def _interrupted(self, interruptions: Sequence[Interruption], saved: Sequence[int], reference: Start) -> None:
         """Run the program with interruptions until its checkpoints differ from those of the reference run."""
@@ -511,7 +516,8 @@ class _Drill:
         """Return the directories of a run as the program calls them, with the names of the folders that stood in."""
         path = self._folder / name / CLAIMS
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        return {claim["url"]: os.path.basename(claim["target"]) for claim in map(json.loads, lines)}
+        runs = self._folder / _RUNS  # where it was at the time
+        return {claim["url"]: os.path.relpath(claim["target"], runs) for claim in map(json.loads, lines)}
 
     def _steps_in(self, name: str, target: str) -> dict[int, str]:
         """Return the committed steps in the folder that stood in for a directory, with their folders."""

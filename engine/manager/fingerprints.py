@@ -195,6 +195,9 @@ def _fact(thing: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
             return _fact_of_torch(torch, thing) if with_arrays else None
     if jax is not None and hasattr(jax, "Array") and isinstance(thing, jax.Array):
         return _fact_of_jax(jax, thing, with_arrays=with_arrays)
+    if type(thing).__name__ == "RngStream" and type(thing).__module__.startswith("flax."):
+        count = getattr(thing.count, "_raw_value", thing.count)  # the key does not change
+        return "generator", str(int(count))
     if isinstance(thing, GeneratorType):
         last = -2 if thing.gi_frame is None else thing.gi_frame.f_lasti
         return "position", str(last)

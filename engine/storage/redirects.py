@@ -46,11 +46,12 @@ class Redirects:
             return url
         claimed = max((one for one in self._targets if f"{url}/".startswith(f"{one}/")), key=len, default=None)
         if claimed is not None:
-            return self._targets[claimed] + url[len(claimed) :]
-        if not writes:
-            return url
-        name = re.sub(r"[^A-Za-z0-9._-]+", "_", url.rstrip("/").rpartition("/")[2]).strip("_.-") or "run"
-        target = os.path.join(self._folder, f"{name}.{zlib.crc32(os.fsencode(url)):08x}")
+            target = self._targets[claimed] + url[len(claimed) :]
+        else:
+            name = re.sub(r"[^A-Za-z0-9._-]+", "_", url.rstrip("/").rpartition("/")[2]).strip("_.-") or "run"
+            target = os.path.join(self._folder, f"{name}.{zlib.crc32(os.fsencode(url)):08x}")
+        if not writes or claimed == url:
+            return url if claimed is None else target
         self._targets[url] = target
         line = json.dumps({"url": url, "target": target}) + "\n"
         descriptor = os.open(os.path.join(self._folder, CLAIMS), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)

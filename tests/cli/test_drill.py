@@ -200,6 +200,7 @@ def test_a_program_that_begins_in_another_way_each_time(tmp_path: Path) -> None:
     assert [one["began"] for one in report["starts"]] == ["from step 1", "from step 3", "from step 4"]
 
 
+@pytest.mark.sweep
 def test_an_unseeded_generator_that_is_not_saved(tmp_path: Path) -> None:
     program = [*PROGRAM, "run", 40, "unseeded", "no-generator"]
     report = drill(tmp_path, "--steps", 5, "--at", 3, "--kinds", "kill", "--", *program, status=1)
@@ -269,6 +270,50 @@ def test_a_program_that_begins_anew(tmp_path: Path, program: str, cause: str, sa
     assert [one["cause"] for one in report["findings"]] == [cause]
     assert said in report["findings"][0]["text"]
     assert {path.name for path in tmp_path.iterdir()} == {"train.py", "tmp"}
+
+
+TWO_PROCESSES = """
+import sys
+import torch
+import torch.distributed as dist
+import holdfast as hf
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 1)
+torch.nn.init.ones_(model.weight)
+torch.nn.init.zeros_(model.bias)
+generator = torch.Generator().manual_seed(dist.get_rank())
+with hf.CheckpointCallback("run", save_interval_steps=3) as checkpoint:
+    state, start = checkpoint.restore_or_initialize({"model": model}, rng=generator)
+    for step in range(start + 1, 50):
+        model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.data -= 0.01 * parameter.grad
+            parameter.grad = None
+        if checkpoint.on_step(step, state, rng=generator).should_stop:
+            break
+dist.destroy_process_group()
+sys.exit(checkpoint.exit_status)
+"""
+
+
+@pytest.mark.sweep
+def test_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TWO_PROCESSES)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"]
+    report = drill(tmp_path, "--steps", 8, "--at", 4, "--", *command)
+    assert report["passed"], report
+    assert [one["ended"].split()[0] for one in report["starts"]] == ["SIGKILL", "SIGTERM", "to"]
+    assert {one["step"] for one in report["compared"]} >= {4, 5, 8}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("recipe", ["flax_digits", "lightning_digits"])
+def test_recipes(tmp_path: Path, recipe: str) -> None:
+    command = [sys.executable, "-m", "holdfast", "run", recipe, "train.steps=400"]
+    report = drill(tmp_path, "--steps", 6, "--at", 3, "--", *command)
+    assert report["passed"], report
+    assert {path.name for path in tmp_path.iterdir()} == {"tmp"}
 
 
 def test_several_directories_in_another_working_directory(tmp_path: Path) -> None:

@@ -1,0 +1,231 @@
+"""What is seen and changed inside of a program that is rehearsed; ``tests/cli/test_drill.py`` has whole programs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.engine.manager import DrillPlan, Point, events
+from holdfast.engine.manager.fingerprints import Fingerprints, facts
+from holdfast.engine.manager.rehearsal import Rehearsal
+
+
+class Batches:
+    """An iterator of the program's own, with its position in an attribute."""
+
+    __slots__ = ("__dict__", "drawn")
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def __next__(self) -> int:
+        self.drawn += 1
+        return self.drawn
+
+
+class Model:
+    """An object that holds what steps depend on."""
+
+    def __init__(self, thing: Any) -> None:
+        self.parts = {"inner": [thing]}
+
+
+def torch_generator() -> Any:
+    import torch
+
+    return torch.Generator()
+
+
+def draw_torch(generator: Any) -> None:
+    import torch
+
+    torch.rand((), generator=generator)
+
+
+def jax_keys() -> Any:
+    import jax
+
+    return {"key": jax.random.key(0)}
+
+
+def split(keys: Any) -> None:
+    import jax
+
+    keys["key"] = jax.random.split(keys["key"])[0]
+
+
+def nnx_rngs() -> Any:
+    from flax import nnx
+
+    return nnx.Rngs(0)
+
+
+def numbers() -> Iterator[int]:
+    yield from (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "advance", "kind"),
+    [
+        (lambda: random.Random(0), lambda it: it.random(), "generator"),
+        (lambda: np.random.default_rng(0), lambda it: it.random(), "generator"),
+        (lambda: np.random.Generator(np.random.MT19937(0)), lambda it: it.random(), "generator"),
+        (lambda: np.random.RandomState(0), lambda it: it.rand(), "generator"),
+        (torch_generator, draw_torch, "generator"),
+        (jax_keys, split, "generator"),
+        (nnx_rngs, lambda it: it(), "generator"),
+        (Batches, next, "position"),
+        (numbers, next, "position"),
+        (lambda: iter([1, 2, 3]), next, "position"),
+        (lambda: iter(range(3)), next, "position"),
+        (lambda: zip([1, 2], [3, 4], strict=True), next, "position"),
+        (lambda: itertools.cycle([1, 2]), next, "position"),
+        (lambda: {"count": 1}, lambda it: it.update(count=2), "value"),
+    ],
+    ids=lambda one: getattr(one, "__name__", str(one)),
+)
+@pytest.mark.parametrize("wrap", [lambda it: it, Model], ids=["a variable", "in an object"])
+def test_what_changes_is_seen(
+    make: Callable[[], Any], advance: Callable[[Any], object], kind: str, wrap: Callable[[Any], Any]
+) -> None:
+    source = make()
+    held = wrap(source)
+    before, again = facts(sys._getframe()), facts(sys._getframe())
+    assert before == again, "a look changes nothing"
+    advance(source)
+    after = facts(sys._getframe())
+    names = {name for name, fact in after.items() if before.get(name, fact)[3] != fact[3]}
+    assert {after[name][0] for name in names} >= {kind}, (held, names)
+    assert all(name.startswith(("source", "held")) for name in names)
+    assert {after[name][2] for name in names} == {"test_rehearsals.py, in test_what_changes_is_seen"}
+
+
+def test_the_generators_of_modules_are_seen() -> None:
+    before = facts(None)
+    random.random()
+    np.random.rand()
+    changed = {name for name, fact in facts(None).items() if before.get(name) != fact}
+    assert {"the random module", "numpy.random"} <= changed
+
+
+def test_objects_that_cannot_be_looked_at_are_left_out() -> None:
+    class Hostile:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(name)
+
+        @property
+        def __dict__(self) -> Any:  # type: ignore[override]
+            raise RuntimeError("no")
+
+    hostile, loop = Hostile(), []  # type: ignore[var-annotated]
+    loop.append(loop)
+    number = 7
+    assert facts(sys._getframe())["number"][3] == "7"
+    assert (hostile, loop) != (number, number)
+
+
+def test_only_what_has_changed_is_reported() -> None:
+    fingerprints, step = Fingerprints(), 1
+    assert "step" in fingerprints.changes(sys._getframe())
+    step += 1
+    changed = fingerprints.changes(sys._getframe())
+    assert [name for name in changed if name.isidentifier()] == ["step"]  # and what pytest notes of the line before
+    del step
+    changed = fingerprints.changes(sys._getframe())
+    assert {name: fact for name, fact in changed.items() if name.isidentifier()} == {"step": None}
+
+
+# ---- the watcher
+
+
+@pytest.fixture
+def rehearse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[DrillPlan], list[tuple[int, int]]]:
+    """Lets this process carry out a plan; returns the signals that it sends, each with the number of steps before."""
+
+    def begin(plan: DrillPlan) -> list[tuple[int, int]]:
+        plan.write(tmp_path)
+        rehearsal = Rehearsal(tmp_path)
+        sent: list[tuple[int, int]] = []
+        monkeypatch.setattr(events, "_watchers", [rehearsal])
+        monkeypatch.setattr(events, "_rehearsal", rehearsal)
+        monkeypatch.setattr(events, "_looked", True)
+        module = "holdfast.engine.manager.rehearsal.os"
+        monkeypatch.setattr(f"{module}.kill", lambda _, number: sent.append((len(rehearsal._steps), number)))
+        monkeypatch.setattr(f"{module}._exit", lambda status: sent.append((len(rehearsal._steps), -status)))
+        return sent
+
+    return begin
+
+
+def save_all(directory: Path, steps: int, **options: Any) -> list[int]:
+    with hf.CheckpointManager(directory, options=hf.CheckpointManagerOptions(**options)) as manager:
+        for step in range(1, steps + 1):
+            manager.save(step, {"w": np.full(100, step)})
+        manager.wait_until_finished()
+        return manager.all_steps()
+
+
+@pytest.mark.parametrize(
+    ("plan", "saved"),
+    [
+        ({"save": (2, 3)}, [2, 3, 5, 10]),
+        ({"save_places": (1,)}, [1, 5, 10]),
+        ({"last": 9}, [5, 9, 10]),
+        ({"count": 9}, [5, 9, 10]),
+        ({"count": 20, "dense_bytes": 1 << 30}, list(range(1, 11))),
+        ({"count": 20, "dense_bytes": 900}, [1, 5, 10]),  # one checkpoint shows that they are too large
+    ],
+)
+def test_more_steps_are_saved_and_all_are_kept(
+    tmp_path: Path, rehearse: Callable[[DrillPlan], list[Any]], plan: dict[str, Any], saved: list[int]
+) -> None:
+    rehearse(DrillPlan(name="a", **plan))
+    options = {"max_to_keep": 1, "save_interval_steps": 5, "mirror": tmp_path / "mirror"}
+    with hf.CheckpointManager(tmp_path / "run", options=hf.CheckpointManagerOptions(**options)) as manager:
+        for step in range(1, 11):
+            manager.save(step, {"w": np.full(100, step)})
+            manager.wait_until_finished()
+        assert manager.all_steps() == saved
+    assert not (tmp_path / "mirror").exists()
+
+
+@pytest.mark.parametrize(
+    ("point", "step", "sent"),
+    [("step", 3, [(3, 15)]), ("commit", 4, [(4, 15)]), ("validation", 3, []), ("step", 9, [])],
+)
+def test_the_process_is_interrupted_once(
+    tmp_path: Path, rehearse: Callable[[DrillPlan], list[Any]], point: Point, step: int, sent: list[Any]
+) -> None:
+    found = rehearse(DrillPlan(name="a", point=point, step=step, signal=15))
+    with hf.CheckpointManager(tmp_path / "run") as manager:
+        for at in range(1, 7):
+            manager.save(at, {"w": np.full(100, at)})
+            manager.wait_until_finished()
+    assert found == sent
+
+
+@pytest.mark.parametrize(("plan", "steps"), [({"count": 4}, 4), ({"last": 3}, 3)])
+def test_the_process_ends_after_the_last_step(
+    tmp_path: Path, rehearse: Callable[[DrillPlan], list[Any]], plan: dict[str, Any], steps: int
+) -> None:
+    found = rehearse(DrillPlan(name="a", **plan))
+    save_all(tmp_path / "run", steps)
+    assert found == []
+    save_all(tmp_path / "another", steps + 1)
+    assert found[0] == (steps, -75)
+
+
+def test_a_program_that_ignores_the_signal_is_killed(
+    tmp_path: Path, rehearse: Callable[[DrillPlan], list[Any]]
+) -> None:
+    found = rehearse(DrillPlan(name="a", point="step", step=2, signal=15))
+    save_all(tmp_path / "run", 13)
+    assert [number for _, number in found] == [15, 9]

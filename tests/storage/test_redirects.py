@@ -1,0 +1,81 @@
+"""Folders of a rehearsal that stand in for the directories of a run."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+import holdfast as hf
+from holdfast.engine.storage import as_location, location
+from holdfast.engine.storage.redirects import Redirects
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Lets this process be one that is rehearsed; returns the folder with the directories that stand in."""
+    monkeypatch.setattr(location, "_redirects", Redirects(tmp_path / "drill" / "runs"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "drill" / "runs"
+
+
+def test_what_is_not_claimed_stays_where_it_is(folder: Path, tmp_path: Path) -> None:
+    assert as_location("weights").path == tmp_path / "weights"
+    as_location("weights/a", writes=True)
+    assert as_location("weights").path == tmp_path / "weights"
+    assert as_location("weights/ab").path == tmp_path / "weights" / "ab"
+
+
+def test_what_is_claimed_is_elsewhere_with_all_below(folder: Path, tmp_path: Path) -> None:
+    claimed = as_location("runs/x", writes=True)
+    assert claimed.path.parent == folder
+    assert claimed.name.startswith("x.")
+    assert as_location(tmp_path / "runs" / "x" / "7") == claimed / "7" == as_location("runs/../runs/x/7")
+    assert as_location(claimed, writes=True) == claimed, "never twice"
+    assert as_location("runs/y/x", writes=True).path != claimed.path
+    below = as_location("runs/x/checkpoints", writes=True)
+    assert below == claimed / "checkpoints"
+
+    again = Redirects(folder)  # the next start of the program
+    assert again.target(str(tmp_path / "runs" / "x"), writes=False) == claimed.url
+    lines = (folder / "claims.jsonl").read_text().splitlines()
+    assert len(lines) == 3, "one line for each directory that is written to"
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/a b", "memory://x", "/", "/…/ü"])
+def test_any_place_becomes_a_folder(folder: Path, url: str) -> None:
+    target = as_location(url, writes=True)
+    assert target.is_local
+    assert target.path.parent == folder
+    assert target.name.isascii()
+
+
+def test_everything_that_saves_says_so(folder: Path, tmp_path: Path) -> None:
+    import numpy as np
+
+    from holdfast import graph
+
+    tree = {"w": np.ones(3)}
+    hf.save("one", tree)
+    hf.Checkpointer(hf.PyTreeCheckpointHandler()).save("two", tree)
+    with contextlib.closing(hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler())) as background:
+        background.save("three", tree)
+    with hf.CheckpointManager("four") as manager:
+        manager.save(1, tree)
+    with graph.CheckpointManager(graph.Checkpoint(step=3), "five", max_to_keep=1) as numbered:
+        numbered.save()
+    graph.Checkpoint(step=3).save("six")
+    graph.Checkpoint(step=3).write("seven")
+    with hf.CheckpointCallback("eight", save_interval_steps=1) as callback:
+        callback.on_step(1, tree)
+
+    assert {path.name for path in tmp_path.iterdir()} == {"drill"}
+    assert {line.split('"')[3].rpartition("/")[2] for line in (folder / "claims.jsonl").read_text().splitlines()} == {
+        *("one", "two", "three", "four", "five", "six", "seven", "eight")
+    }
+    assert (hf.load("one")["w"] == 1).all()
+    assert hf.list_checkpoints("four")[0].step == 1
+    with pytest.raises(hf.CheckpointNotFoundError):
+        hf.record_metrics("nine", 1, {"loss": 0.5})
+    assert not (tmp_path / "nine").exists()
