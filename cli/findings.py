@@ -249,7 +249,12 @@ class Causes:
                 if name not in noisy and in_use(name, reference)
             ]
             by_kind = {kind: [one for one in here if one[1].kind == kind] for kind in _CAUSES}
-            found = [_not_restored(kind, those, step, self._run.restored) for kind, those in by_kind.items() if those]
+            in_lightning = not {"lightning", "pytorch_lightning"}.isdisjoint(self._reference.libraries)
+            found = [
+                _not_restored(kind, those, step, self._run.restored, in_lightning=in_lightning)
+                for kind, those in by_kind.items()
+                if those
+            ]
             if found:
                 break
         strong = [one for one in found if one.cause in ("generator", "position")]
@@ -279,7 +284,9 @@ def _described(name: str, fact: Fact) -> str:
     return name if not fact.where else f"`{name}` ({fact.type}; {fact.where})"
 
 
-def _not_restored(kind: str, found: Sequence[tuple[str, Fact, Fact]], step: int, restored: int | None) -> Finding:
+def _not_restored(
+    kind: str, found: Sequence[tuple[str, Fact, Fact]], step: int, restored: int | None, *, in_lightning: bool
+) -> Finding:
     found = [entry for entry in found if not any(entry[0].startswith((f"{name}.", f"{name}[")) for name, _, _ in found)]
     names = tuple(name for name, _, _ in found)
     after = f"after step {step}" + ("" if restored is None else f", the run having gone on from step {restored}")
@@ -287,20 +294,29 @@ def _not_restored(kind: str, found: Sequence[tuple[str, Fact, Fact]], step: int,
     more = f" and {len(found) - 4} more" if len(found) > 4 else ""
     plain = re.sub(r"\W.*", "", names[0]) or "rng"
     if kind == "generator":
-        own = all(fact.where for _, fact, _ in found)
-        advice = (
-            f"save it: pass it to restore_or_initialize and on_step as an extra, such as {plain}={names[0]}"
-            if own
-            else "draw from a generator of the program's own (numpy.random.default_rng, torch.Generator, a jax key), "
-            "and pass it to restore_or_initialize and on_step as an extra, such as rng=generator"
-        ) + "; in Lightning, save its state in on_save_checkpoint, and set it in on_load_checkpoint"
+        if in_lightning:
+            advice = (
+                "save its state in on_save_checkpoint of the module or data module, and set it in on_load_checkpoint"
+            )
+        elif all(fact.where for _, fact, _ in found):
+            advice = f"pass it to restore_or_initialize and on_step as an extra, such as {plain}={names[0]}"
+        else:
+            advice = (
+                "draw from a generator of the program's own (numpy.random.default_rng, torch.Generator, a jax key), and "
+                "pass it to restore_or_initialize and on_step as an extra, such as rng=generator"
+            )
         text = f"a generator is not saved, or not restored: {listed}{more} differs from the undisturbed run {after}"
     elif kind == "position":
         advice = (
-            "save it: pass the iterator or loader to restore_or_initialize and on_step as an extra, such as "
+            "pass the iterator or loader to restore_or_initialize and on_step as an extra, such as "
             f"{plain}={plain}; it needs get_state and set_state, or state_dict and load_state_dict; hf.skip_to(loader) "
             "gives them to a loader that yields the same batches each time"
         )
+        if in_lightning:
+            advice = (
+                "give the loader state_dict and load_state_dict (such as StatefulDataLoader of torchdata), or save the "
+                "place in on_save_checkpoint of the data module, and set it in on_load_checkpoint"
+            )
         what = "the place in the data is not saved, or not restored"
         text = f"{what}: {listed}{more} differs from the undisturbed run {after}"
     else:

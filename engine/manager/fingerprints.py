@@ -104,6 +104,8 @@ def _namespaces(frame: FrameType | None) -> Iterator[tuple[str, str, dict[str, A
         if _is_own(code.co_filename) and code.co_name != "<module>":
             place = f"{os.path.basename(code.co_filename)}, in {code.co_qualname}"
             yield "", place, dict(frame.f_locals)
+        elif _is_trainer(trainer := frame.f_locals.get("self")):  # which holds the program's module and data
+            yield "", "the trainer", {"trainer": trainer}
         frame = frame.f_back
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -139,6 +141,9 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
             yield f".{index}", value
     elif isinstance(thing, MethodType):
         yield "", thing.__self__
+    elif _is_trainer(thing):
+        for name in ("lightning_module", "datamodule", "train_dataloader"):
+            yield f".{name}", getattr(thing, name, None)
     elif not isinstance(thing, _CLOSED) and _is_open(type(thing)):
         for name, value in list(_attributes(thing)):
             if not name.startswith("__"):
@@ -152,6 +157,11 @@ def _is_open(kind: type) -> bool:
         return True
     file = getattr(module, "__file__", None)
     return kind.__module__ == "__main__" or (isinstance(file, str) and _is_own(file))
+
+
+def _is_trainer(thing: object) -> bool:
+    kind = type(thing)
+    return kind.__name__ == "Trainer" and kind.__module__.startswith(("lightning.", "pytorch_lightning."))
 
 
 def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:

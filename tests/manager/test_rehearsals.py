@@ -188,8 +188,8 @@ def test_more_steps_are_saved_and_all_are_kept(
     tmp_path: Path, rehearse: Callable[[DrillPlan], list[Any]], plan: dict[str, Any], saved: list[int]
 ) -> None:
     rehearse(DrillPlan(name="a", **plan))
-    options = {"max_to_keep": 1, "save_interval_steps": 5, "mirror": tmp_path / "mirror"}
-    with hf.CheckpointManager(tmp_path / "run", options=hf.CheckpointManagerOptions(**options)) as manager:
+    options = hf.CheckpointManagerOptions(max_to_keep=1, save_interval_steps=5, mirror=tmp_path / "mirror")
+    with hf.CheckpointManager(tmp_path / "run", options=options) as manager:
         for step in range(1, 11):
             manager.save(step, {"w": np.full(100, step)})
             manager.wait_until_finished()
