@@ -298,6 +298,62 @@ sys.exit(checkpoint.exit_status)
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("example", "changes", "cause", "name"),
+    [
+        (
+            0,
+            {
+                "step(state):": "step(state, noise):",
+                "- 3 * x) ** 2": "- 3 * x - noise) ** 2",
+                "    for step": "    key = jax.random.key(1)\n    for step",
+                "        state, metrics = train_step(state)": "        key, drawn = jax.random.split(key)\n"
+                "        state, metrics = train_step(state, jax.random.normal(drawn, x.shape))",
+            },
+            "generator",
+            "key",
+        ),
+        (
+            2,
+            {
+                "Linear(1, 1)\n": "Linear(1, 1)\n        self.noise = torch.Generator().manual_seed(0)\n",
+                "3 * batch)": "3 * batch + torch.randn(batch.shape, generator=self.noise))",
+            },
+            "generator",
+            "trainer.lightning_module.noise",
+        ),
+        (
+            2,
+            {
+                "data = torch": "class Stream(torch.utils.data.IterableDataset):\n"
+                "    position = 0\n"
+                "    def __iter__(self):\n"
+                "        for _ in range(64):\n"
+                "            self.position += 1\n"
+                "            yield torch.tensor([float(self.position % 37)])\n\n"
+                "data = torch",
+                "torch.linspace(-1, 1, 64)[:, None], batch_size=8, shuffle=True": "Stream(), batch_size=8",
+            },
+            "position",
+            "data.dataset.position",
+        ),
+    ],
+    ids=["flax without its key", "lightning without a generator", "lightning without its place in the data"],
+)
+def test_mistakes_in_the_examples(tmp_path: Path, example: int, changes: dict[str, str], cause: str, name: str) -> None:
+    program = EXAMPLES[example]
+    for old, new in changes.items():
+        assert old in program
+        program = program.replace(old, new, 1)
+    (tmp_path / "train.py").write_text(program)
+    command = [sys.executable, "-W", "ignore", "train.py"]
+    report = drill(tmp_path, "--steps", 6, "--at", 3, "--kinds", "term", "--", *command, status=1)
+    (finding,) = report["findings"]
+    assert (finding["cause"], report["deterministic"]) == (cause, True), report
+    assert finding["names"][0] == name
+
+
+@pytest.mark.sweep
 def test_torchrun(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TWO_PROCESSES)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"]

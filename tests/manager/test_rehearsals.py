@@ -128,8 +128,8 @@ def test_objects_that_cannot_be_looked_at_are_left_out() -> None:
     hostile, loop = Hostile(), []  # type: ignore[var-annotated]
     loop.append(loop)
     number = 7
-    assert facts(sys._getframe())["number"][3] == "7"
-    assert (hostile, loop) != (number, number)
+    assert facts(sys._getframe())["number"][3] == str(number)
+    assert len(loop) == 1, hostile
 
 
 def test_only_what_has_changed_is_reported() -> None:
