@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,15 @@ def test_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     folder.mkdir()
     monkeypatch.chdir(folder)
     run_page(page, folder)
+
+
+def test_every_page_with_programs_is_run_by_a_test() -> None:
+    tests = "".join(
+        path.read_text(encoding="utf-8")
+        for path in DOCS.parent.joinpath("tests").rglob("*.py")
+        if path != Path(__file__)
+    )
+    for path in DOCS.rglob("*.md"):
+        if re.search(r"^ *```python", path.read_text(encoding="utf-8"), re.MULTILINE):
+            name = path.relative_to(DOCS).as_posix()
+            assert name in PAGES or re.search(rf'["/]{re.escape(path.name)}"', tests), f"add {name} to PAGES"
