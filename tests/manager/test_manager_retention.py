@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from tests.clocks import FakeClock
 
 import holdfast as hf
+from holdfast.engine.manager import StepInfo, reasons
 
 NAN = math.nan
 HOUR = 3600.0
@@ -277,3 +283,71 @@ def test_a_metric_that_no_checkpoint_has_is_told_before_steps_are_deleted(
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == len(said)
     assert all(part in warning for part, warning in zip(said, warnings, strict=True))
+
+
+CHANGES = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["save", "save", "save", "pin", "unpin", "metrics", "late metrics", "delete", "deleted by others"]
+        ),
+        st.integers(0, 20),  # chooses the step
+        st.sampled_from([None, math.nan, 0.1, 0.2, 0.2, 0.3]),
+    ),
+    min_size=6,
+    max_size=14,
+)
+
+
+STORY = [
+    *[("save", 0, 0.1), ("save", 0, 0.2), ("save", 0, 0.3), ("pin", 2, None), ("save", 0, 0.3)],
+    *[("unpin", 2, None), ("save", 0, 0.3), ("late metrics", 3, 0.1), ("save", 0, None), ("delete", 0, None)],
+    *[("save", 0, 0.3), ("metrics", 0, 0.2), ("deleted by others", 1, None), ("save", 0, 0.2), ("save", 0, None)],
+]
+
+
+@example(changes=STORY)
+@settings(max_examples=8, deadline=None)
+@given(changes=CHANGES)
+def test_a_run_keeps_what_all_rules_keep_of_all_steps(changes: list[tuple[str, int, float | None]]) -> None:
+    options = hf.CheckpointManagerOptions(
+        best_fn="loss", best_mode="min", max_to_keep=2, keep_latest=1, keep_period=4, keep_time_interval=3
+    )
+    clock = FakeClock()
+    steps: dict[int, StepInfo] = {}
+    late: set[int] = set()  # steps whose metrics are those of another program, also if the run has others later
+    newest = 0
+    with tempfile.TemporaryDirectory() as place, hf.CheckpointManager(place, options=options, clock=clock) as run:
+        for what, number, loss in changes:
+            metrics = None if loss is None else {"loss": loss}
+            decided = what == "save"
+            step = sorted(steps)[number % len(steps)] if steps else -1
+            if what == "save":
+                newest += 1
+                clock.sleep(1)
+                run.save(newest, {"w": 1}, metrics=metrics)
+                steps[newest] = StepInfo(step=newest, time=clock.now(), metrics=metrics)
+            elif step == -1:
+                continue
+            elif what in ("pin", "unpin"):
+                getattr(run, what)(step)
+                steps[step] = replace(steps[step], pinned=what == "pin")
+            elif what.startswith("delete"):
+                if what == "delete":
+                    run.delete(step)
+                else:
+                    shutil.rmtree(f"{place}/{step}")
+                    run.reload()
+                del steps[step]
+            elif metrics is not None and (what == "late metrics" or step not in late):
+                if what == "metrics":
+                    run.record_metrics(step, metrics)
+                    decided = True
+                else:
+                    hf.record_metrics(place, step, metrics)
+                    late.add(step)
+                steps[step] = replace(steps[step], metrics=metrics)
+            run.wait_until_finished()
+            if decided:
+                kept = {*reasons(list(steps.values()), options.rules()), newest}
+                steps = {step: info for step, info in steps.items() if step in kept}
+            assert run.all_steps() == sorted(steps)
