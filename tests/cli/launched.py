@@ -1,8 +1,8 @@
 """A training program of two processes, for torchrun or as a program of jax.distributed; with troubles on demand.
 
 ``launched.py torch|jax DIR STEPS [TROUBLE@STEP ...]``: troubles happen once each, to process 1: ``crash``, ``kill``,
-``hang``; ``parent`` and ``supervisor`` send SIGTERM to its parent, and to the parent of that. With jax, the environment
-has the process (``PROCESS``) and the port of the coordinator (``PORT``).
+``hang``, ``term``; ``parent`` and ``supervisor`` send SIGTERM to its parent, and to the parent of that. With jax, the
+environment has the process (``PROCESS``) and the port of the coordinator (``PORT``).
 """
 
 from __future__ import annotations
@@ -73,8 +73,9 @@ def happen(trouble: str, mark: Path) -> None:
         raise RuntimeError("a mistake in the program")
     if trouble == "hang":
         threading.Event().wait()
-    if trouble == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if trouble in ("kill", "term"):
+        os.kill(os.getpid(), signal.SIGKILL if trouble == "kill" else signal.SIGTERM)
+        return
     parent = os.getppid()
     stat = Path("/proc", str(parent), "stat").read_bytes()
     grandparent = int(stat[stat.rindex(b")") + 2 :].split()[1])

@@ -63,12 +63,12 @@ def test_torchrun_with_every_trouble_ends_as_without(tmp_path: Path, capsys: pyt
     assert "bit for bit" in output_of(capsys, "diff", tmp_path / "run", tmp_path / "whole")
 
 
-def jax_programs(directory: Path, *troubles: str) -> list[list[dict[str, Any]]]:
+def jax_programs(directory: Path, steps: int, *troubles: str) -> list[list[dict[str, Any]]]:
     """Supervises both processes of a program of jax.distributed; returns the events of each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, PROGRAM, "jax", str(directory), "12", *troubles]
+    command = [sys.executable, PROGRAM, "jax", str(directory), str(steps), *troubles]
     running = [
         subprocess.Popen(
             [*SUPERVISE, "--hang-timeout", "20s", "--events", f"{directory}.{process}.log", "--", *command],
@@ -86,11 +86,20 @@ def jax_programs(directory: Path, *troubles: str) -> list[list[dict[str, Any]]]:
 
 @pytest.mark.sweep
 def test_programs_of_jax_with_every_trouble_end_as_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    both = jax_programs(tmp_path / "run", "crash@3", "kill@5", "hang@8")
-    jax_programs(tmp_path / "whole")
+    both = jax_programs(tmp_path / "run", 12, "crash@3", "kill@5", "hang@8")
+    jax_programs(tmp_path / "whole", 12)
 
     for events in both:
         assert kinds(events)[-2:] == ["finished", "ended"]
         assert len(kinds(events)) >= 5, "each trouble of one process is one of the other"
     assert "hung" in kinds(both[0]) + kinds(both[1])
+    assert "bit for bit" in output_of(capsys, "diff", tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.sweep
+def test_programs_of_jax_are_preempted_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = jax_programs(tmp_path / "run", 400, "term@5")
+    jax_programs(tmp_path / "whole", 400)
+
+    assert [kinds(events) for events in both] == [["preempted", "finished", "ended"]] * 2
     assert "bit for bit" in output_of(capsys, "diff", tmp_path / "run", tmp_path / "whole")
