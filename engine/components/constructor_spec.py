@@ -26,7 +26,7 @@ import numpy as np
 from ..errors import DamagedCheckpointError, FormatVersionError, OptionError
 from ..format import dtype_from_name, dtype_name
 from ..graph import Untracked
-from ..pytree import is_jax_array, is_key, is_torch_tensor
+from ..pytree import NUMBERS, is_jax_array, is_key, is_torch_tensor, pack_numbers, packed_again
 from .permissions import Permissions, import_path
 
 _logger = logging.getLogger("holdfast")
@@ -35,6 +35,7 @@ _ARRAY_LIMIT = 1 << 20  # bytes of the largest array that is kept as an argument
 _WRITTEN_DEPTH = 50
 _READ_DEPTH = 200
 _MISSING = "missing"  # the kind of an argument that could not be kept
+_NUMBERS = "numbers"  # the kind of a long sequence of numbers
 _NESTED = "recipe"  # the kind of an object that is made by a spec of its own
 
 # ---- writing
@@ -42,6 +43,9 @@ _NESTED = "recipe"  # the kind of an object that is made by a spec of its own
 # Returns the reference to an object that is a component of the same tree, or None if it is none.
 Reference = Callable[[Any], str | None]
 Nested = Callable[[Any], "dict[str, Any] | None"]  # returns the spec of an object whose arguments were kept, or None
+
+
+_PLAIN = {bool, int, float, complex, str, bytes, type(None)}
 
 
 class CtorArguments(Untracked):
@@ -64,7 +68,8 @@ def _kept(value: Any) -> Any:
     if type(value) is dict:
         return {key: _kept(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(_kept, value))
+        plain = {*map(type, value)} <= _PLAIN  # long lists of numbers among them
+        return value[:] if plain else type(value)(map(_kept, value))
     return set(value) if type(value) is set else value
 
 
@@ -102,6 +107,11 @@ def _encode(value: Any, reference: Reference, nested: Nested, depth: int) -> Any
         return {"complex": [value.real.hex(), value.imag.hex()]}
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode("ascii")}
+    if kind in (list, tuple) and (packed := pack_numbers(value)) is not None:
+        leaf = packed.describe()
+        (piece,) = leaf.pieces
+        data = _array_data(np.asarray(piece.array))
+        return {_NUMBERS: [leaf.details["sequence"], leaf.details["elements"], *data]}
     if kind is list:
         return [within(item) for item in value]
     if kind is tuple:
@@ -211,6 +221,10 @@ def _array(array: Any) -> list[Any]:
         raise NotData(f"is an array of {array.nbytes} bytes; those belong to the state")
     if array.dtype.hasobject or array.dtype.names is not None:
         raise NotData(f"is an array of {array.dtype}")
+    return _array_data(array)
+
+
+def _array_data(array: Any) -> list[Any]:
     little = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False))
     return [dtype_name(array.dtype), list(array.shape), base64.b64encode(little.tobytes()).decode("ascii")]
 
@@ -261,6 +275,7 @@ class SpecDecoder:
             "float": lambda value, _: _float(value),
             "complex": lambda value, _: complex(*(float.fromhex(part) for part in as_list(value, 2))),
             "bytes": lambda value, _: base64.b64decode(value, validate=True),
+            _NUMBERS: lambda value, _: _sequence(value),
             "tuple": lambda value, depth: tuple(self._all(value, depth)),
             "set": lambda value, depth: set(self._all(value, depth)),
             "frozenset": lambda value, depth: frozenset(self._all(value, depth)),
@@ -405,19 +420,25 @@ def _decoded_array(value: Any) -> Any:
     return array[()] if library == "scalar" else array
 
 
+def _sequence(value: Any) -> Any:
+    sequence, elements, *rest = as_list(value, 5)
+    details = {"kind": NUMBERS, "sequence": as_text(sequence), "elements": as_text(elements)}
+    return packed_again(details, _numpy(rest, limit=None), "of the constructor spec").unpack()
+
+
 def _key(value: Any) -> Any:
     impl, *rest = as_list(value, 4)
     return _framework("jax.random").wrap_key_data(_framework("jax.numpy").asarray(_numpy(rest)), impl=as_text(impl))
 
 
-def _numpy(parts: list[Any]) -> Any:
+def _numpy(parts: list[Any], limit: int | None = _ARRAY_LIMIT) -> Any:
     name, shape, data = parts
     dtype = dtype_from_name(as_text(name))
     sizes = tuple(as_list(shape))
     if not all(type(size) is int and size >= 0 for size in sizes) or len(sizes) > 32:
         raise ValueError(f"the shape {shape!r:.80} is not valid")
     content = base64.b64decode(as_text(data), validate=True)
-    if len(content) > _ARRAY_LIMIT or math.prod(sizes) * dtype.itemsize != len(content):
+    if (limit is not None and len(content) > limit) or math.prod(sizes) * dtype.itemsize != len(content):
         raise ValueError(f"{len(content)} bytes are not an array of {dtype}{list(sizes)}")
     return np.frombuffer(content, dtype.newbyteorder("<")).reshape(sizes).astype(dtype)
 

@@ -59,7 +59,7 @@ from .names import (
     unescape_key,
     unwrapped_name,
 )
-from .packing import PACKED_FROM, PackedNumbers, pack_numbers, pack_tree
+from .packing import PACKED_FROM, PackedNumbers, pack_numbers, pack_tree, packed_again
 from .template import LeafRequest, LeafTemplate, compare, compare_metadata, describe_template, with_request
 from .torch_leaves import copy_tensors, tensors_over
 from .transform import (

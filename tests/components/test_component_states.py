@@ -20,6 +20,8 @@ from flax import struct
 
 import holdfast as hf
 from holdfast.components import Checkpointable, read_state
+from holdfast.engine.components.constructor_spec import SpecDecoder, encode_spec
+from holdfast.engine.components.permissions import Permissions
 from holdfast.engine.pytree import packing
 from holdfast.engine.storage import as_location
 
@@ -251,3 +253,57 @@ def test_a_class_of_a_program_is_found_by_its_qualified_name(tmp_path: Path) -> 
     assert program.League.Member.from_checkpoint(members / "b").weights.tolist() == [7, 7]
     with pytest.raises(hf.NotAllowedError, match=r"__main__:League.Member, which is not allowed"):
         program.Policy.from_checkpoint(members / "b")
+
+
+class Table(Checkpointable):
+    """Has numbers among its constructor arguments."""
+
+    def __init__(self, numbers: Any, names: Any = ()) -> None:
+        self.total = 0.0
+        self.made_with = [numbers, names]
+
+
+NUMBERS: dict[str, Any] = {
+    "floats": [0.1 * index for index in range(5000)],
+    "special floats": [float("nan"), float("-inf"), -0.0] * 50,
+    "integers": list(range(-2500, 2500)),
+    "large integers": [(1 << 63) - 1, -(1 << 63)] * 50,
+    "larger integers": [1 << 80] * 50,
+    "bits": [True, False] * 100,
+    "mixed": [1, 2.5, True] * 100,
+    "complex numbers": [1 + 2j, 3j] * 50,
+    "a tuple": tuple(range(100)),
+    "within others": {"rows": [[float(row)] * 40 for row in range(40)], "few": [1, 2.0]},
+    "scalars of numpy": [np.float32(0.1)] * 40,
+    "a million and more bytes": [0.5] * 200_000,
+}
+
+
+@pytest.mark.parametrize("case", NUMBERS)
+def test_numbers_as_constructor_arguments(case: str, tmp_path: Path) -> None:
+    numbers = NUMBERS[case]
+    Table(numbers, names=["a"] * 100).save_to_path(tmp_path / "table")
+    found, names = Table.from_checkpoint(tmp_path / "table").made_with
+    assert names == ["a"] * 100
+    assert (repr(found), type(found)) == (repr(numbers), type(numbers))
+
+
+def test_numbers_as_constructor_arguments_take_as_much_as_an_array(tmp_path: Path) -> None:
+    sizes = {}
+    for name, numbers in {"list": [0.1 * index for index in range(50_000)], "array": np.arange(50_000.0)}.items():
+        Table(numbers).save_to_path(tmp_path / name)
+        sizes[name] = sum(file.stat().st_size for file in (tmp_path / name).rglob("*") if file.is_file())
+    assert sizes["list"] <= 1.5 * sizes["array"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{0: "deque "}, {1: "int"}, {1: "mixed"}, {2: "|O"}, {3: [41]}, {3: [-40]}, {3: [2, 20]}, {4: "AA"}]
+)
+def test_forged_numbers_of_a_constructor_spec_are_damage(changes: dict[int, Any]) -> None:
+    spec, _ = encode_spec(([1.5] * 40,), {}, lambda _: None, lambda _: None)
+    (written,) = spec["args"]
+    decoder = SpecDecoder(Permissions(base=Checkpointable), lambda _: None, lambda _: None, "here")
+    assert decoder.decode(written) == [1.5] * 40
+    forged = [changes.get(index, part) for index, part in enumerate(written["numbers"])]
+    with pytest.raises(hf.DamagedCheckpointError):
+        decoder.decode({"numbers": forged})
