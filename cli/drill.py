@@ -222,7 +222,7 @@ def drill(command: Sequence[str], options: DrillOptions, *, as_json: bool = Fals
     except _StoppedError as stopped:
         print(f"holdfast: drill ended by {signal.Signals(stopped.number).name}", file=sys.stderr)
         return 128 + stopped.number
-    except HoldfastError as error:  # 1 would say that the checkpoints differ
+    except (HoldfastError, OSError) as error:  # such as a full disk; 1 would say that the checkpoints differ
         print(f"holdfast: {error}", file=sys.stderr)
         return BAD_USAGE
     if as_json:
