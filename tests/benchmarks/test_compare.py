@@ -37,8 +37,15 @@ def test_tiny_run(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["all.json"]
 
 
-def test_tiny_run_of_two_processes(tmp_path: Path) -> None:
-    contenders = ("raw disk", "raw disk, new memory", "holdfast (torch)")
+@pytest.mark.parametrize(
+    "contenders",
+    [
+        pytest.param(["raw disk", "raw disk, new memory"], id="disk"),
+        # Every one of its processes imports torch.
+        pytest.param(["raw disk", "holdfast (torch)"], marks=pytest.mark.sweep, id="torch"),
+    ],
+)
+def test_tiny_run_of_two_processes(contenders: list[str], tmp_path: Path) -> None:
     chosen = [argument for name in contenders for argument in ("--only", name)]
     finished = _compare("--processes", "2", *chosen, "--directory", str(tmp_path))
     assert finished.returncode == 0, finished.stderr
