@@ -23,6 +23,7 @@ from .leaves import ArrayLeaf, Box, Details, LeafProblem, Part, Piece, PinnedLea
 _logger = logging.getLogger("holdfast")
 
 _PINNED = {"gpu"}  # platforms whose arrays are copied to pinned memory
+_FEW = 64  # devices of a mesh that are listed in the facts of its arrays
 _ORIGINS = [(0,) * axes for axes in range(65)]
 
 
@@ -242,7 +243,7 @@ def is_whole(sharding: Any) -> bool:
 
 
 def _describe_sharding(sharding: Any) -> Details:
-    """Return JSON facts about a sharding, for people and for other tools; loading never needs them."""
+    """Return JSON facts about a sharding, for people, for other tools, and for `on_saved_devices`."""
     kind = type(sharding).__name__
     devices = sharding.device_set
     if len(devices) == 1 and kind != "NamedSharding":
@@ -250,14 +251,22 @@ def _describe_sharding(sharding: Any) -> Details:
         return {"type": kind, "device": f"{device.platform}:{device.id}"}
     if kind != "NamedSharding":
         return {"type": kind, "devices": len(devices)}
-    axes = [[str(name), int(size)] for name, size in sharding.mesh.shape.items()]
+    mesh: Details = {"axes": [[str(name), int(size)] for name, size in sharding.mesh.shape.items()]}
+    numbers = [int(device.id) for device in sharding.mesh.devices.flat]
+    if len(numbers) <= _FEW and numbers != _all_devices():
+        mesh["devices"] = numbers
     spec: list[Any] = []
     for entry in sharding.spec:
         if entry is None or isinstance(entry, str):
             spec.append(entry)
         else:
             spec.append([str(name) for name in entry] if isinstance(entry, tuple) else str(entry))
-    return {"type": kind, "mesh": {"axes": axes}, "spec": spec}
+    return {"type": kind, "mesh": mesh, "spec": spec}
+
+
+def _all_devices() -> list[int]:
+    jax: Any = loaded("jax")
+    return [int(device.id) for device in jax.devices()]
 
 
 def _shards(value: Any) -> list[tuple[tuple[int, ...], Any]]:
@@ -318,6 +327,12 @@ def _key_data(key_dtype: Any) -> tuple[np.dtype[Any], tuple[int, ...], str]:
     return np.dtype(data.dtype), tuple(data.shape), found[0]
 
 
+class AbstractSharding(NamedTuple):
+    """A sharding as `jax.eval_shape` gives it for arrays on a mesh with explicit axes: the devices are not known."""
+
+    sharding: Any  # a `jax.sharding.NamedSharding` of a `jax.sharding.AbstractMesh`
+
+
 def template_sharding(template: Any) -> Any:
     """Return the sharding of the array that takes the place of a template; None leaves it to jax."""
     # An array that was never put anywhere on purpose may move freely; giving it a device would tie it down.
@@ -325,26 +340,64 @@ def template_sharding(template: Any) -> Any:
     jax: Any = loaded("jax")
     if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(sharding.mesh, jax.sharding.AbstractMesh):
         return sharding
-    # As `jax.eval_shape` gives it for arrays on a mesh with explicit axes: the axes are known, the devices are not.
-    mesh = _mesh_like(sharding.mesh)
-    return None if mesh is None else jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
-
-
-def _mesh_like(abstract: Any) -> Any:
-    """Return the mesh in context with these axes, or else one of all devices; None for a mesh without axes."""
-    jax: Any = loaded("jax")
-    axes = dict(abstract.shape)
-    if not axes:
+    if not sharding.mesh.axis_names:
         return None
     current = getattr(jax.sharding, "get_mesh", lambda: None)()
-    if current is not None and dict(current.shape) == axes:
-        return current
-    if abstract.size == jax.device_count():
-        return _mesh_of_all_devices(abstract)
-    raise LeafProblem(
-        f"is sharded over a mesh with the axes {axes}, whose devices are unknown: it needs {abstract.size} of the "
-        f"{jax.device_count()} devices. Restore within jax.set_mesh(mesh), or give the template a concrete sharding"
+    if current is not None and dict(current.shape) == dict(sharding.mesh.shape):
+        return _on(current, sharding)
+    return AbstractSharding(sharding)
+
+
+def on_saved_devices(abstract: AbstractSharding, saved: Details) -> Any:
+    """Return the sharding on the mesh that was saved, if its devices are here, or else on one of all devices.
+
+    Args:
+        abstract: The sharding of the template.
+        saved: The details of the saved leaf, which are not trusted.
+
+    Raises:
+        ValueError: Neither is possible.
+    """
+    jax: Any = loaded("jax")
+    mesh = abstract.sharding.mesh
+    numbers = _saved_devices(saved, mesh)
+    if numbers is not None:
+        return _on(_mesh_of(mesh, numbers), abstract.sharding)
+    if mesh.size == jax.device_count():
+        return _on(_mesh_of_all_devices(mesh), abstract.sharding)
+    raise ValueError(
+        f"it is sharded over a mesh with the axes {dict(mesh.shape)}, whose devices are unknown: it needs {mesh.size} "
+        f"of the {jax.device_count()} devices. Restore within jax.set_mesh(mesh), or give the template a concrete "
+        "sharding"
     )
+
+
+def _saved_devices(saved: Details, mesh: Any) -> tuple[int, ...] | None:
+    """Return the numbers of the devices of the saved mesh, if it has the same axes and all devices are here."""
+    sharding = saved.get("sharding")
+    facts = sharding.get("mesh") if isinstance(sharding, dict) else None
+    if not isinstance(facts, dict) or facts.get("axes") != [[str(name), size] for name, size in mesh.shape.items()]:
+        return None
+    numbers = facts.get("devices")
+    if not isinstance(numbers, list) or any(type(number) is not int for number in numbers):
+        return None
+    fits = len(numbers) == len(set(numbers)) == mesh.size and set(numbers) <= set(_all_devices())
+    return tuple(numbers) if fits else None
+
+
+def _on(mesh: Any, sharding: Any) -> Any:
+    jax: Any = loaded("jax")
+    return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+@lru_cache(maxsize=16)
+def _mesh_of(abstract: Any, numbers: tuple[int, ...]) -> Any:
+    jax: Any = loaded("jax")
+    devices = {int(device.id): device for device in jax.devices()}
+    places = np.empty(len(numbers), object)
+    places[:] = [devices[number] for number in numbers]
+    grid = places.reshape(abstract.axis_sizes)
+    return jax.sharding.Mesh(grid, abstract.axis_names, axis_types=abstract.axis_types)
 
 
 @lru_cache(maxsize=16)

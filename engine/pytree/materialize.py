@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -36,8 +37,9 @@ def partition(template: LeafTemplate, saved: Saved) -> Partition | None:
         return None
     boxes: Sequence[Box] | None = None
     if template.kind in {"jax", "key"}:
-        if jax_leaves.is_spread(template.sharding):
-            boxes = jax_leaves.device_boxes(template.sharding, template.shape).boxes
+        sharding = _on_devices(template, saved).sharding
+        if jax_leaves.is_spread(sharding):
+            boxes = jax_leaves.device_boxes(sharding, template.shape).boxes
     elif template.kind == "torch" and template.leaf is not None:
         boxes = torch_leaves.local_boxes(template.leaf, template.shape)
     if boxes is None:
@@ -46,6 +48,13 @@ def partition(template: LeafTemplate, saved: Saved) -> Partition | None:
         boxes = [whole(template.shape)]
     limits = whole(saved.shape)
     return Partition(boxes, [box.common(limits) or Box(limits.start, limits.start) for box in boxes])
+
+
+def _on_devices(template: LeafTemplate, saved: Saved) -> LeafTemplate:
+    """Return a template whose sharding has devices."""
+    if type(template.sharding) is not jax_leaves.AbstractSharding:
+        return template
+    return replace(template, sharding=jax_leaves.on_saved_devices(template.sharding, saved.details))
 
 
 class _Inexact(ValueError):  # noqa: N818 - becomes one line of a TreeMismatchError
@@ -90,6 +99,7 @@ def materialize(
                 if template.cast:  # a copy was made: the next one can use the memory
                     _forget(arrays, index)
                     _forget(() if part is None else part[1], slice(None))
+                template = _on_devices(template, leaf)
                 if template.kind not in {"jax", "key"}:
                     results[index] = _placed(template, pieces)
                 elif part is not None and jax_leaves.is_spread(template.sharding):
