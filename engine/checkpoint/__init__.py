@@ -9,6 +9,7 @@ from .commit import (
     PendingCheckpoint,
     copy_left,
     delete_checkpoint,
+    deleted_on_interrupt,
     has_changed,
     has_record,
     read_record,

@@ -20,7 +20,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from ..errors import (
@@ -462,6 +462,20 @@ def delete_checkpoint(location: Location) -> None:
     with contextlib.suppress(ObjectNotFoundError):
         (location / RECORD).rename(DELETED)
     location.remove_tree(last=DELETED)
+
+
+@contextlib.contextmanager
+def deleted_on_interrupt(directory: Location, made: Sequence[Location]) -> Iterator[None]:
+    """Delete the checkpoints that were made in a directory if Ctrl-C ends the work, and the directory if it is new."""
+    is_new = not directory.exists()
+    try:
+        yield
+    except KeyboardInterrupt:
+        for location in made:
+            delete_checkpoint(location)
+        if is_new and directory.exists() and not directory.entries():
+            directory.remove_tree()
+        raise
 
 
 def sweep(location: Location, parts: CommitParts | None = None) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast, get_args
 from numpy.typing import NDArray
 
 from ..arrays import HostTree, Layout, SavedLeaf, TreeSource, TreeWriter, batches
-from ..checkpoint import ITEM, ItemToSave, Place, Save
+from ..checkpoint import ITEM, ItemToSave, Place, Save, deleted_on_interrupt
 from ..clock import UNHEARD, Portion, Progress, SystemClock
 from ..distributed import Coordinator, run_on_primary
 from ..errors import (
@@ -111,7 +111,7 @@ def import_checkpoint(
         CheckpointNotFoundError: The source holds no checkpoint of a supported library.
         CheckpointExistsError: The destination exists.
         DamagedCheckpointError: The source is damaged, or the result does not verify. Steps that were finished before
-            are whole.
+            are whole. (Ctrl-C deletes them, so that the same call can be repeated.)
         UnsupportedLeafError: No array of the source can be read.
         OptionError: The source is one of holdfast's own.
         PeerFailedError: It failed on process 0; raised on the others.
@@ -136,11 +136,14 @@ def _imports(origin: Location, target: Location, overwrite: bool, progress: Prog
         return [_import(checkpoint, target, None, overwrite, portion)]
     metadata = found.metadata()
     portions = portions_of(progress, list(steps.values()))
-    done = [
-        _import(open_at(entry.location), target / str(step), step, overwrite, portion)
-        for (step, entry), portion in zip(steps.items(), portions, strict=True)
-    ]
-    store_metadata(target, metadata)
+    done: list[Conversion] = []
+    made: list[Location] = []
+    with deleted_on_interrupt(target, made):
+        for (step, entry), portion in zip(steps.items(), portions, strict=True):
+            done.append(_import(open_at(entry.location), target / str(step), step, overwrite, portion))
+            if not overwrite:  # it may have taken the place of another one
+                made.append(target / str(step))
+        store_metadata(target, metadata)
     return done
 
 

@@ -217,3 +217,17 @@ def test_an_interrupted_export_leaves_nothing(to: str, run: Path, capsys: pytest
 
     assert {path.name for path in run.parent.iterdir()} == {"run"}
     output_of(capsys, "export", run / "1", target, "--to", to)
+
+
+def test_an_interrupted_conversion_of_a_run_leaves_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    orbax, back = run.parent / "orbax", run.parent / "back"
+
+    interrupt(14 * MEGABYTE, "export", run, orbax, "--to", "orbax")  # in the second step
+    assert {path.name for path in run.parent.iterdir()} == {"run"}
+    output_of(capsys, "export", run, orbax, "--to", "orbax")
+
+    interrupt(3 * sum(map(len, files(orbax / "1").values())) // 2, "import", orbax, back)  # in the second step
+    assert {path.name for path in run.parent.iterdir()} == {"run", "orbax"}
+    output_of(capsys, "import", orbax, back)
+    assert [one.step for one in hf.list_checkpoints(back)] == [1, 2]
+    assert hf.verify(back).ok

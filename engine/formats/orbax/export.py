@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...arrays import SavedLeaf, TreeSource, batches
-from ...checkpoint import Place
+from ...checkpoint import Place, deleted_on_interrupt
 from ...clock import UNHEARD, Portion, Progress
 from ...distributed import Coordinator, run_on_primary
 from ...errors import CheckpointExistsError, CheckpointNotFoundError, OptionError, StorageError, UnsupportedLeafError
@@ -264,12 +264,15 @@ def export_orbax(
     taken = [target / str(number) for number in places if (target / str(number)).exists()]
     if taken:
         raise CheckpointExistsError(f"{taken[0]} exists already; choose another destination")
-    for entry, portion in zip(places.values(), portions_of(progress, list(places.values())), strict=True):
-        _export(open_at(entry.location), target / str(entry.step), item, select, portion, managed=True)
-    if metadata:
-        document = {"custom_metadata": dict(metadata)}
-        _write_files(target, {f"{RUN_METADATA}/{RUN_METADATA_FILE}": json_file(document)})
-    return [target / str(number) for number in places]
+    made: list[Location] = []
+    with deleted_on_interrupt(target, made):
+        for entry, portion in zip(places.values(), portions_of(progress, list(places.values())), strict=True):
+            _export(open_at(entry.location), target / str(entry.step), item, select, portion, managed=True)
+            made.append(target / str(entry.step))
+        if metadata:
+            document = {"custom_metadata": dict(metadata)}
+            _write_files(target, {f"{RUN_METADATA}/{RUN_METADATA_FILE}": json_file(document)})
+    return made
 
 
 def add_orbax_metadata(
