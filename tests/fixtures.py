@@ -7,7 +7,7 @@ import re
 import resource
 import signal
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,16 @@ from holdfast.engine.format.record import RECORD
 from holdfast.engine.storage import as_location
 
 
-@pytest.fixture(autouse=True)
-def _logging_as_it_was() -> Iterator[None]:
-    """Keeps what a command does to the logging of its process from reaching other tests."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Keeps what a command does to logging from reaching other tests, also from a fixture of its module."""
     logger = logging.getLogger("holdfast")
     handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
-    yield
-    logger.handlers[:], logger.propagate = handlers, propagate
-    logger.setLevel(level)
+    try:
+        return (yield)
+    finally:
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 @pytest.fixture

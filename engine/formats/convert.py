@@ -133,16 +133,17 @@ def _imports(origin: Location, target: Location, overwrite: bool, progress: Prog
     if not steps:
         checkpoint = open_checkpoint(origin)
         (portion,) = portions_of(progress, [StepEntry(0, checkpoint.location)])
-        return [_import(checkpoint, target, None, overwrite, portion)]
+        with deleted_on_interrupt(target, [] if overwrite else [target]):
+            return [_import(checkpoint, target, None, overwrite, portion)]
     metadata = found.metadata()
     portions = portions_of(progress, list(steps.values()))
     done: list[Conversion] = []
     made: list[Location] = []
     with deleted_on_interrupt(target, made):
         for (step, entry), portion in zip(steps.items(), portions, strict=True):
-            done.append(_import(open_at(entry.location), target / str(step), step, overwrite, portion))
-            if not overwrite:  # it may have taken the place of another one
+            if not overwrite:  # otherwise it may take the place of another one
                 made.append(target / str(step))
+            done.append(_import(open_at(entry.location), target / str(step), step, overwrite, portion))
         store_metadata(target, metadata)
     return done
 

@@ -28,8 +28,10 @@ Kind = Literal["generator", "position", "value", "array"]
 Fact = tuple[Kind, str, str, str]
 """Of one object: its kind, its type, where it was found, and a digest of its state."""
 
-_OBJECTS = 5000  # that are looked at, at a step
-_SECONDS = 0.5
+_Space = tuple[str, str, dict[str, Any]]  # variables, with a prefix for their names, and where they are
+
+_OBJECTS = 5000  # that are looked at, at a step: in functions, and again in modules
+_SECONDS = 0.5  # for each
 _DEPTH = 7
 _ITEMS = 64  # of a container
 _BYTES = 4 << 20  # of an array
@@ -64,13 +66,21 @@ class Fingerprints:
 def facts(frame: FrameType | None) -> dict[str, Fact]:
     """Return the fingerprints of everything in reach of a frame, by its name in the program."""
     found = dict(_global_generators())
-    spaces = list(_namespaces(frame))
-    known = {id(space) for _, _, space in spaces}
+    # A program has many modules, whose variables must not hide what the running functions hold.
+    groups = [list(_functions(frame)), list(_modules())]
+    known = {id(space) for group in groups for _, _, space in group}
+    looked: list[Any] = []  # kept alive, so that no other object gets the same address
+    for group in groups:
+        _look(group, found, known, looked)
+    return found
+
+
+def _look(spaces: list[_Space], found: dict[str, Fact], known: set[int], looked: list[Any]) -> None:
+    """Add the fingerprints of what variables lead to, the nearest first."""
     queue: deque[tuple[str, str, Any, int, type]] = deque()  # name, place, object, depth, type of its owner
     for prefix, where, space in spaces:
         queue.extend((f"{prefix}{name}", where, value, 0, dict) for name, value in space.items() if _is_name(name))
     until = time.monotonic() + _SECONDS
-    looked: list[Any] = []  # kept alive, so that no other object gets the same address
     for _ in range(_OBJECTS):
         if not queue or time.monotonic() > until:
             break
@@ -91,14 +101,13 @@ def facts(frame: FrameType | None) -> dict[str, Fact]:
                 queue.extend((f"{name}{key}", where, part, depth + 1, kind) for key, part in _parts(thing))
         except Exception:  # of an object's own code, such as an array whose memory was donated: it has no fingerprint
             continue
-    return found
 
 
 # ---- where to look
 
 
-def _namespaces(frame: FrameType | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Generate the variables of the program's functions that are running, the inner first, and of its modules."""
+def _functions(frame: FrameType | None) -> Iterator[_Space]:
+    """Generate the variables of the program's functions that are running, the inner first."""
     while frame is not None:
         code = frame.f_code
         if _is_own(code.co_filename) and code.co_name != "<module>":
@@ -107,6 +116,10 @@ def _namespaces(frame: FrameType | None) -> Iterator[tuple[str, str, dict[str, A
         elif _is_trainer(trainer := frame.f_locals.get("self")):  # which holds the program's module and data
             yield "", "the trainer", {"trainer": trainer}
         frame = frame.f_back
+
+
+def _modules() -> Iterator[_Space]:
+    """Generate the variables of the program's modules."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and _is_own(file):

@@ -151,6 +151,7 @@ class Meter(progress.Meter):
             os.kill(os.getpid(), signal.SIGINT)
 
 LIMIT = int(sys.argv[1])
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
 progress.Meter = Meter
 sys.exit(main(sys.argv[2:]))
 """

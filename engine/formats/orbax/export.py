@@ -267,8 +267,8 @@ def export_orbax(
     made: list[Location] = []
     with deleted_on_interrupt(target, made):
         for entry, portion in zip(places.values(), portions_of(progress, list(places.values())), strict=True):
-            _export(open_at(entry.location), target / str(entry.step), item, select, portion, managed=True)
             made.append(target / str(entry.step))
+            _export(open_at(entry.location), made[-1], item, select, portion, managed=True)
         if metadata:
             document = {"custom_metadata": dict(metadata)}
             _write_files(target, {f"{RUN_METADATA}/{RUN_METADATA_FILE}": json_file(document)})
