@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import subprocess
@@ -96,8 +95,7 @@ def test_a_cli_program_is_killed_twice(tmp_path: Path, capsys: pytest.CaptureFix
 
     runs = [directory / "runs" / "line" / "checkpoints" for directory in (whole, killed)]
     assert hf.list_checkpoints(runs[1])[-1].step == 128
-    differences = json.loads(output_of(capsys, "diff", *runs, "--json", status=1))["differences"]
-    assert [one["path"] for one in differences] == ["holdfast/reloaded_at_epoch"]  # when it was resumed, which is all
+    assert "bit for bit" in output_of(capsys, "diff", *runs)
     starts = [line for line in (runs[1] / "events.jsonl").read_text().splitlines() if '"started"' in line]
     assert len(starts) == 3
 

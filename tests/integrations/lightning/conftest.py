@@ -39,13 +39,19 @@ def new_directory() -> Callable[[], str]:
     return lambda: f"memory://lightning-tests/{next(_count)}"
 
 
+def _environment() -> dict[str, str]:
+    """Returns the environment of programs that import the tests' modules."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+
+
 @pytest.fixture(scope="module")
 def run_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., tuple[int, Any, str]]]:
     """Runs the program as a process; returns its status, what it reports at its end, and what it said."""
     said, result = tmp_path_factory.mktemp("processes") / "stderr", tmp_path_factory.mktemp("results") / "result.json"
     command = [sys.executable, str(PROGRAM)]
     with said.open("w") as stderr:
-        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        pipe = subprocess.PIPE
+        server = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, text=True, env=_environment())
 
     def run(directory: Path, **options: Any) -> tuple[int, Any, str]:
         assert server.stdin is not None
@@ -64,8 +70,8 @@ def run_together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
     """Runs the program as several processes; returns, of each, its status, what it reports, and what it said."""
     results = tmp_path_factory.mktemp("together")
     command = [sys.executable, "-m", "tests.integrations.lightning.several"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as server:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=_environment()) as server:
 
         def run(directory: Path, count: int = 2, **options: Any) -> list[tuple[int, Any, str]]:
             assert server.stdin is not None
