@@ -133,18 +133,24 @@ def test_the_weights_that_fit_are_taken(tmp_path: Path, caplog: pytest.LogCaptur
         callback.restore_or_initialize(here.replace(params={"other": jnp.ones(7)}))
 
 
+class Layers(nnx.Module):
+    def __init__(self, seed: int, units: int) -> None:
+        rngs = nnx.Rngs(seed)
+        self.first = nnx.Linear(3, 4, rngs=rngs)
+        self.second = nnx.Linear(4, units, rngs=rngs)
+
+
 @pytest.mark.parametrize("kind", ["torch", "nnx"])
 def test_the_weights_that_fit_of_modules(tmp_path: Path, kind: str) -> None:
     def module(seed: int, units: int) -> Any:
         if kind == "nnx":
-            rngs = nnx.Rngs(seed)
-            return nnx.List([nnx.Linear(3, 4, rngs=rngs), nnx.Linear(4, units, rngs=rngs)])
+            return Layers(seed, units)
         torch.manual_seed(seed)
         return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, units))
 
     def weights(one: Any) -> list[Any]:
         if kind == "nnx":
-            return [np.asarray(layer.kernel[...]) for layer in one]
+            return [np.asarray(layer.kernel[...]) for layer in (one.first, one.second)]
         return [layer.weight.detach().numpy().copy() for layer in one]
 
     there, here = module(1, 2), module(2, 5)
