@@ -8,9 +8,10 @@ import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..engine.errors import shortened, shortened_steps
+from ..engine.manager import Fact
 from ..engine.sources import LeafDifference
 from .report import count, print_table
 
@@ -43,15 +44,6 @@ def kind_of_state(leaf: str) -> str:
 
 
 # ---- what a start of the program has reported
-
-
-class Fact(NamedTuple):
-    """The fingerprint of an object; ``engine/manager/fingerprints.py`` takes them."""
-
-    kind: str
-    type: str
-    where: str
-    digest: str
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from .directory import (
     stored_metadata,
     stored_options,
 )
-from .drill import TRACES, DrillPlan
+from .drill import TRACES, DrillPlan, Fact
 from .events import (
     BEAT,
     EVENTS,

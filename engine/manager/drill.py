@@ -6,11 +6,23 @@ import json
 import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from .events import Point
 
 PLAN = "plan.json"  # name of the file in the folder of a rehearsal
 TRACES = "traces"  # and of the folder with what the processes of each start report
+
+Kind = Literal["generator", "position", "value", "array"]
+
+
+class Fact(NamedTuple):
+    """The fingerprint of one object of the program."""
+
+    kind: Kind
+    type: str
+    where: str  # where it was found
+    digest: str  # of its state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,13 +20,11 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, FunctionType, GeneratorType, MethodType, ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-Kind = Literal["generator", "position", "value", "array"]
-Fact = tuple[Kind, str, str, str]
-"""Of one object: its kind, its type, where it was found, and a digest of its state."""
+from .drill import Fact, Kind
 
 _Space = tuple[str, str, dict[str, Any]]  # variables, with a prefix for their names, and where they are
 
@@ -93,9 +91,9 @@ def _look(spaces: list[_Space], found: dict[str, Fact], known: set[int], looked:
                 looked.append(thing)
             fact = _fact(thing, with_arrays=depth < 2)
             if fact is not None and fact[0] == "value" and is_position(owner):
-                found.setdefault(name, ("position", owner.__qualname__, where, fact[1]))
+                found.setdefault(name, Fact("position", owner.__qualname__, where, fact[1]))
             elif fact is not None:
-                found.setdefault(name, (fact[0], type(thing).__qualname__, where, fact[1]))
+                found.setdefault(name, Fact(fact[0], type(thing).__qualname__, where, fact[1]))
             if depth < _DEPTH:
                 kind = type(thing)
                 queue.extend((f"{name}{key}", where, part, depth + 1, kind) for key, part in _parts(thing))
@@ -262,15 +260,15 @@ _STATES = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
 def _global_generators() -> Iterator[tuple[str, Fact]]:
     """Generate the generators that functions such as ``random.random()`` draw from."""
-    yield "the random module", ("generator", "random", "", _digest(repr(random.getstate())))
-    yield "numpy.random", ("generator", "numpy.random", "", _digest(_text(np.random.get_state(legacy=False))))
+    yield "the random module", Fact("generator", "random", "", _digest(repr(random.getstate())))
+    yield "numpy.random", Fact("generator", "numpy.random", "", _digest(_text(np.random.get_state(legacy=False))))
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "get_rng_state"):
         return
-    yield "torch's default generator", ("generator", "torch", "", _digest(torch.get_rng_state().numpy().tobytes()))
+    yield "torch's default generator", Fact("generator", "torch", "", _digest(torch.get_rng_state().numpy().tobytes()))
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         bits = b"".join(state.cpu().numpy().tobytes() for state in torch.cuda.get_rng_state_all())
-        yield "torch's generators of CUDA", ("generator", "torch.cuda", "", _digest(bits))
+        yield "torch's generators of CUDA", Fact("generator", "torch.cuda", "", _digest(bits))
 
 
 def _text(state: Any) -> str:
