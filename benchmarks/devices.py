@@ -66,14 +66,42 @@ def _shapes(gigabytes: float) -> list[tuple[int, int]]:
     return [(large // 4096, 1024)] * (nbytes // large) + [(1, 256)] * 4 * (nbytes // large)
 
 
-class TorchTensors:
+class Arrays:
+    """Arrays of one library on a device."""
+
+    def __init__(self, device: str, gigabytes: float, directory: Path) -> None:
+        self.device = device
+        self.tree: Any = {}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Managed(Arrays):
+    """A manager, as programs use it."""
+
+    def __init__(self, device: str, gigabytes: float, directory: Path) -> None:
+        super().__init__(device, gigabytes, directory)
+        self._manager = hf.CheckpointManager(directory, options=hf.CheckpointManagerOptions(max_to_keep=1))
+
+    def save(self, path: Path) -> tuple[Callable[[], object], Callable[[], object]]:
+        """Save the next step."""
+        self._manager.save(int(path.name), self.tree)
+        return lambda: None, self._manager.wait_until_finished
+
+    def close(self) -> None:
+        """Close the manager."""
+        self._manager.close()
+
+
+class TorchTensors(Arrays):
     """Tensors, which an optimizer changes in place."""
 
     def __init__(self, device: str, gigabytes: float, directory: Path) -> None:
         import torch
 
+        super().__init__(device, gigabytes, directory)
         self.torch: Any = torch
-        self.device = device
         self.tree = {
             f"layer {number}": torch.rand(shape, device=device) for number, shape in enumerate(_shapes(gigabytes))
         }
@@ -83,9 +111,6 @@ class TorchTensors:
         self.torch._foreach_add_(list(self.tree.values()), 1.0)
         if self.device != "cpu":
             getattr(self.torch, self.device).synchronize()
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 class TorchCopy(TorchTensors):
@@ -103,21 +128,8 @@ class TorchCopy(TorchTensors):
         return lambda: None, lambda: None
 
 
-class HoldfastTorch(TorchTensors):
-    """A manager, as programs use it."""
-
-    def __init__(self, device: str, gigabytes: float, directory: Path) -> None:
-        super().__init__(device, gigabytes, directory)
-        self._manager = hf.CheckpointManager(directory, options=hf.CheckpointManagerOptions(max_to_keep=1))
-
-    def save(self, path: Path) -> tuple[Callable[[], object], Callable[[], object]]:
-        """Save the next step."""
-        self._manager.save(int(path.name), self.tree)
-        return lambda: None, self._manager.wait_until_finished
-
-    def close(self) -> None:
-        """Close the manager."""
-        self._manager.close()
+class HoldfastTorch(Managed, TorchTensors):
+    """A manager, with tensors."""
 
 
 class TorchDcp(TorchTensors):
@@ -150,12 +162,13 @@ class TorchDcp(TorchTensors):
         self._stager.close()
 
 
-class JaxArrays:
+class JaxArrays(Arrays):
     """Arrays of jax, whose memory the next step takes over."""
 
     def __init__(self, device: str, gigabytes: float, directory: Path) -> None:
         import jax
 
+        super().__init__(device, gigabytes, directory)
         self.jax: Any = jax
         place = jax.devices("gpu" if device == "cuda" else device)[0]
         generator = np.random.default_rng(0)
@@ -169,25 +182,9 @@ class JaxArrays:
         """Replace all arrays."""
         self.tree = self.jax.block_until_ready(self._add(self.tree))
 
-    def close(self) -> None:
-        """Nothing is open."""
 
-
-class HoldfastJax(JaxArrays):
-    """A manager, as programs use it."""
-
-    def __init__(self, device: str, gigabytes: float, directory: Path) -> None:
-        super().__init__(device, gigabytes, directory)
-        self._manager = hf.CheckpointManager(directory, options=hf.CheckpointManagerOptions(max_to_keep=1))
-
-    def save(self, path: Path) -> tuple[Callable[[], object], Callable[[], object]]:
-        """Save the next step."""
-        self._manager.save(int(path.name), self.tree)
-        return lambda: None, self._manager.wait_until_finished
-
-    def close(self) -> None:
-        """Close the manager."""
-        self._manager.close()
+class HoldfastJax(Managed, JaxArrays):
+    """A manager, with arrays of jax."""
 
 
 class Orbax(JaxArrays):
