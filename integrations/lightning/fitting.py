@@ -1,7 +1,7 @@
 """What a checkpoint holds for a module, its optimizers and schedulers, and what of it a changed program takes.
 
 torch numbers the parameters of an optimizer by their order. A checkpoint of ours notes their names as well, so that
-what an optimizer keeps for a parameter follows it, in whatever order the program has its parameters now.
+what an optimizer keeps for a parameter follows it, even if the program has its parameters in another order now.
 """
 
 from __future__ import annotations
