@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch import Trainer, callbacks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from tests.integrations.lightning import program
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -109,7 +108,7 @@ def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict
         strategy = ModelParallelStrategy(data_parallel_size=count, tensor_parallel_size=1)
     if strategy == "ddp with own buffers":
         strategy = DDPStrategy(broadcast_buffers=False)
-    averages = [EMAWeightAveraging(decay=0.5)] if options.pop("average", False) else []
+    averages = [callbacks.EMAWeightAveraging(decay=0.5)] if options.pop("average", False) else []
     model = Sharded() if sharded else Model() if noted else program.Model()
     callback = CheckpointCallback(directory, **{"save_interval_steps": 1, **checkpoint})
     trainer = Trainer(

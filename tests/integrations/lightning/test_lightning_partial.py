@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as lightning
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch import callbacks as parts
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback
@@ -327,6 +327,7 @@ def test_another_number_of_optimizers_is_refused(program: Any, new_directory: Ne
     assert seen.moments.keys() == {"two.weight", "two.bias"}  # the first took what it could, the other is fresh
 
 
+@pytest.mark.needs("lightning", "2.6")
 @pytest.mark.parametrize("partial", [None, "initialize"])
 def test_an_average_from_now_on(
     program: Any, new_directory: NewDirectory, partial: Any, caplog: pytest.LogCaptureFixture
@@ -334,10 +335,10 @@ def test_an_average_from_now_on(
     directory = new_directory()
     old, _ = fit(program, directory, STEPS, LAYERS, adam)
     weights = old.lightning_module.state_dict()
-    average = EMAWeightAveraging(decay=0.5)
+    average = parts.EMAWeightAveraging(decay=0.5)
     _, seen = fit(program, directory, STEPS, LAYERS, adam, seed=2, callbacks=(average,), partial=partial)
     assert not hasattr(seen, "step")  # nothing left to do, with the average in place
-    average = EMAWeightAveraging(decay=0.5)
+    average = parts.EMAWeightAveraging(decay=0.5)
     caplog.clear()
     _, seen = fit(program, directory, STEPS + 2, LAYERS, adam, seed=2, callbacks=(average,), partial=partial)
     assert seen.step == STEPS
@@ -346,21 +347,22 @@ def test_an_average_from_now_on(
     assert len(told) == (partial is not None)
 
 
+@pytest.mark.needs("lightning", "2.6")
 def test_an_average_and_a_new_layer(program: Any, new_directory: NewDirectory) -> None:
     """Of both: the weights and their average keep what fits."""
     directory = new_directory()
-    fit(program, directory, STEPS, LAYERS, adam, callbacks=(EMAWeightAveraging(decay=0.5),))
+    fit(program, directory, STEPS, LAYERS, adam, callbacks=(parts.EMAWeightAveraging(decay=0.5),))
     saved = hf.load(f"{directory}/{STEPS}")
 
     class Began(Seen):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             super().on_train_start(trainer, pl_module)
-            (found,) = [one for one in trainer.callbacks if isinstance(one, EMAWeightAveraging)]
+            (found,) = [one for one in trainer.callbacks if isinstance(one, parts.EMAWeightAveraging)]
             assert found._average_model is not None
             self.average = {k: v.clone() for k, v in found._average_model.module.state_dict().items()}
 
     began = Began()
-    callbacks = (EMAWeightAveraging(decay=0.5), began)
+    callbacks = (parts.EMAWeightAveraging(decay=0.5), began)
     fit(program, directory, STEPS + 1, {**LAYERS, "new": 2}, adam, seed=2, callbacks=callbacks, partial="initialize")
     for name in ALL:
         assert began.weights[name].numpy().tobytes() == saved["current_model_state"][name].tobytes()
@@ -370,10 +372,11 @@ def test_an_average_and_a_new_layer(program: Any, new_directory: NewDirectory) -
         assert torch.equal(began.weights[name], began.average[name])
 
 
+@pytest.mark.needs("lightning", "2.6")
 def test_an_average_no_more(program: Any, new_directory: NewDirectory, caplog: pytest.LogCaptureFixture) -> None:
     """The state dict of such a checkpoint is the average: training would go on from it, and say nothing."""
     directory = new_directory()
-    fit(program, directory, STEPS, LAYERS, adam, callbacks=(EMAWeightAveraging(decay=0.5),))
+    fit(program, directory, STEPS, LAYERS, adam, callbacks=(parts.EMAWeightAveraging(decay=0.5),))
     saved = hf.load(f"{directory}/{STEPS}")
     with pytest.raises(hf.TreeMismatchError, match="saved with WeightAveraging"):
         fit(program, directory, STEPS + 1, LAYERS, adam, seed=2)
