@@ -28,7 +28,7 @@ import numpy as np
 
 from .errors import DamagedCheckpointError, OptionError, StateError
 from .format import is_inside
-from .pytree import expand
+from .pytree import expand, is_jax_array, is_key, is_torch_tensor, loaded
 
 _TORCH = "torch.Tensor"
 _JAX = "jax.Array"
@@ -283,12 +283,11 @@ def encode_state(value: Any) -> Any:
         return deque(map(encode_state, value), value.maxlen)
     if isinstance(value, np.ndarray):
         return value.copy()
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
+    if is_torch_tensor(value):
         return {_TORCH: value.detach().clone()}
-    jax = sys.modules.get("jax")
-    if jax is not None and isinstance(value, jax.Array):
-        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if is_jax_array(value):
+        if is_key(value):
+            jax: Any = loaded("jax")
             return {_KEY: jax.random.key_data(value), "impl": str(jax.random.key_impl(value))}
         return {_JAX: value}
     contents = None if isinstance(value, type) else expand(value)

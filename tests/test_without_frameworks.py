@@ -75,3 +75,41 @@ def test_a_program_that_has_none_of_them(tmp_path: Path) -> None:
         [sys.executable, "-W", "error", "-c", READ, str(tmp_path / "ckpt")], capture_output=True, text=True, check=False
     )
     assert found.stdout == "read\n", found.stderr
+
+
+HALF = """
+import sys, types
+
+for name in ("torch", "jax", "flax", "flax.nnx"):  # as another thread finds them in the middle of an import
+    sys.modules[name] = types.ModuleType(name)
+import numpy as np
+import holdfast as hf
+import holdfast.components, holdfast.graph
+
+class Counter:
+    def __init__(self):
+        self.seen = {"values": [1, 2], "rate": np.float32(0.5)}
+
+    def get_state(self):
+        return {**self.seen, "words": np.arange(3)}
+
+    def set_state(self, state):
+        self.seen = {"values": state["values"], "rate": state["rate"]}
+
+class Part(hf.components.Checkpointable):
+    def __init__(self, size, device="cpu"):
+        self.weights, self.counter = np.zeros(size), Counter()
+
+place = sys.argv[1]
+hf.save(place + ".tree", {"a": np.ones(2)})
+hf.graph.Checkpoint(counter=Counter(), net=hf.graph.Node(w=np.ones(2))).write(place + ".graph")
+path = Part(3).save_to_path(place + ".component")
+assert Part.from_checkpoint(path).weights.shape == (3,)
+print("saved")
+"""
+
+
+def test_a_framework_that_another_thread_is_importing_is_none_yet(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HALF, str(tmp_path / "ckpt")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "saved\n"), done.stderr

@@ -14,7 +14,6 @@ import functools
 import importlib
 import logging
 import math
-import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as FilePath
@@ -26,7 +25,7 @@ import numpy as np
 from ..errors import DamagedCheckpointError, FormatVersionError, OptionError
 from ..format import dtype_from_name, dtype_name
 from ..graph import Untracked
-from ..pytree import NUMBERS, is_jax_array, is_key, is_torch_tensor, pack_numbers, packed_again
+from ..pytree import NUMBERS, is_jax_array, is_key, is_torch_tensor, loaded, pack_numbers, packed_again
 from .permissions import Permissions, import_path
 
 _logger = logging.getLogger("holdfast")
@@ -180,7 +179,7 @@ def _encode_of_framework(value: Any) -> dict[str, Any] | None:
         return {"dtype": dtype_name(value)}
     if isinstance(value, np.ndarray | np.generic):
         return {"array": ["scalar" if isinstance(value, np.generic) else "numpy", *_array(np.asarray(value))]}
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is not None and isinstance(value, torch.dtype):
         return {"torch.dtype": str(value).removeprefix("torch.")}
     if torch is not None and isinstance(value, torch.device):
@@ -190,7 +189,7 @@ def _encode_of_framework(value: Any) -> dict[str, Any] | None:
             raise NotData(f"is a {type(value).__name__} of {value.dtype}{list(value.shape)}; those belong to the state")
         return {"array": ["torch", *_array(value.detach().cpu().numpy())]}
     if is_jax_array(value):
-        jax: Any = sys.modules["jax"]
+        jax: Any = loaded("jax")
         typed_key = is_key(value)
         data = jax.numpy.asarray(jax.random.key_data(value)) if typed_key else value
         if not data.is_fully_addressable or data.nbytes > _ARRAY_LIMIT:
@@ -200,7 +199,7 @@ def _encode_of_framework(value: Any) -> dict[str, Any] | None:
         return {"array": ["jax", *_array(np.asarray(data))]}
     if type(value).__module__ == "jax._src.numpy.scalar_types" and isinstance(value.dtype, np.dtype):
         return {"jax.dtype": value.dtype.name}
-    nnx = sys.modules.get("flax.nnx")
+    nnx = loaded("flax.nnx")
     if nnx is not None and isinstance(value, nnx.Rngs):
         return {"nnx.Rngs": [name for name in vars(value) if not name.startswith("_")]}
     return None
@@ -211,7 +210,7 @@ _PLAIN_TENSORS = ("float16", "float32", "float64", "int8", "int16", "int32", "in
 
 def _is_plain_tensor(value: Any) -> bool:
     """Whether a tensor has one place in memory, and elements that numpy has."""
-    torch: Any = sys.modules["torch"]
+    torch: Any = loaded("torch")
     plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
     return plain and str(value.dtype).removeprefix("torch.") in _PLAIN_TENSORS
 
@@ -368,7 +367,7 @@ class SpecDecoder:
 
 def on_this_machine(name: str, value: Any) -> Any:
     """Return an argument; one called ``device`` names a device that exists."""
-    if name.endswith("device") and isinstance(value, str) and "torch" in sys.modules:
+    if name.endswith("device") and isinstance(value, str) and loaded("torch") is not None:
         return _available(value)
     return value
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import OptionError
-from ..graph import Path, is_module, is_nnx_object, is_optimizer, nnx_children, tracked_attributes
-from ..pytree import is_jax_array, is_torch_tensor
+from ..graph import Path, is_module, is_optimizer, nnx_children, tracked_attributes
+from ..pytree import is_jax_array, is_nnx, is_torch_tensor
 from ..stateful import is_stateful
 from .constructor_spec import CtorArguments
 from .names import named_path
@@ -182,7 +182,7 @@ def _elements(value: Any) -> Sequence[tuple[Any, Any]]:
         return [(key, child) for key, child in pairs if isinstance(key, str | int) and key != ""]
     if is_module(value):  # a ModuleDict, a ModuleList, or a module that is not a component
         return [(key, child) for key, child in value._modules.items() if child is not None]
-    return nnx_children(value) if is_nnx_object(value) else []
+    return nnx_children(value) if is_nnx(value) else []
 
 
 def kept_arguments(value: Any) -> CtorArguments | None:

@@ -33,7 +33,6 @@ from ..graph import (
     capture,
     format_node_path,
     is_module,
-    is_nnx_object,
     is_optimizer,
     walk,
 )
@@ -46,6 +45,7 @@ from ..pytree import (
     expand,
     flatten,
     is_leaf,
+    is_nnx,
     is_torch_tensor,
     pack_tree,
     unescape_key,
@@ -370,7 +370,7 @@ def stand_in(component: LiveComponent) -> Node:
     """Return a node with the component's own attributes, and with the components that it names under these names."""
     node = _StandIn()
     value = component.value
-    if is_module(value) or is_nnx_object(value):
+    if is_module(value) or is_nnx(value):
         object.__setattr__(node, "_holdfast_root", value)
         if is_module(value):
             vars(node).update(attributes_with_state(component))
@@ -409,7 +409,7 @@ def _put(holder: Any, path: Path, value: Any) -> None:
 
 def _part(component: LiveComponent, made: dict[int, Any]) -> Any:
     value = component.value
-    if is_module(value) or is_nnx_object(value) or is_optimizer(value) or not hasattr(value, "__dict__"):
+    if is_module(value) or is_nnx(value) or is_optimizer(value) or not hasattr(value, "__dict__"):
         return value
     if id(component) not in made:
         made[id(component)] = _Part()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from ..pytree import is_jax_array, is_python_value, is_torch_tensor, loaded, pack_tree
+from ..pytree import is_jax_array, is_nnx, is_python_value, is_torch_tensor, loaded, pack_tree
 from ..stateful import decode_state, encode_state
 from .paths import Path
 from .slots import StateSlot
@@ -191,23 +190,9 @@ def new_optimizer_tensor(parameter: Any, name: str, array: Any, group: dict[str,
 _OPTAX_MOMENTS = frozenset({"mu", "nu", "nu_max", "trace", "ema", "sum_of_squares"})
 
 
-def _nnx() -> Any | None:
-    module = sys.modules.get("flax.nnx")
-    return module if module is not None and hasattr(module, "Variable") and hasattr(module, "Module") else None
-
-
 def is_nnx_variable(value: object) -> bool:
-    nnx = _nnx()
+    nnx = loaded("flax.nnx")
     return nnx is not None and isinstance(value, nnx.Variable)
-
-
-def is_nnx_object(value: object) -> bool:
-    """Whether the value is an nnx module, optimizer, or another of nnx's objects with attributes."""
-    nnx = _nnx()
-    if nnx is None:
-        return False
-    base = getattr(nnx, "Pytree", None) or getattr(nnx, "Object", nnx.Module)
-    return isinstance(value, base) and hasattr(value, "__dict__")
 
 
 def nnx_children(value: Any) -> list[tuple[str, Any]]:
@@ -215,7 +200,7 @@ def nnx_children(value: Any) -> list[tuple[str, Any]]:
     data = vars(value).get("_pytree__nodes")
     children = []
     for name, child in vars(value).items():
-        is_data = is_nnx_variable(child) or is_nnx_object(child)
+        is_data = is_nnx_variable(child) or is_nnx(child)
         if data is not None:
             is_data = is_data or data.get(name)
         else:  # a version of flax that does not record which attributes are data

@@ -22,6 +22,7 @@ from ..pytree import (
     expand,
     is_jax_abstract,
     is_jax_array,
+    is_nnx,
     is_python_value,
     is_torch_tensor,
     key_segments,
@@ -31,7 +32,6 @@ from ..stateful import is_stateful
 from .frameworks import (
     TensorSlot,
     is_module,
-    is_nnx_object,
     is_nnx_variable,
     is_optimizer,
     is_uninitialized,
@@ -163,7 +163,7 @@ def _classify_object(value: Any, position: Position) -> View:
         return Branch(class_name(value), [], optimizer=value)
     if is_nnx_variable(value):
         return _variable(value)
-    if is_nnx_object(value):
+    if is_nnx(value):
         return Branch(class_name(value), _attributes(value, nnx_children(value), position), lenient=True)
     if isinstance(value, _CODE):
         return Unsaved(f"is code ({type(value).__name__})", intended=True)

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from ..pytree import loaded
 from .drill import Fact, Kind
 
 _Space = tuple[str, str, dict[str, Any]]  # variables, with a prefix for their names, and where they are
@@ -207,14 +208,13 @@ def _fact(thing: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
     if isinstance(thing, np.ndarray):
         small = with_arrays and 0 < thing.nbytes <= _BYTES and thing.dtype != object
         return ("array", _digest(thing.tobytes())) if small else None
-    torch: Any = sys.modules.get("torch")
-    jax: Any = sys.modules.get("jax")
-    if torch is not None and hasattr(torch, "Tensor"):  # not while it is being imported
+    torch, jax = loaded("torch"), loaded("jax")
+    if torch is not None:
         if isinstance(thing, torch.Generator):
             return "generator", _digest(thing.get_state().numpy().tobytes())
         if isinstance(thing, torch.Tensor):
             return _fact_of_torch(torch, thing) if with_arrays else None
-    if jax is not None and hasattr(jax, "Array") and isinstance(thing, jax.Array):
+    if jax is not None and isinstance(thing, jax.Array):
         return _fact_of_jax(jax, thing, with_arrays=with_arrays)
     if type(thing).__name__ == "RngStream" and type(thing).__module__.startswith("flax."):
         count = getattr(thing.count, "_raw_value", thing.count)  # the key does not change
@@ -262,8 +262,8 @@ def _global_generators() -> Iterator[tuple[str, Fact]]:
     """Generate the generators that functions such as ``random.random()`` draw from."""
     yield "the random module", Fact("generator", "random", "", _digest(repr(random.getstate())))
     yield "numpy.random", Fact("generator", "numpy.random", "", _digest(_text(np.random.get_state(legacy=False))))
-    torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "get_rng_state"):
+    torch = loaded("torch")
+    if torch is None:
         return
     yield "torch's default generator", Fact("generator", "torch", "", _digest(torch.get_rng_state().numpy().tobytes()))
     if torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -122,7 +121,7 @@ def opens_as(subclass: type, kind: str) -> None:
 
 def is_nnx(value: object) -> bool:
     """Return whether a value is an nnx object, such as a Module, an Optimizer or Rngs."""
-    nnx = sys.modules.get("flax.nnx")
+    nnx = loaded("flax.nnx")
     return nnx is not None and isinstance(value, _types(nnx)) and not isinstance(value, nnx.Variable)
 
 
@@ -141,7 +140,7 @@ class NnxObjects:
 
     def state_of(self, value: Any) -> tuple[int, dict[Any, Any]]:
         """Return the number of an object in the tree and the variables that no object before it has, by their keys."""
-        nnx = sys.modules["flax.nnx"]
+        nnx: Any = loaded("flax.nnx")
         number = len(self._objects)
         self._objects.append(value)
         state = nnx.state(tuple(self._objects))
@@ -149,7 +148,7 @@ class NnxObjects:
 
     def build(self, number: int, keys: list[Any], children: list[Any]) -> Any:
         """Return a copy of an object, which may be abstract, with these variables."""
-        nnx = sys.modules["flax.nnx"]
+        nnx: Any = loaded("flax.nnx")
         if self._copies is None:
             self._copies = nnx.clone(tuple(self._objects))
         if keys:

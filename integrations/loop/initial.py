@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import sys
 from typing import Any
 
 from ...engine.errors import OptionError, TreeMismatchError, shortened
@@ -15,6 +14,7 @@ from ...engine.pytree import (
     format_path,
     is_jax_abstract,
     is_nnx,
+    loaded,
     template_sharding,
     unflatten,
 )
@@ -97,7 +97,7 @@ def _abstract(init: Any) -> Any:
         import jax
 
         state = jax.eval_shape(init)
-        nnx: Any = sys.modules.get("flax.nnx")
+        nnx = loaded("flax.nnx")
         if nnx is None or flatten(to_tree(state)).names == flatten(state).names:
             return state
         return nnx.eval_shape(init)  # which keeps variables that several modules share

@@ -7,7 +7,6 @@ objects, ``objects`` those for torch modules, graphs and components.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from ...engine.clock import Clock
 from ...engine.errors import OptionError
 from ...engine.handlers import AsyncCheckpointHandler
 from ...engine.manager import documentation, documented
+from ...engine.pytree import loaded
 from ...engine.sources import Misfits, load_weights
 from ..options import CallbackOptions
 
@@ -127,7 +127,7 @@ def located(value: Any, wanted: Callable[[Any], bool], path: str = "") -> Iterat
 
 def is_deleted(tree: Any) -> bool:
     """Return whether an array of the tree is gone, as its memory was donated to a later step."""
-    jax = sys.modules.get("jax")
+    jax = loaded("jax")
     if jax is None:
         return False
     return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(tree))

@@ -15,7 +15,7 @@ import numpy as np
 from ...engine.checkpoint import Place
 from ...engine.errors import OptionError
 from ...engine.handlers import AsyncCheckpointHandler
-from ...engine.pytree import flatten, is_nnx, split
+from ...engine.pytree import flatten, is_nnx, loaded, split
 from ...engine.sources import Misfits, Weights, load_weights
 from ..options import CallbackOptions
 from .partial import FittingHandler
@@ -92,7 +92,8 @@ def _counted(counter: Any) -> int | None:
 
 def is_stream(value: object) -> bool:
     """Return whether a value is a random stream of nnx, whose variables are few and whose arrays never change."""
-    return is_nnx(value) and isinstance(value, sys.modules["flax.nnx"].Rngs)
+    nnx = loaded("flax.nnx")
+    return nnx is not None and isinstance(value, nnx.Rngs)
 
 
 def is_train_state(value: object) -> bool:
@@ -171,7 +172,7 @@ class UpdateCounter:
 
 
 def _find(state: Any) -> Any:
-    nnx = sys.modules.get("flax.nnx")
+    nnx = loaded("flax.nnx")
     if nnx is None:
         return None
     if isinstance(state, nnx.Optimizer):
@@ -185,7 +186,7 @@ def _children(container: Any) -> Any:
 
 
 def _objects(value: Any) -> list[Any]:
-    if "flax.nnx" not in sys.modules:
+    if loaded("flax.nnx") is None:
         return []
     if is_nnx(value):
         return [value]
@@ -226,7 +227,8 @@ def _merge(value: Any, tree: Any) -> Any:
 
 
 def _is_module(value: object) -> bool:
-    return is_nnx(value) and isinstance(value, sys.modules["flax.nnx"].Module)
+    nnx = loaded("flax.nnx")
+    return nnx is not None and isinstance(value, nnx.Module)
 
 
 def _fill(module: Any, path: str, place: Place, misfits: Misfits | None) -> Weights:
