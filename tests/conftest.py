@@ -9,7 +9,9 @@ each other's processor until their timeouts pass.
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Generator
 from importlib.metadata import version
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -17,6 +19,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
 os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Hundreds of programs import holdfast: the first of them compiles its modules for all.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 from hypothesis import settings  # after the environment is set
@@ -27,6 +31,21 @@ pytest_plugins = ["tests.fixtures"]
 settings.register_profile("default", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collects with the garbage collector off, and leaves what was collected out of its later searches.
+
+    Tests and what they import are millions of objects that stay: searching them takes as long as collecting them.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
