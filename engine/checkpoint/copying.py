@@ -31,18 +31,38 @@ _SPAN = 16 << 20  # bytes of a data file that one thread copies at a time
 _PAGE = 4096  # what the offsets of segments are multiples of
 _SMALL = 1 << 20  # bytes; a smaller file is written in one go
 _UPLOADS = 4  # how many files are on their way at a time, if they are small enough
+BESIDE = 16e6  # bytes a second that pass while a throttle gives way: little for a disk, and what waits arrives in time
 _IN_MEMORY = 256 << 20  # bytes of files that are uploaded at a time, if each is smaller
 _SUFFIX = re.compile(r"\.[0-9a-f]{8}")  # of folders whose save could not take the plain name
 
 
 class Throttle:
-    """Limits how many bytes a second pass, over all threads."""
+    """Limits how many bytes a second pass, over all threads; while it gives way, few do.
 
-    def __init__(self, rate: float | None, wait: Callable[[float], object] = time.sleep) -> None:
+    Args:
+        rate: The limit in bytes a second, or None.
+        changed: Is notified when the answer of one of the next two may have changed.
+        gives_way: Whether only ``BESIDE`` bytes a second may pass now. All that wait for that go on when it ends.
+        ended: Whether nothing waits any more.
+        now: The time in seconds.
+    """
+
+    def __init__(
+        self,
+        rate: float | None,
+        *,
+        changed: threading.Condition | None = None,
+        gives_way: Callable[[], bool] = lambda: False,
+        ended: Callable[[], bool] = lambda: False,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._rate = rate
-        self._wait = wait
-        self._lock = threading.Lock()
-        self._free = 0.0  # when the bytes so far have passed, on the monotonic clock
+        self._changed = changed or threading.Condition()
+        self._gives_way = gives_way
+        self._ended = ended
+        self._now = now
+        self._free = 0.0  # when the bytes so far have passed at the rate
+        self._late = 0.0  # when those that gave way have passed
 
     @property
     def piece(self) -> int:
@@ -51,13 +71,17 @@ class Throttle:
 
     def take(self, count: int) -> None:
         """Wait until so many bytes may pass."""
-        if self._rate is None:
-            return
-        with self._lock:
-            now = time.monotonic()
-            self._free = max(self._free, now) + count / self._rate
-            pause = self._free - now
-        self._wait(pause)
+        with self._changed:
+            now = self._now()
+            if self._rate is not None:
+                self._free = max(self._free, now) + count / self._rate
+            self._late = max(self._late, now) + count / BESIDE if self._gives_way() else now
+            free, late = self._free, self._late
+            while not self._ended():
+                pause = (max(free, late) if self._gives_way() else free) - self._now()
+                if pause <= 0:
+                    return
+                self._changed.wait(pause)
 
 
 @dataclass
@@ -232,8 +256,8 @@ class _Copy:
     def _parts(self, file: _File, reader: DataReader, start: int, stop: int) -> Iterator[NDArray[np.uint8]]:
         try:
             for part in file.check.read(file.source, reader, start, stop, self._throttle.piece):
-                self._check()
                 self._throttle.take(len(part))
+                self._check()
                 yield part
                 self._passed(len(part), sent=True)
         except Exception as error:

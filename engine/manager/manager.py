@@ -569,15 +569,22 @@ class CheckpointManager:
                 if rendezvous is not None:
                     rendezvous.fail(error)
                 raise
-            save = Save(
-                self._run.step_location(step),
-                values,
-                overwrite=force or self._run.is_damaged(step) or self._rollback.replaces(step),
-                began=began,
-                record=lambda found: self._record(pending, found, reason or decision.reason),
-                rendezvous=rendezvous,
-                timeout=self._processes.timeout,
-            )
+            if self._mirror is not None:
+                self._mirror.save_begins()
+            try:
+                save = Save(
+                    self._run.step_location(step),
+                    values,
+                    overwrite=force or self._run.is_damaged(step) or self._rollback.replaces(step),
+                    began=began,
+                    record=lambda found: self._record(pending, found, reason or decision.reason),
+                    rendezvous=rendezvous,
+                    timeout=self._processes.timeout,
+                )
+            except BaseException:
+                if self._mirror is not None:
+                    self._mirror.save_ended()
+                raise
             earlier: SaveFailedError | None = None
             try:
                 self._went_on_from = None
@@ -649,6 +656,8 @@ class CheckpointManager:
             listener(report)
 
     def _ended(self, pending: _PendingSave, *, failed: bool) -> None:
+        if self._mirror is not None:
+            self._mirror.save_ended()
         self._decisions.save_ended(failed=failed)
         self._pending = None
         pending.close()

@@ -2,8 +2,9 @@
 
 The mirror is a directory of steps like that of the run, with one writer, retention rules and commit protocol; only
 process 0 copies. The thread takes the newest step that is due by the mirror's interval; steps between are skipped if it
-falls behind. While it copies a step, the run does not delete it. Its errors are logged, once for each kind, and tried
-again with growing pauses; training never waits for it, except for a limited time when the run ends.
+falls behind. While it copies a step, the run does not delete it. While the run saves on the same machine, the thread
+nearly stops (``Throttle``), but not at the end of the run. Its errors are logged, once for each kind, and tried again
+with growing pauses; training never waits for it, except for a limited time when the run ends.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class MirrorStatus:
         step: The newest step that is whole there, or None; also None while the mirror was not reached yet.
         copying: The step that is being copied, or None.
         bytes_left: Bytes of the newest step of the run that are not in the mirror yet.
-        bytes_per_second: How fast the last copy was, or None before the first one.
+        bytes_per_second: How fast the last copy was while the run did not save, or None before the first one.
         error: Why the last attempt failed; None after one that succeeded.
     """
 
@@ -65,6 +66,30 @@ class MirrorStatus:
     bytes_left: int
     bytes_per_second: float | None
     error: str | None
+
+
+class _Pace:
+    """How fast a copy is, without the times in which it gives way."""
+
+    def __init__(self, progress: CopyProgress) -> None:
+        self._progress = progress
+        self._since: tuple[float, int] | None = None  # the time, and what was sent then
+        self._seconds, self._sent = 0.0, 0
+
+    def go_on(self) -> None:
+        if self._since is None:
+            self._since = time.monotonic(), self._progress.sent
+
+    def stop(self) -> None:
+        if self._since is not None:
+            began, sent = self._since
+            self._seconds += time.monotonic() - began
+            self._sent += self._progress.sent - sent
+            self._since = None
+
+    @property
+    def rate(self) -> float | None:
+        return self._sent / max(self._seconds, 1e-3) if self._sent else None
 
 
 class _Ended(Exception):  # noqa: N818 - no error: the mirror ends
@@ -107,7 +132,6 @@ class RunMirror:
         self._metadata = metadata
         self._tell_run = tell
         rate = None if mirror.max_bandwidth is None else bytes_per_second(mirror.max_bandwidth, name="max_bandwidth")
-        self._throttle = Throttle(rate, self._pause)
         self._far: RunDirectory | None = None
         self._acquired = False
         self._thread: Helper | None = None
@@ -115,6 +139,7 @@ class RunMirror:
         self.fetches = False  # whether the run is not ready to be copied yet
         self._ending = threading.Event()  # set when nothing more may be committed
         self._wake = threading.Condition()  # of the attributes below
+        self._saving = False  # whether the run is saving on a disk
         self._due = False
         self._final = False  # the run ends: the newest step is copied, due or not
         self._settled = False  # whether the thread has nothing more to do after that
@@ -124,7 +149,14 @@ class RunMirror:
         self._error: str | None = None
         self._copying: int | None = None
         self._progress = CopyProgress()
+        self._pace = _Pace(self._progress)
         self._rate: float | None = None  # bytes a second
+        self._throttle = Throttle(
+            rate,
+            changed=self._wake,
+            gives_way=lambda: self._saving and not self._final,
+            ended=self._ending.is_set,
+        )
 
     # ---- from the mirror to the run
 
@@ -203,6 +235,20 @@ class RunMirror:
         """Look again: a step was committed, or the metrics of one have changed."""
         with self._wake:
             self._due = True
+            self._wake.notify_all()
+
+    def save_begins(self) -> None:
+        """Give way, as the run saves."""
+        if self._run.location.is_local:
+            with self._wake:
+                self._saving = True
+                self._pace.stop()
+
+    def save_ended(self) -> None:
+        """Go on as fast as before."""
+        with self._wake:
+            self._saving = False
+            self._pace.go_on()
             self._wake.notify_all()
 
     def delete(self, steps: Collection[int]) -> None:
@@ -371,9 +417,13 @@ class RunMirror:
 
     def _copy(self, far: RunDirectory, step: int, record: CheckpointRecord) -> None:
         began = time.monotonic()
-        self._progress = progress = CopyProgress()
-        self._copying = step
-        self._tell_watchers()
+        with self._wake:
+            self._progress = progress = CopyProgress()
+            self._pace = pace = _Pace(progress)
+            if not self._saving:
+                pace.go_on()
+            self._copying = step
+            self._wake.notify_all()
 
         def check() -> None:
             if self._ending.is_set():
@@ -411,8 +461,9 @@ class RunMirror:
         far.add(step, copied)
         far.last_saved = step
         took = time.monotonic() - began
-        if progress.sent:
-            self._rate = progress.sent / max(took, 1e-3)
+        with self._wake:
+            pace.stop()
+        self._rate = pace.rate or self._rate
         self._tell_run("mirrored", step=step, mirror=str(self.location), bytes=progress.sent, seconds=round(took, 6))
         _logger.info("%s: copied step %d to the mirror", far.step_location(step), step)
         far.collect()
@@ -491,10 +542,6 @@ class RunMirror:
         return newest[1].nbytes
 
     # ---- errors
-
-    def _pause(self, duration: float) -> None:
-        if self._ending.wait(duration):
-            raise _Ended
 
     def _warn(self, error: Exception, then: str) -> None:
         """Log an error, those of one kind once until the mirror works again."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.processes.harness import Process, run_outcomes
 import holdfast as hf
 from holdfast.components import Checkpointable
 from holdfast.engine.checkpoint import copying, read_record
-from holdfast.engine.checkpoint.copying import CopyProgress, Throttle, copy_step
+from holdfast.engine.checkpoint.copying import BESIDE, CopyProgress, Throttle, copy_step
 from holdfast.engine.clock import bytes_per_second
 from holdfast.engine.storage import as_location
 
@@ -406,19 +407,64 @@ def test_what_cannot_be_copied(tmp_path: Path, source: str, destination: str, er
 # ---- bandwidth and memory
 
 
-def test_the_bandwidth_is_shared_by_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
+class Waiting(threading.Condition):
+    """A condition on which waiting moves a clock: to the end of the wait, or to the next time of a notification."""
 
-    def wait(pause: float) -> None:
-        now[0] = max(now[0], now[0] + pause)
+    def __init__(self, notified: Iterable[float] = ()) -> None:
+        super().__init__()
+        self.now = 0.0
+        self._notified = list(notified)
 
-    monkeypatch.setattr("holdfast.engine.checkpoint.copying.time.monotonic", lambda: now[0])
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        assert timeout > 0
+        self.now = min([self.now + timeout, *(time for time in self._notified if time > self.now)])
+        return True
+
+
+def test_the_bandwidth_is_shared_by_all_threads(tmp_path: Path) -> None:
+    time = Waiting()
     original = save(f"{tmp_path}/original")
     record = read_record(as_location(original))
-    copy_step(
-        as_location(original), as_location(tmp_path / "copy"), record, throttle=Throttle(record.nbytes / 100, wait)
+    throttle = Throttle(record.nbytes / 100, changed=time, now=lambda: time.now)
+    copy_step(as_location(original), as_location(tmp_path / "copy"), record, throttle=throttle)
+    assert time.now >= 99
+
+
+@pytest.mark.parametrize(
+    ("rate", "saves", "takes"),
+    [
+        (None, {}, 0),
+        (None, {0: 7}, 7),
+        (None, {0: 7.25}, 7.25),
+        (None, {0: 1000}, 100),  # a save that does not end
+        (8 * BESIDE, {}, 12.5),
+        (8 * BESIDE, {0: 4, 9: 12}, 18.625),  # 4 in the first save, 40 until the next, 3 in that, and 53
+        (8 * BESIDE, {0: 1000}, 100),
+        (BESIDE / 8, {0: 1000}, 800),
+    ],
+)
+def test_what_gives_way_goes_on_at_once_and_never_stops(
+    rate: float | None, saves: dict[float, float], takes: float
+) -> None:
+    time = Waiting(saves.values())
+    throttle = Throttle(
+        rate,
+        changed=time,
+        gives_way=lambda: any(begin <= time.now < end for begin, end in saves.items()),
+        now=lambda: time.now,
     )
-    assert now[0] >= 99
+    for _ in range(100):
+        throttle.take(int(BESIDE))
+    assert time.now == pytest.approx(takes)
+
+
+def test_nothing_waits_at_the_end() -> None:
+    time = Waiting()
+    throttle = Throttle(1.0, changed=time, gives_way=lambda: True, ended=lambda: time.now > 0, now=lambda: time.now)
+    for _ in range(3):
+        throttle.take(1000)
+    assert time.now == 1000
 
 
 @pytest.mark.parametrize(

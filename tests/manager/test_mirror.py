@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from tests.fixtures import StoredFiles
 
 import holdfast as hf
 from holdfast.engine.checkpoint import copying
+from holdfast.engine.checkpoint import save as saves
 from holdfast.engine.manager import mirror as mirrors
 from holdfast.engine.storage import Location, as_location
 
@@ -62,8 +64,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     take = copying.Throttle.take
 
     def waits(self: copying.Throttle, count: int) -> None:
-        while not found.wait(0.01):
-            self._wait(0.0)  # where the mirror notices that it has to end
+        while not found.wait(0.01) and not self._ended():
+            pass
         take(self, count)
 
     monkeypatch.setattr(copying.Throttle, "take", waits)
@@ -260,6 +262,66 @@ def test_a_slow_mirror_skips_steps_and_delays_no_save(tmp_path: Path, place: str
         arrives(run, 7)
     assert steps(place) == [7]
     assert steps(tmp_path / "run") == [7]
+
+
+@pytest.mark.parametrize("end", ["it is saved", "it fails", "the run ends"])
+def test_a_copy_gives_way_to_a_save(
+    tmp_path: Path, place: str, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(copying, "BESIDE", 1e-3)  # bytes a second: nothing arrives beside a save
+    saving, given_way = threading.Event(), threading.Event()
+    complete, take = saves.Save.complete, copying.Throttle.take
+
+    def completes(save: saves.Save) -> Any:
+        if gate.is_set():
+            assert saving.wait(60)
+            if end == "it fails":
+                raise hf.StorageFullError("full")
+        return complete(save)
+
+    def takes(throttle: copying.Throttle, count: int) -> None:
+        if gate.is_set() and throttle._gives_way():
+            given_way.set()
+        take(throttle, count)
+
+    monkeypatch.setattr(saves.Save, "complete", completes)
+    monkeypatch.setattr(copying.Throttle, "take", takes)
+    with manager(tmp_path / "run", place) as run:
+        run.save(1, tree(1))
+        wait_until(run, lambda status: status.copying == 1)
+        gate.set()
+        run.save(2, tree(2))
+        assert given_way.wait(60)
+        assert steps(place) == []
+        if end == "the run ends":
+            assert run.finish_mirror()
+            assert steps(place) == [1]
+            saving.set()
+        else:
+            saving.set()
+            if end == "it fails":
+                with pytest.raises(hf.SaveFailedError, match="full"):
+                    run.wait_until_finished()
+            arrives(run, 2 if end == "it is saved" else 1)
+
+
+def test_the_measured_rate_is_that_of_a_copy_that_does_not_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, now = copying.CopyProgress(), [0.0]
+    monkeypatch.setattr(mirrors, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    pace = mirrors._Pace(progress)
+    rates = []
+    for change, sent in ((pace.go_on, 0), (pace.stop, 500), (pace.go_on, 3), (pace.stop, 100), (pace.stop, 7)):
+        progress.sent += sent
+        change()
+        now[0] += 10
+        rates.append(pace.rate)
+    assert rates == [None, 50, 50, 30, 30]
+
+
+def test_a_save_that_cannot_begin_leaves_the_mirror_as_it_was(tmp_path: Path, place: str) -> None:
+    with manager(tmp_path / "run", place) as run, pytest.raises(hf.UnsupportedLeafError):
+        run.save(1, {"w": object()})
+    assert not run._mirror._saving  # type: ignore[union-attr]
 
 
 def test_a_step_that_is_replaced_is_replaced_in_the_mirror(tmp_path: Path, place: str) -> None:
