@@ -12,12 +12,14 @@ from typing import Any, Literal
 from ...engine.errors import shortened_steps
 from ..report import count, size
 
-How = Literal["finished", "preempted", "crashed", "hung", "failed", "lost", "running", "open"]
-"""How a start has ended: ``failed`` with an exception, ``crashed`` by a signal or a status, ``lost`` without a word;
+How = Literal["finished", "closed", "preempted", "crashed", "hung", "failed", "lost", "running", "open"]
+"""How a start has ended: ``closed`` by a program that has no callback, which would know whether training has finished;
+``failed`` with an exception, ``crashed`` by a signal or a status, ``lost`` without a word;
 ``open`` without a word so far, on another machine, where it may be running."""
 
 WORDS: Mapping[How, str] = {
     "finished": "finished",
+    "closed": "closed",
     "preempted": "preempted",
     "crashed": "crashed",
     "hung": "hung",
@@ -129,6 +131,8 @@ def read_history(events: Iterable[Mapping[str, Any]]) -> History:
             history.attempts.append(attempt)
         attempt.began, attempt.last = min(attempt.began, when), max(attempt.last, when)
         _take(history, attempt, event, when)
+    # Commands such as pin, and `holdfast run` before it begins, have taken the directory without training.
+    history.attempts = [one for one in history.attempts if one.how != "closed" or one.saves or one.restored is not None]
     _end_all(history)
     history.notes = sorted([*_notes_of(history), *history.notes], key=lambda note: note.time)
     return history
@@ -145,7 +149,7 @@ def add_metrics(history: History, step: int, metrics: Mapping[str, Any] | None, 
 
 def _take(history: History, attempt: Attempt, event: Mapping[str, Any], when: float) -> None:
     name, step = event["event"], _whole(event.get("step"))
-    if step is not None and name in ("saved", "preempted", "finished", "failed", "ended", "restored"):
+    if step is not None and name in ("saved", "preempted", "finished", "failed", "closed", "ended", "restored"):
         attempt.last_step = step if name == "restored" else max(step, attempt.last_step or 0)
     if name == "started":
         attempt.newest, attempt.pid = _whole(event.get("newest")), _whole(event.get("pid"))
@@ -169,6 +173,8 @@ def _take(history: History, attempt: Attempt, event: Mapping[str, Any], when: fl
         history.notes.append(Note(when, "bad", f"The save of step {step} failed", text, "failed save"))
     elif name in ("fetched", "mirrored", "mirror_failed"):
         _take_mirror(history, event, name, step, when)
+    elif name == "closed":
+        attempt.how = attempt.how or "closed"
     elif name == "finished":
         attempt.how = "finished"
     elif name in ("preempted", "failed"):
@@ -184,9 +190,9 @@ def _take_end(attempt: Attempt, event: Mapping[str, Any]) -> None:
     attempt.status = _whole(event.get("status"))
     if how == "hung":
         attempt.how, attempt.why = "hung", str(event.get("why") or "")
-    elif how == "crashed" and attempt.how is None:
+    elif how == "crashed" and attempt.how in (None, "closed"):
         attempt.how = "crashed"
-    elif how in ("finished", "preempted") and attempt.how is None:
+    elif how in ("finished", "preempted") and attempt.how in (None, "closed"):
         attempt.how = "finished" if how == "finished" else "preempted"
 
 
@@ -279,6 +285,9 @@ def _end(attempt: Attempt) -> Note:
     status = "" if attempt.status is None else f"status {attempt.status}"
     if attempt.how == "finished":
         return Note(attempt.ended, "good", f"Finished{after}", "", "finished")
+    if attempt.how == "closed":
+        text = "the program has closed its manager; only a callback notes whether training has finished"
+        return Note(attempt.ended, "info", f"Closed{after}", text, "finished")
     if attempt.how == "preempted":
         saved = attempt.saves[-1].step if attempt.saves else attempt.restored
         text = f"step {saved} was saved" if saved is not None and saved == attempt.last_step else ""
@@ -286,7 +295,7 @@ def _end(attempt: Attempt) -> Note:
     if attempt.how == "hung":
         return Note(attempt.ended, "bad", f"Hung{after}", "; ".join(filter(None, [attempt.why, status])), "hung")
     if attempt.how == "lost":
-        text = "killed, or its machine was lost; or the program uses a manager without a callback, which notes no end"
+        text = "killed, or its machine was lost; or the program ended without closing its manager"
         return Note(attempt.ended, "warn", f"Ended without a record{after}", text, "lost")
     title = "Failed" if attempt.how == "failed" else "Crashed"
     killed = " (killed)" if attempt.status == 137 else ""

@@ -103,7 +103,7 @@ def _state(run: RunFacts) -> tuple[str, str]:
     if not attempts:
         return ("no events", "plain") if run.checkpoints else ("no checkpoints", "plain")
     how = attempts[-1].how or "lost"
-    tone = {"finished": "good", "running": "info", "open": "info", "preempted": "warn", "lost": "warn"}.get(how, "bad")
+    tone = {"finished": "good", "preempted": "warn", "lost": "warn"}.get(how, "bad" if how in _BAD else "info")
     return WORDS[how], tone
 
 

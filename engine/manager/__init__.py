@@ -25,8 +25,10 @@ from .events import (
     Point,
     append_after_death,
     append_line,
+    described,
     event_scalars,
     guarded,
+    has_finished,
     reached,
     read_events,
 )

@@ -39,6 +39,7 @@ EVENTS = "events.jsonl"  # name of the file
 ROTATED = "events.1.jsonl"  # what it is called when it has reached its limit
 _LIMIT = 8 << 20  # bytes
 _METRICS = 64  # metrics of one event, at most
+_PREEMPTED = (75, 128 + signal.SIGTERM)  # statuses of a program that was preempted
 _EARLY = 8  # events that are kept before the run owns its directory
 
 SUPERVISOR = "HOLDFAST_SUPERVISOR"  # environment variable: the folder in which a supervisor listens
@@ -135,18 +136,22 @@ class RunEvents:
     ``preempted``      the run was asked to stop, and has saved ``step``
     ``finished``       training ended by itself after ``step``
     ``failed``         training ended with an exception: ``error``, and the last ``step`` or null
+    ``closed``         a program without a callback has closed its manager: the newest ``step`` or null. Only the
+                       program knows whether training has finished
     ``ended``          from ``holdfast supervise``, after the program has ended: ``how`` (finished, preempted, crashed,
                        hung), ``status``, ``seconds``, the last ``step`` or null, ``why``
     =================  ================================================================================
     """
 
     def __init__(self, directory: Location, clock: Clock, process: int) -> None:
+        self.has_callback = False  # a callback knows how training ends, and notes it
         self._directory = directory
         self._clock = clock
         self._process = process
         self._run = uuid.uuid4().hex[:12]
         self._writes = process == 0 and directory.is_local
         self._began = False
+        self._has_ended = False  # the program has noted how
         self._logged = False
         self._early: list[dict[str, Any]] = []  # before the run owns its directory
         self._listeners: list[Callable[[dict[str, Any]], None]] = []
@@ -185,6 +190,7 @@ class RunEvents:
 
     def write(self, event: str, **facts: Any) -> None:
         """Append an event; never raises."""
+        self._has_ended |= event in ("finished", "preempted", "failed")
         if not (self._writes or self._listeners or _supervisor is not None):
             return
         line = {"event": event, "time": self._clock.now(), "run": self._run, **facts}
@@ -192,6 +198,18 @@ class RunEvents:
             self._append(line)
         else:
             self._early = [*self._early, line][-_EARLY:]
+
+    def end(self, step: int | None, error: BaseException | None) -> None:
+        """Note that the manager is closed, unless a callback says more about the end."""
+        if not self._began or self.has_callback or self._has_ended:
+            return
+        status = error.code if isinstance(error, SystemExit) else None
+        if error is None or (isinstance(error, SystemExit) and status in (None, 0)):
+            self.write("closed", step=step)
+        elif status in _PREEMPTED:
+            self.write("preempted", step=step)
+        else:
+            self.write("failed", step=step, error=described(error))
 
     def _append(self, event: Event) -> None:
         if self._process == 0:
@@ -230,6 +248,11 @@ def guarded(listener: Callable[[T], object], name: str | None = None) -> Callabl
             warned = True
 
     return call
+
+
+def described(error: BaseException) -> str:
+    """Return the text of an error for an event."""
+    return f"{type(error).__name__}: {error}"[:1000]
 
 
 def event_scalars(event: Event) -> dict[str, float]:
@@ -298,6 +321,16 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]
             if isinstance(event, dict) and isinstance(event.get("event"), str):
                 found.append(event)
     return found, offset + end
+
+
+def has_finished(path: Path) -> bool:
+    """Return whether training has finished, by the events in a file; commands may have changed the run since then."""
+    for event in reversed(read_events(path)[0]):
+        if event["event"] == "ended" and event.get("how") == "finished":
+            return True
+        if event["event"] in ("finished", "preempted", "failed", "saved", "restored", "ended"):
+            return bool(event["event"] == "finished")
+    return False
 
 
 def append_after_death(path: Path, event: Event, *, limit: int = _LIMIT) -> None:

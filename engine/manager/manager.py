@@ -854,14 +854,24 @@ class CheckpointManager:
         Raises:
             SaveFailedError: The save failed.
         """
+        self._close(None)
+
+    def _close(self, error: BaseException | None) -> None:
+        """Close the manager; ``error`` is the exception with which the program leaves its ``with`` statement."""
         if self._closed:
             return
         self._closed = True
         try:
-            self._background.wait()
+            try:
+                self._background.wait()
+            finally:
+                self.finish_mirror()
+        except BaseException as failure:
+            error = error or failure
+            raise
         finally:
             try:
-                self.finish_mirror()
+                self.events.end(self.latest_step(), error)
             finally:
                 self._run.ownership.release()
 
@@ -873,7 +883,7 @@ class CheckpointManager:
     ) -> None:
         if error is not None:
             self.finish_mirror(_AFTER_ERROR)
-        self.close()
+        self._close(error)
 
 
 class _Damage(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 
 from ...engine.checkpoint import Place
 from ...engine.errors import HoldfastError, OptionError
-from ...engine.manager import reached
+from ...engine.manager import described, reached
 from ...engine.sources import Misfits, Weights, load_weights
 from ..loop import (
     PREEMPTED,
@@ -372,7 +372,7 @@ class CheckpointCallback(ResumingCallback):
         self._has_weights = True
         return path
 
-    def _end(self, trainer: Any, *, orderly: bool, error: object = None) -> None:
+    def _end(self, trainer: Any, *, orderly: bool, error: BaseException | None = None) -> None:
         signals, self._signals = self._signals, None
         if signals is not None:
             signals.end(error)
@@ -393,7 +393,7 @@ class CheckpointCallback(ResumingCallback):
             self._announce(trainer)
         if has_begun and saver.has_started:
             ended = "preempted" if isinstance(error, Preempted) else "failed" if error is not None else "finished"
-            facts = {"error": f"{type(error).__name__}: {error}"[:1000]} if ended == "failed" else {}
+            facts = {"error": described(error)} if ended == "failed" and error is not None else {}
             self._store.manager.events.write(ended, step=trainer.global_step, **facts)
             self._log_events(trainer)
 

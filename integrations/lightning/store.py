@@ -227,9 +227,11 @@ class RunStore:
         self._has_positions = not self.processes.alone or any(
             PROCESS in entry.record.items for entry in list_steps(self.directory, "") if entry.record is not None
         )
-        return CheckpointManager(
+        manager = CheckpointManager(
             self.directory, {ITEM: self._saves, PROCESS: self._own} if self._has_positions else self._saves, options
         )
+        manager.events.has_callback = True
+        return manager
 
     def _items(self, checkpoint: dict[str, Any], shared: SharedState) -> dict[str, Any]:
         rest = {name: value for name, value in checkpoint.items() if name != POSITION}

@@ -17,7 +17,7 @@ from ...engine.clock import seconds
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import StateError
 from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHandler
-from ...engine.manager import CheckpointManager, reached
+from ...engine.manager import CheckpointManager, described, reached
 from ...engine.sources import Misfits
 from ..options import documents, takes
 from .announce import announce
@@ -142,6 +142,7 @@ class CheckpointCallback:
             metadata=options.metadata,
             clock=options.clock,
         )
+        self._manager.events.has_callback = True
         if options.grace_secs is not None:
             self._manager.add_listener(GraceCheck(seconds(options.grace_secs)))
         self._adapter: StateAdapter = StateAdapter()  # until a state is seen
@@ -353,8 +354,7 @@ class CheckpointCallback:
             return
         self._closed = True
         if self._begun:
-            text = f"{type(error).__name__}: {error}"[:1000]
-            self._manager.events.write("failed", step=self._saver.step, error=text)
+            self._manager.events.write("failed", step=self._saver.step, error=described(error))
         try:
             self._manager.finish_mirror(WITHOUT_GRACE)
             self._manager.close()

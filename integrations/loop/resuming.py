@@ -19,7 +19,7 @@ from ...engine.errors import (
     TreeMismatchError,
     shortened_steps,
 )
-from ...engine.manager import EVENTS, CheckpointManager, Restored, list_steps, newest_step, read_events
+from ...engine.manager import EVENTS, CheckpointManager, Restored, has_finished, list_steps, newest_step
 from ...engine.sources import Misfits
 from ...engine.stateful import is_stream
 from ...engine.storage import Location, as_location
@@ -73,8 +73,7 @@ def unfinished_neighbour(directory: Location) -> str:
             newest = newest_step(list_steps(as_location(place)), whole=True)
             if newest is None:
                 continue
-            events, _ = read_events(Path(place, EVENTS))
-            if events and events[-1]["event"] == "finished":
+            if has_finished(Path(place, EVENTS)):
                 break
             return (
                 f". {place} holds step {newest.step} of a run that has not finished. If that is this run, give it a "

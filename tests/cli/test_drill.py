@@ -335,7 +335,7 @@ sys.exit(checkpoint.exit_status)
                 "torch.linspace(-1, 1, 64)[:, None], batch_size=8, shuffle=True": "Stream(), batch_size=8",
             },
             "position",
-            "data.dataset.position",
+            "trainer.train_dataloader.dataset.position",
         ),
     ],
     ids=["flax without its key", "lightning without a generator", "lightning without its place in the data"],

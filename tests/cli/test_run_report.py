@@ -92,6 +92,10 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: object, output: Path)
     [
         ([event("started", 1), event("finished", 2, step=5)], ["finished"]),
         ([event("started", 1), event("preempted", 2, step=5)], ["preempted"]),
+        ([saved(1, 5), event("closed", 2, step=5)], ["closed"]),
+        ([event("restored", 1, step=5), event("closed", 2, step=5), event("ended", 3, how="crashed")], ["crashed"]),
+        ([saved(1, 5), event("closed", 2, step=5), event("ended", 3, how="finished")], ["finished"]),
+        ([saved(1, 5), event("finished", 2), event("started", 3, "b"), event("closed", 4, "b")], ["finished"]),
         ([event("started", 1), event("failed", 2, error="ValueError: no")], ["failed"]),
         ([event("started", 1), event("started", 5, "b"), event("finished", 6, "b")], ["lost", "finished"]),
         ([event("started", 1), event("ended", 2, how="crashed", status=137)], ["crashed"]),
@@ -314,28 +318,46 @@ def test_the_file_that_is_written(capsys: pytest.CaptureFixture[str], run: Path,
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["notes.html", "report.html", run.name])
 
 
-def test_a_manager_without_a_callback_is_no_crash(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Nothing notes how its program ends, which is not the same as a crash."""
+def test_a_manager_without_a_callback_is_closed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Only the program knows whether training has finished; what changes the run afterwards is no start."""
     for _ in range(2):
         with hf.CheckpointManager(tmp_path / "run") as manager:
             manager.save((manager.latest_step() or 0) + 1, {"w": np.ones(2, np.float32)})
-            manager.wait_until_finished()
-            manager.events.write("of the program")
-    lines = (tmp_path / "run" / "events.jsonl").read_text().replace(f'"pid": {os.getpid()}', '"pid": -1')
-    (tmp_path / "run" / "events.jsonl").write_text(lines)
+    assert output_of(capsys, "pin", tmp_path / "run", 1) == "pinned 1\n"
+    found = report(capsys, tmp_path / "run", output=tmp_path / "report.html")
+    assert found.texts("span", "pill") == ["closed"]
+    assert (found.texts("li", "bad"), found.texts("li", "warn")) == ([], [])
+    assert "no interruption" in found.texts("span")
+
+
+def test_a_finished_run_stays_finished_when_it_is_changed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with hf.CheckpointCallback(tmp_path / "run", save_interval_steps=1) as checkpoint:
+        checkpoint.restore_or_initialize({"w": np.ones(2)})
+        checkpoint.on_step(1, {"w": np.ones(2)})
+    assert output_of(capsys, "pin", tmp_path / "run", 1) == "pinned 1\n"
+    found = report(capsys, tmp_path / "run", output=tmp_path / "report.html")
+    assert found.texts("span", "pill") == ["finished"]
+
+
+def test_a_program_that_never_closes_its_manager(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, {"w": np.ones(2, np.float32)})
+    path = tmp_path / "run" / "events.jsonl"
+    lines = path.read_text().replace(f'"pid": {os.getpid()}', '"pid": -1').splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"closed"' not in line))
     found = report(capsys, tmp_path / "run", output=tmp_path / "report.html")
     assert found.texts("li", "bad") == []
     assert [text.partition(" after")[0] for text in found.texts("li", "warn")][:1] == [
         "The last start ended without a record"
     ]
-    assert "2 without a record" in found.texts("span")
+    assert "1 without a record" in found.texts("span")
 
 
 def test_a_run_on_another_machine_may_be_alive(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path / "run") as manager:
         manager.save(1, {"w": 1.5})
     path = tmp_path / "run" / "events.jsonl"
-    path.write_text(path.read_text().replace(socket.gethostname(), "node-7"))
+    path.write_text(path.read_text().replace(socket.gethostname(), "node-7").replace('"closed"', '"of the program"'))
     found = report(capsys, tmp_path / "run", output=tmp_path / "report.html")
     assert found.texts("span", "pill") == ["running or lost"]
     (said,) = found.texts("li", "plain")[:1]

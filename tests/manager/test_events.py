@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -64,8 +65,8 @@ def test_damaged_steps_that_a_run_passes_over(tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path) as manager:
         manager.restore_latest()  # before the run owns the directory: the event waits until it does
         manager.save(3, TREE)
-    assert names_in(tmp_path) == ["started", "saved", "saved", "started", "restored", "saved"]
-    restored = events_in(tmp_path)[4]
+    assert names_in(tmp_path) == ["started", "saved", "saved", "closed", "started", "restored", "saved", "closed"]
+    restored = events_in(tmp_path)[5]
     assert restored["step"] == 1
     assert [one["step"] for one in restored["skipped"]] == [2]
 
@@ -82,8 +83,71 @@ def test_a_save_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         manager.save(1, TREE)
         with pytest.raises(hf.SaveFailedError):
             manager.wait_until_finished()
-    assert names_in(tmp_path) == ["started", "started", "save_failed"]
-    assert events_in(tmp_path)[-1]["error"] == "StorageFullError: full"
+    assert names_in(tmp_path) == ["started", "closed", "started", "save_failed", "closed"]
+    assert events_in(tmp_path)[-2]["error"] == "StorageFullError: full"
+
+
+@pytest.mark.parametrize(
+    ("error", "last"),
+    [
+        (None, "closed"),
+        (SystemExit(), "closed"),
+        (SystemExit(0), "closed"),
+        (SystemExit(75), "preempted"),
+        (SystemExit(143), "preempted"),
+        (SystemExit("no data"), "failed"),
+        (KeyboardInterrupt(), "failed"),
+        (ValueError("no data"), "failed"),
+    ],
+    ids=repr,
+)
+def test_how_a_manager_without_a_callback_is_left(error: BaseException | None, last: str, tmp_path: Path) -> None:
+    with contextlib.suppress(*([type(error)] if error else [])), hf.CheckpointManager(tmp_path) as manager:
+        manager.save(3, TREE)
+        if error is not None:
+            raise error
+    assert names_in(tmp_path) == ["started", "saved", last]
+    found = events_in(tmp_path)[-1]
+    assert found["step"] == 3
+    assert found.get("error") == (f"{type(error).__name__}: {error}" if last == "failed" else None)
+
+
+def test_a_program_without_a_callback_notes_its_end_itself(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.save(3, TREE)
+        manager.wait_until_finished()
+        manager.events.write("finished", step=3)
+    assert names_in(tmp_path) == ["started", "saved", "finished"]
+
+
+def test_a_save_that_fails_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = hf.CheckpointManager(tmp_path)
+    monkeypatch.setattr(manager, "_record", lambda *_: (_ for _ in ()).throw(hf.StorageFullError("full")))
+    manager.save(1, TREE)
+    with pytest.raises(hf.SaveFailedError):
+        manager.close()
+    assert names_in(tmp_path) == ["started", "save_failed", "failed"]
+
+
+@pytest.mark.parametrize(
+    ("last", "finished"),
+    [
+        (["finished"], True),
+        (["finished", "ended finished"], True),
+        (["ended finished"], True),
+        (["finished", "started", "closed"], True),
+        (["finished", "started", "restored"], False),
+        (["preempted", "ended preempted"], False),
+        (["closed"], False),
+        ([], False),
+    ],
+    ids=str,
+)
+def test_whether_training_has_finished(last: list[str], finished: bool, tmp_path: Path) -> None:
+    names = [name.split() for name in ["started", "saved", *last]]
+    lines = [json.dumps({"event": name, **({"how": how[0]} if how else {})}) for name, *how in names]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    assert events.has_finished(tmp_path / "events.jsonl") is finished
 
 
 def test_readers_and_stores_write_no_events(tmp_path: Path) -> None:
@@ -92,7 +156,7 @@ def test_readers_and_stores_write_no_events(tmp_path: Path) -> None:
     options = hf.CheckpointManagerOptions(read_only=True)
     with hf.CheckpointManager(tmp_path, options=options) as reader:
         reader.restore()
-    assert names_in(tmp_path) == ["started", "saved"]
+    assert names_in(tmp_path) == ["started", "saved", "closed"]
     with hf.CheckpointManager("memory://events/run") as manager:
         manager.save(1, TREE)
     assert "events.jsonl" not in {entry.name for entry in hf.as_location("memory://events/run").entries()}
@@ -106,8 +170,8 @@ def test_a_torn_line_is_removed_and_a_spoilt_one_skipped(tmp_path: Path) -> None
     assert path.read_bytes()[offset:] == b'{"event": "tor'
     with hf.CheckpointManager(tmp_path) as manager:
         manager.acquire()
-    assert names_in(tmp_path) == ["a", "b", "started"]
-    assert [event["event"] for event in read_events(path, offset)[0]] == ["started"]
+    assert names_in(tmp_path) == ["a", "b", "started", "closed"]
+    assert [event["event"] for event in read_events(path, offset)[0]] == ["started", "closed"]
 
 
 def test_a_large_file_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +204,7 @@ def test_what_saves_and_late_metrics_say(tmp_path: Path) -> None:
             manager.wait_until_finished()
         manager.record_metrics(2, {"accuracy": 0.5})
         manager.restore(2)
-    first, *_, last, late, restored = [event for event in events_in(tmp_path) if event["event"] != "started"]
+    first, *_, last, late, restored, _ = events_in(tmp_path)[1:]
     assert list(first["metrics"]) == list(many)[:64]
     assert (last["metrics"], late["event"], late["metrics"]) == ({"loss": 2}, "metrics", {"accuracy": 0.5})
     assert (first["shared_bytes"], last["shared_bytes"] > last["bytes"]) == (0, True)
@@ -170,7 +234,7 @@ def test_listeners_hear_what_is_written(tmp_path: Path, caplog: pytest.LogCaptur
         for step in (1, 2):
             manager.save(step, TREE)
     assert heard == events_in(tmp_path)
-    assert [event["event"] for event in heard] == ["started", "saved", "saved"]
+    assert [event["event"] for event in heard] == ["started", "saved", "saved", "closed"]
     (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert "the listener test_listeners_hear_what_is_written.<locals>.fails failed" in said
     assert said.endswith("ConnectionError: no answer")
@@ -186,7 +250,7 @@ def test_listeners_hear_of_runs_in_object_stores_and_nothing_of_readers(tmp_path
     with hf.CheckpointManager("memory://listened/run", options=hf.CheckpointManagerOptions(read_only=True)) as reader:
         reader.events.add_listener(lambda event: heard.append("read"))
         reader.restore()
-    assert heard == ["started", "saved"]
+    assert heard == ["started", "saved", "closed"]
 
 
 def test_copies_to_and_from_a_mirror(tmp_path: Path) -> None:
@@ -228,5 +292,5 @@ def test_numbers_that_json_lacks(tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path) as manager:
         manager.acquire()
         manager.events.write("of the program", loss=float("nan"), place=tmp_path, more=[float("inf")])
-    last = json.loads((tmp_path / "events.jsonl").read_text().splitlines()[-1])
+    last = json.loads((tmp_path / "events.jsonl").read_text().splitlines()[-2])
     assert (last["loss"], last["place"], last["more"]) == (None, str(tmp_path), [None])
