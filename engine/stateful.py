@@ -77,6 +77,16 @@ def state_of(thing: object) -> Any:
     return thing
 
 
+def begins_epoch(thing: object) -> bool:
+    """Return whether restoring an object begins an epoch: loaders draw from torch's global generator for that.
+
+    They are restored before all others, so that generators have the last word, as they had in the run that was saved.
+    """
+    kind = type(thing)
+    is_iterable = hasattr(kind, "__iter__") and not hasattr(kind, "__next__")
+    return isinstance(thing, LoaderPosition) or (is_iterable and _methods(thing) == _METHODS[1])
+
+
 def restore_state(thing: object, state: Any) -> Any:
     """Restore the state that :func:`state_of` returned, and return the object, or plain data itself."""
     if isinstance(thing, np.random.Generator):
@@ -98,6 +108,10 @@ def restore_state(thing: object, state: Any) -> Any:
             encode_state(getattr(thing, methods[0])())  # a class in a function is known by its instances only
             decoded = decode_state(state)
         getattr(thing, methods[1])(decoded)
+        if isinstance(thing, LoaderPosition):
+            thing.begin()
+        elif begins_epoch(thing):
+            getattr(thing, methods[0])()  # a StatefulDataLoader begins where it is asked for its state
         return thing
     if _writes_files(thing):
         _restore_files(thing, state)
@@ -207,8 +221,17 @@ class LoaderPosition(Iterator[Any]):
         self.position = _position(state["position"])
         self._batches = None
 
+    def begin(self) -> None:
+        """Go to the position now, where it is within an epoch; the next batch begins the next one otherwise."""
+        length = self._length()
+        if self.position % length if length else self.position:
+            self._go_to(self.position)
+
+    def _length(self) -> int:
+        return len(self._loader) if hasattr(type(self._loader), "__len__") else 0
+
     def _go_to(self, position: int) -> None:
-        length = len(self._loader) if hasattr(type(self._loader), "__len__") else 0
+        length = self._length()
         self._begin(position // length if length else 0)
         for _ in range(position % length if length else position):
             self._draw()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..pytree import expand, key_segments, pack_tree
-from ..stateful import is_stream, restore_state, state_of
+from ..stateful import begins_epoch, is_stream, restore_state, state_of
 from .paths import Path
 
 
@@ -110,7 +110,7 @@ class Assignment:
 def write_slots(changes: list[tuple[Slot, Any]]) -> None:
     """Change slots; an immutable container is built anew once for all of its parts."""
     parts: dict[tuple[int, Path], tuple[Slot, dict[Path, Any]]] = {}
-    for slot, value in changes:
+    for slot, value in sorted(changes, key=lambda change: not _begins_epoch(change[0])):
         if isinstance(slot, PartSlot):
             owner = (id(slot.owner.anchor), slot.owner.trail)
             parts.setdefault(owner, (slot.owner, {}))[1][slot.below] = value
@@ -118,6 +118,10 @@ def write_slots(changes: list[tuple[Slot, Any]]) -> None:
             slot.set(value)
     for owner_slot, updates in parts.values():
         owner_slot.set(_replaced(owner_slot.get(), updates))
+
+
+def _begins_epoch(slot: Slot) -> bool:
+    return isinstance(slot, StateSlot) and begins_epoch(slot.thing)
 
 
 def _replaced(value: Any, updates: dict[Path, Any]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from ...engine.errors import OptionError, TreeMismatchError
 from ...engine.handlers import DEFAULT_REGISTRY
 from ...engine.pytree import flatten, is_nnx
-from ...engine.stateful import is_plain, is_stateful, restore_state, state_of
+from ...engine.stateful import begins_epoch, is_plain, is_stateful, restore_state, state_of
 from .objects import is_versioned
 from .trees import from_tree, is_stream, to_tree
 
@@ -49,7 +49,7 @@ def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:
 def restore_extras(extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return by name the same object where it was changed in place, and the restored value otherwise."""
     values = {name: saved[name] for name in extras}
-    for name, extra in extras.items():
+    for name, extra in sorted(extras.items(), key=lambda item: not begins_epoch(item[1])):
         if is_nnx(extra):
             values[name] = from_tree(extra, saved[name])
         elif is_stateful(extra) or is_plain(extra):

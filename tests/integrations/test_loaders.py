@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,69 @@ def test_a_run_goes_on_at_the_next_batch(tmp_path: Path, name: str) -> None:
     taken(other, 1)
     graph.Checkpoint(data=other).restore(path).assert_consumed()
     assert taken(other, 4) == whole[5:]
+
+
+def stateful() -> Any:
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    return loaders.StatefulDataLoader(DATA, batch_size=3, shuffle=True)
+
+
+class GlobalGenerator:
+    """The generator of all of torch, as programs wrap it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"torch": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["torch"])
+
+
+@pytest.mark.parametrize("interface", ["callback", "graph"])
+@pytest.mark.parametrize("generator", [GlobalGenerator, lambda: torch.default_generator], ids=["wrapped", "torch's"])
+@pytest.mark.parametrize("kind", ["skip_to", "StatefulDataLoader"])
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_loader_that_begins_draws_nothing_from_a_restored_generator(
+    tmp_path: Path, kind: str, generator: Callable[[], Any], interface: str
+) -> None:
+    """Each epoch of a loader begins with a number of torch's generator, from which the program's dropout draws, too."""
+    steps = 7  # in epochs of 4
+
+    def train(directory: Path, until: int) -> list[str]:
+        torch.manual_seed(len(list(directory.parent.iterdir())))  # every process has another seed
+        if not directory.exists():
+            torch.manual_seed(0)
+        loader = hf.skip_to(DataLoader(DATA, batch_size=3)) if kind == "skip_to" else stateful()
+        drawn: list[str] = []
+        # The generator comes first: the order of the names must not matter.
+        extras: dict[str, Any] = {"a_generator": generator(), "data": loader}
+        with ExitStack() as stack:
+            if interface == "callback":
+                checkpoint = stack.enter_context(CheckpointCallback(directory, save_interval_steps=1))
+                _, start = checkpoint.restore_or_initialize({"w": 0}, **extras)
+
+                def report(step: int) -> None:
+                    checkpoint.on_step(step, {"w": 0}, **extras)
+            else:
+                saver = graph.CheckpointManager(graph.Checkpoint(**extras), directory, max_to_keep=None)
+                start = int(str(saver.restore_or_initialize() or "-0").rpartition("-")[2])
+
+                def report(step: int) -> None:
+                    saver.save(step)
+
+            step = start
+            while step < until:
+                for batch in loader:
+                    drawn.append(f"{batch} {torch.rand(2).tolist()}")
+                    step += 1
+                    report(step)
+                    if step == until:
+                        break
+        return drawn
+
+    whole = train(tmp_path / "whole", steps)
+    for stop in (2, 4, 6):
+        directory = tmp_path / f"cut-{stop}"
+        assert train(directory, stop) + train(directory, steps) == whole, stop
 
 
 def test_whole_epochs_are_skipped_at_once() -> None:
