@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .aggregate import AGGREGATE_LIMIT, AggregateHandler, MsgpackHandler, aggregate_details
 from .database import ArrayDatabase, Problem, naming
-from .digests import FileCheck, check_file, check_files, fsync_and_digest, read_checked, required
+from .digests import FileCheck, check_file, check_files, fsync_and_digest, read_checked, required, write_file
 from .extents import Range, read_ranges
 from .load import load_tree, tree_metadata, with_optimizer_states
 from .plan import Layout, batches, check_level, check_size

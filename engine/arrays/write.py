@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 
 from ..distributed import ProcessInfo
 from ..errors import OptionError, UnsupportedLeafError
-from ..format import FileRecord, crc32c, encode_document
+from ..format import FileRecord, encode_document
 from ..pytree import ArrayLeaf, Box, Piece, TreeDef, format_path, to_document
 from ..storage import DataFile, Location, Segment
 from .assignment import WriteAssignment
+from .digests import write_file
 from .encode import ChunkToCompress, Source, segment_parts, write_compressed
 from .fragments import data_path, make_fragment, merge_fragments, short_token
 from .plan import ArraySpec, Catalog, ChunkIds, HostLeaf, Layout, check_level, check_size, chunk_table, plan_files
@@ -194,8 +195,7 @@ class TreeWriter:
                 f"{location}: tree.json cannot hold this tree: {error}; put long texts into arrays"
             ) from error
         for path, content in ((INDEX, nodes), (TREE, structure), (MANIFEST, manifest)):
-            (location / path).write_bytes(content, atomic=False)
-            written[path] = FileRecord(len(content), crc32c(content))
+            written[path] = write_file(location / path, content)
         (location / "d").sync_directory()
         location.sync_directory()
         return written

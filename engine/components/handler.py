@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..arrays import Layout, WrittenSteps, read_checked
+from ..arrays import Layout, WrittenSteps, read_checked, write_file
 from ..checkpoint import read_record
 from ..clock import SystemClock
 from ..distributed import ProcessInfo
@@ -24,7 +24,7 @@ from .names import STATE
 from .permissions import Permissions
 from .reading import NativeComponent, full_structure, of_record
 from .restoring import KeepPatterns, restore_saved
-from .saving import PreparedComponents, prepare, write_file
+from .saving import PreparedComponents, prepare
 
 
 class ComponentCheckpointHandler(PreparedCheckpointHandler):

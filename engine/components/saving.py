@@ -18,12 +18,12 @@ from importlib import metadata
 from pathlib import Path as FilePath
 from typing import Any
 
-from ..arrays import Layout, WrittenSteps
+from ..arrays import Layout, WrittenSteps, write_file
 from ..checkpoint import PendingCheckpoint
 from ..clock import SystemClock
 from ..distributed import current_coordinator
 from ..errors import OptionError, UnsupportedLeafError, shortened
-from ..format import COMPONENT, CheckpointRecord, FileRecord, ItemRecord, crc32c
+from ..format import COMPONENT, CheckpointRecord, ItemRecord
 from ..graph import Path
 from ..handlers import PreparedItem, PyTreeCheckpointHandler, SaveArgs, write_alone
 from ..pytree import collection_paused, flatten, format_path, is_jax_array, is_torch_tensor
@@ -69,12 +69,6 @@ class PreparedComponents:
         described = write_file(folder / COMPONENT, self.descriptions[path])
         files = {**write_alone(self.states[path], folder), COMPONENT: described}
         return ItemRecord("/".join((*path, folder.name)), KIND, files)
-
-
-def write_file(place: Location, content: bytes) -> FileRecord:
-    """Write a small file without making its name durable; return its entry for the record."""
-    place.write_bytes(content, atomic=False)
-    return FileRecord(len(content), crc32c(content))
 
 
 def prepare(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..arrays import read_checked
+from ..arrays import read_checked, write_file
 from ..distributed import ProcessInfo
 from ..errors import UnsupportedLeafError
-from ..format import DOCUMENT_LIMIT, FileRecord, crc32c, decode_document, encode_document
+from ..format import DOCUMENT_LIMIT, FileRecord, decode_document, encode_document
 from ..storage import Location
 from .base import Files, PreparedCheckpointHandler, PreparedItem, no_arguments
 
@@ -53,12 +53,13 @@ class _PreparedFile:
     def __init__(self, name: str, content: bytes) -> None:
         self._name = name
         self._content = content
+        self._files: dict[str, FileRecord] = {}
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
         if member.index == 0:
-            (folder / self._name).write_bytes(self._content, atomic=False)
+            self._files[self._name] = write_file(folder / self._name, self._content)
             folder.sync_directory()
         return b""
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
-        return {self._name: FileRecord(len(self._content), crc32c(self._content))}
+        return self._files

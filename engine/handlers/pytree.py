@@ -25,10 +25,11 @@ from ..arrays import (
     load_tree,
     tree_metadata,
     with_optimizer_states,
+    write_file,
 )
 from ..distributed import ProcessInfo
 from ..errors import OptionError, UnsupportedLeafError
-from ..format import FileRecord, crc32c
+from ..format import FileRecord
 from ..pytree import (
     EXTERNAL,
     Flattened,
@@ -302,8 +303,7 @@ class _PreparedTree:
         if member.index == 0:
             self._files.update(self._external.write(folder))
             for path, content in self._contents.items():
-                (folder / path).write_bytes(content, atomic=False)
-                self._files[path] = FileRecord(len(content), crc32c(content))
+                self._files[path] = write_file(folder / path, content)
             folder.sync_directory()
         return self._tree.write(folder, member)
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..arrays import TreeReader, TreeSource, read_checked
+from ..arrays import TreeReader, TreeSource, read_checked, write_file
 from ..checkpoint import has_changed, read_record
 from ..distributed import ProcessInfo
 from ..errors import OptionError, UnsupportedLeafError
@@ -15,7 +15,6 @@ from ..format import (
     OWN_FOLDER,
     CheckpointRecord,
     FileRecord,
-    crc32c,
     decode_document,
     encode_document,
 )
@@ -41,6 +40,7 @@ class PreparedGraph:
     def __init__(self, tree: PreparedItem, document: Any, own: PreparedItem | None = None) -> None:
         self._tree = tree
         self._own = own
+        self._files: dict[str, FileRecord] = {}
         try:
             self._document = encode_document(KIND, document)
         except ValueError as error:
@@ -48,7 +48,7 @@ class PreparedGraph:
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
         if member.index == 0:
-            (folder / GRAPH).write_bytes(self._document, atomic=False)
+            self._files[GRAPH] = write_file(folder / GRAPH, self._document)
         fragment = self._tree.write(folder, member)
         if self._own is None:
             return fragment
@@ -65,7 +65,7 @@ class PreparedGraph:
             own = {f"{OWN_FOLDER}/{path}": known for path, known in files.items()}
         files = {**self._tree.merge(folder, fragments), **own}
         folder.sync_directory()
-        return {**files, GRAPH: FileRecord(len(self._document), crc32c(self._document))}
+        return {**files, **self._files}
 
 
 class NativeTree(TreeReader):
