@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from .arrays import Problem, SavedLeaf, TreeReader, naming
+from .arrays import Problem, SavedLeaf, naming
 from .checkpoint import Place, has_changed
 from .errors import CheckpointNotFoundError, HoldfastError
-from .format import OWN_FOLDER, CheckpointRecord, FileRecord, own_item
+from .format import CheckpointRecord, FileRecord
 from .manager import StepEntry, reasons, stored_options
-from .pytree import format_path, materialize, unescape_key
-from .sources import JSON, METRICS, TREE, CheckpointSource, find_steps, open_at, read_checkpoint
+from .pytree import materialize
+from .sources import JSON, METRICS, TREE, CheckpointSource, find_steps, leaf_path, open_at, read_checkpoint, trees_in
 from .storage import Entry, Location, as_location
 
 _LONGEST_VALUE = 60  # characters of a value that is shown
@@ -171,10 +171,9 @@ def _leaf_summaries(checkpoint: CheckpointSource) -> list[LeafSummary]:
     found: list[LeafSummary] = []
     for name, kind in checkpoint.items.items():
         if kind == TREE:
-            reader = checkpoint.tree(name)
-            with naming(reader.location):
-                found.extend(_leaf_summary(name, leaf) for leaf in reader.leaves)
-            found.extend(_own_leaves(name, reader.location, checkpoint.files(name)))
+            for item, tree in trees_in(checkpoint, name):
+                with naming(tree.location):
+                    found.extend(_leaf_summary(item, leaf) for leaf in tree.leaves)
         elif (files := checkpoint.files(name)) is not None:
             found.extend(
                 LeafSummary(item=name, path=file, kind=kind, bytes=known.size) for file, known in files.items()
@@ -183,19 +182,6 @@ def _leaf_summaries(checkpoint: CheckpointSource) -> list[LeafSummary]:
             value = _shortened(repr(checkpoint.value(name))) if kind in (JSON, METRICS) else None
             found.append(LeafSummary(item=name, kind=kind, value=value))
     return found
-
-
-def _own_leaves(name: str, folder: Location, files: Mapping[str, FileRecord] | None) -> Iterator[LeafSummary]:
-    """Describe what each process saved of its own beside a tree: the states of objects, by the objects' paths."""
-    own = own_item(files or {})
-    for process, share in enumerate(() if own is None else own.shares()):
-        reader = TreeReader(folder / OWN_FOLDER / str(process), share.files)
-        with naming(reader.location):
-            for leaf in reader.leaves:
-                summary = _leaf_summary(f"{name}/{OWN_FOLDER}/{process}", leaf)
-                # The first key is the path of an object, such as `data.train`, escaped.
-                path, *keys = leaf.name.split(".")
-                yield replace(summary, path=format_path(".".join([unescape_key(path), *keys])))
 
 
 def shared_bytes(location: Location, record: CheckpointRecord) -> int:
@@ -254,7 +240,7 @@ def _leaf_summary(item: str, leaf: SavedLeaf) -> LeafSummary:
     saved = leaf.saved
     return LeafSummary(
         item=item,
-        path=format_path(leaf.name),
+        path=leaf_path(item, leaf.name),
         kind=saved.kind,
         shape=saved.shape or (),
         dtype=None if saved.dtype is None else str(saved.dtype),

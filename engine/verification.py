@@ -9,7 +9,7 @@ from .arrays import Problem, TreeReader, check_file
 from .checkpoint import Place, has_changed, has_record, read_record
 from .clock import UNHEARD, Portion, Progress
 from .errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, HoldfastError
-from .format import RECORD, TREES, CheckpointRecord, ItemRecord, own_item
+from .format import RECORD, TREES, CheckpointRecord, ItemRecord, own_shares
 from .manager import StepEntry
 from .sources import JSON, METRICS, TREE, find_checkpoint, find_steps, is_run, open_at, portions_of
 from .storage import Location, as_location
@@ -150,8 +150,7 @@ def _verify_item(folder: Location, item: ItemRecord, advance: Callable[[int], No
         return list(differ)
     try:
         found = TreeReader(folder, item.files).verify(advance)
-        own = own_item(item.files)
-        for share in own.shares() if own is not None else ():
+        for share in own_shares(item.files):
             below = TreeReader(folder / share.folder, share.files).verify(advance)
             found += [p for one in below if (p := one._replace(file=f"{share.folder}/{one.file}")) not in found]
     except HoldfastError as error:  # in the structure: name the files that differ, or else pass on the reader's error

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ..arrays import ArrayDatabase, FileCheck, required
 from ..clock import UNHEARD
 from ..errors import CheckpointExistsError, DamagedCheckpointError
-from ..format import TREES, CheckpointRecord, ItemRecord, own_item
+from ..format import TREES, CheckpointRecord, ItemRecord, own_shares
 from ..storage import DataReader, Location, Segment, parallel_map
 from .commit import CommitParts, PendingCheckpoint
 
@@ -197,8 +197,7 @@ def file_checks(location: Location, record: CheckpointRecord) -> dict[str, FileC
     for part in record.parts().values():
         if part.kind == TREES:
             found |= _tree_checks(location, part)
-            own = own_item(part.files)
-            for share in own.shares() if own is not None else ():
+            for share in own_shares(part.files):
                 found |= _tree_checks(location, replace(share, folder=f"{part.folder}/{share.folder}"))
     return found
 

@@ -33,6 +33,7 @@ from .record import (
     decode_metrics,
     encode_metrics,
     own_item,
+    own_shares,
 )
 from .varint import Cursor, encode_varint, encode_varints
 from .zarr import (

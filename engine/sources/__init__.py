@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .comparison import LeafDifference, compare_checkpoints
+from .comparison import LeafDifference, compare_checkpoints, leaf_path, trees_in
 from .discovery import (
     StepList,
     check_unclaimed,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..arrays import SavedLeaf, TreeReader, TreeSource
 from ..clock import UNHEARD, Portion, Progress
 from ..errors import UnsupportedLeafError
-from ..format import OWN_FOLDER, FileRecord, own_item
+from ..format import OWN_FOLDER, FileRecord, own_shares
 from ..pytree import Box, format_path, materialize, unescape_key
 from .protocol import JSON, METRICS, TREE, CheckpointSource
 
@@ -111,13 +111,16 @@ def compare_checkpoints(
 def trees_of(checkpoint: CheckpointSource) -> Iterator[tuple[str, TreeSource]]:
     """Yield the trees of a checkpoint by name, with those that each process has saved of its own objects."""
     for name, kind in checkpoint.items.items():
-        if kind != TREE:
-            continue
-        tree = checkpoint.tree(name)
-        yield name, tree
-        own = own_item(checkpoint.files(name) or {})
-        for process, share in enumerate(() if own is None else own.shares()):
-            yield f"{name}/{OWN_FOLDER}/{process}", TreeReader(tree.location / OWN_FOLDER / str(process), share.files)
+        if kind == TREE:
+            yield from trees_in(checkpoint, name)
+
+
+def trees_in(checkpoint: CheckpointSource, name: str) -> Iterator[tuple[str, TreeSource]]:
+    """Yield one tree of a checkpoint, and what each process has saved of its own objects beside it."""
+    tree = checkpoint.tree(name)
+    yield name, tree
+    for share in own_shares(checkpoint.files(name) or {}):
+        yield f"{name}/{share.folder}", TreeReader(tree.location / share.folder, share.files)
 
 
 def _compare_trees(
@@ -145,6 +148,7 @@ def _compare_trees(
 
 
 def leaf_path(item: str, name: str) -> str:
+    """Return the path of a leaf of a tree that :func:`trees_in` yields under the name of an item."""
     if f"/{OWN_FOLDER}/" in item:  # the first key is the path of an object, such as `data.train`, escaped
         first, *keys = name.split(".")
         name = ".".join([unescape_key(first), *keys])
