@@ -11,6 +11,6 @@ from .plan import Layout, batches, check_level, check_size
 from .read import TreeReader
 from .reuse import WrittenSteps
 from .snapshot import KnownTree, Snapshot, StagingBuffer
-from .source import NamedVariables, PartialTree, SavedLeaf, TreeSource, damaged_leaves
+from .source import MemoryTree, NamedVariables, PartialTree, SavedLeaf, TreeSource, damaged_leaves
 from .transform import load_transformed_tree
 from .write import MANIFEST, HostTree, TreePlan, TreeWriter

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..clock import UNHEARD
 from ..errors import DamagedCheckpointError, UnsupportedLeafError, itemized
-from ..pytree import Box, Saved, TreeDocument, format_path, whole
+from ..pytree import ArrayLeaf, Box, Saved, TreeDocument, format_path, whole
 from ..storage import Location
 from .database import Problem
 
@@ -157,6 +157,38 @@ class PartialTree(TreeSource):
 
     def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
         return self._source.read_boxes([self._originals[leaf.name] for leaf in leaves], boxes)
+
+
+class MemoryTree(TreeSource):
+    """A tree that is all in memory.
+
+    Args:
+        location: Where it comes from, for messages.
+        tree: The containers.
+        leaves: The leaves.
+        arrays: The arrays of those that have one, by their names; reading copies them.
+        document: What :meth:`graph_document` returns.
+    """
+
+    def __init__(
+        self,
+        location: Location,
+        tree: TreeDocument,
+        leaves: Sequence[SavedLeaf],
+        arrays: Mapping[str, NDArray[Any] | ArrayLeaf],
+        document: Any = None,
+    ) -> None:
+        self.location = location
+        self.tree = tree
+        self.leaves = leaves
+        self._arrays = arrays
+        self._document = document
+
+    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+        return [self._arrays[leaf.name].copy() if leaf.name in self._arrays else None for leaf in leaves]
+
+    def graph_document(self) -> Any:
+        return self._document
 
 
 def damaged_leaves(

@@ -43,10 +43,9 @@ from ..pytree import (
     unfilled_error,
     unflatten,
 )
-from ..storage import Location
 from .database import naming
 from .load import load_tree
-from .source import PartialTree, SavedLeaf, TreeSource
+from .source import MemoryTree, PartialTree, SavedLeaf, TreeSource
 
 
 class LeafCache:
@@ -311,7 +310,7 @@ class _Loader:
         """Fit values to the template as if they had been saved; generate their numbers and values."""
         differences: list[str] = []
         saved: dict[int, SavedLeaf] = {}
-        arrays: dict[str, NDArray[Any] | None] = {}
+        arrays: dict[str, NDArray[Any] | ArrayLeaf | None] = {}
         for number, value in made.items():
             target, origin = self._targets[number], self._origins[number]
             free = target.kind == "any" and not self._asks(number)
@@ -321,8 +320,9 @@ class _Loader:
                 continue
             if compared:
                 assert isinstance(origin, Taken)
+                array: NDArray[Any] | ArrayLeaf | None
                 [array] = self._cache.arrays([origin.start])
-                described, array = self._source.leaves[origin.start].saved, None if array is None else array.copy()
+                described = self._source.leaves[origin.start].saved
             else:
                 described, array = _described(self._new.names[number], value)
                 difference = None if self._asks(number) else compare(target, described)
@@ -336,26 +336,13 @@ class _Loader:
             name = name if name not in arrays else f"{name}~{number}"  # "1" beside 1
             saved[number], arrays[name] = SavedLeaf(name, described), array
         self._raise(differences)
-        source = _TreeInMemory(self._source.location, list(saved.values()), arrays)
+        known = {name: array for name, array in arrays.items() if array is not None}
+        source = MemoryTree(self._source.location, TreeDocument(None), list(saved.values()), known)
         yield from self._through(source, {number: leaf.name for number, leaf in saved.items()})
 
     def _raise(self, differences: Sequence[str]) -> None:
         if differences:
             raise unfilled_error(str(self._source.location), len(self._new.names), differences)
-
-
-class _TreeInMemory(TreeSource):
-    tree = TreeDocument(None)
-
-    def __init__(
-        self, location: Location, leaves: Sequence[SavedLeaf], arrays: Mapping[str, NDArray[Any] | None]
-    ) -> None:
-        self.location = location
-        self.leaves = leaves
-        self._arrays = arrays
-
-    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
-        return [self._arrays[leaf.name] for leaf in leaves]
 
 
 def _put(tree: Any, keys: Sequence[str], value: Any) -> Any:
@@ -368,14 +355,14 @@ def _put(tree: Any, keys: Sequence[str], value: Any) -> Any:
     return tree
 
 
-def _described(name: str, value: Any) -> tuple[Saved, NDArray[Any] | None]:
-    """Describe a value as if it had been saved; its array is a copy."""
+def _described(name: str, value: Any) -> tuple[Saved, ArrayLeaf | None]:
+    """Describe a value as if it had been saved."""
     [leaf] = describe([name], [value])
     if not isinstance(leaf, ArrayLeaf):
-        return Saved(leaf.details), None
+        return Saved.of(leaf), None
     if sum(piece.array.size for piece in leaf.pieces) != math.prod(leaf.shape):
         raise TreeMismatchError(
             f"{format_path(name)}: its function returned an array that other processes hold parts of; return a numpy "
             "array, which is placed as the new tree says"
         )
-    return Saved(leaf.details, leaf.dtype, leaf.shape), leaf.copy()
+    return Saved.of(leaf), leaf

@@ -12,14 +12,13 @@ import copy
 import inspect
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..arrays import SavedLeaf, TreeSource
+from ..arrays import MemoryTree, SavedLeaf
 from ..errors import DamagedCheckpointError, TreeMismatchError, UnsupportedLeafError, shortened
 from ..graph import (
     OPTIMIZER_SLOTS,
@@ -290,7 +289,11 @@ def _stored(component: LiveComponent, state: Mapping[str, Any], source: Location
         values = _nested(values)
     document = _document(state, source)
     packed = pack_tree(values)
-    return StoredGraph(_MemoryTree(values if _names_elements(document, packed) else packed, document, source), source)
+    flat = flatten(values if _names_elements(document, packed) else packed)
+    found = dict(zip(flat.names, describe(flat.names, flat.values), strict=True))
+    leaves = [SavedLeaf(name, Saved.of(leaf)) for name, leaf in found.items()]
+    arrays = {name: leaf for name, leaf in found.items() if isinstance(leaf, ArrayLeaf)}
+    return StoredGraph(MemoryTree(source, TreeDocument(flat.structure), leaves, arrays, document), source)
 
 
 def _names_elements(document: Any, packed: Any) -> bool:
@@ -326,28 +329,6 @@ def _document(state: Mapping[str, Any], source: Location) -> Any:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"{source}: {GRAPH} does not describe a graph: {error}") from error
-
-
-class _MemoryTree(TreeSource):
-    def __init__(self, tree: Any, document: Any, location: Location) -> None:
-        flat = flatten(tree)
-        self.location = location
-        self.tree = TreeDocument(flat.structure)
-        self.leaves = []
-        self._arrays: dict[str, ArrayLeaf] = {}
-        self._document = document
-        for name, one in zip(flat.names, describe(flat.names, flat.values), strict=True):
-            if isinstance(one, ArrayLeaf):
-                self._arrays[name] = one
-                self.leaves.append(SavedLeaf(name, Saved(one.details, one.dtype, one.shape)))
-            else:
-                self.leaves.append(SavedLeaf(name, Saved(one.details)))
-
-    def graph_document(self) -> Any:
-        return self._document
-
-    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
-        return [self._arrays[leaf.name].copy() if leaf.name in self._arrays else None for leaf in leaves]
 
 
 # ---- a component as a graph of its own

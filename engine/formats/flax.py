@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays import SavedLeaf, TreeSource, naming, read_checked
+from ..arrays import MemoryTree, SavedLeaf, naming, read_checked
 from ..errors import DamagedCheckpointError, ObjectNotFoundError
 from ..format import ARRAY_EXTENSION, decode_array, decode_msgpack
 from ..pytree import Saved, encode_value
@@ -59,21 +59,16 @@ def leaf_of(path: Path, value: Any) -> SavedLeaf:
     return SavedLeaf(name, Saved(encode_value(value)))
 
 
-class MsgpackTree(TreeSource):
-    """A tree in one msgpack file; all of it is in memory once it is open."""
-
-    def __init__(self, location: Location) -> None:
-        self.location = location
-        decoded = decode_file(location)
-        with naming(location):
-            self.tree, order = nested_tree([path for path, _ in decoded.values], decoded.empties)
-        self.leaves = [leaf_of(*decoded.values[index]) for index in order]
-        self._values = {leaf.name: decoded.values[index][1] for leaf, index in zip(self.leaves, order, strict=True)}
-
-    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
-        return [
-            None if leaf.saved.dtype is None else np.array(self._values[leaf.name], leaf.saved.dtype) for leaf in leaves
-        ]
+def open_msgpack(location: Location) -> MemoryTree:
+    """Read the tree in one msgpack file."""
+    decoded = decode_file(location)
+    with naming(location):
+        tree, order = nested_tree([path for path, _ in decoded.values], decoded.empties)
+    values = [decoded.values[index] for index in order]
+    leaves = [leaf_of(*pair) for pair in values]
+    pairs = zip(leaves, values, strict=True)
+    arrays = {leaf.name: np.asarray(value) for leaf, (_, value) in pairs if leaf.saved.dtype is not None}
+    return MemoryTree(location, tree, leaves, arrays)
 
 
 def decode_flax(content: bytes, depth: int = 0) -> Any:
@@ -135,7 +130,7 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
         return None
     match = _STEP.fullmatch(location.name)
     step = None if match is None else int(match[1])
-    return SingleTree("Flax", location, MsgpackTree(location), total_bytes(location), step)
+    return SingleTree("Flax", location, open_msgpack(location), total_bytes(location), step)
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> StepDirectories | None:

@@ -185,6 +185,11 @@ class Saved:
     def __post_init__(self) -> None:
         self.kind = self.details["kind"]
 
+    @classmethod
+    def of(cls, leaf: ArrayLeaf | ValueLeaf) -> Saved:
+        """Return the leaf as a checkpoint would describe it."""
+        return cls(leaf.details) if isinstance(leaf, ValueLeaf) else cls(leaf.details, leaf.dtype, leaf.shape)
+
     @property
     def variant(self) -> str | None:
         """Return what the dtype does not say: a key's implementation, the torch dtype that numpy lacks."""

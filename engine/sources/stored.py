@@ -439,9 +439,7 @@ def _described(name: str, value: Any) -> tuple[Saved, StoredArray | Unreadable |
     if isinstance(value, Unreadable):
         return not_read(value.what), value
     (leaf,) = describe([name], [value])
-    if isinstance(leaf, ValueLeaf):
-        return Saved(leaf.details), None
-    return Saved(leaf.details, leaf.dtype, leaf.shape), leaf.pieces[0].array
+    return Saved.of(leaf), None if isinstance(leaf, ValueLeaf) else leaf.pieces[0].array
 
 
 def not_read(why: str) -> Saved:
