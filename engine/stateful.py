@@ -28,7 +28,7 @@ import numpy as np
 
 from .errors import DamagedCheckpointError, OptionError, StateError
 from .format import is_inside
-from .pytree import expand, is_jax_array, is_key, is_torch_tensor, loaded
+from .pytree import expand, is_jax_array, is_key, is_torch_tensor, loaded, tensor_of
 
 _TORCH = "torch.Tensor"
 _JAX = "jax.Array"
@@ -333,7 +333,7 @@ def decode_state(value: Any) -> Any:
     """Return the tree that :func:`encode_state` was given, from its result as loaded without a template."""
     if isinstance(value, dict):
         if value.keys() == {_TORCH}:
-            return _tensor(value[_TORCH])
+            return value[_TORCH] if is_torch_tensor(value[_TORCH]) else tensor_of(np.asarray(value[_TORCH]))
         if value.keys() == {_JAX}:
             import jax.numpy as jnp
 
@@ -385,16 +385,3 @@ def _instance(name: str, fields: Mapping[str, Any]) -> Any:
         f"a state holds a {name} with the fields {', '.join(fields)}, and the program has no such class; define or "
         "import it before the restore, at the top of its module, or return plain dictionaries from get_state"
     )
-
-
-def _tensor(array: Any) -> Any:
-    import torch
-
-    if isinstance(array, torch.Tensor):
-        return array
-    array = np.asarray(array)
-    if array.dtype.kind == "V" or array.dtype.type.__module__.startswith("ml_dtypes"):
-        # torch has these types under the same names, but cannot convert them from numpy.
-        bits = torch.from_numpy(np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}"))
-        return bits.view(getattr(torch, array.dtype.name)).reshape(array.shape)
-    return torch.from_numpy(np.array(array))

@@ -25,6 +25,7 @@ from ..pytree import (
     materialize,
     metadata_of,
     partition,
+    tensor_like,
     unflatten,
     unwrapped_name,
     with_request,
@@ -103,12 +104,10 @@ def with_optimizer_states(template: Any, source: TreeSource) -> Any:
 
 def _tensor_template(leaf: SavedLeaf) -> Any:
     """Return a tensor without memory for an array, and ``...``, which takes what was saved, for any other leaf."""
-    torch: Any = loaded("torch")
-    if torch is None or leaf.saved.dtype is None or leaf.saved.kind not in ("torch", "numpy", "jax"):
+    if loaded("torch") is None or leaf.saved.kind not in ("torch", "numpy", "jax"):
         return ...
-    name = str(leaf.saved.details.get("torch_dtype") or leaf.saved.dtype.name)
-    shape = (leaf.saved.shape or ())[: -1 if name == "complex32" else None]
-    return torch.empty(shape, dtype=getattr(torch, name, None), device="meta")
+    like = tensor_like(leaf.saved)
+    return ... if like is None else like
 
 
 def _fresh_optimizers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:

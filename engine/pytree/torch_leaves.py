@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,11 +23,12 @@ from numpy.typing import NDArray
 
 from .device_arrays import DeviceArray, is_copied_later
 from .host_leaves import native
-from .leaves import ArrayLeaf, Box, Details, LeafProblem, Part, Piece, loaded, required
+from .leaves import ArrayLeaf, Box, Details, LeafProblem, Part, Piece, Saved, loaded, required
 
 _COMMON_TYPES = {"uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "bool"} | {
     "float16", "float32", "float64", "complex64", "complex128",
 }  # fmt: skip
+_TINY = re.compile("u?int[1-7]")  # torch has names for integers of less than a byte, but no operations on them
 _PAIRED = {"complex32": "float16"}  # stored as real and imaginary part, in one more axis
 _ON_HOST = {"cpu", "meta"}
 _ASYNCHRONOUS = {"cuda", "xpu"}  # devices whose copies to the host go on in the background
@@ -262,6 +264,24 @@ def torch_name(dtype: np.dtype[Any]) -> str | None:
     encoding = tensor_encoding(found)
     same = dtype.newbyteorder("=") in (encoding.stored, getattr(ml_dtypes, name, None))
     return name if encoding.variant is None and same else None
+
+
+def tensor_like(saved: Saved) -> Any | None:
+    """Return a tensor without memory like a saved array; None where torch has no such dtype, or no operations on it."""
+    torch: Any = required("torch")
+    name = saved.variant or (None if saved.dtype is None else torch_name(saved.dtype))
+    dtype = getattr(torch, name or "", None)
+    if saved.shape is None or not isinstance(dtype, torch.dtype) or _TINY.fullmatch(str(name)):
+        return None
+    return torch.empty(saved.shape[:-1] if name in _PAIRED else saved.shape, dtype=dtype, device="meta")
+
+
+def tensor_of(array: NDArray[Any]) -> Any:
+    """Return a tensor with the elements of an array, in memory of its own."""
+    name = torch_name(array.dtype)
+    if name is None:
+        raise TypeError(f"torch has no elements of type {array.dtype}")
+    return put(np.array(array), None, name)
 
 
 def template_facts(value: Any) -> tuple[str, np.dtype[Any], tuple[int, ...], str | None]:

@@ -10,7 +10,7 @@ import pytest
 from tests.ids import plain_id
 
 from holdfast.engine.errors import DamagedCheckpointError, OptionError
-from holdfast.engine.stateful import is_plain, is_stateful, restore_state, state_of
+from holdfast.engine.stateful import decode_state, is_plain, is_stateful, restore_state, state_of
 
 
 class Shuffled:
@@ -147,6 +147,14 @@ def test_torch_tensors_come_back_as_tensors(dtype: str, shape: tuple[int, ...]) 
     restore_state(fresh, as_loaded(state_of(Holder({"order": tensor}))))
     assert torch.equal(fresh.held["order"], tensor)
     assert fresh.held["order"].dtype == tensor.dtype
+
+
+def test_tensors_are_made_of_arrays_of_any_byte_order() -> None:
+    torch: Any = pytest.importorskip("torch")
+    array = np.array([1.0, 2.5], ">f4")
+    array.flags.writeable = False
+    found = decode_state({"torch.Tensor": array})
+    assert (found.dtype, found.tolist()) == (torch.float32, [1.0, 2.5])
 
 
 def test_torch_generators_go_on_with_the_same_numbers() -> None:

@@ -111,3 +111,16 @@ def test_what_does_not_fit_is_still_named(tmp_path: Path) -> None:
     template = {**Program(OPTIMIZERS["adamw"], 1).state(), "optimizers": []}
     with pytest.raises(hf.TreeMismatchError, match=r"optimizers/0/state/0/exp_avg: not in the template"):
         hf.load(tmp_path / "1", like=template)
+
+
+def test_an_optimizer_without_steps_takes_what_torch_has_no_dtype_for(tmp_path: Path) -> None:
+    import numpy as np
+
+    began = np.array(["2026-01-01"], "datetime64[D]")
+    saved = {"state": {0: {"began": began, "m": torch.ones(2)}}, "param_groups": []}
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"optimizer": saved})
+        found: Any = manager.restore(1, {"optimizer": {"state": {}, "param_groups": []}})["optimizer"]
+    values = found["state"][0]
+    assert values["began"].tolist() == began.tolist()
+    assert torch.equal(values["m"], torch.ones(2))

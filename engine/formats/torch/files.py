@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from ...arrays import PartialTree, Problem, SavedLeaf, TreeSource, batches, load_tree
 from ...clock import UNHEARD
 from ...errors import DamagedCheckpointError, OptionError, UnsupportedLeafError, shortened
-from ...pytree import MAX_DEPTH, NUMBERS, Box, format_path
+from ...pytree import MAX_DEPTH, NUMBERS, Box, format_path, tensor_like
 from ...sources import (
     SingleTree,
     StepDirectories,
@@ -360,7 +360,7 @@ def export_torch(
         import torch
     except ImportError as error:
         raise OptionError("exporting for torch needs torch: pip install torch, or export safetensors") from error
-    template = source.tree.build(_templates(torch, source))
+    template = source.tree.build(_templates(source))
     tree = _plain(torch, load_tree(_InBatches(source, advance), like=template))
     if not destination.is_local:
         buffer = io.BytesIO()
@@ -401,28 +401,26 @@ class _InBatches(PartialTree):
         return found
 
 
-def _templates(torch: Any, source: TreeSource) -> list[Any]:
+def _templates(source: TreeSource) -> list[Any]:
     """Return a tensor without memory for every array, and ``...`` for every other leaf."""
     problems: list[str] = []
-    templates = [_template(torch, leaf, problems) for leaf in source.leaves]
+    templates = [_template(leaf, problems) for leaf in source.leaves]
     if problems:
         headline = f"{source.location} cannot be stored in a file of torch; nothing was written:"
         raise UnsupportedLeafError("\n  ".join([headline, *problems]))
     return templates
 
 
-def _template(torch: Any, leaf: SavedLeaf, problems: list[str]) -> Any:
+def _template(leaf: SavedLeaf, problems: list[str]) -> Any:
     saved = leaf.saved
     if saved.dtype is None or saved.shape is None or saved.kind in (*_NUMBERS, "str", "bytes", "key", NUMBERS):
         return ...
-    name = saved.details.get("torch_dtype") or saved.dtype.newbyteorder("=").name
-    dtype = getattr(torch, str(name), None)
-    # Torch has names for integers of less than a byte, but no operations on them.
-    if not isinstance(dtype, torch.dtype) or re.fullmatch("u?int[1-7]", str(name)):
+    like = tensor_like(saved)
+    if like is None:
+        name = saved.details.get("torch_dtype") or saved.dtype.newbyteorder("=").name
         problems.append(f"{format_path(leaf.name)}: torch cannot store elements of type {name}")
         return ...
-    shape: Sequence[int] = saved.shape[:-1] if name == "complex32" else saved.shape
-    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+    return like
 
 
 def _plain(torch: Any, value: Any) -> Any:
