@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..engine.errors import HoldfastError, OptionError
-from ..engine.manager import EVENTS, append_after_death, append_line, list_steps, newest_step
-from ..engine.storage import as_location
+from ..engine.manager import EVENTS, append_after_death, list_steps, newest_step
+from ..engine.storage import append_line, as_location
 from .program import Program, Signals, shell_status
 from .status import BAD_USAGE, FAILED, NO_PROGRESS, PREEMPTED
 

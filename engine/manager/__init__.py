@@ -24,7 +24,6 @@ from .events import (
     Event,
     Point,
     append_after_death,
-    append_line,
     described,
     event_scalars,
     guarded,

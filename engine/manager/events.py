@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from ..clock import Clock
-from ..storage import DRILL, Location
+from ..storage import DRILL, Location, append_line
 
 if TYPE_CHECKING:
     from .rehearsal import Rehearsal
@@ -221,7 +221,7 @@ class RunEvents:
                 told = {**json.loads(text), "directory": self._directory.url, "process": self._process}
                 append_line(_supervisor / EVENTS, json.dumps(told))
             if self._writes:
-                append_line(self._directory.path / EVENTS, text, limit=_LIMIT)
+                _append(self._directory.path / EVENTS, text)
 
     @contextlib.contextmanager
     def _only_logged(self) -> Iterator[None]:
@@ -287,19 +287,15 @@ def few(metrics: Mapping[str, Any] | None) -> dict[str, Any] | None:
 _rotating = threading.Lock()
 
 
-def append_line(path: Path, text: str, *, limit: int | None = None) -> None:
-    """Append a line with one write; a file beyond its limit begins anew, and the lines before it are kept once."""
-    if limit is not None and _size(path) > limit and _rotating.acquire(blocking=False):
+def _append(path: Path, text: str) -> None:
+    """Append a line; a file beyond its limit begins anew, and the lines before it are kept once."""
+    if _size(path) > _LIMIT and _rotating.acquire(blocking=False):
         try:
-            if _size(path) > limit:  # no other thread has done it meanwhile
+            if _size(path) > _LIMIT:  # no other thread has done it meanwhile
                 path.replace(path.with_name(ROTATED))
         finally:
             _rotating.release()
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
-    try:
-        os.write(descriptor, f"{text}\n".encode())
-    finally:
-        os.close(descriptor)
+    append_line(path, text)
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
@@ -333,10 +329,10 @@ def has_finished(path: Path) -> bool:
     return False
 
 
-def append_after_death(path: Path, event: Event, *, limit: int = _LIMIT) -> None:
+def append_after_death(path: Path, event: Event) -> None:
     """Append an event to the file of a run whose process is dead."""
     _cut_torn_line(path)
-    append_line(path, json.dumps(_finite(event), default=str), limit=limit)
+    _append(path, json.dumps(_finite(event), default=str))
 
 
 def _size(path: Path) -> int:

@@ -21,9 +21,10 @@ from typing import Any, ClassVar
 
 from ..checkpoint import SaveReport
 from ..distributed import ProcessGroup
+from ..storage import append_line
 from .decisions import Moment, Trigger
 from .drill import TRACES, DrillPlan
-from .events import Point, append_line
+from .events import Point
 from .fingerprints import Fingerprints
 from .options import CheckpointManagerOptions
 

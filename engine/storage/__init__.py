@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .backend import DataFile, DataReader, Entry, Segment
 from .buffers import Buffer, aligned_empty
-from .local import TEMPORARY_PREFIX, FileIdentity, LocalBackend, file_identity, share_file
+from .local import TEMPORARY_PREFIX, FileIdentity, LocalBackend, append_line, file_identity, share_file
 from .location import DRILL, Location, as_location, max_concurrency
 from .lock import FileLock, SaveLock
 from .object_store import shared_context, store_spec

@@ -6,6 +6,7 @@ there, the file holds a token, the latest writer wins, and an earlier one finds 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import threading
@@ -20,11 +21,6 @@ from ..errors import (
 )
 from .location import Location
 from .status import os_errors
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
 
 
 class FileLock:
@@ -52,9 +48,8 @@ class FileLock:
         self._close = weakref.finalize(self, os.close, descriptor)  # also where the holder was dropped
         _held.add(self)
         try:
-            self.obstacle = None if fcntl is not None else OSError("this system has no fcntl")
-            if fcntl is not None:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.obstacle = None
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.release()
             raise StorageConflictError(f"{self._place}: another process has locked this file") from error
@@ -149,5 +144,4 @@ def _after_fork() -> None:
         lock.release()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)

@@ -8,6 +8,8 @@ import re
 import zlib
 from pathlib import Path
 
+from .local import append_line
+
 CLAIMS = "claims.jsonl"
 """Which directories were claimed: lines of ``{"url": ..., "target": ...}``."""
 
@@ -53,10 +55,5 @@ class Redirects:
         if not writes or claimed == url:
             return url if claimed is None else target
         self._targets[url] = target
-        line = json.dumps({"url": url, "target": target}) + "\n"
-        descriptor = os.open(os.path.join(self._folder, CLAIMS), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            os.write(descriptor, line.encode())
-        finally:
-            os.close(descriptor)
+        append_line(os.path.join(self._folder, CLAIMS), json.dumps({"url": url, "target": target}))
         return target

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -150,7 +152,10 @@ def test_a_manager_that_is_dropped_gives_the_directory_back(tmp_path: Path) -> N
 
 
 def test_without_locks_the_older_finds_out_at_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.engine.storage.lock.fcntl", None)
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
     older = hf.CheckpointManager(tmp_path)
     older.save(1, TREE)
     older.wait_until_finished()
