@@ -92,9 +92,7 @@ def load(path: Place, *, like: Any = None, select: Patterns | None = None, item:
 
 
 def _load(checkpoint: CheckpointSource, like: Any, select: Patterns | None, item: str | None) -> Any:
-    items = checkpoint.items
-    if item is not None and item not in items:
-        raise CheckpointNotFoundError(f"{checkpoint.location}: no item {item!r}; it has {', '.join(sorted(items))}")
+    checkpoint.check_item(item)
     wanted = [item] if item is not None else checkpoint.items_to_load()
     if len(wanted) == 1:
         return checkpoint.load(wanted[0], like, select)

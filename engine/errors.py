@@ -196,7 +196,11 @@ def shortened_steps(steps: Iterable[int]) -> str:
     return ", ".join(shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-3:]])
 
 
-def itemized(headline: str, lines: Sequence[str], most: int = 20) -> str:
-    """Return a headline with indented lines below: the first ones, and how many more there are."""
-    more = [f"and {len(lines) - most} more"] if len(lines) > most else []
-    return "\n  ".join([headline, *lines[:most], *more])
+def first_lines(lines: Sequence[str], most: int = 20) -> list[str]:
+    """Return the first lines, and one that says how many more there are."""
+    return [*lines[:most], f"and {len(lines) - most} more"] if len(lines) > most else list(lines)
+
+
+def itemized(headline: str, lines: Sequence[str]) -> str:
+    """Return a headline with the first of many lines below, indented."""
+    return "\n  ".join([headline, *first_lines(lines)])

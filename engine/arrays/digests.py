@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from ..errors import DamagedCheckpointError, ObjectNotFoundError, itemized
 from ..format import FileRecord, crc32c, extend
 from ..storage import Buffer, DataReader, Location, unreadable_as_damage
+from .plan import CHECKSUM_BYTES
 
 _STEP = 16 << 20  # bytes read at a time
-_CHECKSUM = 4  # bytes at the end of every chunk
 
 
 def digest(file: DataReader) -> int:
@@ -151,8 +151,8 @@ class FileCheck:
                 whole = extend(whole, part)
             while chunk is not None and chunk[0] < end:
                 offset, length, checksum = chunk
-                data_end, chunk_end = offset + length - _CHECKSUM, offset + length
-                if offset < reached or length < _CHECKSUM or chunk_end > stop:
+                data_end, chunk_end = offset + length - CHECKSUM_BYTES, offset + length
+                if offset < reached or length < CHECKSUM_BYTES or chunk_end > stop:
                     raise DamagedCheckpointError(f"{place}: the index is wrong about the chunk at byte {offset}")
                 if position < data_end:
                     crc = extend(crc, part[max(offset, position) - position : min(data_end, end) - position])

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from ..errors import StateError, UnsupportedLeafError
 from ..format import ContentDigest, compress_chunks, content_digest, crc32c, extend
 from ..pytree import CastProblem, Piece, cast_checked, format_path
-from ..storage import CORES, Segment, parallel_map
-from .plan import CHECKSUM_BYTES, SEGMENT_ALIGNMENT, ArraySpec, Bytes, Layout, PlannedSegment, batches, checksum_after
+from ..storage import CORES, Segment, parallel_map, round_up
+from .plan import CHECKSUM_BYTES, ArraySpec, Bytes, Layout, PlannedSegment, batches, checksum_after
 
 _STEP = 1 << 20  # a piece this large is still in the second-level cache when it is copied after its checksum was taken
 _SMALL = 64 << 10  # chunks up to this size are joined before they are handed on, to save a step for each
@@ -269,7 +269,7 @@ def _lay_out(stored: Sequence[bytes], segment_bytes: int) -> tuple[list[Segment]
         if members:
             segments.append(Segment(start, sum(map(len, members)), partial(_pieces, members)))
             members = []
-        start = end = -(-end // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+        start = end = round_up(end)
 
     for data in stored:
         if members and end + len(data) - start > segment_bytes:

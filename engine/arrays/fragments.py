@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..distributed import ProcessInfo
-from ..errors import DamagedCheckpointError, TreeMismatchError
+from ..errors import DamagedCheckpointError, TreeMismatchError, first_lines
 from ..format import ArrayIndex, Cursor, FileRecord, crc32c, encode_varint, encode_varints
 from ..pytree import format_path
 from .assignment import WriteAssignment
@@ -29,7 +29,6 @@ _DIGEST_BYTES = 16
 _TOKEN = 4  # bytes
 _DATA_PATH = re.compile(r"d/[0-9a-f]{8}\.[0-9]+\.[0-9]+")
 _DESCRIPTION_LIMIT = 1 << 30  # bytes
-_LINES = 20  # differences that an error lists
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -307,9 +306,7 @@ def _mismatch(process: int, own: Sequence[str], theirs: Sequence[str]) -> TreeMi
             differences.append(f"{format_path(name)}: process {process} does not have it; process 0 has it as {here}")
         elif here != there:
             differences.append(f"{format_path(name)}: process 0 has {here}, process {process} has {there}")
-    shown = differences[:_LINES]
-    if len(differences) > _LINES:
-        shown.append(f"and {len(differences) - _LINES} more")
     return TreeMismatchError(
-        f"process {process} saves another tree than process 0; every process must save the same leaves:", shown
+        f"process {process} saves another tree than process 0; every process must save the same leaves:",
+        first_lines(differences),
     )

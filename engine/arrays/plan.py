@@ -4,7 +4,8 @@ Everything here depends on names, shapes, dtypes and shardings alone, so every p
 values of the arrays are not needed, and nothing is read or written.
 
 Chunks lie one after the other. Each starts on a cache line, so that a mapped or directly read file can back an array,
-and is followed by its checksum. Runs of whole chunks form segments; one thread writes a segment from end to end.
+and is followed by its checksum. Runs of whole chunks form segments, which start on a page, as direct I/O needs it; one
+thread writes a segment from end to end.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from ..errors import OptionError, UnsupportedLeafError
 from ..format import LEVELS, Stored, dtype_name, encode_array_metadata, key_order, storage_dtype
 from ..pytree import ArrayLeaf, Part, ValueLeaf, format_path
+from ..storage import PAGE, round_up
 
 T = TypeVar("T")
 
@@ -35,7 +37,6 @@ ChunkIds = tuple[Integers, Integers]
 
 # Every chunk starts at a multiple of this many bytes: a cache line, and what XLA needs to adopt host memory.
 CHUNK_ALIGNMENT = 64
-SEGMENT_ALIGNMENT = 4096  # every segment starts at a multiple of this many bytes: what direct I/O needs
 CHECKSUM_BYTES = 4  # length of the crc32c that follows the data of every chunk
 
 _CHUNKS_LIMIT = 1 << 20
@@ -97,8 +98,8 @@ class Layout:
 
 def check_size(name: str, size: object) -> None:
     """Raise OptionError unless an option is a size that chunks, segments and files can have."""
-    if not isinstance(size, int) or size < SEGMENT_ALIGNMENT:
-        raise OptionError(f"{name}={size!r} must be a whole number of bytes, at least {SEGMENT_ALIGNMENT}")
+    if not isinstance(size, int) or size < PAGE:
+        raise OptionError(f"{name}={size!r} must be a whole number of bytes, at least {PAGE}")
 
 
 def check_level(name: str, level: object) -> None:
@@ -343,7 +344,7 @@ def plan_files(arrays: Sequence[ArraySpec], layout: Layout, *groups: Iterable[tu
             segments.append(PlannedSegment(start, end - start, placed, before))
             before += len(placed)
             placed = []
-        start = -(-end // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+        start = round_up(end)
 
     def close_file() -> None:
         nonlocal segments, start, end
@@ -356,7 +357,7 @@ def plan_files(arrays: Sequence[ArraySpec], layout: Layout, *groups: Iterable[tu
     for chunks in groups:
         for array, number in chunks:
             size = sizes[array]
-            offset = -(-end // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
+            offset = round_up(end, CHUNK_ALIGNMENT)
             if placed and offset + size - start > layout.segment_bytes:
                 close_segment()
                 offset = start

@@ -33,7 +33,7 @@ from ..pytree import (
     copy_tensors,
     tensors_over,
 )
-from ..storage import aligned_empty, parallel_map
+from ..storage import aligned_empty, parallel_map, round_up
 from .plan import Bytes, HostLeaf, batches
 
 _ALIGNMENT = 64
@@ -154,7 +154,7 @@ class StagingBuffer:
                 copy = self._memory[offset:end].view(array.dtype).reshape(array.shape)
                 pending.append((copy, array))
                 pieces.append(Piece(piece.start, copy))
-                offset = _aligned(end)
+                offset = round_up(end, _ALIGNMENT)
             copies.append(replace(leaf, pieces=pieces, volatile=False))
         self.copy(copies, pending, offset)
         return copies
@@ -276,11 +276,7 @@ def _spaces(leaves: Sequence[HostLeaf]) -> tuple[int, int]:
             continue
         for piece in leaf.pieces:
             if isinstance(piece.array, DeviceArray):
-                on_devices += _aligned(piece.array.nbytes)
+                on_devices += round_up(piece.array.nbytes, _ALIGNMENT)
             else:
-                on_host += _aligned(piece.array.nbytes)
+                on_host += round_up(piece.array.nbytes, _ALIGNMENT)
     return on_host, on_devices
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT

@@ -22,13 +22,12 @@ from ..arrays import ArrayDatabase, FileCheck, required
 from ..clock import UNHEARD
 from ..errors import CheckpointExistsError, DamagedCheckpointError
 from ..format import TREES, CheckpointRecord, ItemRecord, own_shares
-from ..storage import DataReader, Location, Segment, parallel_map
+from ..storage import PAGE, DataReader, Location, Segment, parallel_map
 from .commit import CommitParts, PendingCheckpoint
 
 _PIECE = 4 << 20  # bytes read, checked and passed on at a time
 _LEAST_PIECE = 64 << 10
 _SPAN = 16 << 20  # bytes of a data file that one thread copies at a time
-_PAGE = 4096  # what the offsets of segments are multiples of
 _SMALL = 1 << 20  # bytes; a smaller file is written in one go
 _UPLOADS = 4  # how many files are on their way at a time, if they are small enough
 BESIDE = 16e6  # bytes a second that pass while a throttle gives way: little for a disk, and what waits arrives in time
@@ -246,7 +245,7 @@ class _Copy:
                 content = b"".join(part.tobytes() for part in self._parts(file, reader, 0, size))
                 file.destination.write_bytes(content, atomic=False)
                 return
-            spans = file.check.spans(_PAGE, _SPAN)
+            spans = file.check.spans(PAGE, _SPAN)
             file.destination.write_data(size, [self._segment(file, reader, *span) for span in spans])
 
     def _segment(self, file: _File, reader: DataReader, start: int, stop: int) -> Segment:

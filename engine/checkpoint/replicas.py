@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 
 from ..clock import Duration, seconds
 from ..distributed import Coordinator, ProcessGroup
-from ..errors import TreeMismatchError, shortened
+from ..errors import TreeMismatchError, first_lines, shortened
 from ..format import crc32c
 from ..pytree import ArrayLeaf, Box, ValueLeaf, describe, flatten, format_path, whole
 
 _NOT_HERE = -1
-_LINES = 20  # of what differs that an error shows
 _DIGEST_BYTES = 16
 
 Digests = NDArray[np.int64]
@@ -116,7 +115,7 @@ def _compare(gathered: Sequence[bytes], names: Sequence[str]) -> list[str]:
     first = gathered[0][:_DIGEST_BYTES]
     strangers = [number for number, found in enumerate(gathered) if found[:_DIGEST_BYTES] != first]
     if strangers:
-        return [f"process {number} has another tree than process 0" for number in strangers[:_LINES]]
+        return first_lines([f"process {number} has another tree than process 0" for number in strangers])
     known = np.full(len(names), _NOT_HERE, np.int64)
     holder = np.zeros(len(names), np.int64)
     different: dict[str, list[int]] = {}
@@ -132,4 +131,4 @@ def _compare(gathered: Sequence[bytes], names: Sequence[str]) -> list[str]:
     for name, (one, *others) in different.items():
         which = "process" if len(others) == 1 else "processes"
         lines.append(f"{format_path(name)}: process {one} has other values than {which} {shortened(others)}")
-    return lines if len(lines) <= _LINES else [*lines[:_LINES], f"and {len(lines) - _LINES} more"]
+    return first_lines(lines)

@@ -14,7 +14,6 @@ maps as the package msgpack-numpy defines them: ``{b"nd": True, b"type": "<f4", 
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections import OrderedDict
@@ -29,7 +28,7 @@ from ..checkpoint import ITEM
 from ..errors import CheckpointNotFoundError, DamagedCheckpointError
 from ..format import array_of, decode_msgpack
 from ..pytree import escape_key
-from ..sources import TREE, CheckpointSource, StepDirectories, StoredTree, total_bytes
+from ..sources import TREE, CheckpointSource, StepDirectories, StoredTree, read_json, total_bytes
 from ..storage import Entry, Location
 from .torch.files import without_objects
 from .torch.objects import BUILDERS as _BUILDERS
@@ -153,10 +152,7 @@ class RLlibDirectory:
     def _read_metadata(self) -> dict[str, Any]:
         for name in _METADATA:
             if name in self.names:
-                try:
-                    found = json.loads(read_checked(self.location / name, None, limit=_SMALL))
-                except (ValueError, RecursionError) as error:
-                    raise DamagedCheckpointError(f"{self.location / name} is damaged: {error}") from error
+                found = read_json(self.location / name)
                 return found if isinstance(found, dict) else {}
         return {}
 

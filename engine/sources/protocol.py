@@ -68,6 +68,12 @@ class CheckpointSource(Protocol):
         """Return the files of an item by their paths in its folder; None where the format does not note them."""
         return None
 
+    def check_item(self, item: str | None) -> None:
+        """Raise CheckpointNotFoundError if there is no such item."""
+        if item is not None and item not in self.items:
+            known = ", ".join(sorted(self.items))
+            raise CheckpointNotFoundError(f"{self.location}: no item {item!r}; it has {known}")
+
     def only_tree(self, item: str | None = None, *, how: str = "name one with item=") -> str:
         """Return the name of the tree that is asked for, or of the only one; ``how`` ends the error about several."""
         trees = sorted(name for name, kind in self.items.items() if kind == TREE)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays import SavedLeaf, TreeSource
+from ..arrays import SavedLeaf, TreeSource, batches
 from ..clock import UNHEARD, Portion, Progress
 from ..errors import UnsupportedLeafError
 from ..pytree import PathFilter, Patterns
 from .comparison import leaf_path, slabs, trees_of
 from .protocol import CheckpointSource
 
-_BATCH = 32 << 20  # bytes of small leaves that are read together
-_LEAVES = 4096  # of them
+_BATCH = 32 << 20  # bytes of small leaves that are read together; a larger one is alone, and read in parts
+_LEAST = 8 << 10  # bytes that a leaf counts as at least: a batch of tiny ones is not endless
 _NO_NUMBERS = (UnsupportedLeafError, TypeError, ValueError)  # of elements such as those of opaque dtypes
 
 
@@ -77,7 +77,7 @@ def leaf_statistics(
     ]
     progress.expect(sum(leaf.nbytes for _, _, leaves in wanted for leaf in leaves))
     for item, tree, leaves in wanted:
-        for batch in _batches(leaves):
+        for batch in batches(leaves, lambda leaf: max(leaf.nbytes, _LEAST), _BATCH):
             for leaf, found in zip(batch, _read(tree, batch, progress), strict=True):
                 if found is not None:
                     yield found.report(item, leaf_path(item, leaf.name), math.prod(leaf.saved.shape or ()))
@@ -85,20 +85,6 @@ def leaf_statistics(
 
 def _has_numbers(leaf: SavedLeaf) -> bool:
     return leaf.saved.dtype is not None and leaf.saved.shape is not None and leaf.saved.dtype.kind not in "SUOMm"
-
-
-def _batches(leaves: Sequence[SavedLeaf]) -> Iterator[list[SavedLeaf]]:
-    """Divide leaves into batches that may be in memory at the same time; a larger leaf is alone, and read in parts."""
-    batch: list[SavedLeaf] = []
-    nbytes = 0
-    for leaf in leaves:
-        if batch and (nbytes + leaf.nbytes > _BATCH or len(batch) >= _LEAVES):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(leaf)
-        nbytes += leaf.nbytes
-    if batch:
-        yield batch
 
 
 def _read(tree: TreeSource, batch: list[SavedLeaf], progress: Progress) -> list[_Running | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .backend import DataFile, DataReader, Entry, Segment
-from .buffers import Buffer, aligned_empty
+from .buffers import PAGE, Buffer, aligned_empty, round_up
 from .local import TEMPORARY_PREFIX, FileIdentity, LocalBackend, append_line, file_identity, share_file
 from .location import DRILL, Location, as_location, max_concurrency
 from .lock import FileLock, SaveLock

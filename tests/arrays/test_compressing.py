@@ -15,10 +15,10 @@ import pytest
 import holdfast as hf
 from holdfast.engine.arrays import encode
 from holdfast.engine.arrays.encode import ChunkToCompress, Source, write_compressed
-from holdfast.engine.arrays.plan import SEGMENT_ALIGNMENT, ArraySpec, Layout
+from holdfast.engine.arrays.plan import ArraySpec, Layout
 from holdfast.engine.format import crc32c, decompress
 from holdfast.engine.pytree import Piece
-from holdfast.engine.storage import Segment
+from holdfast.engine.storage import PAGE, Segment
 
 LAYOUT = Layout(chunk_bytes=8192, segment_bytes=4096, data_file_bytes=40_000)
 
@@ -48,7 +48,7 @@ class Files:
             raise hf.StorageError("full")
         content = bytearray(size)
         for segment in segments:
-            assert segment.offset % SEGMENT_ALIGNMENT == 0
+            assert segment.offset % PAGE == 0
             data = b"".join(part.tobytes() for part in segment.parts())
             assert len(data) == segment.size
             content[segment.offset : segment.offset + segment.size] = data

@@ -14,12 +14,12 @@ import holdfast as hf
 from holdfast.engine.arrays.plan import (
     CHECKSUM_BYTES,
     CHUNK_ALIGNMENT,
-    SEGMENT_ALIGNMENT,
     ArraySpec,
     PlannedFile,
     chunk_shape,
     plan_files,
 )
+from holdfast.engine.storage import PAGE
 
 MIB = 1 << 20
 
@@ -82,7 +82,7 @@ def whole_plan(arrays: list[ArraySpec], layout: hf.Layout) -> list[PlannedFile]:
         for one, other in pairwise(file.segments):
             assert one.offset + one.size <= other.offset
         for segment in file.segments:
-            assert segment.offset % SEGMENT_ALIGNMENT == 0
+            assert segment.offset % PAGE == 0
             assert segment.chunks[0].offset == segment.offset
             last = segment.chunks[-1]
             assert last.offset + arrays[last.array].chunk_nbytes + CHECKSUM_BYTES == segment.offset + segment.size

@@ -20,7 +20,7 @@ from ...arrays import SavedLeaf, TreeSource, batches
 from ...checkpoint import Place, deleted_on_interrupt
 from ...clock import UNHEARD, Portion, Progress
 from ...distributed import Coordinator, run_on_primary
-from ...errors import CheckpointExistsError, CheckpointNotFoundError, OptionError, StorageError, UnsupportedLeafError
+from ...errors import CheckpointExistsError, OptionError, StorageError, UnsupportedLeafError
 from ...format import RECORD, encode_array_metadata, storage_dtype
 from ...manager import StepEntry
 from ...pytree import PLACEHOLDER, Patterns, Saved, TreeDef, format_path, materialize
@@ -386,10 +386,8 @@ def _export(
 
 
 def _wanted(checkpoint: CheckpointSource, item: str | None) -> Mapping[str, str]:
-    items = checkpoint.items
-    if item is not None and item not in items:
-        raise CheckpointNotFoundError(f"{checkpoint.location}: no item {item!r}; it has {', '.join(sorted(items))}")
-    wanted = {name: kind for name, kind in items.items() if item in (None, name) and kind != METRICS}
+    checkpoint.check_item(item)
+    wanted = {name: kind for name, kind in checkpoint.items.items() if item in (None, name) and kind != METRICS}
     unknown = sorted(name for name, kind in wanted.items() if kind not in (TREE, JSON))
     if unknown or not wanted:
         raise OptionError(
