@@ -17,6 +17,7 @@ PERSISTENT = "lightning/persistent/default"
 LIVE_ACROSS_EPOCHS = "the workers of a data loader live across epochs"
 
 
+@pytest.mark.needs("flax", "0.11")  # whose optimizers take the module
 def test_a_few_cases(tmp_path: Path) -> None:
     report = tmp_path / "cases.json"
     only = [

