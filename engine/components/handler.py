@@ -15,6 +15,7 @@ from ..format import COMPONENTS, DOCUMENT_LIMIT, RECORD, CheckpointRecord, FileR
 from ..graph import Path
 from ..handlers import Files, PreparedCheckpointHandler, PreparedItem, PyTreeCheckpointHandler, no_arguments
 from ..pytree import Patterns
+from ..sources import Misfits
 from ..storage import Location
 from .component import Checkpointable
 from .constructing import build
@@ -111,6 +112,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
         *,
         files: Files | None = None,
         strict: bool = True,
+        misfits: Misfits | None = None,
         keep: Patterns | None = None,
         overrides: Mapping[str, Any] | None = None,
         trust: bool = False,
@@ -125,6 +127,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
             item: The running component; or the class of the new one, or None for the saved class.
             files: The files of the folder, from the commit record.
             strict: Whether components and values that only the program or only the checkpoint has are errors.
+            misfits: For a running component: values that do not fit stay as they are, and are noted here.
             keep: For a running component: patterns of paths such as ``"**/lr"``; values that match stay as they are.
             overrides: For a new one: constructor arguments by name, in the place of the saved ones.
             trust: For a new one: import everything the checkpoint names.
@@ -147,7 +150,8 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
                 raise OptionError(
                     "overrides=, trust=, allowed= and renamed= are for a new component, and a running one was given"
                 )
-            restore_saved(live_tree(item), saved, strict=strict, keep=None if keep is None else KeepPatterns(keep))
+            kept = None if keep is None else KeepPatterns(keep)
+            restore_saved(live_tree(item), saved, strict=strict and misfits is None, keep=kept, misfits=misfits)
             return item
         if keep is not None:
             raise OptionError("keep= is for a running component, and none was given; name values in overrides=")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,10 +12,11 @@ from ..arrays import SavedLeaf
 from ..errors import OptionError, TreeMismatchError
 from ..graph import Path, format_section
 from ..pytree import PathFilter, Patterns, flatten
+from ..sources import Misfits
 from .live import LiveComponent, again, paths_of
 from .names import find, format_component_path
 from .reading import SavedComponent, all_components
-from .states import Keep, OwnReport, has_own, match_kept, own_state, set_own_state
+from .states import Keep, OwnReport, forget_moments, has_own, match_kept, own_state, set_own_state
 
 _logger = logging.getLogger("holdfast")
 
@@ -65,10 +67,25 @@ class ComponentReport:
 
 
 def restore_saved(
-    target: LiveComponent, saved: SavedComponent, *, strict: bool, keep: Keep | None = None, fresh: bool = False
+    target: LiveComponent,
+    saved: SavedComponent,
+    *,
+    strict: bool,
+    keep: Keep | None = None,
+    fresh: bool = False,
+    misfits: Misfits | None = None,
 ) -> ComponentReport:
-    """Restore a live component, just made if it is ``fresh``, from one that has been opened."""
-    report = _Restore(target, saved, keep, strict=strict, fresh=fresh).run()
+    """Restore a live component, just made if it is ``fresh``, from one that has been opened.
+
+    With ``misfits``, values that do not fit stay as they are, and it gets a line for each of them.
+    """
+    restore = _Restore(target, saved, keep, strict=strict, fresh=fresh, fitting=misfits is not None)
+    report = restore.run()
+    if misfits is not None:
+        misfits.kept += restore.different()
+        misfits.kept += [f"{one}: not in the checkpoint" for one in (*report.missing, *report.missing_values)]
+        misfits.left += [*report.unused, *report.unused_values]
+        report = dataclasses.replace(report, missing=(), unused=(), missing_values=(), unused_values=())
     for line in report.problems():
         _logger.warning("%s: %s", saved.location, line.strip())
     return report
@@ -103,13 +120,21 @@ class _Restore:
     """One restore: every state is read, and so verified, before anything changes."""
 
     def __init__(
-        self, target: LiveComponent, saved: SavedComponent, keep: Keep | None, *, strict: bool, fresh: bool
+        self,
+        target: LiveComponent,
+        saved: SavedComponent,
+        keep: Keep | None,
+        *,
+        strict: bool,
+        fresh: bool,
+        fitting: bool,
     ) -> None:
         self._target = target
         self._keep = keep
         self._saved = saved
         self._strict = strict
         self._fresh = fresh
+        self._fitting = fitting
         self._origins = self._match(target)
         missing = self._missing()
         if strict and missing:
@@ -185,6 +210,7 @@ class _Restore:
                 live = paths_of(self._target.root)
                 for path, origin in new.items():
                     self._set(live[path], _read(origin, live[path]), origin, last=False)
+            self._forget_moments()
         except BaseException:
             self._take_back()
             raise
@@ -206,7 +232,7 @@ class _Restore:
     def _set(self, one: LiveComponent, state: Any, origin: SavedComponent, *, last: bool) -> None:
         if not last and not self._fresh:
             self._before.append((one, own_state(one, snapshot=True, partial=True)))
-        self._done[one.path] = set_own_state(one, state, origin.location, self._within(one.path))
+        self._done[one.path] = set_own_state(one, state, origin.location, self._within(one.path), fitting=self._fitting)
 
     def _within(self, above: Path) -> Keep | None:
         """Return the same for paths within a component."""
@@ -220,6 +246,18 @@ class _Restore:
                     set_own_state(one, state)
             except Exception:  # the error that led here is the one to raise
                 _logger.warning("%s: its state could not be taken back", format_component_path(one.path), exc_info=True)
+
+    def different(self) -> tuple[str, ...]:
+        """Return the values that did not fit and stay as they are, each with the reason."""
+        return _values({path: one.different for path, one in self._done.items()})
+
+    def _forget_moments(self) -> None:
+        """Remove what optimizers have got for parameters that did not fit, wherever in the tree these are."""
+        fresh = [tensor for one in self._done.values() for tensor in one.fresh]
+        live = paths_of(self._target.root) if fresh else {}
+        for path, one in self._done.items() if fresh else ():
+            lines = forget_moments(live[path], fresh)
+            self._done[path] = dataclasses.replace(one, different=(*one.different, *lines))
 
     def _report(self) -> ComponentReport:
         used = {origin.path for origin in self._origins.values()}

@@ -79,6 +79,8 @@ _GIVEN = _GivenState(LocalBackend(), "/")
 class OwnReport:
     missing: tuple[str, ...] = ()  # values of the component that the state does not have
     unused: tuple[str, ...] = ()  # values of the state that the component has no place for
+    different: tuple[str, ...] = ()  # values that do not fit, each with the reason
+    fresh: tuple[Any, ...] = ()  # the tensors among them
 
 
 # ---- components with a state of their own
@@ -212,18 +214,28 @@ def copied(tree: Any) -> Any:
 
 
 def set_own_state(
-    component: LiveComponent, state: Any, source: Location | None = None, keep: Keep | None = None
+    component: LiveComponent,
+    state: Any,
+    source: Location | None = None,
+    keep: Keep | None = None,
+    *,
+    fitting: bool = False,
 ) -> OwnReport:
     if has_own(component.value, "set_state"):
         component.value.set_state(state)
         return OwnReport()
-    return set_default_state(component, state, source, keep)
+    return set_default_state(component, state, source, keep, fitting=fitting)
 
 
 def set_default_state(
-    component: LiveComponent, state: Any, source: Location | None = None, keep: Keep | None = None
+    component: LiveComponent,
+    state: Any,
+    source: Location | None = None,
+    keep: Keep | None = None,
+    *,
+    fitting: bool = False,
 ) -> OwnReport:
-    """Give its state to a component that has no ``set_state`` of its own."""
+    """Give its state to a component that has no ``set_state`` of its own, with ``fitting`` the values that fit."""
     if not isinstance(state, Mapping):
         raise TreeMismatchError(f"{_called(component)}: expected a dictionary as state, found {type(state).__name__}")
     source = source or _GIVEN
@@ -234,8 +246,12 @@ def set_default_state(
     own = {format_node_path(node.path) for node in graph.leaves()}
     restoration = Restoration(stored, root, ignore=_kept(stored, keep))
     restoration.progress.partial = True  # the report has the values that are left over
+    misfits: list[str] = []
     try:
-        restoration.advance()
+        if fitting:
+            restoration.prepare(root, misfits)()
+        else:
+            restoration.advance()
     except TreeMismatchError as error:
         if not error.differences:
             raise
@@ -253,12 +269,33 @@ def set_default_state(
     # Earlier versions left out what optimizers keep for parameters of some components.
     without = [number for number, node in enumerate(stored.graph.nodes) if node.groups and not any(node.groups)]
     lost = [format_node_path((*stored.graph.path(number), OPTIMIZER_SLOTS)) for number in without]
-    if unused and own and not lost and not set(report.restored) & own:
+    if unused and own and not lost and not fitting and not set(report.restored) & own:
         raise TreeMismatchError(
             f"{source}: nothing in it matches {_called(component)}, and nothing was changed. "
             f"It has {shortened(map(repr, unused))}; the component has {shortened(map(repr, sorted(own)))}"
         )
-    return OwnReport((*lost, *(path for path in report.missing if path in own)), unused)
+    different = {line.partition(":")[0] for line in misfits}
+    missing = [path for path in report.missing if path in own and path not in different]
+    unused = tuple(path for path in unused if path not in different)
+    fresh = [node.value for node in graph.leaves() if format_node_path(node.path) in different]
+    return OwnReport((*lost, *missing), unused, tuple(misfits), tuple(filter(is_torch_tensor, fresh)))
+
+
+def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str]:
+    """Remove what a component's torch optimizers keep for tensors that have another shape now; return lines for people.
+
+    A component that restores an optimizer does not see the values of another component's parameters.
+    """
+    if has_own(component.value, "set_state"):
+        return []
+    graph, *_ = own_graph(component, stand_in(component))
+    known, lines = _parameters(component.root), []
+    for node in graph.nodes:
+        for tensor in tensors if node.optimizer is not None else ():
+            if node.optimizer.state.pop(tensor, None):
+                which = format_component_path(known.get(id(tensor), ()))
+                lines.append(f"{format_node_path(node.path)}: its values for {which}, which has another shape")
+    return lines
 
 
 def match_kept(component: LiveComponent, state: Any, source: Location, keep: Keep) -> None:

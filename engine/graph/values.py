@@ -154,6 +154,17 @@ class ValueReader:
             lost = [one for one in due if id(one) not in known]
             trees = [one for one in trees if not _depends(one, lost)]
             due[:] = leaves + trees
+        arrays = [one for one in trees if self._is_one_array(one)]
+        lines = [
+            f"{format_node_path(one.path)}: expected one array (program), found a tree of values (checkpoint)"
+            for one in arrays
+        ]
+        if misfits is not None:
+            misfits += lines
+            trees = [one for one in trees if one not in arrays]
+            due[:] = leaves + trees
+        elif lines:
+            raise TreeMismatchError(lines[0])
         values = [*found, *self._read_trees(trees)]
         return [(one.slot, value) for one, value in zip(leaves + trees, values, strict=True)]
 
@@ -162,14 +173,6 @@ class ValueReader:
 
     def _read_trees(self, due: list[Assignment]) -> list[Any]:
         """Return states of objects, plain values, and containers of plain values."""
-        for one in due:
-            if one.covers is None and not isinstance(one.slot, StateSlot):
-                live = one.slot.get()
-                if live is not ... and is_single_leaf(live) and live is not None and not is_python_value(live):
-                    raise TreeMismatchError(
-                        f"{format_node_path(one.path)}: expected one array (program), found a tree of values "
-                        "(checkpoint)"
-                    )
         numbers = [[one.saved] if one.covers is None else [number for number, _ in one.covers] for one in due]
         names = [str(self._graph.nodes[number].value) for group in numbers for number in group]
         loaded = iter(self._stored.load(names))
@@ -185,6 +188,13 @@ class ValueReader:
             else:
                 found.append(_like(one, self._plain.build(one.saved, values, self._container)))
         return found
+
+    def _is_one_array(self, one: Assignment) -> bool:
+        """Return whether the program has an array in the place of a tree of values."""
+        if one.covers is not None or isinstance(one.slot, StateSlot):
+            return False
+        live = one.slot.get()
+        return live is not ... and is_single_leaf(live) and live is not None and not is_python_value(live)
 
     def _container(self, number: int) -> TreeDef | None:
         return self._stored.container(self._graph.container_name(number))

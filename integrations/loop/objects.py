@@ -181,7 +181,7 @@ class ComponentAdapter(StateAdapter):
         return ComponentCheckpointHandler(compression=options.compression)
 
     def restore_kwargs(self) -> Mapping[str, Any]:
-        return {} if self.misfits is None else {"strict": False}
+        return {} if self.misfits is None else {"misfits": self.misfits}
 
     def note(self, state: Any) -> None:
         self._versions.note(state)

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.versions import nnx_list, nnx_update
 
 import holdfast as hf
+from holdfast.components import Checkpointable
 
 pytestmark = pytest.mark.usefixtures("default_sigterm")
 
@@ -341,3 +342,64 @@ def test_modules_that_have_changed(place: str, caplog: pytest.LogCaptureFixture)
     stepped(new)
     for line in ("net/two/weight: expected", "net/four/bias: not in the checkpoint", "net/three/weight", "late=:"):
         assert line in caplog.text
+
+
+class Policy(Checkpointable):
+    def __init__(self, width: int) -> None:
+        self.net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, width))
+        self.scale = 1.0
+
+
+class Learner(Checkpointable):
+    """Adam's moments belong to the learner, and their parameters to the policy."""
+
+    def __init__(self, width: int, **counters: int) -> None:
+        self.policy = Policy(width)
+        self.optimizer = torch.optim.Adam(self.policy.net.parameters(), lr=0.1)
+        vars(self).update(counters)
+
+    def update(self) -> None:
+        self.optimizer.zero_grad()
+        self.policy.net(torch.ones(4, 2)).sum().backward()
+        self.optimizer.step()
+        self.policy.scale += 1
+
+
+def test_components_that_have_changed(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Another number of actions: the last layer starts afresh, and so do its moments."""
+    old, new = Learner(4, steps=7, old=1), Learner(6, steps=0, new=2)
+    fresh = {name: value.clone() for name, value in new.policy.net.state_dict().items()}
+    old.update()
+    with hf.CheckpointCallback(place, save_interval_steps=1) as checkpoint:
+        checkpoint.on_step(1, old)
+    with (
+        hf.CheckpointCallback(place) as checkpoint,
+        pytest.raises(hf.TreeMismatchError, match="values do not fit component policy"),
+    ):
+        checkpoint.restore_or_initialize(new)
+    caplog.clear()
+    with hf.CheckpointCallback(place, partial="initialize", save_interval_steps=1) as checkpoint:
+        state, start = checkpoint.restore_or_initialize(new)
+        assert state is new
+        for name, value in new.policy.net.state_dict().items():
+            assert torch.equal(value, fresh[name] if name[0] == "1" else old.policy.net.state_dict()[name]), name
+        assert (start, new.policy.scale, vars(new)["steps"], vars(new)["new"]) == (1, 2.0, 7, 2)
+        parameters = dict(new.policy.net.named_parameters())
+        assert {name for name, value in parameters.items() if value in new.optimizer.state} == {"0.weight", "0.bias"}
+        new.update()
+        checkpoint.on_step(2, new)
+    (told,) = [text for text in caplog.messages if "partial='initialize'" in text]
+    found = {tuple(line.strip().split(": ")[:3]) for line in told.splitlines()[1:]}
+    assert found == {
+        ("kept as initialized", "policy", "net/1/weight"),
+        ("kept as initialized", "policy", "net/1/bias"),
+        ("kept as initialized", "(root)", "new"),
+        ("kept as initialized", "(root)", "optimizer"),
+        ("left in the checkpoint", "(root)", "old"),
+    }
+    assert "optimizer: its values for policy/net/1/bias, which has another shape" in told
+    with hf.CheckpointCallback(place) as checkpoint:  # once saved, it resumes as any other
+        again, start = checkpoint.restore_or_initialize(Learner(6, steps=0, new=0))
+    assert start == 2
+    assert torch.equal(*(one.policy.net.get_parameter("1.weight") for one in (again, new)))
+    assert vars(again)["new"] == 2
