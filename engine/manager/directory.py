@@ -520,10 +520,16 @@ class RunDirectory:
         options = encode_document("options", {"options": self._options.to_document()})
         (self.location / OPTIONS).write_bytes(options)
 
-    def sweep_spared(self) -> None:
-        """Remove the interrupted copies that :meth:`acquire` has left; those that went on are whole by now."""
-        spared, self._spared = self._spared, []
-        parallel_map(self._sweep, spared, max_concurrency(self.location))
+    def spare(self, step: int) -> None:
+        """Leave an interrupted copy of a step for the next attempt."""
+        self._spared = list(dict.fromkeys([*self._spared, self.step_location(step)]))
+
+    def sweep_spared(self, *, besides: int | None = None) -> None:
+        """Remove the interrupted copies that were left, but that of one step; those that went on are whole by now."""
+        kept = [] if besides is None else [place for place in self._spared if place == self.step_location(besides)]
+        swept = [place for place in self._spared if place not in kept]
+        parallel_map(self._sweep, swept, max_concurrency(self.location))
+        self._spared = kept
 
     @contextlib.contextmanager
     def holding(self, step: int) -> Iterator[None]:

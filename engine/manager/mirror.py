@@ -416,6 +416,7 @@ class RunMirror:
         return newest if decide(self._triggers, moment) else None
 
     def _copy(self, far: RunDirectory, step: int, record: CheckpointRecord) -> None:
+        far.sweep_spared(besides=step)
         began = time.monotonic()
         with self._wake:
             self._progress = progress = CopyProgress()
@@ -456,6 +457,9 @@ class RunMirror:
                 "%s: step %d is damaged, and is not copied to %s: %s", self._run.location, step, self.location, error
             )
             return
+        except BaseException:
+            far.spare(step)
+            raise
         finally:
             self._copying = None
         far.add(step, copied)

@@ -16,7 +16,7 @@ from tests.clocks import FakeClock
 from tests.fixtures import StoredFiles
 
 import holdfast as hf
-from holdfast.engine.checkpoint import copying
+from holdfast.engine.checkpoint import PendingCheckpoint, copying
 from holdfast.engine.checkpoint import save as saves
 from holdfast.engine.manager import mirror as mirrors
 from holdfast.engine.storage import Location, as_location
@@ -399,6 +399,26 @@ def test_trouble_is_told_once_and_tried_again(
     assert "the mirror failed, and it is tried again; training goes on" in warnings[0]
     assert "the mirror works again" in caplog.text
     assert steps(place) == [1, 3]
+
+
+def test_what_failed_copies_leave_does_not_pile_up(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit, tried = PendingCheckpoint.commit, []
+
+    def refused(pending: PendingCheckpoint, record: hf.CheckpointRecord) -> None:
+        if pending.location.url.startswith(as_location(place).url) and record.step != 4:
+            tried.append(record.step)
+            raise hf.StorageFullError("full")
+        commit(pending, record)
+
+    monkeypatch.setattr(PendingCheckpoint, "commit", refused)
+    with manager(tmp_path / "run", place) as run:
+        for step in (1, 2, 3, 4):
+            run.save(step, tree(step))
+            run.wait_until_finished()
+            wait_until(run, lambda status, step=step: step in (*tried, status.step) and status.copying is None)  # type: ignore[misc]
+            folders = [entry.name for entry in as_location(place).entries() if entry.is_directory]
+            assert [folder for folder in folders if folder.isdigit()] == [str(step)]
+    assert steps(place) == [4]
 
 
 def test_the_end_of_a_run_says_what_the_mirror_lacks(
