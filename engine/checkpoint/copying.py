@@ -242,22 +242,32 @@ class _Copy:
             if file.source.is_local and reader.size != size:
                 raise DamagedCheckpointError(f"{file.source}: expected {size} bytes, found {reader.size}")
             if size <= _SMALL:
-                content = b"".join(part.tobytes() for part in self._parts(file, reader, 0, size))
+                content = b"".join(part.tobytes() for part in self._parts(file, reader, 0, size, [0]))
                 file.destination.write_bytes(content, atomic=False)
                 return
             spans = file.check.spans(PAGE, _SPAN)
             file.destination.write_data(size, [self._segment(file, reader, *span) for span in spans])
 
     def _segment(self, file: _File, reader: DataReader, start: int, stop: int) -> Segment:
-        return Segment(start, stop - start, lambda: self._parts(file, reader, start, stop))
+        counted = [start]
+        return Segment(start, stop - start, lambda: self._parts(file, reader, start, stop, counted))
 
-    def _parts(self, file: _File, reader: DataReader, start: int, stop: int) -> Iterator[NDArray[np.uint8]]:
+    def _parts(
+        self, file: _File, reader: DataReader, start: int, stop: int, counted: list[int]
+    ) -> Iterator[NDArray[np.uint8]]:
+        """Generate the bytes of a part of a file; ``counted`` is where those end that were counted before.
+
+        A store asks for them again to sign them, or after an error.
+        """
+        position = start
         try:
             for part in file.check.read(file.source, reader, start, stop, self._throttle.piece):
                 self._throttle.take(len(part))
                 self._check()
                 yield part
-                self._passed(len(part), sent=True)
+                position += len(part)
+                self._passed(max(0, position - counted[0]), sent=True)
+                counted[0] = max(counted[0], position)
         except Exception as error:
             self.failure = self.failure or error
             raise

@@ -542,7 +542,7 @@ class RunMirror:
         if newest is None or self._has(newest[1]):
             return 0
         if self._copying == newest[0] and self._progress.total:
-            return max(0, self._progress.total - self._progress.done)  # a store may have asked for some again
+            return self._progress.total - self._progress.done
         return newest[1].nbytes
 
     # ---- errors

@@ -9,6 +9,7 @@ import pytest
 from tests.object_stores.conftest import Store
 
 import holdfast as hf
+from holdfast.engine.checkpoint import copying
 
 SMALL = hf.Layout(chunk_bytes=4096, segment_bytes=8192, data_file_bytes=16_384)
 WEIGHTS = np.arange(20_000, dtype=np.float32)
@@ -22,6 +23,14 @@ def test_copies_go_there_and_back(store: Store, tmp_path: Path) -> None:
     assert hf.verify(f"{store.url}/copy").ok
     assert hf.verify(tmp_path / "back").ok
     assert not [key for key in store.stored() if "partial" in key]
+
+
+def test_bytes_that_are_read_twice_count_once(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "_SMALL", 1000)  # data files are sent piece by piece
+    hf.save(tmp_path / "original", {"w": WEIGHTS}, layout=SMALL)
+    store.server.fail(r"(PUT|POST) .*\.0\.3$", answer=store.server.error(503, "SlowDown"), times=2)
+    (report,) = hf.copy_checkpoint(tmp_path / "original", f"{store.url}/copy")
+    assert report.sent == report.bytes
 
 
 @pytest.mark.parametrize("code", [(507, "StorageFull"), (403, "AccessDenied"), (503, "SlowDown")])
