@@ -96,8 +96,13 @@ def _abstract(init: Any) -> Any:
     try:
         import jax
 
-        state = jax.eval_shape(init)
         nnx = loaded("flax.nnx")
+        try:
+            state = jax.eval_shape(init)
+        except TypeError:
+            if nnx is None:
+                raise
+            return nnx.eval_shape(init)  # before flax 0.12, its modules are no trees of jax
         if nnx is None or flatten(to_tree(state)).names == flatten(state).names:
             return state
         return nnx.eval_shape(init)  # which keeps variables that several modules share
