@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from .copying import CopyReport, copy_checkpoint
 from .decisions import Decision, EverySeconds, EverySteps, Moment, OnBest, Trigger, decide
-from .directory import (
-    StepEntry,
-    list_steps,
-    newest_step,
-    record_metrics,
-    step_folders,
-    store_metadata,
-    stored_metadata,
-    stored_options,
-)
+from .directory import record_metrics, store_metadata, stored_metadata, stored_options
 from .drill import TRACES, DrillPlan, Fact
 from .events import (
     BEAT,
@@ -31,6 +22,7 @@ from .events import (
     reached,
     read_events,
 )
+from .listing import StepEntry, list_steps, newest_step, step_folders
 from .manager import CheckpointManager, Restored
 from .metrics import Metric, Mode, better, metric_name, metric_value, plain_metrics
 from .mirror import MirrorStatus

@@ -18,7 +18,8 @@ from ..errors import (
 )
 from ..format import CheckpointRecord
 from ..storage import Location, as_location
-from .directory import OPTIONS, StepEntry, list_steps, store_metadata, stored_metadata
+from .directory import OPTIONS, store_metadata, stored_metadata
+from .listing import StepEntry, list_steps
 from .ownership import Ownership
 
 

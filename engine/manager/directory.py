@@ -1,15 +1,4 @@
-"""The directory of a run: which steps are in it, which one is the newest, and what its one writer changes.
-
-A step lies in a folder named ``<step>``, ``<prefix>_<step>`` or ``<prefix>-<step>``, and exists when its commit record
-is there. The steps that share a prefix are a *series*. :func:`list_steps` is the one lister of such folders, and
-:func:`newest_step` the one rule for the newest:
-
-- within a series, the highest step, as clocks differ and jump;
-- of several series, the one whose newest step was committed last, as their steps do not count the same updates.
-
-A manager works on one series, which its ``step_prefix`` names. Everything that is given only a directory sees all of
-them.
-"""
+"""The directory of a run: its facts and options, and the steps of one series, which its one writer changes."""
 
 from __future__ import annotations
 
@@ -19,12 +8,9 @@ import importlib
 import itertools
 import json
 import logging
-import math
 import os
-import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from ..checkpoint import Place, copy_left, delete_checkpoint, read_record, remove_temporary, sweep, write_record
@@ -43,14 +29,15 @@ from ..errors import (
     shortened_steps,
 )
 from ..format import PARTIAL, RECORD, CheckpointRecord, decode_document, encode_document
-from ..storage import Entry, Location, SaveLock, as_location, is_unreadable, max_concurrency, parallel_map
+from ..storage import Location, SaveLock, as_location, is_unreadable, max_concurrency, parallel_map
 from .events import EVENTS, ROTATED
 from .index import FEWEST, INDEX, RecordIndex
 from .late_metrics import LATE, LateMetrics, remove_late, with_late, write_late
+from .listing import StepEntry, list_steps, read_entry, series_and_step, series_of, step_folders
 from .metrics import metric_name, plain_metrics
 from .options import CheckpointManagerOptions
 from .ownership import OWNER, Ownership
-from .retention import KeepAll, KeepBest, Retention, StepInfo, StepList, reasons
+from .retention import KeepAll, KeepBest, Retention, StepInfo, StepList, info_of, reasons
 
 _logger = logging.getLogger("holdfast")
 
@@ -60,129 +47,6 @@ _METADATA = "metadata"
 _METADATA_FILE = "data.json"
 _METADATA_LIMIT = 64 << 20  # bytes
 OPTIONS = "options.json"  # name of the file that holds the retention options of the last run
-_NAME = re.compile(r"(.*[_-])?(0|[1-9][0-9]*)", re.DOTALL)
-
-
-# ---- listing
-
-
-@dataclass(frozen=True, slots=True)
-class StepEntry:
-    """One step of a directory."""
-
-    step: int  # its number
-    location: Location  # its folder
-    series: str = ""  # what the folder's name begins with: ``""``, ``"ckpt_"`` or ``"ckpt-"``
-    # The commit record; None if that is damaged, or if another library wrote the step.
-    record: CheckpointRecord | None = None
-    error: DamagedCheckpointError | FormatVersionError | None = None  # why the commit record cannot be used, or None
-    indexed: bool = False  # whether the record comes from the index of the directory, not from its own file
-
-    @property
-    def info(self) -> StepInfo:
-        """What retention rules see of it; only for a step with a record."""
-        assert self.record is not None
-        return _info(self.step, self.record)
-
-
-def _info(step: int, record: CheckpointRecord) -> StepInfo:
-    return StepInfo(
-        step=step, time=record.time, metrics=record.metrics, pinned=record.pinned, items=frozenset(record.items)
-    )
-
-
-def series_of(prefix: str | None) -> str:
-    """Return the series that a ``step_prefix`` names."""
-    return "" if prefix is None else prefix if prefix.endswith("-") else f"{prefix}_"
-
-
-def step_folders(
-    directory: Location, series: str | None = None, entries: Sequence[Entry] | None = None
-) -> Iterator[StepEntry]:
-    """Generate the folders with the name of a step, of one series or of all, committed or not; nothing is read.
-
-    ``entries`` is the content of the directory, where the caller has listed it already.
-    """
-    for entry in directory.entries() if entries is None else entries:
-        match = _NAME.fullmatch(entry.name)
-        if match and entry.is_directory and series in (None, match[1] or ""):
-            yield StepEntry(int(match[2]), directory / entry.name, match[1] or "")
-
-
-def list_steps(
-    directory: Location,
-    series: str | None = None,
-    entries: Sequence[Entry] | None = None,
-    *,
-    index: RecordIndex | None = None,
-    late: LateMetrics | None = None,
-) -> list[StepEntry]:
-    """Return the steps of one series, or of all, with their commit records: by series, in ascending order.
-
-    Folders without a record are left out: a save that never finished, or a folder of another program. ``index`` and
-    ``late`` are what a caller that lists a directory again and again remembers of it.
-    """
-    entries = directory.entries() if entries is None else entries
-    folders = list(step_folders(directory, series, entries))
-    names = {entry.name for entry in entries}
-    if directory.is_local and INDEX in names:
-        index = index or RecordIndex(directory)
-        index.load(len(names))
-    found = [
-        entry
-        for entry in parallel_map(lambda folder: _read(folder, index), folders, max_concurrency(directory))
-        if entry is not None
-    ]
-    if LATE in names:
-        late = late or LateMetrics(directory)
-        late.refresh({entry.location.name for entry in found}.__contains__)
-        found = [
-            replace(entry, record=with_late(entry.record, added))
-            if entry.record and (added := late.of(entry.location.name))
-            else entry
-            for entry in found
-        ]
-    return sorted(found, key=lambda entry: (entry.series, entry.step))
-
-
-def newest_step(entries: Iterable[StepEntry], *, whole: bool = False) -> StepEntry | None:
-    """Return the newest step by the rule of this module, or None.
-
-    A damaged record has no time. Without ``whole``, it counts as the latest of several series, so that a caller that
-    refuses damaged checkpoints does not silently get one of another series.
-    """
-    heads: dict[str, StepEntry] = {}
-    for entry in entries:
-        if not (whole and entry.error) and (entry.series not in heads or entry.step > heads[entry.series].step):
-            heads[entry.series] = entry
-    return max(heads.values(), key=_commit_order, default=None)
-
-
-def _commit_order(entry: StepEntry) -> tuple[float, str]:
-    return math.inf if entry.record is None else entry.record.time, entry.location.name
-
-
-def _read(folder: StepEntry, index: RecordIndex | None = None) -> StepEntry | None:
-    """Add the commit record to the entry of a folder, or what is wrong with it; None if there is no record."""
-    indexed = False
-    try:
-        if index is None:
-            record = read_record(folder.location)
-        else:
-            record, indexed = index.read(folder.location)
-    except CheckpointNotFoundError:
-        return None
-    except (DamagedCheckpointError, FormatVersionError) as error:
-        return replace(folder, error=error)
-    if record.step is None:  # written by hf.save: no retention rule may delete it
-        return replace(folder, record=replace(record, step=folder.step, pinned=True), indexed=indexed)
-    if record.step != folder.step:
-        what = (
-            f"{folder.location / RECORD}: written for step {record.step}, found in the directory of step "
-            f"{folder.step}; give the step its name back, or load it by its own path"
-        )
-        return replace(folder, error=DamagedCheckpointError(what))
-    return StepEntry(folder.step, folder.location, folder.series, record, indexed=indexed)
 
 
 def stored_options(location: Location) -> CheckpointManagerOptions | None:
@@ -356,7 +220,7 @@ class RunDirectory:
                     errors[step] = error
             known, before = self._records, self._steps
             self._steps = StepList(
-                info if known.get(step) is record and (info := before.get(step)) is not None else _info(step, record)
+                info if known.get(step) is record and (info := before.get(step)) is not None else info_of(step, record)
                 for step, record in records.items()
             )
             self._undecided |= known.keys() | records.keys()
@@ -384,7 +248,7 @@ class RunDirectory:
 
     def _put(self, step: int, record: CheckpointRecord) -> None:
         self._records[step] = record
-        self._steps.put(_info(step, record))
+        self._steps.put(info_of(step, record))
         self._undecided.add(step)
         self._infos = None
 
@@ -409,8 +273,8 @@ class RunDirectory:
 
     def _step_of(self, folder: str) -> int:
         """Return the step with a folder of a name; -1 if it is not that of a step of this series."""
-        match = _NAME.fullmatch(folder)
-        return int(match[2]) if match and (match[1] or "") == self._series else -1
+        named = series_and_step(folder)
+        return named[1] if named and named[0] == self._series else -1
 
     def infos(self) -> tuple[StepInfo, ...]:
         """Return the committed steps as retention rules see them, in ascending order."""
@@ -470,7 +334,7 @@ class RunDirectory:
                 self._put(step, with_late(found.record, self._late.of(found.location.name)))
 
     def _look(self, step: int) -> StepEntry | None:
-        return _read(StepEntry(step, self.step_location(step), self._series))
+        return read_entry(StepEntry(step, self.step_location(step), self._series))
 
     def record(self, step: int) -> CheckpointRecord:
         """Return the commit record of a step; looks again where it was not there, as another process may have saved."""

@@ -23,6 +23,8 @@ from .metrics import Metric, Mode, format_metric, metric_name, metric_value
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+    from ..format import CheckpointRecord
+
 NEWEST = "newest"
 _FEW = 64  # changes that are followed one by one; more come with a listing of all steps, and are as quick as that
 
@@ -46,6 +48,13 @@ class StepInfo:
             known = metric, metric_value(self.metrics, metric)
             object.__setattr__(self, "_value", known)
         return known[1]
+
+
+def info_of(step: int, record: CheckpointRecord) -> StepInfo:
+    """Return what the rules see of a step with a commit record."""
+    return StepInfo(
+        step=step, time=record.time, metrics=record.metrics, pinned=record.pinned, items=frozenset(record.items)
+    )
 
 
 class StepList:

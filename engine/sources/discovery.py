@@ -1,7 +1,7 @@
 """Which checkpoints a path stands for: one of our own or of another library, or those of a directory of steps.
 
 :func:`find_steps` is what every front sees of a directory: the steps that holdfast wrote, or else those that another
-library wrote, and which of them is the newest. The rules for our own are those of ``manager/directory.py``; of another
+library wrote, and which of them is the newest. The rules for our own are those of ``manager/listing.py``; of another
 library, the format decides which steps belong together, and the newest is the one that its writer noted, or else the
 highest.
 

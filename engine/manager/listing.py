@@ -1,0 +1,148 @@
+"""The steps in a directory, and which one is the newest.
+
+A step lies in a folder named ``<step>``, ``<prefix>_<step>`` or ``<prefix>-<step>``, and exists when its commit record
+is there. The steps that share a prefix are a *series*. :func:`list_steps` is the one lister of such folders, and
+:func:`newest_step` the one rule for the newest:
+
+- within a series, the highest step, as clocks differ and jump;
+- of several series, the one whose newest step was committed last, as their steps do not count the same updates.
+
+A manager works on one series, which its ``step_prefix`` names. Everything that is given only a directory sees all of
+them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..checkpoint import read_record
+from ..errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError
+from ..format import RECORD, CheckpointRecord
+from ..storage import Entry, Location, max_concurrency, parallel_map
+from .index import INDEX, RecordIndex
+from .late_metrics import LATE, LateMetrics, with_late
+from .retention import StepInfo, info_of
+
+_NAME = re.compile(r"(.*[_-])?(0|[1-9][0-9]*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class StepEntry:
+    """One step of a directory."""
+
+    step: int  # its number
+    location: Location  # its folder
+    series: str = ""  # what the folder's name begins with: ``""``, ``"ckpt_"`` or ``"ckpt-"``
+    # The commit record; None if that is damaged, or if another library wrote the step.
+    record: CheckpointRecord | None = None
+    error: DamagedCheckpointError | FormatVersionError | None = None  # why the commit record cannot be used, or None
+    indexed: bool = False  # whether the record comes from the index of the directory, not from its own file
+
+    @property
+    def info(self) -> StepInfo:
+        """What retention rules see of it; only for a step with a record."""
+        assert self.record is not None
+        return info_of(self.step, self.record)
+
+
+def series_of(prefix: str | None) -> str:
+    """Return the series that a ``step_prefix`` names."""
+    return "" if prefix is None else prefix if prefix.endswith("-") else f"{prefix}_"
+
+
+def series_and_step(folder: str) -> tuple[str, int] | None:
+    """Return what the name of a folder says, or None if it is not that of a step."""
+    match = _NAME.fullmatch(folder)
+    return (match[1] or "", int(match[2])) if match else None
+
+
+def step_folders(
+    directory: Location, series: str | None = None, entries: Sequence[Entry] | None = None
+) -> Iterator[StepEntry]:
+    """Generate the folders with the name of a step, of one series or of all, committed or not; nothing is read.
+
+    ``entries`` is the content of the directory, where the caller has listed it already.
+    """
+    for entry in directory.entries() if entries is None else entries:
+        named = series_and_step(entry.name) if entry.is_directory else None
+        if named and series in (None, named[0]):
+            yield StepEntry(named[1], directory / entry.name, named[0])
+
+
+def list_steps(
+    directory: Location,
+    series: str | None = None,
+    entries: Sequence[Entry] | None = None,
+    *,
+    index: RecordIndex | None = None,
+    late: LateMetrics | None = None,
+) -> list[StepEntry]:
+    """Return the steps of one series, or of all, with their commit records: by series, in ascending order.
+
+    Folders without a record are left out: a save that never finished, or a folder of another program. ``index`` and
+    ``late`` are what a caller that lists a directory again and again remembers of it.
+    """
+    entries = directory.entries() if entries is None else entries
+    folders = list(step_folders(directory, series, entries))
+    names = {entry.name for entry in entries}
+    if directory.is_local and INDEX in names:
+        index = index or RecordIndex(directory)
+        index.load(len(names))
+    found = [
+        entry
+        for entry in parallel_map(lambda folder: read_entry(folder, index), folders, max_concurrency(directory))
+        if entry is not None
+    ]
+    if LATE in names:
+        late = late or LateMetrics(directory)
+        late.refresh({entry.location.name for entry in found}.__contains__)
+        found = [
+            replace(entry, record=with_late(entry.record, added))
+            if entry.record and (added := late.of(entry.location.name))
+            else entry
+            for entry in found
+        ]
+    return sorted(found, key=lambda entry: (entry.series, entry.step))
+
+
+def newest_step(entries: Iterable[StepEntry], *, whole: bool = False) -> StepEntry | None:
+    """Return the newest step by the rule of this module, or None.
+
+    A damaged record has no time. Without ``whole``, it counts as the latest of several series, so that a caller that
+    refuses damaged checkpoints does not silently get one of another series.
+    """
+    heads: dict[str, StepEntry] = {}
+    for entry in entries:
+        if not (whole and entry.error) and (entry.series not in heads or entry.step > heads[entry.series].step):
+            heads[entry.series] = entry
+    return max(heads.values(), key=_commit_order, default=None)
+
+
+def _commit_order(entry: StepEntry) -> tuple[float, str]:
+    return math.inf if entry.record is None else entry.record.time, entry.location.name
+
+
+def read_entry(folder: StepEntry, index: RecordIndex | None = None) -> StepEntry | None:
+    """Add the commit record to the entry of a folder, or what is wrong with it; None if there is no record."""
+    indexed = False
+    try:
+        if index is None:
+            record = read_record(folder.location)
+        else:
+            record, indexed = index.read(folder.location)
+    except CheckpointNotFoundError:
+        return None
+    except (DamagedCheckpointError, FormatVersionError) as error:
+        return replace(folder, error=error)
+    if record.step is None:  # written by hf.save: no retention rule may delete it
+        return replace(folder, record=replace(record, step=folder.step, pinned=True), indexed=indexed)
+    if record.step != folder.step:
+        what = (
+            f"{folder.location / RECORD}: written for step {record.step}, found in the directory of step "
+            f"{folder.step}; give the step its name back, or load it by its own path"
+        )
+        return replace(folder, error=DamagedCheckpointError(what))
+    return StepEntry(folder.step, folder.location, folder.series, record, indexed=indexed)
