@@ -424,6 +424,11 @@ class _Drill:
             return
         if trace.ignored and interruption is not None:
             report.findings.append(Finding.deaf(interruption.signal.name, interruption.step))
+        if trace.too_late and interruption is not None:
+            report.notes.append(
+                f"{interruption}: the processes had not agreed on the step to stop at when the drill ended at step "
+                f"{trace.steps[-1]}, so that this was not rehearsed; give it more --steps"
+            )
         if start.killed and interruption is not None:
             report.warnings.append(
                 f"the program had not ended {self._options.grace:g} s after {interruption}, and was killed, as by a "

@@ -56,6 +56,7 @@ class Trace:
     interrupted: int | None = None  # the step at which it was
     stopped: bool = False
     ignored: bool = False
+    too_late: bool = False  # it ended before its processes had agreed on the step to stop at
     libraries: list[str] = field(default_factory=list)
     facts: dict[int, dict[str, Fact]] = field(default_factory=dict)  # by step
 
@@ -85,6 +86,8 @@ class Trace:
                     trace.stopped = True
                 case "ignored":
                     trace.ignored = True
+                case "too_late":
+                    trace.too_late = True
         return trace
 
 

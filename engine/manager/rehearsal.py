@@ -123,7 +123,8 @@ class Rehearsal:
         """End the process after the last step of the rehearsal, when that is saved."""
         self._wait_for_saves()
         if self._signalled is not None and len(self._steps) - self._signalled > 1:
-            self._note("ignored", step=max(self._steps))
+            # Several processes agree on a step to stop at, which may have been a later one.
+            self._note("ignored" if self._alone else "too_late", step=max(self._steps))
         self._note("stopped", step=max(self._steps, default=0))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):

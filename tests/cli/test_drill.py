@@ -363,6 +363,39 @@ def test_torchrun(tmp_path: Path) -> None:
     assert {one["step"] for one in report["compared"]} >= {4, 5, 8}
 
 
+JAX_LAUNCHER = """
+import os, socket, subprocess, sys
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = str(free.getsockname()[1])
+command = [sys.executable, "launched.py", "jax", "run", "200"]
+both = [subprocess.Popen(command, env={**os.environ, "PROCESS": process, "PORT": port}) for process in "01"]
+sys.exit(max(abs(process.wait()) for process in both))
+"""
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("forgets", [False, True])
+def test_processes_of_jax(tmp_path: Path, forgets: bool) -> None:
+    """A launcher starts both processes; they meet again after each interruption."""
+    program = Path(__file__).with_name("launched.py").read_text(encoding="utf-8")
+    change = "change = np.random.default_rng(step).normal(size=64)"
+    assert change in program
+    if forgets:
+        program = program.replace(change, "change = noise.normal(size=64) * 0 + forgotten.normal(size=64)")
+        program = program.replace("state: Any", "forgotten = np.random.default_rng(7)\n    state: Any")
+    (tmp_path / "launched.py").write_text(program)
+    (tmp_path / "launch.py").write_text(JAX_LAUNCHER)
+    arguments = ("--steps", 60, "--at", 4, "--", sys.executable, "launch.py")
+    report = drill(tmp_path, *arguments, status=int(forgets))
+    if not forgets:
+        assert report["passed"], report
+        assert [one["ended"].split()[0] for one in report["starts"]] == ["SIGKILL", "SIGTERM", "to"]
+        assert report["notes"] == []
+        return
+    assert [(one["cause"], one["names"]) for one in report["findings"]] == [("generator", ["forgotten"])]
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("recipe", ["flax_digits", "lightning_digits"])
 def test_recipes(tmp_path: Path, recipe: str) -> None:

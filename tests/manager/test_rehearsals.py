@@ -229,3 +229,20 @@ def test_a_program_that_ignores_the_signal_is_killed(
     found = rehearse(DrillPlan(name="a", point="step", step=2, signal=15))
     save_all(tmp_path / "run", 13)
     assert [number for _, number in found] == [15, 9]
+
+
+@pytest.mark.parametrize(("alone", "noted"), [(True, "ignored"), (False, "too_late")])
+def test_a_program_that_ends_after_the_signal(
+    tmp_path: Path, rehearse: Callable[[DrillPlan], list[Any]], alone: bool, noted: str
+) -> None:
+    """Several processes may have agreed on a step that is later than the last of the drill."""
+    found = rehearse(DrillPlan(name="a", point="step", step=2, signal=15, count=5))
+    with hf.CheckpointManager(tmp_path / "run") as manager:
+        assert events._rehearsal is not None
+        events._rehearsal._alone = alone
+        for step in range(1, 7):
+            manager.save(step, {"w": np.full(100, step)})
+        manager.wait_until_finished()
+    assert [number for _, number in found[:2]] == [15, -75 if alone else 0]
+    names = [event["event"] for path in tmp_path.glob("traces/a/*") for event in events.read_events(path)[0]]
+    assert {"ignored", "too_late"} & set(names) == {noted}
