@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests import equality
+from tests.documents.examples import Examples
 
 import holdfast as hf
 from holdfast.engine.format import decode_document, encode_document
@@ -30,6 +31,14 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
     finally:
         logger.handlers[:], logger.propagate = handlers, propagate
         logger.setLevel(level)
+
+
+@pytest.fixture
+def examples(request: pytest.FixtureRequest) -> Iterator[Examples]:
+    """The examples of a page that the test declares by ``@pytest.mark.examples``; it has to use each of them."""
+    found = Examples(*request.node.get_closest_marker("examples").args)
+    yield found
+    assert not found.unused, f"{found.page}: the test declares {sorted(found.unused)}, and does not use them"
 
 
 @pytest.fixture

@@ -12,18 +12,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tests.documents.examples import Examples
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
-PROGRAMS = [text for language, text in BLOCKS if language == "python"]
-COMMANDS = [
-    line.removeprefix("$ ").split("  #")[0].strip()
-    for language, text in BLOCKS
-    if language == "console"
-    for line in text.splitlines()
-    if line.startswith("$ holdfast")
-]
 
 
 def run(command: list[str], folder: Path) -> str:
@@ -32,23 +24,39 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def test_there_are_examples_of_every_use() -> None:
-    assert len(PROGRAMS) == 3
-    assert [shlex.split(command)[1] for command in COMMANDS] == ["recipes", "run", "run", "ls", "show", "verify"]
+@pytest.mark.examples("README.md", "python 1", "python 2", "python 3")
+def test_the_programs_run_twice(examples: Examples, tmp_path: Path) -> None:
+    for name, program in examples.items():
+        (tmp_path / name).mkdir()
+        for _ in range(2):
+            run([sys.executable, "-W", "ignore", "-c", program], tmp_path / name)
+        assert any((tmp_path / name / "runs").rglob("checkpoint.json"))
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=["flax", "torch", "lightning"])
-def test_a_program_runs_twice(program: str, tmp_path: Path) -> None:
-    for _ in range(2):
-        run([sys.executable, "-W", "ignore", "-c", program], tmp_path)
-    assert any((tmp_path / "runs").rglob("checkpoint.json"))
-
-
-def test_the_commands_run_in_their_order(tmp_path: Path) -> None:
+@pytest.mark.examples("README.md", "console 2", "console 3")
+def test_the_commands_run_in_their_order(examples: Examples, tmp_path: Path) -> None:
     holdfast = [sys.executable, "-m", "holdfast.cli.main"]
-    outputs = [run([*holdfast, *shlex.split(command)[1:]], tmp_path) for command in COMMANDS]
+    outputs = [run([*holdfast, *shlex.split(command)[1:]], tmp_path) for command in examples.commands()]
     assert "flax_text" in outputs[0]
     assert "600" in outputs[3]
+
+
+def check_targets(examples: Examples) -> None:
+    """What `make demo` runs is in tests/cli/test_demo.py; the others run all tests, checks and pages."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    commands = [command.split() for command in examples.commands()]
+    assert commands
+    assert [command for command in commands if command[0] != "make" or command[1] not in targets] == []
+
+
+@pytest.mark.examples("README.md", "console 1")
+def test_the_targets_of_the_readme(examples: Examples) -> None:
+    check_targets(examples)
+
+
+@pytest.mark.examples("CONTRIBUTING.md")
+def test_the_targets_for_contributors(examples: Examples) -> None:
+    check_targets(examples)
 
 
 def test_the_links_work_anywhere() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.cli.commands import output_of
+from tests.documents.examples import Examples
 
 import holdfast as hf
 from holdfast.engine.manager import read_events
@@ -38,8 +39,11 @@ def kinds(events: list[dict[str, Any]]) -> list[str]:
     return [name for name in names if name not in ("started", "restarting", "hangs", "forwarded", "slow_save")]
 
 
-def test_torchrun_is_preempted_with_its_supervisor(tmp_path: Path) -> None:
+@pytest.mark.examples("docs/operations.md", "console 2")
+def test_torchrun_is_preempted_with_its_supervisor(examples: Examples, tmp_path: Path) -> None:
     """Torchrun itself ends with 1; the run's own record says that it was preempted."""
+    ours = ["holdfast", "supervise", "--grace", "90s", "--", "torchrun", "--nproc-per-node=8", "--max-restarts=0"]
+    assert [command.split() for command in examples.commands()] == [[*ours, "train.py"]]
     events = supervised(tmp_path / "log", torchrun(tmp_path / "run", 400, "supervisor@5"), status=75)
 
     assert kinds(events) == ["preempted", "ended"]

@@ -20,38 +20,42 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.documents.examples import LANGUAGES, blocks_of
+
 from holdfast.cli.main import main
 
 DOCS = Path(__file__).parents[2] / "docs"
 HOME = "/home/ada/project"  # the folder in which the pages' commands run
-_BLOCK = re.compile(r"^( *)```(\w+)([^\n]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 _VARIES = re.compile(r"\d[\d.,]* (?:[kMG]?B(?:/s)?|s|ms|min|h)\b")
 
 
 def run_page(name: str, folder: Path) -> dict[str, Any]:
     """Runs a page in an empty folder, which is the working directory; returns the names that its programs have."""
-    text = (DOCS / name).read_text(encoding="utf-8")
-    shims = _shims(folder)
+    shims = make_shims(folder)
     names: dict[str, Any] = {"__name__": "__main__"}
-    for found in _BLOCK.finditer(text):
-        indent, language, options, body = found.groups()
-        body = re.sub(rf"^{indent}", "", body, flags=re.MULTILINE)
-        title = re.search(r'title="([^"]+)"', options)
-        line = text.count("\n", 0, found.start(4))
-        if title is not None:
-            Path(title[1]).parent.mkdir(parents=True, exist_ok=True)
-            Path(title[1]).write_text(body, encoding="utf-8")
-        elif language == "python":
+    for block in blocks_of(f"docs/{name}"):
+        place = f"{name}:{block.line}"
+        if block.title is not None:
+            Path(block.title).parent.mkdir(parents=True, exist_ok=True)
+            Path(block.title).write_text(block.text, encoding="utf-8")
+        elif block.language == "python":
             try:
-                exec(compile("\n" * line + body, str(DOCS / name), "exec", dont_inherit=True), names)
+                exec(compile("\n" * block.line + block.text, str(DOCS / name), "exec", dont_inherit=True), names)
             except SystemExit as end:
                 if end.code:
-                    raise AssertionError(f"{name}:{line}: status {end.code}") from end
-        elif language == "console":
-            for command, expected in _commands(body):
-                printed = _run(command, folder, shims)
-                assert _matches(printed, expected), f"{name}:{line}: $ {command}\n{printed}\nexpected:\n{expected}"
+                    raise AssertionError(f"{place}: status {end.code}") from end
+        elif block.language == "console":
+            run_commands(block.text, folder, shims, place)
+        else:
+            assert block.language not in LANGUAGES, f"{place}: give this a title, the file that it belongs in"
     return names
+
+
+def run_commands(body: str, folder: Path, shims: Path, place: str = "") -> None:
+    """Run the commands of a block, each of which has to print what stands below it."""
+    for command, expected in _commands(body):
+        printed = _run(command, folder, shims)
+        assert _matches(printed, expected), f"{place}: $ {command}\n{printed}\nexpected:\n{expected}"
 
 
 def _commands(body: str) -> list[tuple[str, str]]:
@@ -59,7 +63,7 @@ def _commands(body: str) -> list[tuple[str, str]]:
     return [(command, expected) for command, _, expected in (part.partition("\n") for part in parts[1:])]
 
 
-def _shims(folder: Path) -> Path:
+def make_shims(folder: Path) -> Path:
     """Makes ``python`` and ``holdfast`` those of this environment."""
     shims = folder.parent / f"{folder.name}-bin"
     shims.mkdir()

@@ -9,31 +9,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from tests.documents.examples import Examples
+
 import holdfast as hf
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "coming_from_orbax.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-PROGRAMS = [text for language, text in BLOCKS if language == "python"]
-COMMANDS = [
-    shlex.split(line.removeprefix("$ holdfast"))
-    for language, text in BLOCKS
-    if language == "console"
-    for line in text.splitlines()
-    if line.startswith("$ ")
-]
 
 
-def as_program(language: str, text: str) -> str:
+def as_program(name: str, text: str) -> str:
     """Makes a block part of one program, in which commands are calls."""
-    if language == "python":
+    if name.startswith("python"):
         return text
     commands = [shlex.split(line.removeprefix("$ holdfast")) for line in text.splitlines()]
     return "from holdfast.cli.main import main\n" + "".join(f"assert main({command}) == 0\n" for command in commands)
 
 
-def test_the_examples_run_one_after_the_other(tmp_path: Path) -> None:
-    (tmp_path / "examples.py").write_text("\n".join(as_program(*block) for block in BLOCKS))
+@pytest.mark.examples("docs/coming_from_orbax.md")
+def test_the_examples_run_one_after_the_other(examples: Examples, tmp_path: Path) -> None:
+    (tmp_path / "examples.py").write_text("\n".join(as_program(name, text) for name, text in examples.items()))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "examples.py"],
         cwd=tmp_path,
@@ -45,13 +40,10 @@ def test_the_examples_run_one_after_the_other(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[0] == "[6, 8, 10]"
-    assert len(PROGRAMS) >= 6
-    assert [command[0] for command in COMMANDS] == ["import", "ls", "verify", "export", "export"]
 
 
 def test_the_names_of_the_page_are_there() -> None:
-    text = "".join(PROGRAMS) + PAGE
-    names = set(re.findall(r"\bhf\.(\w+)", text))
+    names = set(re.findall(r"\bhf\.(\w+)", PAGE))
     assert names
     assert names <= set(hf.__all__)
     options = set(re.findall(r"`(\w+)=", PAGE)) & set(hf.CheckpointManagerOptions.__dataclass_fields__)

@@ -9,17 +9,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from tests.documents.examples import Examples
+
 from holdfast.cli.drill import KINDS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "drill.md").read_text(encoding="utf-8")
-PROGRAM = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)[0]
 OUTPUTS = re.findall(r"^```text\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
-COMMANDS = re.findall(r"^\$ holdfast (.*)$", TEXT, re.MULTILINE)
 
 
-def run(folder: Path, program: str, status: int) -> str:
+def run(folder: Path, program: str, command: str, status: int) -> str:
     (folder / "train.py").write_text(program)
-    arguments = [part if part != "python" else sys.executable for part in shlex.split(COMMANDS[1])]
+    arguments = [part if part != "python" else sys.executable for part in shlex.split(command)[1:]]
     done = subprocess.run(
         [sys.executable, "-m", "holdfast.cli.main", *arguments],
         cwd=folder,
@@ -38,10 +39,16 @@ def without_digits(text: str) -> str:
     return re.sub(r"\d+\.\d+", "0.0", text)
 
 
-def test_the_example(tmp_path: Path) -> None:
-    assert without_digits(run(tmp_path, PROGRAM, 1)) == without_digits(OUTPUTS[0])
-    mended = PROGRAM.replace('{"weights": np.zeros(2)}', '{"weights": np.zeros(2)}, noise=noise')
-    assert OUTPUTS[1] in run(tmp_path, mended.replace("(step + 1, state)", "(step + 1, state, noise=noise)"), 0)
+@pytest.mark.examples("docs/drill.md")
+def test_the_example(examples: Examples, tmp_path: Path) -> None:
+    short, command = examples.commands()
+    program = examples["python 1"]
+    assert without_digits(run(tmp_path, program, command, 1)) == without_digits(OUTPUTS[0])
+    mended = program.replace('{"weights": np.zeros(2)}', '{"weights": np.zeros(2)}, noise=noise')
+    mended = mended.replace("(step + 1, state)", "(step + 1, state, noise=noise)")
+    mended += f"\n{examples['python 2']}assert not log_to_wandb\n".replace("\n", "\n")
+    assert OUTPUTS[1] in run(tmp_path, mended, command, 0)
+    assert "identical: 40 checkpoints" in run(tmp_path, mended, short, 0)
 
 
 def test_the_kinds_in_the_table() -> None:

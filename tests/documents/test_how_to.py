@@ -5,28 +5,22 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.documents.examples import Examples
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback
 
 PAGE = Path(__file__).parents[2] / "docs" / "how_to.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-BLOCKS = [
-    "\n" * TEXT.count("\n", 0, found.start(1)) + found[1]  # so that errors name the page's lines
-    for found in re.finditer(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
-]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.examples("docs/how_to.md")
+def test_the_examples_run(examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert len(BLOCKS) == 17
-    names: dict[str, Any] = {"__name__": __name__}
-    for block in BLOCKS:
-        exec(compile(block, str(PAGE), "exec", dont_inherit=True), names)
+    names = examples.run({"__name__": __name__})
 
     assert names["best"] == 4
     assert names["half"]["params"]["head"]["kernel"].dtype == "bfloat16"

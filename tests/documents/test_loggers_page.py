@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
 import shutil
 import sys
 import threading
@@ -13,18 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.documents.examples import Examples
 
-PAGE = Path(__file__).parents[2] / "docs" / "loggers.md"
-TEXT = PAGE.read_text(encoding="utf-8")
 SAVED = ["bytes", "shared_bytes", "blocked_seconds", "total_seconds"]
-
-
-def run_section(title: str, names: dict[str, Any]) -> dict[str, Any]:
-    """Runs the examples of a section."""
-    begin = TEXT.index(f"\n## {title}\n")
-    for found in re.finditer(r"^```python\n(.*?)^```", TEXT[begin : TEXT.find("\n## ", begin + 1)], re.M | re.S):
-        exec(compile(found[1], str(PAGE), "exec", dont_inherit=True), names)
-    return names
 
 
 @pytest.fixture
@@ -53,21 +43,23 @@ class WandbRun:
         self.rows.append(data)
 
 
-def test_wandb(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.examples("docs/loggers.md", "python 1")
+def test_wandb(examples: Examples, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The second start falls back, and its numbers are there nevertheless."""
     run = WandbRun()
     wandb = types.SimpleNamespace(init=lambda **_: run)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    run_section("W&B", names)
+    examples.run(names)
     assert run.defined == {"checkpoint/*": "checkpoint/step"}
     assert [row["checkpoint/step"] for row in run.rows] == [2, 4, 6]
     assert list(run.rows[0]) == [*(f"checkpoint/{name}" for name in SAVED), "checkpoint/step"]
     Path("runs/wandb/6/state/manifest.ocdbt").unlink()
-    run_section("W&B", names)
+    examples.run(names)
     assert [(row["checkpoint/step"], row.get("checkpoint/skipped")) for row in run.rows[3:]] == [(4, 1), (6, None)]
 
 
-def test_mlflow(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.examples("docs/loggers.md", "python 2", "python 4")
+def test_mlflow(examples: Examples, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[tuple[str, str, float, int]] = []
     threads: set[str] = set()
 
@@ -78,12 +70,11 @@ def test_mlflow(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
 
     start = lambda *, run_name: types.SimpleNamespace(info=types.SimpleNamespace(run_id="7"))  # noqa: E731
     monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace(MlflowClient=Client, start_run=start))
-    run_section("MLflow", names)
+    examples.run(names)
     assert [(run, key, step) for run, key, _, step in logged] == [
         ("7", f"checkpoint/{name}", step) for step in range(3) for name in SAVED
     ]
     assert threads != {threading.main_thread().name}, "the reason for the client"
-    run_section("A program of your own", names)
     assert names["messages"] == []
     names["tell"]({"event": "restored", "step": 4, "skipped": [{"step": 6}]})
     assert names["messages"] == ["fell back to step 4"]
@@ -91,9 +82,10 @@ def test_mlflow(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="TensorBoard is not installed")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard(names: dict[str, Any]) -> None:
+@pytest.mark.examples("docs/loggers.md", "python 3")
+def test_tensorboard(examples: Examples, names: dict[str, Any]) -> None:
     """The real writer, and the real reader of its files."""
-    run_section("TensorBoard", names)
+    examples.run(names)
     reader: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
 
     for _ in range(2):
@@ -102,10 +94,13 @@ def test_tensorboard(names: dict[str, Any]) -> None:
         assert [one.step for one in found.Scalars("checkpoint/blocked_seconds")] == [2, 4]
         # A second start goes on from step 2, as the last one is lost: its points replace those of the first.
         shutil.rmtree("runs/tensorboard/4")
-        run_section("TensorBoard", names)
+        examples.run(names)
 
 
-def test_tensorboard_with_a_stand_in(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.examples("docs/loggers.md", "python 3")
+def test_tensorboard_with_a_stand_in(
+    examples: Examples, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[Any] = []
 
     class SummaryWriter:
@@ -120,9 +115,9 @@ def test_tensorboard_with_a_stand_in(names: dict[str, Any], monkeypatch: pytest.
         def close(self) -> None: ...
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=SummaryWriter))
-    run_section("TensorBoard", names)
+    examples.run(names)
     shutil.rmtree("runs/tensorboard/4")
-    run_section("TensorBoard", names)
+    examples.run(names)
     assert [writer.purge_step for writer in made] == [1, 3]
     assert [step for tag, step in made[0].points if tag == "checkpoint/bytes"] == [2, 4]
     assert [step for tag, step in made[1].points if tag == "loss"] == [3, 4]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
+from tests.documents.examples import LANGUAGES, blocks_of, declared, missing
 from tests.documents.pages import DOCS, run_page
 
 FOLDERS = ("trouble", "migrate")
@@ -22,13 +22,15 @@ def test_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     run_page(page, folder)
 
 
-def test_every_page_with_programs_is_run_by_a_test() -> None:
-    tests = "".join(
-        path.read_text(encoding="utf-8")
-        for path in DOCS.parent.joinpath("tests").rglob("*.py")
-        if path != Path(__file__)
-    )
-    for path in DOCS.rglob("*.md"):
-        if re.search(r"^ *```python", path.read_text(encoding="utf-8"), re.MULTILINE):
-            name = path.relative_to(DOCS).as_posix()
-            assert name in PAGES or re.search(rf'["/]{re.escape(path.name)}"', tests), f"add {name} to PAGES"
+def test_every_example_is_run_by_a_test() -> None:
+    """A new example belongs to a page of the list above, or to a test that declares it."""
+    done = {f"docs/{page}": {block.name for block in blocks_of(f"docs/{page}")} for page in PAGES}
+    for _, page, names in declared():
+        done.setdefault(page, set()).update(names or (block.name for block in blocks_of(page)))
+    kinds = {page: {name for name in names if name.split()[0] in LANGUAGES} for page, names in done.items()}
+    assert missing(kinds) == []
+
+
+def test_an_example_that_no_test_runs_is_found() -> None:
+    assert missing({})[0].startswith("CONTRIBUTING.md:5: no test runs console 1: $ make test")
+    assert "README.md has no example python 9" in missing({"README.md": {"python 9"}})

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 from tests.cli.commands import output_of
+from tests.documents.examples import Examples
 
 import holdfast as hf
-
-DOCS = Path(__file__).parents[2] / "docs"
 
 # Runs a program and sends it a signal in the middle of an update, which is counted over all jobs of a multirun.
 KILLED = """
@@ -37,11 +36,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def project(page: str, directory: Path, settings: str) -> Path:
+def project(examples: Examples, directory: Path, settings: str) -> Path:
     """Writes the files of a page to a directory."""
-    text = (DOCS / page).read_text(encoding="utf-8")
-    (program,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    (configuration,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    program, configuration = examples["python 1"], examples["yaml 1"]
     (directory / settings).parent.mkdir(parents=True)
     (directory / settings).write_text(configuration, encoding="utf-8")
     (directory / "train.py").write_text(program, encoding="utf-8")
@@ -62,14 +59,16 @@ def ended(process: subprocess.Popen[str], status: int) -> str:
     return said
 
 
-def commands(page: str) -> list[list[str]]:
-    text = (DOCS / page).read_text(encoding="utf-8")
-    return [line.split()[3:] for line in re.findall(r"^\s*\$ python train.py.*$", text, re.MULTILINE)]
+def commands(examples: Examples) -> list[list[str]]:
+    return [command.split()[2:] for command in examples.commands()]
 
 
-def test_a_hydra_multirun_is_interrupted_and_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, multirun = commands("hydra.md")
-    whole, interrupted = (project("hydra.md", tmp_path / name, "conf/config.yaml") for name in ("whole", "interrupted"))
+@pytest.mark.examples("docs/hydra.md")
+def test_a_hydra_multirun_is_interrupted_and_repeated(
+    examples: Examples, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone, multirun = commands(examples)
+    whole, interrupted = (project(examples, tmp_path / name, "conf/config.yaml") for name in ("whole", "interrupted"))
     reference = started(whole, multirun)
     said = ended(started(interrupted, multirun, ("SIGTERM", 300 + 130)), 75)  # in the second job
     assert "preempted" in said
@@ -82,11 +81,14 @@ def test_a_hydra_multirun_is_interrupted_and_repeated(tmp_path: Path, capsys: py
         runs = [directory / "runs" / f"width={width}" / "checkpoints" for directory in (whole, interrupted)]
         assert hf.list_checkpoints(runs[1])[-1].step == 300
         assert "bit for bit" in output_of(capsys, "diff", *runs)
+    ended(started(whole, alone), 0)
+    assert hf.list_checkpoints(whole / "runs" / "width=16" / "checkpoints")[-1].step == 300
 
 
-def test_a_cli_program_is_killed_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments, _ = commands("lightning_cli.md")
-    whole, killed = (project("lightning_cli.md", tmp_path / name, "config.yaml") for name in ("whole", "killed"))
+@pytest.mark.examples("docs/lightning_cli.md")
+def test_a_cli_program_is_killed_twice(examples: Examples, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, appended = commands(examples)
+    whole, killed = (project(examples, tmp_path / name, "config.yaml") for name in ("whole", "killed"))
     reference = started(whole, arguments)
     ended(started(killed, arguments, ("SIGKILL", 50)), -signal.SIGKILL)
     ended(started(killed, arguments, ("SIGTERM", 30)), 143)
@@ -98,6 +100,14 @@ def test_a_cli_program_is_killed_twice(tmp_path: Path, capsys: pytest.CaptureFix
     assert "bit for bit" in output_of(capsys, "diff", *runs)
     starts = [line for line in (runs[1] / "events.jsonl").read_text().splitlines() if '"started"' in line]
     assert len(starts) == 3
+
+    configuration = (killed / "config.yaml").read_text()
+    without, found = re.subn(r"  callbacks:\n(?:    .*\n)+", "", configuration)
+    assert found == 1
+    (killed / "config.yaml").write_text(without)
+    (runs[1]).rename(killed / "moved")
+    ended(started(killed, appended), 0)
+    assert hf.list_checkpoints(runs[1])[-1].step == 128
 
 
 CALLBACK = "holdfast.integrations.lightning.CheckpointCallback"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import kubernetes_validate  # type: ignore[import-untyped]  # it comes without t
 import numpy as np
 import pytest
 from ruamel.yaml import YAML
+from tests.documents.examples import Examples
 
 import holdfast as hf
 
@@ -94,6 +96,25 @@ def test_a_crash_is_not_requeued(job: Path) -> None:
     with submit(job) as process:
         assert process.wait(60) == 1
     assert (job / "calls").read_text().splitlines() == ["srun python train.py"]
+
+
+@pytest.mark.examples("docs/schedulers.md")
+def test_the_page_shows_the_files(examples: Examples) -> None:
+    shown = [text for _, text in examples.items()]
+    assert shown == [f'--8<-- "schedulers/{name}"\n' for name in ("train.sbatch", "job.yaml", "train.service")]
+
+
+def test_the_unit_of_systemd() -> None:
+    unit = configparser.ConfigParser()
+    unit.optionxform = str  # type: ignore[assignment,method-assign]  # names in capitals and small letters
+    unit.read(FILES / "train.service")
+    service = unit["Service"]
+    assert (service["Restart"], service["RestartForceExitStatus"], service["RestartPreventExitStatus"]) == (
+        "on-failure",
+        "75",
+        "2",
+    )
+    assert service["KillMode"] == "mixed"
 
 
 @pytest.mark.parametrize("name", ["train.sbatch", "lightning.sbatch"])

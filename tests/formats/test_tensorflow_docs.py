@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import math
-import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from tests.documents.examples import Examples
 
 from holdfast import graph
 
-PAGE = Path(__file__).parents[2] / "docs" / "tensorflow_checkpoints.md"
-TEXT = PAGE.read_text(encoding="utf-8")
-BLOCKS = [
-    "\n" * TEXT.count("\n", 0, found.start(1)) + found[1]  # so that errors name the page's lines
-    for found in re.finditer(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
-]
 
-
-def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.examples("docs/tensorflow_checkpoints.md")
+def test_the_page_runs(
+    examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(Path(__file__).parent / "tensorflow" / "guide", tmp_path / "tf_ckpts")
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"__name__": "page"}
-    assert len(BLOCKS) == 6
-    for block in BLOCKS:
-        exec(compile(block, str(PAGE), "exec"), names)
+    names = examples.run({"__name__": "page"})
     adam, kept = names["state"][0], names["kept"]  # of optax
     assert (int(adam.count), adam.mu["kernel"].shape, adam.nu["bias"].shape) == (40, (1, 5), (5,))
     assert np.array_equal(adam.mu["bias"], kept["mu"][1])

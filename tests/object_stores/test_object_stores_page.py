@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.documents.examples import Examples
 from tests.object_stores.conftest import Store
 
 import holdfast as hf
@@ -13,11 +14,11 @@ from holdfast.engine.storage import object_store
 from holdfast.engine.storage.parallel import REQUESTS, UPLOADS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "object_stores.md").read_text(encoding="utf-8")
-[PROGRAM] = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
-def test_the_program(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(PROGRAM.replace("s3://bucket", store.url), "page.py", "exec"), {"__name__": "__main__"})
+@pytest.mark.examples("docs/object_stores.md")
+def test_the_program(examples: Examples, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(examples["python 1"].replace("s3://bucket", store.url), "page.py", "exec"), {"__name__": "__main__"})
     assert f"This prints `{capsys.readouterr().out.strip()}`." in PAGE
 
 

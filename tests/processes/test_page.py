@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -11,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.documents.examples import Examples
 from tests.processes.harness import Process, run_processes
 
 import holdfast as hf
 
-PAGE = (Path(__file__).parents[2] / "docs" / "several_processes.md").read_text(encoding="utf-8")
-TORCH, JAX = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -26,7 +24,7 @@ def port() -> int:
         return int(free.getsockname()[1])
 
 
-def train(process: Process, directory: str) -> None:
+def train(process: Process, directory: str, program: str) -> None:
     """Runs the program in one of several processes that are connected already, as imports take long."""
     import torch.distributed
 
@@ -35,14 +33,15 @@ def train(process: Process, directory: str) -> None:
     distributed: Any = torch.distributed
     distributed.init_process_group = lambda backend: None
     distributed.destroy_process_group = lambda: None
-    exec(compile(TORCH, "train.py", "exec"), {"__name__": "__main__"})
+    exec(compile(program, "train.py", "exec"), {"__name__": "__main__"})
 
 
-def test_torch(tmp_path: Path) -> None:
+@pytest.mark.examples("docs/several_processes.md", "python 1", "console 1")
+def test_torch(examples: Examples, tmp_path: Path) -> None:
     pytest.importorskip("torch")
+    assert examples.commands() == [f"torchrun --nproc-per-node {count} train.py" for count in (2, 3)]
     for count in (2, 3):
-        assert f"$ torchrun --nproc-per-node {count} train.py" in PAGE
-        run_processes(train, count, str(tmp_path), backend="torch")
+        run_processes(train, count, str(tmp_path), examples["python 1"], backend="torch")
     lines = (tmp_path / "output").read_text().splitlines()
     assert lines == ["steps 0 to 20, of 2 processes", "steps 20 to 40, of 3 processes"]
     found = hf.load(tmp_path / "runs" / "fsdp")
@@ -50,12 +49,13 @@ def test_torch(tmp_path: Path) -> None:
     assert found["model"]["0.weight"].shape == (32, 8)
 
 
-def test_jax(tmp_path: Path) -> None:
+@pytest.mark.examples("docs/several_processes.md", "python 2")
+def test_jax(examples: Examples, tmp_path: Path) -> None:
     pytest.importorskip("jax")
     one_device = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
     environment = {**ONE_THREAD, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": one_device}
     for start in (0, 20):
-        (tmp_path / "train_jax.py").write_text(JAX.replace("29517", str(port())))
+        (tmp_path / "train_jax.py").write_text(examples["python 2"].replace("29517", str(port())))
         programs = [
             subprocess.Popen(
                 [sys.executable, "train_jax.py", str(index), "2"],

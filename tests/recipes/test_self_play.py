@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.documents.examples import Examples
 
 import holdfast as hf
 from holdfast.cli.main import main
@@ -35,7 +36,6 @@ SMALL = {
     "logging.interval_steps": "1",
 }
 SHORT = ["model.hidden=[64,64]", "train.steps=2"]
-PAGE = Path(__file__).parents[2] / "docs" / "self_play.md"
 
 
 @pytest.fixture(autouse=True)
@@ -330,24 +330,20 @@ def test_configurations_that_make_no_sense(argument: str, message: str) -> None:
 # ---- the page
 
 
-def test_the_page_is_true(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.examples("docs/self_play.md")
+def test_the_page_is_true(examples: Examples, capsys: pytest.CaptureFixture[str]) -> None:
     """Runs all of it in its order, with less training: 2 updates for 200."""
-    text = PAGE.read_text(encoding="utf-8").replace("/200/", "/2/").replace("at_step=100", "at_step=1")
-    blocks = re.findall(r"^```(python|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    for language, block in blocks:
-        if language == "python":
-            exec(compile(block, PAGE.name, "exec"), {})
+    order = ["console 1", "console 2", "python 1", "python 2", "console 3", "python 3", "console 4"]
+    for name in order:
+        block = examples[name].replace("/200/", "/2/").replace("at_step=100", "at_step=1")
+        if name.startswith("python"):
+            exec(compile(block, examples.page, "exec"), {})
             continue
         for line in block.splitlines():
             command = line.removeprefix("$ holdfast ").split()
             assert main(command + (arguments(*SHORT) if command[0] == "run" else [])) == 0
 
     printed = capsys.readouterr().out
-    assert [language for language, _ in blocks] == [
-        *("console", "console", "python", "python"),
-        *("console", "python"),
-        "console",
-    ]
     assert "policies/p0/body/0/weight/exp_avg" in printed
     assert re.search(r"plays column [0-4]$", printed, re.MULTILINE)
     assert Path("more/201/checkpoint.json").exists()

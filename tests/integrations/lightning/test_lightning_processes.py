@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.documents.examples import Examples
 
 import holdfast as hf
 from holdfast.integrations.lightning import load_checkpoint
@@ -204,11 +204,10 @@ def test_a_trainer_that_starts_the_others_itself(
     assert [report["first_step"] for report in resumed] == [saved.step] * 2
 
 
-def test_the_page(run_together: Run, tmp_path: Path) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "lightning.md").read_text(encoding="utf-8")
-    assert "$ torchrun --nproc-per-node 2 train_lightning.py" in page
-    program, *_ = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    ended = run_together(tmp_path, page=program)
+@pytest.mark.examples("docs/lightning.md", "python 1", "console 1")
+def test_the_page(examples: Examples, run_together: Run, tmp_path: Path) -> None:
+    assert examples.commands()[1] == "torchrun --nproc-per-node 2 train_lightning.py"
+    ended = run_together(tmp_path, page=examples["python 1"])
     assert [status for status, _, _ in ended] == [0, 0], ended[0][2]
     assert "\n80 steps\n" in ended[0][2]
     assert hf.CheckpointManager(tmp_path / "runs" / "ddp").all_steps() == [20, 40, 60, 80]

@@ -1,0 +1,58 @@
+"""The page on Lightning: models from checkpoints. ``tests/integrations/lightning`` runs its other program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from tests.documents.examples import Examples
+
+from holdfast.integrations.lightning import CheckpointCallback
+
+
+class Model(lightning.LightningModule):
+    """A line, whose width is a hyper-parameter."""
+
+    def __init__(self, width: int = 1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(1, width)
+        self.tested = 0
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.layer(batch), 3 * batch)
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def test_step(self, batch: torch.Tensor, index: int) -> None:
+        self.tested += 1
+        self.log("test_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> Any:
+        return torch.linspace(-1, 1, 16).reshape(4, 4, 1)
+
+    test_dataloader = train_dataloader
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.examples("docs/lightning.md", "python 2")
+def test_models_from_checkpoints(examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    callback = CheckpointCallback("runs/x/checkpoints", save_interval_steps=400, best_fn="loss", best_mode="min")
+    trained = Model(width=1)
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    lightning.Trainer(max_steps=1200, callbacks=[callback], **options).fit(trained)
+    names = examples.run({"L": lightning, "Model": Model})
+    assert isinstance(names["model"], Model)
+    assert names["model"].tested == 4
+    assert names["weights"].keys() == trained.state_dict().keys()
+    assert torch.equal(torch.as_tensor(names["weights"]["layer.weight"]), trained.layer.weight)
