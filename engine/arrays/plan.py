@@ -74,8 +74,8 @@ class Layout:
         chunk_bytes: Largest chunk of an array, in bytes. A chunk is the unit of partial reads.
         segment_bytes: Bytes that one writer thread takes at a time.
         data_file_bytes: Largest data file, in bytes. Only a file that holds a single chunk may be larger.
-        upload_bytes: Largest data file in an object store, in bytes. Each data file is one upload; eight of them are in
-            memory, and under way, at a time.
+        upload_bytes: Largest data file in an object store, in bytes, and on the disk of a run whose mirror is in one.
+            Each data file is one upload; eight of them are in memory, and under way, at a time.
         compression: Level of zstd for the chunks, from 1 (fastest) to 22 (smallest). None stores them uncompressed,
             which is fastest: parameters and optimizer state hardly shrink.
     """
@@ -92,7 +92,7 @@ class Layout:
         check_level("compression", self.compression)
 
     def for_uploads(self) -> Layout:
-        """Return the layout of the same checkpoint in an object store."""
+        """Return the layout of the same checkpoint where its data files are uploaded."""
         return replace(self, data_file_bytes=min(self.data_file_bytes, self.upload_bytes))
 
 

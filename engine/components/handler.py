@@ -66,7 +66,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
     ) -> None:
         if compression is not None:
             layout = dataclasses.replace(layout or Layout(), compression=compression)
-        self._layout = layout
+        self.layout = layout or Layout()
         self._use_msgpack = use_msgpack
         self._handlers: dict[Path, PyTreeCheckpointHandler] = {}
 
@@ -76,6 +76,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
         *,
         snapshot: bool,
         state: Mapping[str, Any] | None = None,
+        layout: Layout | None = None,
         reuse: WrittenSteps | None = None,
         **kwargs: Any,
     ) -> PreparedItem:
@@ -85,6 +86,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
             item: The component.
             snapshot: Whether it may change between this call and the writing.
             state: The state to save in the place of its own; without components that are not in it.
+            layout: Sizes of chunks and data files, instead of the handler's own.
             reuse: The data files of earlier steps: what has not changed is not written again.
             **kwargs: No others are known.
 
@@ -99,7 +101,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
             item,
             state=state,
             use_msgpack=self._use_msgpack,
-            layout=self._layout,
+            layout=layout or self.layout,
             handlers=self._handlers if snapshot else None,
             reuse=reuse,
         )

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard, TypeVar
 
-from ..arrays import check_files
+from ..arrays import Layout, check_files
 from ..distributed import ProcessInfo
 from ..errors import OptionError, UnknownArgumentError
 from ..format import FileRecord, ItemRecord
@@ -128,10 +128,13 @@ class PreparedCheckpointHandler(AsyncCheckpointHandler):
             of the snapshot what other processes write; it is passed where several processes save together.
         reuses: Whether :meth:`prepare` takes ``reuse=``, the data files of earlier steps; it is passed by managers that
             do not write unchanged arrays again.
+        layout: The sizes of its data files, if :meth:`prepare` takes ``layout=``, which replaces them; a manager whose
+            mirror is in an object store passes that of uploads.
     """
 
     divides = False
     reuses = False
+    layout: Layout | None = None
 
     @abc.abstractmethod
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:

@@ -40,6 +40,7 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
         self, handler: PyTreeCheckpointHandler | None = None, *, coordinator: Coordinator | None = None
     ) -> None:
         self._handler = handler or PyTreeCheckpointHandler()
+        self.layout = self._handler.layout
         self._coordinator = coordinator
 
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:

@@ -93,7 +93,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             raise OptionError("use_ocdbt=False: holdfast always stores arrays in an OCDBT database; leave it out")
         given = {"compression": compression, "chunk_bytes": chunk_bytes, "data_file_bytes": data_file_bytes}
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        self._layout = dataclasses.replace(layout or Layout(), **changes)
+        self.layout: Layout = dataclasses.replace(layout or Layout(), **changes)
         self._registry = DEFAULT_REGISTRY if type_handler_registry is None else type_handler_registry
         self._aggregate = aggregate_handler or MsgpackHandler()
         self._staging = StagingBuffer(default_pinned_bytes() if pinned_bytes is None else pinned_bytes)
@@ -130,7 +130,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             OptionError: ``save_args`` do not fit the tree.
         """
         no_arguments(self, kwargs, self.prepare)
-        layout, process = layout or self._layout, member or ProcessInfo()
+        layout, process = layout or self.layout, member or ProcessInfo()
         # What the trees of a run have in common is found out once, except for leaves that a program treats its own way.
         recurs = snapshot and save_args is None and not self._registry.leaf_types
         known = self._known

@@ -6,11 +6,18 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ..arrays import WrittenSteps
+from ..arrays import Layout, WrittenSteps
 from ..checkpoint import ITEM, AsyncCheckpointer, Checkpointer, ItemToSave
 from ..errors import CheckpointNotFoundError, OptionError
 from ..format import CheckpointRecord, ItemRecord
-from ..handlers import PreparedCheckpointHandler, PyTreeCheckpointHandler, has_structure, item_structure, restore_item
+from ..handlers import (
+    CheckpointHandler,
+    PreparedCheckpointHandler,
+    PyTreeCheckpointHandler,
+    has_structure,
+    item_structure,
+    restore_item,
+)
 from ..storage import Location
 from .directory import RunDirectory
 from .retention import newest_with
@@ -25,6 +32,7 @@ class ItemSet:
         rare: Collection[str] = (),
         *,
         reuse: bool = False,
+        uploads: bool = False,
     ) -> None:
         self._several = isinstance(checkpointers, Mapping)
         if checkpointers is None:
@@ -58,6 +66,7 @@ class ItemSet:
             for name, one in self._checkpointers.items()
             if reuse and isinstance(one.handler, PreparedCheckpointHandler) and one.handler.reuses
         }
+        self._uploads = uploads  # whether the data files will be uploaded from the disk
         self._optional = self._rare | {name for name, one in self._checkpointers.items() if one.handler.optional}
 
     def left_out(self, record: CheckpointRecord, wanted: Any) -> list[str]:
@@ -78,12 +87,19 @@ class ItemSet:
                 checkpointer.handler,
                 values[name],
                 checkpointer.background,
-                arguments.get(name, {}),
+                self._arguments(checkpointer.handler, arguments.get(name, {})),
                 self._written.get(name),
             )
             for name, checkpointer in self._checkpointers.items()
             if name in values and name not in not_due
         }
+
+    def _arguments(self, handler: CheckpointHandler, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arguments of a save; each data file that is uploaded may be in memory meanwhile."""
+        if not self._uploads or not isinstance(handler, PreparedCheckpointHandler) or handler.layout is None:
+            return given
+        layout: Layout = given.get("layout") or handler.layout
+        return {**given, "layout": layout.for_uploads()}
 
     def save_begins(self, step: int, run: RunDirectory) -> None:
         """Note which data files the save of a step may share: not those of the newest, nor of the one before."""

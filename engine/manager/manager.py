@@ -115,7 +115,9 @@ class CheckpointManager:
         if rehearsal is not None:
             self.options = rehearsal.options(self.options)
         reuse = self.options.reuse_unchanged and self.directory.is_local
-        self._items = ItemSet(checkpointers, self.options.item_intervals, reuse=reuse)
+        mirror = self.options.mirror_options()
+        uploads = mirror is not None and not as_location(mirror.url).is_local
+        self._items = ItemSet(checkpointers, self.options.item_intervals, reuse=reuse, uploads=uploads)
         self._metadata = None if metadata is None else dict(metadata)
         self._clock = clock or SystemClock()
         self._background = BackgroundSave(seconds(self.options.save_timeout_secs))

@@ -16,6 +16,7 @@ from tests.clocks import FakeClock
 from tests.fixtures import StoredFiles
 
 import holdfast as hf
+from holdfast.components import Checkpointable, ComponentCheckpointHandler
 from holdfast.engine.checkpoint import PendingCheckpoint, copying
 from holdfast.engine.checkpoint import save as saves
 from holdfast.engine.manager import mirror as mirrors
@@ -372,6 +373,38 @@ def test_interrupted_copies_go_on_in_the_next_run_or_are_removed(
     assert hf.verify(place).ok
     for folder in as_location(place).entries():
         assert not as_location(f"{place}/{folder.name}/checkpoint.partial").exists()
+
+
+LAYOUT = hf.Layout(chunk_bytes=4096, segment_bytes=4096, data_file_bytes=40_000, upload_bytes=16_384)
+
+
+class Part(Checkpointable):
+    def __init__(self) -> None:
+        self.w = np.arange(10_000.0)
+
+
+@pytest.mark.parametrize("in_store", [True, False])
+@pytest.mark.parametrize(
+    ("handler", "item", "arguments"),
+    [
+        (hf.PyTreeCheckpointHandler(layout=LAYOUT), tree(0) | {"v": np.arange(10_000.0)}, {}),
+        (hf.PyTreeCheckpointHandler(), np.arange(10_000.0), {"layout": LAYOUT}),
+        (hf.PerProcessCheckpointHandler(hf.PyTreeCheckpointHandler(layout=LAYOUT)), np.arange(10_000.0), {}),
+        (ComponentCheckpointHandler(layout=LAYOUT), Part(), {}),
+    ],
+    ids=["tree", "asked for", "per process", "components"],
+)
+def test_data_files_that_will_be_uploaded_are_small(
+    tmp_path: Path, place: str, in_store: bool, handler: Any, item: Any, arguments: dict[str, Any]
+) -> None:
+    options = hf.CheckpointManagerOptions(mirror=place if in_store else tmp_path / "mirror")
+    with hf.CheckpointManager(tmp_path / "run", hf.AsyncCheckpointer(handler), options=options) as run:
+        run.save(1, item, save_kwargs=arguments)
+        run.wait_until_finished()
+        sizes = [file.stat().st_size for file in (tmp_path / "run").rglob("d/*.*")]
+        arrives(run, 1)
+    assert (max(sizes) > LAYOUT.upload_bytes) is not in_store
+    assert hf.verify(place if in_store else tmp_path / "mirror").ok
 
 
 # ---- trouble
