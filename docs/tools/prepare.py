@@ -222,8 +222,9 @@ def _schema_keys(
 ) -> Iterator[tuple[str, str, str, str]]:
     for name, given in section["properties"].items():
         field = given
-        if "$ref" in field:
-            field = {**_referred(root, field["$ref"]), **given}
+        for one in (given, *given.get("allOf", ())):  # pydantic before 2.9 has sections in there
+            if "$ref" in one:
+                field = {**_referred(root, one["$ref"]), **given}
         if "properties" in field:
             yield from _schema_keys(root, field, defaults, f"{prefix}{name}.")
             continue

@@ -102,9 +102,9 @@ def test_statistics_of_leaves_that_are_read_together(tmp_path: Path, monkeypatch
     opened = open_checkpoint(as_location(tmp_path / "x"))
     alone = [found for name in [*tree, "yes"] for found in leaf_statistics(opened, name)]
     assert [found.size for found in alone] == [*sizes, 1]
-    for most, leaves in ((100, 4096), (400, 2), (1, 1), (1 << 20, 4096)):
+    for most, least in ((100, 1), (400, 200), (1, 1), (1 << 20, 1)):
         monkeypatch.setattr(statistics, "_BATCH", most)
-        monkeypatch.setattr(statistics, "_LEAVES", leaves)
+        monkeypatch.setattr(statistics, "_LEAST", least)
         assert list(leaf_statistics(opened)) == alone
 
 
