@@ -42,23 +42,27 @@ sys.exit(checkpoint.exit_status)
 """
 # What would be run, with the program's exit status; then, as SLURM does, the job is ended.
 SRUN = '#!/bin/sh\nshift\necho "srun $*" >> calls\nexec "$@"\n'
+TORCHRUN = '#!/bin/sh\nshift 2\necho "torchrun $*" >> calls\nexec python "$@"\n'
 SCONTROL = '#!/bin/sh\necho "scontrol $*" >> calls\n'
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
     (tmp_path / "bin").mkdir()
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')):
+    python = f'#!/bin/sh\nexec {sys.executable} -W ignore "$@"\n'
+    holdfast = python.replace('"$@"', '-m holdfast "$@" 2>> supervised')
+    commands = {"srun": SRUN, "scontrol": SCONTROL, "torchrun": TORCHRUN, "python": python, "holdfast": holdfast}
+    for name, text in commands.items():
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "train.py").write_text(PROGRAM)
     return tmp_path
 
 
-def submit(job: Path, **variables: str) -> subprocess.Popen[str]:
+def submit(job: Path, script: str = "train.sbatch", **variables: str) -> subprocess.Popen[str]:
     path = f"{job / 'bin'}{os.pathsep}{os.environ['PATH']}"
     return subprocess.Popen(
-        ["bash", str(FILES / "train.sbatch")],
+        ["bash", str(FILES / script)],
         cwd=job,
         env={**os.environ, "PATH": path, "SLURM_JOB_ID": "12", **variables},
         stdin=subprocess.PIPE,
@@ -91,6 +95,24 @@ def test_a_job_is_saved_and_requeued(job: Path, number: signal.Signals, variable
         np.testing.assert_allclose(manager.restore()["x"], expected)
 
 
+def test_torchrun_under_a_supervisor_is_saved_and_requeued(job: Path) -> None:
+    """The program crashes once as well, and the supervisor starts it again within the job."""
+    crash = 'import os\nif not os.path.exists("crashed"):\n    open("crashed", "w").close()\n    raise SystemExit(1)\n'
+    (job / "train.py").write_text(crash + PROGRAM)
+    with submit(job, "torchrun.sbatch") as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "step 3\n"
+        first.send_signal(signal.SIGUSR1)
+        assert first.wait(60) == 75
+    calls = ["torchrun train.py", "torchrun train.py", "scontrol requeue 12"]
+    assert (job / "calls").read_text().splitlines() == calls
+    assert "--max-restarts=0" in (job / "supervised").read_text()
+    with submit(job, "torchrun.sbatch") as second:
+        assert second.wait(60) == 0
+    assert (job / "calls").read_text().splitlines() == [*calls, "torchrun train.py"]
+    assert [one.step for one in hf.list_checkpoints(job / "runs" / "x")] == [3, 6]
+
+
 def test_a_crash_is_not_requeued(job: Path) -> None:
     (job / "train.py").write_text("raise SystemExit(1)\n")
     with submit(job) as process:
@@ -98,10 +120,56 @@ def test_a_crash_is_not_requeued(job: Path) -> None:
     assert (job / "calls").read_text().splitlines() == ["srun python train.py"]
 
 
-@pytest.mark.examples("docs/schedulers.md")
-def test_the_page_shows_the_files(examples: Examples) -> None:
-    shown = [text for _, text in examples.items()]
-    assert shown == [f'--8<-- "schedulers/{name}"\n' for name in ("train.sbatch", "job.yaml", "train.service")]
+def check_shown(examples: Examples, *files: str) -> None:
+    assert [text for _, text in examples.items()] == [f'--8<-- "schedulers/{name}"\n' for name in files]
+
+
+@pytest.mark.examples("docs/schedulers/slurm.md")
+def test_the_page_on_slurm_shows_its_file(examples: Examples) -> None:
+    check_shown(examples, "train.sbatch")
+
+
+@pytest.mark.examples("docs/schedulers/torchrun.md")
+def test_the_page_on_torchrun_shows_its_file(examples: Examples) -> None:
+    check_shown(examples, "torchrun.sbatch")
+
+
+@pytest.mark.examples("docs/schedulers/spot.md")
+def test_the_page_on_spot_machines_shows_its_file(examples: Examples) -> None:
+    check_shown(examples, "train.service")
+
+
+@pytest.mark.examples("docs/schedulers/kubernetes.md", "yaml 1", "yaml 2")
+def test_the_page_on_kubernetes_shows_its_files(examples: Examples) -> None:
+    check_shown(examples, "job.yaml", "job_mirror.yaml")
+
+
+@pytest.mark.examples("docs/schedulers/kubernetes.md", "python 1")
+def test_a_new_pod_goes_on_from_the_mirror(examples: Examples, tmp_path: Path) -> None:
+    """Every pod has an empty directory; the first is preempted in the middle of its training."""
+    program = examples["python 1"].replace('"/runs/digits"', '"runs/digits"')
+    told = "        if step == 250 and start == 0:\n            os.kill(os.getpid(), 15)\n"
+    assert "        if checkpoint.on_step" in program
+    program = program.replace("        if checkpoint.on_step", f"{told}        if checkpoint.on_step")
+    statuses = []
+    for pod in ("first", "second"):
+        (tmp_path / pod).mkdir()
+        (tmp_path / pod / "train.py").write_text(program)
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "train.py"],
+            cwd=tmp_path / pod,
+            env={**os.environ, "MIRROR": str(tmp_path / "bucket")},
+            capture_output=True,
+            text=True,
+        )
+        statuses.append(done.returncode)
+    assert statuses == [75, 0], done.stderr
+    assert "resumed from step 250" in done.stderr
+    weights = hf.load(tmp_path / "bucket", item="state")["weights"]
+    expected = np.zeros(4)
+    for step in range(1, 501):
+        expected = expected + np.sin(step)
+    assert np.array_equal(weights, expected)
 
 
 def test_the_unit_of_systemd() -> None:
@@ -117,7 +185,7 @@ def test_the_unit_of_systemd() -> None:
     assert service["KillMode"] == "mixed"
 
 
-@pytest.mark.parametrize("name", ["train.sbatch", "lightning.sbatch"])
+@pytest.mark.parametrize("name", ["train.sbatch", "lightning.sbatch", "torchrun.sbatch"])
 def test_scripts_have_no_mistakes_in_their_syntax(name: str) -> None:
     subprocess.run(["bash", "-n", str(FILES / name)], check=True)
     directives = [line for line in (FILES / name).read_text().splitlines() if line.startswith("#SBATCH")]
@@ -151,8 +219,8 @@ def mistakes(job: dict[str, Any]) -> list[str]:
     return found
 
 
-def job_with(**changes: Any) -> dict[str, Any]:
-    job: dict[str, Any] = YAML(typ="safe", pure=True).load((FILES / "job.yaml").read_text())
+def job_with(file: str = "job.yaml", **changes: Any) -> dict[str, Any]:
+    job: dict[str, Any] = YAML(typ="safe", pure=True).load((FILES / file).read_text())
     for path, value in changes.items():
         target: Any = job["spec"]
         *inner, last = path.split("__")
@@ -162,8 +230,14 @@ def job_with(**changes: Any) -> dict[str, Any]:
     return job
 
 
-def test_the_job_is_valid() -> None:
-    assert mistakes(job_with()) == []
+@pytest.mark.parametrize("file", ["job.yaml", "job_mirror.yaml"])
+def test_the_jobs_are_valid(file: str) -> None:
+    job = job_with(file)
+    assert mistakes(job) == []
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["volumeMounts"] == [{"name": "runs", "mountPath": "/runs"}]
+    (volume,) = job["spec"]["template"]["spec"]["volumes"]
+    assert ("emptyDir" in volume) == ("MIRROR" in {one["name"] for one in container.get("env", [])})
 
 
 @pytest.mark.parametrize(
