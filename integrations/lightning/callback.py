@@ -220,6 +220,12 @@ class CheckpointCallback(ResumingCallback):
             )
             return
         check_strategy(trainer)
+        places = [one._store.directory.url for one in trainer.callbacks if isinstance(one, CheckpointCallback)]
+        if places.count(self._store.directory.url) > 1:
+            raise OptionError(
+                f"the trainer has {places.count(self._store.directory.url)} callbacks that save to "
+                f"{self._store.directory}: leave one of them out, or give each a directory of its own"
+            )
         if self._options.partial is not None and is_sharded(trainer.strategy):
             raise OptionError(
                 f"partial={self._options.partial!r} does not work with {type(trainer.strategy).__name__}, which loads "

@@ -64,12 +64,17 @@ def test_mlflow(examples: Examples, names: dict[str, Any], monkeypatch: pytest.M
     threads: set[str] = set()
 
     class Client:
-        def log_metric(self, run_id: str, key: str, value: float, *, step: int) -> None:
-            logged.append((run_id, key, value, step))
+        def log_batch(self, run_id: str, metrics: list[tuple[str, float, int, int]]) -> None:
+            logged.extend((run_id, key, value, step) for key, value, _, step in metrics)
             threads.add(threading.current_thread().name)
 
-    start = lambda *, run_name: types.SimpleNamespace(info=types.SimpleNamespace(run_id="7"))  # noqa: E731
-    monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace(MlflowClient=Client, start_run=start))
+    mlflow = types.SimpleNamespace(
+        MlflowClient=Client,
+        search_runs=lambda *, filter_string, output_format: [],
+        start_run=lambda *, run_id, run_name: types.SimpleNamespace(info=types.SimpleNamespace(run_id="7")),
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", types.SimpleNamespace(Metric=lambda *given: given))
     examples.run(names)
     assert [(run, key, step) for run, key, _, step in logged] == [
         ("7", f"checkpoint/{name}", step) for step in range(3) for name in SAVED
@@ -78,6 +83,35 @@ def test_mlflow(examples: Examples, names: dict[str, Any], monkeypatch: pytest.M
     assert names["messages"] == []
     names["tell"]({"event": "restored", "step": 4, "skipped": [{"step": 6}]})
     assert names["messages"] == ["fell back to step 4"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="MLflow is not installed")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.examples("docs/loggers.md", "python 2")
+def test_mlflow_itself(examples: Examples, names: dict[str, Any]) -> None:
+    """The second start goes on in the same run."""
+    mlflow: Any = importlib.import_module("mlflow")
+    mlflow.set_tracking_uri(f"sqlite:///{Path.cwd()}/mlflow.db")
+    for steps in ([0, 1, 2], [0, 1, 2, 2]):
+        examples.run(names)
+        mlflow.end_run()
+        (run,) = mlflow.search_runs(output_format="list")
+        history = names["client"].get_metric_history(run.info.run_id, "checkpoint/bytes")
+        assert [point.step for point in history] == steps
+        shutil.rmtree("runs/mlflow/2")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="W&B is not installed")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.examples("docs/loggers.md", "python 1")
+def test_wandb_itself(examples: Examples, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline, as there is no server: it takes every call, and has the last numbers."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    examples.run(names)
+    names["checkpoint"].manager.wait_until_finished()
+    assert (names["run"].summary["checkpoint/step"], names["run"].summary["checkpoint/bytes"] > 0) == (6, True)
+    names["run"].finish()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="TensorBoard is not installed")
