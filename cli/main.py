@@ -33,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
     except Exception as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # extension modules make it an ImportError
+            return _complain("interrupted", INTERRUPTED)
         if with_traceback:
             traceback.print_exception(error)
         return _explain(error)

@@ -282,9 +282,14 @@ def test_unexpected_errors_are_one_line_as_well(
 def test_ctrl_c_is_one_line_and_status_130(
     capsys: pytest.CaptureFixture[str], run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def in_an_import(*_: Any, **__: Any) -> None:
+        raise ImportError("initialization failed") from KeyboardInterrupt()
+
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr("holdfast.cli.inspect.verify", in_an_import)
+    assert error_of(capsys, "verify", run, status=130) == "holdfast: interrupted\n"
     monkeypatch.setattr("holdfast.cli.inspect.verify", interrupted)
 
     assert error_of(capsys, "verify", run, status=130) == "holdfast: interrupted\n"
