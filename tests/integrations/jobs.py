@@ -7,6 +7,8 @@ and waits for a line: meanwhile the signal is sent. At its end the server prints
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import itertools
 import json
@@ -185,8 +187,10 @@ def train(kind: str, directory: str, signal_at: int | None) -> None:
 
 
 def serve() -> None:
-    importlib.import_module("torch")
-    importlib.import_module("lightning.pytorch")
+    for module in ("torchdata.stateful_dataloader", "tests.integrations.lightning.program"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    gc.freeze()  # what has been imported is not looked through at the end of each process
     for line in iter(sys.stdin.readline, ""):
         kind, directory, signal_at = json.loads(line)
         job = os.fork()

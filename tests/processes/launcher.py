@@ -7,6 +7,7 @@ its input ends.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -37,6 +38,7 @@ def main() -> None:
     backend = sys.argv[1]
     for name in [*IMPORTS["none"], *(IMPORTS[backend] if backend != "none" else [])]:
         importlib.import_module(name)
+    gc.freeze()  # what has been imported is not looked through by each process
     for line in sys.stdin:
         print(json.dumps(launch(backend, json.loads(line))), flush=True)
 

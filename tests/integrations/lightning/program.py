@@ -7,6 +7,7 @@ Everything that a resume could get wrong is in it: dropout (random generators), 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import signal
@@ -256,6 +257,7 @@ def serve() -> None:
 
     Importing Lightning takes seconds, so it is done before the processes are split off.
     """
+    gc.freeze()  # what has been imported is not looked through at the end of each process
     for line in sys.stdin:
         process = os.fork()
         if process == 0:
