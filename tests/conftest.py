@@ -48,14 +48,24 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+# Fixtures that start a program which takes seconds to import its framework.
+SERVED = {"run_process", "job"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the tests that start connected processes into one group; skips those that need newer versions."""
+    """Puts tests that start connected processes, or share such a program, into groups; skips those for newer versions.
+
+    A group runs on one worker.
+    """
     for item in items:
         for package, needed in (mark.args for mark in item.iter_markers("needs")):
             if older(package, needed):
                 item.add_marker(pytest.mark.skip(f"{package} {version(package)} is installed, {needed} is needed"))
         module = item.getparent(pytest.Module)
         names = set() if module is None else vars(module.obj).keys()
-        together = {"run_processes", "run_outcomes"} & names or "run_together" in getattr(item, "fixturenames", ())
+        fixtures = {*getattr(item, "fixturenames", ())}
+        together = {"run_processes", "run_outcomes"} & names or "run_together" in fixtures
         if "processes" in item.path.parts or together:
             item.add_marker(pytest.mark.xdist_group("processes"))
+        elif served := SERVED & fixtures:
+            item.add_marker(pytest.mark.xdist_group(min(served)))

@@ -19,11 +19,19 @@ def _compare(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
 
 
-def test_tiny_run(tmp_path: Path) -> None:
-    chosen = ["--only", "raw disk", "--only", "holdfast (torch)", "--only", "safetensors"]
+@pytest.mark.parametrize(
+    "peers",
+    [
+        pytest.param([], id="holdfast"),
+        pytest.param(["safetensors"], marks=pytest.mark.sweep, id="safetensors"),
+    ],
+)
+def test_tiny_run(peers: list[str], tmp_path: Path) -> None:
+    contenders = ["raw disk", "holdfast (torch)", *peers]
+    chosen = [argument for name in contenders for argument in ("--only", name)]
     finished = _compare(*chosen, "--directory", str(tmp_path), "--json", str(tmp_path / "all.json"))
     assert finished.returncode == 0, finished.stderr
-    for contender in ("raw disk", "holdfast (torch)", "safetensors"):
+    for contender in contenders:
         assert any(line.startswith(contender) for line in finished.stdout.splitlines()), finished.stdout
     values = json.loads((tmp_path / "all.json").read_text())["workloads"]["tiny"]["values"]
     assert values["holdfast (torch)"].keys() >= {

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("framework", "peers"),
     [
-        pytest.param("lightning", (), id="lightning"),
+        pytest.param("jax", (), id="jax"),
         pytest.param("jax", ("orbax", "orbax (tuned)"), marks=pytest.mark.sweep, id="jax, peers"),
         pytest.param(
             "lightning",

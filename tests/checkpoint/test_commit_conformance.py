@@ -101,7 +101,7 @@ def test_killed_at_any_operation(
 ) -> None:
     """There is the old checkpoint or the new one."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # this is about programs, not about power
-    for number in _instants(every, 5, kind, 1):
+    for number in _instants(every, 8, kind, 1):
         place = f"{store}/{number}"
         if old:
             kind.save(place, old)
@@ -159,7 +159,7 @@ def test_killed_between_the_record_and_those_of_parts(
 def test_cut_off_at_any_call(disk: Disk, kind: Kind, old: int | None, every: bool, power: str, first: int) -> None:
     generator = random.Random(0)
     clean = None
-    for number in _instants(every, 7, kind, first):
+    for number in _instants(every, 12, kind, first):
         place = str(disk.root / str(number))
         if old:
             kind.save(place, old)
@@ -215,7 +215,7 @@ def test_failure_at_any_call(
 ) -> None:
     """A save that fails leaves what was there; one that reports success has left the new checkpoint."""
     clean = None
-    for number in _instants(every, 5, kind, 0):
+    for number in _instants(every, 8, kind, 0):
         place = str(root / str(number))
         if old:
             kind.save(place, old)
@@ -255,7 +255,7 @@ def test_failure_at_any_operation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    for number in _instants(every, 5, kind, 1):
+    for number in _instants(every, 8, kind, 1):
         place = f"{store}/{number}"
         if old:
             kind.save(place, old)

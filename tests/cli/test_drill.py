@@ -469,8 +469,11 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("example", "arguments"),
-    [(0, ["--at", 3]), (2, ["--at", 10, "--kinds", "term", "--steps", 11])],
-    ids=["flax", "lightning"],
+    [
+        pytest.param(0, ["--at", 3], id="flax"),
+        # Three starts of Lightning.
+        pytest.param(2, ["--at", 10, "--kinds", "term", "--steps", 11], marks=pytest.mark.sweep, id="lightning"),
+    ],
 )
 def test_the_examples_of_the_readme(tmp_path: Path, example: int, arguments: list[object]) -> None:
     """The one for Lightning draws its weights without a seed; it is interrupted in the middle of its second epoch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -16,24 +17,46 @@ from tests.documents.examples import Examples
 
 import holdfast as hf
 
-# Runs a program and sends it a signal in the middle of an update, which is counted over all jobs of a multirun.
-KILLED = """
-import os, runpy, signal, sys, torch
+# Runs a program several times, each time in a process of its own, and sends it a signal in the middle of an update,
+# which is counted over all jobs of a multirun. What the program imports is imported once, before the processes begin.
+STARTS = """
+import gc, importlib, json, os, runpy, signal, sys, torch
 
-name, at, *sys.argv = sys.argv[1:]
-updates = 0
+modules, starts = map(json.loads, sys.argv[1:])
+for name in modules:
+    importlib.import_module(name)
+gc.freeze()
 step = torch.optim.Adam.step
+updates = 0
 
-def killing(*args, **kwargs):
-    global updates
-    updates += 1
-    if updates == int(at):
-        os.kill(os.getpid(), getattr(signal, name))
-    return step(*args, **kwargs)
+def run(directory, arguments, name, at):
+    def killing(*args, **kwargs):
+        global updates
+        updates += 1
+        if updates == at:
+            os.kill(os.getpid(), getattr(signal, name))
+        return step(*args, **kwargs)
 
-torch.optim.Adam.step = killing
-runpy.run_path(sys.argv[0], run_name="__main__")
+    output = os.open(f"{directory}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(directory)
+    torch.optim.Adam.step = killing
+    sys.argv = ["train.py", *arguments]
+    sys.path[0] = directory
+    runpy.run_path("train.py", run_name="__main__")
+
+for directory, arguments, name, at, expected in starts:
+    process = os.fork()
+    if process == 0:
+        run(directory, arguments, name, at)
+        sys.exit()
+    found = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    if found != expected:
+        sys.exit(f"status {found}, expected {expected}: {open(directory + '.log').read()}")
 """
+# In which directory a program starts with which arguments, the signal that it gets and in which update, its status.
+Start = tuple[Path, list[str], str, int, int]
 
 
 def project(examples: Examples, directory: Path, settings: str) -> Path:
@@ -45,18 +68,12 @@ def project(examples: Examples, directory: Path, settings: str) -> Path:
     return directory
 
 
-def started(directory: Path, arguments: Sequence[str], killed: tuple[str, int] | None = None) -> subprocess.Popen[str]:
-    wrapper = ["-c", KILLED, killed[0], str(killed[1])] if killed else []
-    command = [sys.executable, "-W", "ignore", *wrapper, "train.py", *arguments]
-    return subprocess.Popen(
-        command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8"
-    )
-
-
-def ended(process: subprocess.Popen[str], status: int) -> str:
-    said, _ = process.communicate()
-    assert process.returncode == status, said
-    return said
+def start(*starts: Start, modules: Sequence[str]) -> None:
+    """Runs programs, one after the other; what they say is in a file beside the directory of each."""
+    given = [[str(directory), *others] for directory, *others in starts]
+    command = [sys.executable, "-W", "ignore", "-c", STARTS, json.dumps(modules), json.dumps(given)]
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def commands(examples: Examples) -> list[list[str]]:
@@ -69,45 +86,46 @@ def test_a_hydra_multirun_is_interrupted_and_repeated(
 ) -> None:
     alone, multirun = commands(examples)
     whole, interrupted = (project(examples, tmp_path / name, "conf/config.yaml") for name in ("whole", "interrupted"))
-    reference = started(whole, multirun)
-    said = ended(started(interrupted, multirun, ("SIGTERM", 300 + 130)), 75)  # in the second job
+    start(
+        (whole, multirun, "", 0, 0),
+        (interrupted, multirun, "SIGTERM", 300 + 130, 75),  # in the second job
+        (interrupted, multirun, "", 0, 0),
+        (whole, alone, "", 0, 0),
+        modules=["hydra", "torch._dynamo"],
+    )
+    said = (tmp_path / "interrupted.log").read_text()
     assert "preempted" in said
-    said = ended(started(interrupted, multirun), 0)
-    ended(reference, 0)
-
     assert f"resumed from step 300 in {interrupted}/runs/width=8/checkpoints" in said
     assert f"resumed from step 130 in {interrupted}/runs/width=32/checkpoints" in said
     for width in (8, 32):
         runs = [directory / "runs" / f"width={width}" / "checkpoints" for directory in (whole, interrupted)]
         assert hf.list_checkpoints(runs[1])[-1].step == 300
         assert "bit for bit" in output_of(capsys, "diff", *runs)
-    ended(started(whole, alone), 0)
     assert hf.list_checkpoints(whole / "runs" / "width=16" / "checkpoints")[-1].step == 300
 
 
 @pytest.mark.examples("docs/lightning_cli.md")
 def test_a_cli_program_is_killed_twice(examples: Examples, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments, appended = commands(examples)
-    whole, killed = (project(examples, tmp_path / name, "config.yaml") for name in ("whole", "killed"))
-    reference = started(whole, arguments)
-    ended(started(killed, arguments, ("SIGKILL", 50)), -signal.SIGKILL)
-    ended(started(killed, arguments, ("SIGTERM", 30)), 143)
-    ended(started(killed, arguments), 0)
-    ended(reference, 0)
+    names = ("whole", "killed", "without")
+    whole, killed, without = (project(examples, tmp_path / name, "config.yaml") for name in names)
+    shorter, found = re.subn(r"  callbacks:\n(?:    .*\n)+", "", (without / "config.yaml").read_text())
+    assert found == 1
+    (without / "config.yaml").write_text(shorter)
+    start(
+        (whole, arguments, "", 0, 0),
+        (killed, arguments, "SIGKILL", 50, -signal.SIGKILL),
+        (killed, arguments, "SIGTERM", 30, 143),
+        (killed, arguments, "", 0, 0),
+        (without, appended, "", 0, 0),
+        modules=["lightning.pytorch.cli"],
+    )
 
-    runs = [directory / "runs" / "line" / "checkpoints" for directory in (whole, killed)]
-    assert hf.list_checkpoints(runs[1])[-1].step == 128
-    assert "bit for bit" in output_of(capsys, "diff", *runs)
+    runs = [directory / "runs" / "line" / "checkpoints" for directory in (whole, killed, without)]
+    assert [hf.list_checkpoints(run)[-1].step for run in runs] == [128] * 3
+    assert "bit for bit" in output_of(capsys, "diff", *runs[:2])
     starts = [line for line in (runs[1] / "events.jsonl").read_text().splitlines() if '"started"' in line]
     assert len(starts) == 3
-
-    configuration = (killed / "config.yaml").read_text()
-    without, found = re.subn(r"  callbacks:\n(?:    .*\n)+", "", configuration)
-    assert found == 1
-    (killed / "config.yaml").write_text(without)
-    (runs[1]).rename(killed / "moved")
-    ended(started(killed, appended), 0)
-    assert hf.list_checkpoints(runs[1])[-1].step == 128
 
 
 CALLBACK = "holdfast.integrations.lightning.CheckpointCallback"
