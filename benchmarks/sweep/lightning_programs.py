@@ -143,16 +143,13 @@ class CountsValidation(Net):
 
 
 class StatefulLoader:
-    """Shuffles by itself and knows where it is, as torchdata's loader does."""
+    """Shuffles by itself and knows where it is, as torchdata's loader does, but not how many batches it has."""
 
     def __init__(self) -> None:
         self.dataset = samples(BATCHES * BATCH_SIZE, seed=1)
         self.place = 0
         self.order: list[int] = []
         self.resumed = False
-
-    def __len__(self) -> int:
-        return BATCHES
 
     def __iter__(self) -> Iterator[Any]:
         if not self.resumed:
@@ -168,6 +165,11 @@ class StatefulLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.order, self.place, self.resumed = list(state["order"]), state["place"], True
+
+
+class SizedStatefulLoader(StatefulLoader):
+    def __len__(self) -> int:
+        return BATCHES
 
 
 class Stream(IterableDataset[Any]):
@@ -194,11 +196,11 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "shuffled": lambda: _loader(shuffle=True),
     "generator": lambda: _loader(shuffle=True, generator=torch.Generator().manual_seed(7)),
     "weighted": lambda: _loader(sampler=WeightedRandomSampler([1.0, 2.0] * 10, BATCHES * BATCH_SIZE)),
-    "stateful": StatefulLoader,
+    "stateful": SizedStatefulLoader,
     "stream": lambda: DataLoader(Stream(), batch_size=BATCH_SIZE),
     "workers": lambda: _loader(shuffle=True, num_workers=2),
     "two": lambda: {"one": _loader(shuffle=True), "short": _short()},
-    "stateful and plain": lambda: {"one": StatefulLoader(), "short": _short()},
+    "stateful and plain": lambda: {"one": SizedStatefulLoader(), "short": _short()},
     "persistent": lambda: _loader(shuffle=True, **_LASTING),
     "persistent, not shuffled": lambda: _loader(**_LASTING),
     "persistent, generator": lambda: _loader(shuffle=True, generator=torch.Generator().manual_seed(7), **_LASTING),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import multiprocessing
@@ -143,6 +144,10 @@ class Program:
     def fit(self, interruption: Interruption | None = None) -> int | None:
         """Train; return the status that the process would end with where it was interrupted, or None."""
         self.recorder.interruption = interruption
+        if multiprocessing.active_children():
+            # Iterators of interrupted runs wait for the garbage collector. In a process that is forked from this one,
+            # it would have them end workers that are not that process's own.
+            gc.collect()
         try:
             self.trainer.fit(self.module, self.training, self.validation)
         except InterruptionError:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from ...engine.clock import seconds
-from ...engine.errors import SaveFailedError, StateError
+from ...engine.errors import SaveFailedError, StateError, shortened
 from ...engine.manager import reached
 from ...engine.sources import Misfits
 from ..loop import PreemptionSignal, Stop, announce, unfinished_neighbour, warn_of_misfits
@@ -72,6 +72,7 @@ class FitSaver:
         self._begun = False
         self._metrics: Mapping[str, Any] = {}  # at the point that the run resumes from
         self._has_waited = False
+        self._is_pruned = False
 
     @property
     def has_started(self) -> bool:
@@ -276,9 +277,25 @@ class FitSaver:
         self._point = point
         try:
             checkpoint: dict[str, Any] = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+            self._warn_of_pruning(checkpoint)
             return checkpoint
         finally:
             self._point = None
+
+    def _warn_of_pruning(self, checkpoint: dict[str, Any]) -> None:
+        """Say once that a callback such as ModelPruning has replaced the weights that training goes on with."""
+        if self._is_pruned or not any(
+            type(callback).__name__ == "ModelPruning" for callback in self._trainer.callbacks
+        ):
+            return
+        names = self._trainer.lightning_module.state_dict().keys() - checkpoint["state_dict"].keys()
+        if pruned := sorted(name.removesuffix("_orig") for name in names if name.endswith("_orig")):
+            self._is_pruned = True
+            logger.warning(
+                "ModelPruning makes its pruning permanent in every checkpoint: a run that resumes from one trains on "
+                "without the masks until it prunes again, and does not end as a run without a stop would: %s",
+                shortened(pruned),
+            )
 
     def _save_and_leave(self, step: int, point: Point, checkpoint: dict[str, Any] | None = None) -> NoReturn:
         try:

@@ -27,6 +27,7 @@ import pytest
 import torch
 from flax.training.train_state import TrainState
 from tests.fixtures import StoredFiles
+from tests.lightning_advice import ADVICE
 
 import holdfast as hf
 from holdfast.engine.checkpoint.save import Save
@@ -38,10 +39,7 @@ from holdfast.recipes.self_play.checkpoints import TrainerCallback
 
 pytestmark = [
     pytest.mark.usefixtures("default_sigterm"),
-    # Lightning's advice on any data loader without worker processes
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    # Lightning 2.6 with torch 2.13
-    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
+    *ADVICE,
 ]
 
 LOSSES = {1: 0.5, 2: 0.7, 3: 0.4, 4: 0.4, 5: 0.9, 6: 0.3, 7: 0.6, 8: 0.35, 9: 0.8, 10: 0.5}

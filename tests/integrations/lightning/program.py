@@ -12,14 +12,21 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as lightning
 import torch
 import torchmetrics
-from benchmarks.sweep.lightning_programs import BATCH_SIZE, BATCHES, FEATURES, samples
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from benchmarks.sweep.lightning_programs import (
+    BATCH_SIZE,
+    BATCHES,
+    FEATURES,
+    SizedStatefulLoader,
+    StatefulLoader,
+    Stream,
+    samples,
+)
+from torch.utils.data import DataLoader
 
 from holdfast.integrations.lightning import CheckpointCallback
 
@@ -82,49 +89,6 @@ class Model(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.schedule}}
 
 
-class StatefulLoader:
-    """Shuffles by itself and knows where it is, as torchdata's StatefulDataLoader does."""
-
-    def __init__(self, dataset: TensorDataset, sized: bool = True) -> None:
-        self.dataset = dataset
-        self.place = 0
-        self.order: list[int] = []
-        self.resumed = False
-        if sized:
-            self.__class__ = SizedStatefulLoader
-
-    def __iter__(self) -> Iterator[Any]:
-        if not self.resumed:
-            self.order, self.place = torch.randperm(len(self.dataset)).tolist(), 0
-        self.resumed = False
-        while self.place * BATCH_SIZE < len(self.order):
-            chosen = self.order[self.place * BATCH_SIZE : (self.place + 1) * BATCH_SIZE]
-            self.place += 1
-            yield self.dataset[chosen]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"order": list(self.order), "place": self.place}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.order, self.place, self.resumed = list(state["order"]), state["place"], True
-
-
-class SizedStatefulLoader(StatefulLoader):
-    def __len__(self) -> int:
-        return len(self.dataset) // BATCH_SIZE
-
-
-class Stream(IterableDataset[Any]):
-    """Samples in an order of their own, with no length."""
-
-    def __init__(self, dataset: TensorDataset) -> None:
-        self.dataset = dataset
-
-    def __iter__(self) -> Iterator[Any]:
-        for index in torch.randperm(len(self.dataset)).tolist():
-            yield self.dataset[index]
-
-
 def training_loader(kind: str) -> Any:
     dataset = samples(BATCHES * BATCH_SIZE, seed=1)
     if "+" in kind:
@@ -132,9 +96,9 @@ def training_loader(kind: str) -> Any:
         parts = [training_loader(part) for part in kind.split("+")]
         return {**dict(zip("abc", parts, strict=False)), "short": DataLoader(short, BATCH_SIZE, shuffle=True)}
     if kind.startswith("stateful"):
-        return StatefulLoader(dataset, sized=kind == "stateful")
+        return SizedStatefulLoader() if kind == "stateful" else StatefulLoader()
     if kind == "stream":
-        return DataLoader(Stream(dataset), batch_size=BATCH_SIZE)
+        return DataLoader(Stream(), batch_size=BATCH_SIZE)
     if kind == "generator":
         return DataLoader(dataset, BATCH_SIZE, shuffle=True, generator=torch.Generator().manual_seed(7))
     if kind == "workers":

@@ -22,17 +22,13 @@ import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.tuner.tuning import Tuner
+from tests.lightning_advice import ADVICE
 from tests.logs import unconfigure
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback, load_checkpoint
 
-pytestmark = [
-    # Lightning's advice on any data loader without worker processes
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    # Lightning 2.6 with torch 2.13
-    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
-]
+pytestmark = ADVICE
 
 NewDirectory = Callable[[], str]
 

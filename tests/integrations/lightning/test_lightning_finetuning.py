@@ -8,12 +8,12 @@ import pytest
 import torch
 from benchmarks.sweep.lightning_programs import FINETUNING
 from benchmarks.sweep.lightning_runs import Interruption, Program
+from tests.lightning_advice import ADVICE
 
 from holdfast.integrations.lightning.switches import ModuleSwitches
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
+    *ADVICE,
     pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist"),
     pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training"),
 ]

@@ -12,17 +12,13 @@ import lightning.pytorch as lightning
 import pytest
 import safetensors.torch
 import torch
+from tests.lightning_advice import ADVICE
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback
 from holdfast.integrations.lightning.callback import take_weights
 
-pytestmark = [
-    # Lightning's advice on any data loader without worker processes
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    # Lightning 2.6 with torch 2.13
-    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
-]
+pytestmark = ADVICE
 
 NewDirectory = Callable[[], str]
 

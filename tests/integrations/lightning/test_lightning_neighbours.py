@@ -11,13 +11,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.tuner.tuning import Tuner
+from tests.lightning_advice import ADVICE
 from torch.utils.data import DataLoader
 
 from holdfast.integrations.lightning import CheckpointCallback, load_checkpoint
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
+    *ADVICE,
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:The `lr_find`|The number of training batches"),
 ]

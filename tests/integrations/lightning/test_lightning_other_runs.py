@@ -9,13 +9,13 @@ import lightning.pytorch as lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from tests.lightning_advice import ADVICE
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
+    *ADVICE,
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
     pytest.mark.filterwarnings("ignore:The dirpath has changed from"),

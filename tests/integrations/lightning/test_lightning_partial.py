@@ -10,15 +10,13 @@ import lightning.pytorch as lightning
 import pytest
 import torch
 from lightning.pytorch import callbacks as parts
+from tests.lightning_advice import ADVICE
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback
 
 pytestmark = [
-    # Lightning's advice on any data loader without worker processes
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    # Lightning 2.6 with torch 2.13
-    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
+    *ADVICE,
     # of callbacks that only one of two programs has
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint"),
     pytest.mark.filterwarnings("ignore:The checkpoint was not created with WeightAveraging"),

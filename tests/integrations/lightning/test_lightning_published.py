@@ -11,14 +11,12 @@ import lightning.pytorch
 import pytest
 import safetensors.torch
 import torch
+from tests.lightning_advice import ADVICE
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback, load_checkpoint
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
-]
+pytestmark = ADVICE
 
 NewDirectory = Callable[[], str]
 

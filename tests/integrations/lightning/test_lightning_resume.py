@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import signal
 import subprocess
 import sys
@@ -12,15 +14,11 @@ import pytest
 import torch
 from benchmarks.sweep.lightning_programs import DrawsNumbers
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+from tests.lightning_advice import ADVICE
 
 from holdfast.integrations.lightning import CheckpointCallback
 
-pytestmark = [
-    # Lightning's advice on any data loader without, or with few, worker processes
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    # Lightning 2.6 with torch 2.13
-    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
-]
+pytestmark = ADVICE
 
 NewDirectory = Callable[[], str]
 
@@ -262,3 +260,15 @@ def test_signal_in_the_middle_of_a_validation(
             measured = next(event[2] for event in resumed.recorder.events if event[0] == "validation")
             assert manager.metrics(step)["val_loss"] == measured
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+@pytest.mark.filterwarnings("ignore:ModelPruning")
+def test_what_is_not_exact_is_said_once(
+    program: Any, new_directory: NewDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    pruning = functools.partial(callbacks.ModelPruning, "l1_unstructured", amount=0.2)
+    directory, recorder = new_directory(), program.Recorder()
+    program.run(directory, recorder=recorder, callbacks=(pruning(),), checkpoint={"save_interval_steps": 2})
+    (told,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "ModelPruning makes its pruning permanent" in told
+    assert "output.weight" in told

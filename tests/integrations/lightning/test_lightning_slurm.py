@@ -15,13 +15,13 @@ import lightning.pytorch as lightning
 import pytest
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from tests.lightning_advice import ADVICE
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback, Preempted
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
+    *ADVICE,
     pytest.mark.filterwarnings("ignore:.*was called without a model"),
 ]
 

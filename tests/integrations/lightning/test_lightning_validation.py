@@ -10,10 +10,10 @@ import lightning.pytorch as lightning
 import pytest
 from benchmarks.sweep.lightning_programs import AVERAGES, SETUPS
 from benchmarks.sweep.lightning_runs import Interruption, Program
+from tests.lightning_advice import ADVICE
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
+    *ADVICE,
     pytest.mark.filterwarnings("ignore:Swapping scheduler"),
 ]
 
