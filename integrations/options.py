@@ -89,7 +89,8 @@ class CallbackOptions(CheckpointOptions):
     signals: Collection[str | signal.Signals] = field(
         default=("SIGTERM",),
         metadata=documentation(
-            "The signals that announce a preemption, by name: the run finishes its step, saves it, and ends."
+            "The signals that announce a preemption, by name: the run finishes its step, saves it, and ends. "
+            "With SIGINT, the first Ctrl-C does so, and a later one interrupts the program."
         ),
     )
     grace_secs: Duration | None = field(

@@ -18,6 +18,7 @@ from ..workers import expose_workers, exposed_workers, protect_workers
 logger = logging.getLogger("holdfast")
 
 PREEMPTED = 75
+_ONE_CTRL_C = 1.0  # seconds in which several are one
 """The exit status of a program that was preempted and has saved: run the same command again (``EX_TEMPFAIL``)."""
 
 WITHOUT_GRACE = 10.0
@@ -170,6 +171,10 @@ class PreemptionSignal:
         active = self.installed
         if active:
             self.request(number)
+            # Python's own handler of Ctrl-C would raise before the step is saved. It is for those who ask again; a
+            # terminal and a launcher may both pass the same Ctrl-C on.
+            if previous is signal.default_int_handler and time.monotonic() - self._since < _ONE_CTRL_C:
+                return
         if callable(previous):
             previous(number, frame)
         elif not active and previous != signal.SIG_IGN:

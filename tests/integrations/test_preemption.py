@@ -5,11 +5,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import holdfast as hf
 from holdfast.engine.checkpoint import SaveReport
 from holdfast.integrations.loop import GraceCheck, PreemptionSignal
 
@@ -106,6 +108,26 @@ def test_other_signals_can_be_watched() -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         assert preemption.received
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_ctrl_c_may_ask_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one saves the step; to ask again, a moment later, interrupts the program."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with hf.CheckpointCallback(tmp_path, signals="SIGINT") as checkpoint:
+            state, _ = checkpoint.restore_or_initialize({"w": 0})
+            for _ in range(2):  # one of the terminal, one of a launcher
+                os.kill(os.getpid(), signal.SIGINT)
+            assert checkpoint.on_step(1, state).should_stop
+            now = time.monotonic()
+            monkeypatch.setattr(time, "monotonic", lambda: now + 2)
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+        assert checkpoint.exit_status == 75
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert hf.load(tmp_path, item="state") == {"w": 0}
 
 
 _WORKERS = """
