@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from ..engine.manager import finite
 
 _WRAPPED = 1000  # rows of the longest table that is wrapped: rich takes half a millisecond a row
 _CONTROLS = dict.fromkeys(map(ord, "\a\b\v\f\r"))  # as rich leaves them out
@@ -77,7 +78,7 @@ def print_tree(title: str, leaves: Sequence[tuple[str, int, str]]) -> None:
 
 def print_json(value: Mapping[str, Any]) -> None:
     """Print strict JSON; NaN and infinities become null."""
-    print(json.dumps(_finite(value), indent=2, allow_nan=False))
+    print(json.dumps(finite(value), indent=2, allow_nan=False))
 
 
 def size(number: int) -> str:
@@ -142,11 +143,3 @@ def _flat(metrics: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any
             yield from _flat(value, f"{path}{name}/")
         else:
             yield f"{path}{name}", value
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

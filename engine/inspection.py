@@ -10,14 +10,12 @@ from typing import Any
 
 from .arrays import Problem, SavedLeaf, naming
 from .checkpoint import Place, has_changed
-from .errors import CheckpointNotFoundError, HoldfastError
+from .errors import CheckpointNotFoundError, HoldfastError, shortened_text
 from .format import CheckpointRecord, FileRecord
 from .manager import StepEntry, reasons, stored_options
 from .pytree import materialize
 from .sources import JSON, METRICS, TREE, CheckpointSource, find_steps, leaf_path, open_at, read_checkpoint, trees_in
 from .storage import Entry, Location, as_location
-
-_LONGEST_VALUE = 60  # characters of a value that is shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +177,7 @@ def _leaf_summaries(checkpoint: CheckpointSource) -> list[LeafSummary]:
                 LeafSummary(item=name, path=file, kind=kind, bytes=known.size) for file, known in files.items()
             )
         else:
-            value = _shortened(repr(checkpoint.value(name))) if kind in (JSON, METRICS) else None
+            value = shortened_text(repr(checkpoint.value(name))) if kind in (JSON, METRICS) else None
             found.append(LeafSummary(item=name, kind=kind, value=value))
     return found
 
@@ -257,11 +255,7 @@ def _value_text(leaf: SavedLeaf) -> str:
         text = hex(value) if leaf.saved.kind == "int" else repr(value)
     except ValueError:  # a set of integers with thousands of digits
         text = leaf.saved.kind
-    return _shortened(text)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+    return shortened_text(text)
 
 
 def _sharding_text(sharding: Any) -> str:

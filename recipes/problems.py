@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..engine.errors import OptionError
+from ..engine.errors import OptionError, shortened_text
 
 KeyPath = tuple[str | int, ...]
 
@@ -65,14 +65,12 @@ def found(value: object) -> str:
         case bool():
             return str(value).lower()
         case str():
-            return f'the text "{_shortened(value)}"'
+            return f'the text "{shortened_text(value)}"'
         case dict():
-            return f"a section ({_shortened(', '.join(str(key) for key in value))})" if value else "an empty section"
+            return (
+                f"a section ({shortened_text(', '.join(str(key) for key in value))})" if value else "an empty section"
+            )
         case list():
-            return f"the list {_shortened(str(value))}"
+            return f"the list {shortened_text(str(value))}"
         case _:
-            return _shortened(str(value))
-
-
-def _shortened(text: str, limit: int = 60) -> str:
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+            return shortened_text(str(value))

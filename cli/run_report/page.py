@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ... import CheckpointSummary
+from ...engine.errors import shortened
 from ...engine.sources import LeafStatistics
 from ..report import age, count, metrics_text, size
 from .charts import (
@@ -235,7 +236,7 @@ def _metrics(run: RunFacts, number: int, readings: list[Reading]) -> str:
         charts.append(markup)
         readings.append(reading)
     left = names[_METRICS:]
-    more = f'<p class="left-out">{len(left)} metrics are left out: {escape(_listed(left))}</p>' if left else ""
+    more = f'<p class="left-out">{len(left)} metrics are left out: {escape(shortened(left, 20))}</p>' if left else ""
     key = '<p class="keys"><span class="key kept">kept checkpoint</span>'
     key += '<span class="key best">best</span></p>' if run.best is not None else "</p>"
     return f'<h3>Metrics</h3>{key}<div class="charts">{"".join(charts)}</div>{more}'
@@ -485,7 +486,3 @@ def _overview(runs: Sequence[RunFacts], now: float, left_out: int) -> str:
     numbers = ["Newest step", "Age", "Best", "Starts", "Interrupted", "Waited", "On disk"]
     more = f'<p class="left-out">{left_out} more runs are left out; name them to see them.</p>' if left_out else ""
     return f"<h1>{count(len(runs), 'run', 'runs')}</h1>{table('Runs', columns, rows, numbers=numbers)}{more}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")

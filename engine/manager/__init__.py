@@ -17,6 +17,7 @@ from .events import (
     append_after_death,
     described,
     event_scalars,
+    finite,
     guarded,
     has_finished,
     reached,
@@ -24,7 +25,7 @@ from .events import (
 )
 from .listing import StepEntry, list_steps, newest_step, step_folders
 from .manager import CheckpointManager, Restored
-from .metrics import Metric, Mode, better, metric_name, metric_value, plain_metrics
+from .metrics import Metric, Mode, better, metric_name, metric_value, number_of, plain_metrics
 from .mirror import MirrorStatus
 from .options import (
     BestFn,

@@ -216,7 +216,7 @@ class RunEvents:
             for listener in self._listeners:
                 listener(dict(event))
         with self._only_logged():
-            text = json.dumps(_finite(event), default=str)
+            text = json.dumps(finite(event), default=str)
             if _supervisor is not None:
                 told = {**json.loads(text), "directory": self._directory.url, "process": self._process}
                 append_line(_supervisor / EVENTS, json.dumps(told))
@@ -332,7 +332,7 @@ def has_finished(path: Path) -> bool:
 def append_after_death(path: Path, event: Event) -> None:
     """Append an event to the file of a run whose process is dead."""
     _cut_torn_line(path)
-    _append(path, json.dumps(_finite(event), default=str))
+    _append(path, json.dumps(finite(event), default=str))
 
 
 def _size(path: Path) -> int:
@@ -351,10 +351,10 @@ def _cut_torn_line(path: Path) -> None:
             file.truncate(size - len(tail) + tail.rfind(b"\n") + 1)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Return what strict JSON can hold: null for NaN and infinities."""
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

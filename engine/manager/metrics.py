@@ -25,9 +25,9 @@ def metric_value(metrics: Mapping[str, Any] | None, metric: Metric) -> float | N
     if metrics is None:
         return None
     if isinstance(metric, str):
-        return _number(_lookup(metrics, metric))
+        return _rank(_lookup(metrics, metric))
     try:
-        return _number(metric(metrics))
+        return _rank(metric(metrics))
     except KeyError:
         return None
 
@@ -69,7 +69,8 @@ def _lookup(metrics: Mapping[str, Any], name: str) -> Any:
     return _ABSENT
 
 
-def _number(value: Any) -> float | None:
+def number_of(value: Any) -> int | float | None:
+    """Return a value as a plain number, or None if it is none; text is none, and an array of one element is one."""
     if not isinstance(value, (int, float)):
         # An array of one element of any shape is a number; `float` would warn about one of shape (1,). Errors of
         # the computation behind an array come out here, and must not pass for a missing metric.
@@ -77,13 +78,22 @@ def _number(value: Any) -> float | None:
             return None
         item = getattr(value, "item", None)
         value = item() if callable(item) else value
+    if isinstance(value, int):
+        return int(value)
     if isinstance(value, (str, bytes, bytearray)):
         return None
     try:
-        number = float(value)
+        return float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return None if math.isnan(number) else number
+
+
+def _rank(value: Any) -> float | None:
+    number = number_of(value)
+    try:
+        return None if number is None or math.isnan(number) else float(number)
+    except OverflowError:  # a large integer
+        return None
 
 
 def plain_metrics(metrics: Mapping[str, Any], path: str = "") -> dict[str, Any]:
@@ -95,11 +105,8 @@ def plain_metrics(metrics: Mapping[str, Any], path: str = "") -> dict[str, Any]:
         name = f"{path}{key}"
         if isinstance(value, Mapping):
             found[str(key)] = plain_metrics(value, f"{name}/")
-        elif type(value) is int or isinstance(value, bool):
-            found[str(key)] = int(value)
+        elif (number := number_of(value)) is not None:
+            found[str(key)] = number
         else:
-            try:
-                found[str(key)] = float(value)
-            except (TypeError, ValueError) as error:
-                raise OptionError(f"metric {name!r} is not a number but {value!r:.60}") from error
+            raise OptionError(f"metric {name!r} is not a number but {value!r:.60}")
     return found

@@ -30,6 +30,7 @@ from ..errors import (
     OptionError,
     OwnershipError,
     StorageError,
+    shortened_steps,
 )
 from ..format import CheckpointRecord
 from ..storage import Helper, as_location
@@ -264,7 +265,7 @@ class RunMirror:
                 "%s: steps %s were deleted in %s, and are still in the mirror (%s); it is tried again while this run "
                 "lives. If they stay, a run with an empty directory goes on from them",
                 self.location,
-                ", ".join(map(str, left)),
+                shortened_steps(left),
                 self._run.location,
                 self._error or "it has not answered yet",
             )
@@ -305,13 +306,16 @@ class RunMirror:
         self._tell()
         return self._is_complete()
 
-    def _end(self) -> None:
+    def _stop(self, timeout: float) -> None:
+        """End the thread, and wait for it so many seconds; one that lives on commits nothing any more."""
         self._ending.set()
-        with self._wake:
-            self._wake.notify_all()
+        self._tell_watchers()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join(1.0)  # one that waits for an answer of a store commits nothing any more
+            thread.join(timeout)
+
+    def _end(self) -> None:
+        self._stop(1.0)  # it may wait for the answer of a store
         _open.discard(self)
         if self._far is not None:
             self._far.ownership.release()
@@ -507,12 +511,7 @@ class RunMirror:
 
     def _hand_over(self) -> None:
         """Stop, because a newer manager in this process takes the mirror over."""
-        self._ending.set()
-        with self._wake:
-            self._wake.notify_all()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(60.0)
+        self._stop(60.0)
 
     # ---- what is where
 
@@ -550,8 +549,7 @@ class RunMirror:
     def _warn(self, error: Exception, then: str) -> None:
         """Log an error, those of one kind once until the mirror works again."""
         kind, self._error = type(error).__name__, str(error) or type(error).__name__
-        with self._wake:
-            self._wake.notify_all()
+        self._tell_watchers()
         if self._is_lost():
             then = "another run writes there, so that this one copies nothing more"
         if kind in self._warned:

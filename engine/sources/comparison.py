@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..arrays import SavedLeaf, TreeReader, TreeSource
 from ..clock import UNHEARD, Portion, Progress
-from ..errors import UnsupportedLeafError
+from ..errors import UnsupportedLeafError, shortened_text
 from ..format import OWN_FOLDER, FileRecord, own_shares
 from ..pytree import Box, format_path, materialize, unescape_key
 from .protocol import JSON, METRICS, TREE, CheckpointSource
@@ -270,4 +270,4 @@ def _same_files(one: Mapping[str, FileRecord] | None, other: Mapping[str, FileRe
 
 def _short(value: Any) -> str:
     text = repr(value.item() if isinstance(value, np.generic) and value.dtype.kind in "biufc" else value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shortened_text(text)

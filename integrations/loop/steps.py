@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...engine.errors import CheckpointNotFoundError, OptionError, SaveFailedError
-from ...engine.manager import CheckpointManager
+from ...engine.manager import CheckpointManager, number_of
 from ...engine.stateful import state_of
 from .extras import changes_in_place, is_own, moves, tree_of
 from .objects import TensorVersions, is_versioned
@@ -214,7 +215,8 @@ def _start_copies(metrics: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping):
             _start_copies(value)
         elif (start := getattr(value, "copy_to_host_async", None)) is not None:
-            start()
+            with contextlib.suppress(RuntimeError):  # reported when the value is read
+                start()
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,17 +224,12 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in metrics.items():
         if isinstance(value, Mapping):
             numbers[str(name)] = _numbers(value)
-        elif (number := _number(value)) is not None:
+            continue
+        try:
+            number = number_of(value)
+        except RuntimeError as error:  # its computation failed, or it was donated
+            logger.warning("the metric %s cannot be read, and is not stored: %s", name, error)
+            continue
+        if number is not None:
             numbers[str(name)] = number
     return numbers
-
-
-def _number(value: Any) -> bool | int | float | None:
-    if isinstance(value, (str, bytes)):  # float() would read them
-        return None
-    item = getattr(value, "item", None)
-    try:
-        value = item() if callable(item) else value
-        return value if isinstance(value, (bool, int, float)) else float(value)
-    except (TypeError, ValueError, RuntimeError):
-        return None

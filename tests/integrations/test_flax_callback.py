@@ -461,6 +461,16 @@ def test_metrics_are_stored_as_numbers(tmp_path: Path) -> None:
     }
 
 
+def test_a_metric_that_is_gone_does_not_cost_the_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    jnp = pytest.importorskip("jax.numpy")
+    donated = jnp.float32(0.5) + 1
+    donated.delete()
+    with CheckpointCallback(tmp_path) as checkpoint:
+        checkpoint.on_step(1, state_at(1), metrics={"loss": donated, "lr": 0.125})
+    assert hf.CheckpointManager(tmp_path).metrics(1) == {"lr": 0.125}
+    assert "the metric loss cannot be read, and is not stored: Array has been deleted" in caplog.text
+
+
 def test_metrics_that_are_no_mapping_are_refused(tmp_path: Path) -> None:
     with CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint, pytest.raises(hf.OptionError, match="loss"):
         checkpoint.on_eval(1, [0.5])  # type: ignore[arg-type]  # what is to be refused

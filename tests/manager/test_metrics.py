@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from tests.ids import plain_id
 
-from holdfast.engine.manager import Metric, Mode, better, metric_name, metric_value
+from holdfast.engine.errors import OptionError
+from holdfast.engine.manager import Metric, Mode, better, metric_name, metric_value, plain_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -93,6 +94,44 @@ def test_a_function_finds_no_metric_by_key_error_only() -> None:
     assert metric_value(None, broken) is None
     with pytest.raises(ZeroDivisionError):
         metric_value({"loss": 1.0}, broken)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (3, 3),
+        (10**400, 10**400),
+        (True, 1),
+        (np.int64(3), 3),
+        (0.5, 0.5),
+        (math.inf, math.inf),
+        (np.float64(0.5), 0.5),
+        (np.array([[0.25]]), 0.25),  # as the best checkpoint is chosen by it
+        (np.array(1.5, ml_dtypes.bfloat16), 1.5),
+        (fractions.Fraction(1, 4), 0.25),
+    ],
+    ids=plain_id,
+)
+def test_what_is_ranked_is_stored(value: Any, expected: float) -> None:
+    stored = plain_metrics({"val": {"loss": value}})["val"]["loss"]
+    assert (stored, type(stored)) == (expected, type(expected))
+
+
+class SeveralNumbers:
+    """A tensor of two elements, of which torch makes no number."""
+
+    shape = (2,)
+
+    def __float__(self) -> float:
+        raise RuntimeError("a Tensor with 2 elements cannot be converted to Scalar")
+
+
+@pytest.mark.parametrize(
+    "value", ["0.5", b"0.5", None, 1j, [0.5], np.array([1.0, 2.0]), SeveralNumbers()], ids=plain_id
+)
+def test_what_is_no_number_is_refused(value: Any) -> None:
+    with pytest.raises(OptionError, match="metric 'val/loss' is not a number"):
+        plain_metrics({"val": {"loss": value}})
 
 
 def test_a_failed_computation_is_not_a_missing_metric() -> None:
