@@ -80,11 +80,13 @@ def test_a_program_that_has_none_of_them(tmp_path: Path) -> None:
 HALF = """
 import sys, types
 
-for name in ("torch", "jax", "flax", "flax.nnx"):  # as another thread finds them in the middle of an import
+# As another thread finds them in the middle of an import.
+for name in ("torch", "jax", "flax", "flax.nnx", "flax.training.train_state"):
     sys.modules[name] = types.ModuleType(name)
 import numpy as np
 import holdfast as hf
 import holdfast.components, holdfast.graph
+from holdfast.integrations.loop import CheckpointCallback
 
 class Counter:
     def __init__(self):
@@ -105,6 +107,8 @@ hf.save(place + ".tree", {"a": np.ones(2)})
 hf.graph.Checkpoint(counter=Counter(), net=hf.graph.Node(w=np.ones(2))).write(place + ".graph")
 path = Part(3).save_to_path(place + ".component")
 assert Part.from_checkpoint(path).weights.shape == (3,)
+with CheckpointCallback(place + ".loop", save_interval_steps=1) as callback:
+    callback.on_step(1, {"w": np.ones(2)})
 print("saved")
 """
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ..errors import UnsupportedLeafError
 from ..pytree import Part, format_path
+from ..storage import round_up
 from .plan import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Catalog, ChunkIds, Integers, part_corners
 
 _ROUNDS = 8  # in which overlapping groups balance their loads
@@ -89,7 +90,7 @@ def _array_classes(catalog: Catalog, processes: int) -> list[ArrayClass]:
                 raise UnsupportedLeafError(
                     f"the leaf {format_path(catalog.names[numbers[0]])} cannot be saved: {error}"
                 ) from error
-        nbytes = -(-(spec.chunk_nbytes + CHECKSUM_BYTES) // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
+        nbytes = round_up(spec.chunk_nbytes + CHECKSUM_BYTES, CHUNK_ALIGNMENT)
         classes.append(ArrayClass(np.array(numbers, np.int64), spec.chunks, nbytes, replicas))
     return classes
 

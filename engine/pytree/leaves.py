@@ -26,11 +26,17 @@ MIXED = "mixed"  # the elements of such a sequence that are bool, int and float 
 EXTERNAL = "external"  # kind of the leaves whose values a handler stores
 PLACEHOLDER = "placeholder"  # kind of the leaves that another library saved by name alone; their value is ``...``
 
-_LANDMARKS = {"flax.nnx": "Variable", "jax": "ShapeDtypeStruct", "torch": "Tensor"}
+_LANDMARKS = {  # the modules that are looked for, and a name that each has once it is imported
+    "flax.nnx": "Variable",
+    "flax.training.train_state": "TrainState",
+    "jax": "ShapeDtypeStruct",
+    "torch": "Tensor",
+    "torchmetrics": "Metric",
+}
 
 
 def loaded(name: str) -> Any | None:
-    """Return the module "jax", "torch" or "flax.nnx" if the program has imported it, else None.
+    """Return a module of the table above if the program has imported it, else None.
 
     Frameworks are not imported to classify a leaf: a leaf of one exists only where the program has imported it.
     """

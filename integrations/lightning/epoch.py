@@ -7,7 +7,6 @@ remaining batches.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 
 from ...engine.errors import StateError
+from ...engine.pytree import loaded
 from ...engine.stateful import restore_state, state_of
 
 _OWN_GENERATORS = (torch.Generator, np.random.Generator, random.Random)
@@ -304,7 +304,7 @@ def _entry(metric: Any) -> dict[str, Any]:
 
 
 def _metrics(module: Any) -> Iterator[tuple[str, Any]]:
-    torchmetrics: Any = sys.modules.get("torchmetrics")
+    torchmetrics = loaded("torchmetrics")
     if torchmetrics is None:
         return
     for name, part in module.named_modules():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from ...engine.checkpoint import SaveReport
+from ...engine.pytree import loaded
 from ..workers import expose_workers, exposed_workers, protect_workers
 
 logger = logging.getLogger("holdfast")
@@ -214,5 +214,5 @@ class GraceCheck:
 
 
 def _jax_is_distributed() -> bool:
-    jax = sys.modules.get("jax")
+    jax = loaded("jax")
     return jax is not None and bool(jax.distributed.is_initialized())

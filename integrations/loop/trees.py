@@ -7,7 +7,6 @@ has imported it already.
 from __future__ import annotations
 
 import logging
-import sys
 from typing import Any
 
 import numpy as np
@@ -98,7 +97,7 @@ def is_stream(value: object) -> bool:
 
 def is_train_state(value: object) -> bool:
     """Return whether a value is a ``flax.training.train_state.TrainState``."""
-    module = sys.modules.get("flax.training.train_state")
+    module = loaded("flax.training.train_state")
     return module is not None and isinstance(value, module.TrainState)
 
 
