@@ -125,7 +125,7 @@ def format_duration(seconds: float) -> str:
 
 
 class Progress(Protocol):
-    """Hears how far a long call is, in bytes; threads of the call use it at the same time, and often.
+    """Receives the progress of a long call in bytes; several threads of the call use it at the same time, and often.
 
     An exception of a method ends the call, as an interrupt would. When a call returns, it has advanced by as many bytes
     as it has expected.
@@ -180,7 +180,7 @@ class Portion:
         self._lock = threading.Lock()
 
     def work(self, units: int) -> None:
-        """Add to the work that there is."""
+        """Add to the expected work."""
         with self._lock:
             self._units += units
 

@@ -84,7 +84,7 @@ class ArrayDatabase:
         self.bytes_read = 0  # so far, from all files, including gaps between chunks
         self.unreadable = False  # whether the disk failed to read some of the data
         manifest = self.read_file(MANIFEST)
-        # The manifest tells where the nodes are, not what they are: that the record does, of the whole file.
+        # The manifest locates the nodes, and does not verify them; the record has the digest of the whole file.
         self._index = self.read_file(INDEX, _INDEX_LIMIT) if files and INDEX in files else b""
         with naming(location):
             self._entries = decode_database(manifest, self._read_node)

@@ -1,4 +1,4 @@
-"""Fragments: where each process wrote which chunks of a tree, as it tells process 0.
+"""Fragments: each process reports to process 0 which chunks of a tree it has written, and where.
 
 Process 0 merges the fragments of all processes into one index, after checking that all describe the same tree and that
 no chunk is missing or was written twice.

@@ -58,7 +58,7 @@ class WrittenChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    # In the folder of the item. No two saves give a file the same path, so it also tells files of two lineages apart.
+    # In the folder of the item. No two saves give a file the same path, so it also identifies the lineage of a file.
     path: str
     size: int
     identity: FileIdentity
@@ -123,8 +123,8 @@ class WrittenSteps:
     def begin(self, step: int, apart: Collection[int], is_there: Callable[[int], bool]) -> None:
         """Note that the save of a step begins.
 
-        ``apart`` are the steps with which it shares nothing; ``is_there`` tells whether a step is there, whole, and has
-        the item.
+        ``apart`` are the steps with which it shares nothing; ``is_there`` returns whether a step is there, whole, and
+        has the item.
         """
         self._step, self._apart, self._pending = step, apart, None
         self._steps = {step: written for step, written in self._steps.items() if is_there(step)}

@@ -8,7 +8,7 @@ replace a checkpoint, the new items go into folders with new names beside the ol
 To delete one, its record is renamed to a marker first. A directory with a marker and no record may be removed; one
 with neither belongs to something else and is never touched.
 
-:class:`CommitParts` is what a kind of checkpoint adds to that whose parts have directories of their own.
+:class:`CommitParts` extends this for checkpoints whose parts have directories of their own.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ class PendingCheckpoint:
             self._parts.withdraw(self._old)
         self._sync_directories()
         record = dataclasses.replace(record, replaced=tuple(sorted(_folders(self._old) - {*self.paths.values()})))
-        self._stays = True  # from here on its data may be all that there is, also where a person interrupts
+        self._stays = True  # from here on its data may be the only copy, also after an interrupt
         try:
             if not self._conditional:
                 write_record(self.location, record)

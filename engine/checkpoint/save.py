@@ -195,7 +195,7 @@ class Save:
     def give_up(self, error: BaseException) -> bool:
         """Remove what was written, and tell the other processes; not if :meth:`complete` has begun: it does so itself.
 
-        Return whether it has not begun; it never will then. After an interrupt, nothing else tells that of its thread.
+        Return whether it has not begun; it never will then. After an interrupt, this is the only way to know.
         """
         if not self._claim.acquire(blocking=False):
             return False

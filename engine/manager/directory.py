@@ -140,7 +140,7 @@ def record_metrics(
     )
 
 
-# ---- one series, read by anybody and written by one
+# ---- the steps of one series
 
 
 class RunDirectory:

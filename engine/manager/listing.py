@@ -82,8 +82,8 @@ def list_steps(
 ) -> list[StepEntry]:
     """Return the steps of one series, or of all, with their commit records: by series, in ascending order.
 
-    Folders without a record are left out: a save that never finished, or a folder of another program. ``index`` and
-    ``late`` are what a caller that lists a directory again and again remembers of it.
+    Folders without a record are left out: a save that never finished, or a folder of another program. A caller
+    that lists a directory again and again passes ``index`` and ``late``, which remember what was read before.
     """
     entries = directory.entries() if entries is None else entries
     folders = list(step_folders(directory, series, entries))

@@ -33,7 +33,7 @@ from ..storage import Location, as_location
 from .decisions import Decision, EverySteps, Rollback, SaveDecisions
 from .directory import RunDirectory, check_json, stored_metadata
 from .directory import record_metrics as add_metrics
-from .events import RunEvents, few, find_watchers, guarded, reached
+from .events import RunEvents, described, few, find_watchers, guarded, reached
 from .items import ItemSet
 from .metrics import plain_metrics
 from .mirror import MirrorStatus, RunMirror
@@ -625,7 +625,7 @@ class CheckpointManager:
         except BaseException as error:
             self._ended(pending, failed=True)
             reached("save_failed", step)
-            self.events.write("save_failed", step=step, error=f"{type(error).__name__}: {error}")
+            self.events.write("save_failed", step=step, error=described(error))
             raise
         if done is None:  # an interrupt came before this thread, and has ended the save
             return
@@ -685,7 +685,7 @@ class CheckpointManager:
         return *self._run.infos(), StepInfo(step=pending.step, time=self._clock.now(), metrics=pending.metrics)
 
     def add_listener(self, listener: Callable[[SaveReport], None]) -> None:
-        """Call a function after every commit, on the thread that committed; ``events.add_listener`` hears of more.
+        """Call a function after every commit, on the thread that committed; ``events.add_listener`` passes all events.
 
         An error of the listener is logged, the first one as a warning, and stops nothing.
 

@@ -202,7 +202,7 @@ class _Climb:
         return self._kept[at : at + 1] == [info.step]
 
     def _climb_again(self, start: int) -> list[int]:
-        """Decide again from a step on, up to one that is kept as before: so is what comes after it."""
+        """Decide again from a step on, up to one that is kept as before; later decisions stay the same."""
         first = end = bisect_left(self._kept, start)
         last = self._steps.get(self._kept[first - 1]) if first else None
         kept: list[int] = []
@@ -406,7 +406,7 @@ def reasons(steps: Sequence[StepInfo], rules: Sequence[Rule]) -> dict[int, tuple
 class Retention:
     """The rules beside the steps of a run as they come and go.
 
-    What it gives up is what :func:`reasons` has no reason for, found without looking at every step.
+    It gives up the steps for which :func:`reasons` has no reason, and finds them without looking at every step.
     """
 
     def __init__(self, rules: Sequence[Rule]) -> None:

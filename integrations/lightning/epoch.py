@@ -135,7 +135,7 @@ def drop_iterator(loader: Any) -> None:
 
 
 def marks(iterators: Sequence[Any]) -> list[tuple[Any, int]]:
-    """Return what tells whether one of some iterators has begun again by the next batch."""
+    """Return marks that show at the next batch whether an iterator has begun again."""
     return [(iterator, getattr(iterator, "_num_yielded", 0)) for iterator in iterators]
 
 

@@ -58,7 +58,7 @@ def load_from_checkpoint(
         path: A checkpoint, or a directory of steps.
         step: Which step of a directory: its number, or ``"best"``, as the run's ``best_fn`` ranks them. None and
             ``"latest"`` are the newest whole one.
-        strict: Whether the state must have exactly the module's keys; None is what the module says.
+        strict: Whether the state must have exactly the module's keys; None takes the setting of the module.
         **arguments: Arguments of the constructor that replace saved hyper-parameters, or were not saved.
 
     Returns:
