@@ -14,6 +14,7 @@ have defined already: nothing is imported, and no constructor is called.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import sys
@@ -111,7 +112,9 @@ def restore_state(thing: object, state: Any) -> Any:
         if isinstance(thing, LoaderPosition):
             thing.begin()
         elif begins_epoch(thing):
-            getattr(thing, methods[0])()  # a StatefulDataLoader begins where it is asked for its state
+            # A StatefulDataLoader begins when it is asked for its state; others may have none before they begin.
+            with contextlib.suppress(Exception):
+                getattr(thing, methods[0])()
         return thing
     if _writes_files(thing):
         _restore_files(thing, state)

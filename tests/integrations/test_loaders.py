@@ -150,6 +150,35 @@ def test_a_loader_that_begins_draws_nothing_from_a_restored_generator(
         assert train(directory, stop) + train(directory, steps) == whole, stop
 
 
+def test_a_loader_without_a_state_before_its_first_batch(tmp_path: Path) -> None:
+    class Counted:
+        first = 0
+        next: int
+
+        def __iter__(self) -> Iterator[int]:
+            for batch in range(self.first, 4):
+                self.next = batch + 1
+                yield batch
+
+        def state_dict(self) -> dict[str, int]:
+            return {"next": self.next}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.first = state["next"]
+
+    for start, batches in ((0, [0, 1]), (2, [2, 3])):
+        loader = Counted()
+        with CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
+            state, step = checkpoint.restore_or_initialize({"w": 0}, data=loader)
+            assert step == start
+            for batch in loader:
+                step += 1
+                assert batch == batches[step - start - 1]
+                checkpoint.on_step(step, state, data=loader)
+                if step == start + 2:
+                    break
+
+
 def test_whole_epochs_are_skipped_at_once() -> None:
     loader = Epochs()
     next(hf.skip_to(loader, 4001))
