@@ -229,12 +229,15 @@ def ls(directory: Directory, as_json: AsJson = False) -> int:
 @app.command()
 def watch(
     directory: Run,
-    interval: Annotated[float, typer.Option("--interval", metavar="SECONDS", help="How often to look.", min=0.1)] = 2.0,
+    interval: Annotated[
+        str, typer.Option("--interval", help="How often to look, such as 10s; at most every 0.1 s.")
+    ] = "2s",
 ) -> int:
     """Follow a run: print its checkpoints as they come and go, until Ctrl-C."""
+    from ..engine.clock import seconds
     from .watch import watch_steps
 
-    return watch_steps(directory, interval)
+    return watch_steps(directory, max(0.1, seconds(interval, name="--interval")))
 
 
 @app.command()

@@ -28,13 +28,18 @@ def copy_checkpoints(
     """
     configure_logging("warning")
     with _command_options_in_errors(), progress_of("copy", shown=not as_json) as progress:
-        copies = copy_checkpoint(
-            checkpoints_at(source).url,
-            destination,
-            overwrite=overwrite,
-            max_bandwidth=max_bandwidth,
-            progress=progress,
-        )
+        try:
+            copies = copy_checkpoint(
+                checkpoints_at(source).url,
+                destination,
+                overwrite=overwrite,
+                max_bandwidth=max_bandwidth,
+                progress=progress,
+            )
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                "no checkpoint counts that is not whole; the same command goes on with it"
+            ) from None
     if as_json:
         print_json({"checkpoints": [dataclasses.asdict(one) for one in copies]})
         return DONE

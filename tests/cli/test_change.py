@@ -147,6 +147,14 @@ def test_several_prefixes(capsys: pytest.CaptureFixture[str], run: Path) -> None
     assert (steps(run), steps(run, "b")) == ([0, 1, 2, 3, 4, 5], [2])
 
 
+@pytest.mark.parametrize(("given", "waited"), [("1s", 1.0), ("0.5", 0.5), ("2m", 120.0), ("0", 0.1)])
+def test_how_often_watch_looks(given: str, waited: float, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[float] = []
+    monkeypatch.setattr("holdfast.cli.watch.watch_steps", lambda place, interval: looked.append(interval))
+    main(["watch", str(run), "--interval", given])
+    assert looked == [waited]
+
+
 def test_watch_says_what_comes_and_goes(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     def first() -> None:
         hf.record_metrics(run, 4, {"loss": 0.25})

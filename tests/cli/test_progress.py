@@ -157,11 +157,11 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-def interrupt(after: int, *arguments: object) -> None:
+def interrupt(after: int, *arguments: object, said: str = "") -> None:
     """Run the command until so many bytes are done, and press Ctrl-C."""
     command = [sys.executable, "-c", INTERRUPTED, str(after), *map(str, arguments)]
     ended = subprocess.run(command, capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGINT, "", "holdfast: interrupted\n")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGINT, "", f"holdfast: interrupted{said}\n")
 
 
 def files(directory: Path) -> dict[str, bytes]:
@@ -188,7 +188,8 @@ def test_an_interrupted_verify_leaves_everything_as_it_was(run: Path) -> None:
 def test_an_interrupted_copy_goes_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = run.parent / "copy"
 
-    interrupt(16 * MEGABYTE, "cp", run, copy)  # in the second step
+    said = "; no checkpoint counts that is not whole; the same command goes on with it"
+    interrupt(16 * MEGABYTE, "cp", run, copy, said=said)  # in the second step
 
     assert [one.step for one in hf.list_checkpoints(copy)] == [1], "half a step is none"
     found = json.loads(output_of(capsys, "cp", run, copy, "--json"))["checkpoints"]
