@@ -229,9 +229,7 @@ def ls(directory: Directory, as_json: AsJson = False) -> int:
 @app.command()
 def watch(
     directory: Run,
-    interval: Annotated[
-        str, typer.Option("--interval", help="How often to look, such as 10s; at most every 0.1 s.")
-    ] = "2s",
+    interval: Annotated[str, typer.Option("--interval", help="How often to look, such as 10s.")] = "2s",
 ) -> int:
     """Follow a run: print its checkpoints as they come and go, until Ctrl-C."""
     from ..engine.clock import seconds

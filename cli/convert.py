@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Iterator, Sequence
 from typing import cast, get_args
 
@@ -37,9 +38,8 @@ def copy_checkpoints(
                 progress=progress,
             )
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                "no checkpoint counts that is not whole; the same command goes on with it"
-            ) from None
+            print(f"holdfast: {destination}: what was copied stays; the same command goes on with it", file=sys.stderr)
+            raise
     if as_json:
         print_json({"checkpoints": [dataclasses.asdict(one) for one in copies]})
         return DONE

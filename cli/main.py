@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of a pipe has gone, as in `holdfast ls | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
-    except KeyboardInterrupt as interrupt:
-        return _complain("; ".join(["interrupted", *map(str, interrupt.args)]), INTERRUPTED)
+    except KeyboardInterrupt:
+        return _complain("interrupted", INTERRUPTED)
     except Exception as error:
         if isinstance(error.__cause__, KeyboardInterrupt):  # extension modules make it an ImportError
             return _complain("interrupted", INTERRUPTED)

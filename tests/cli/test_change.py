@@ -147,7 +147,7 @@ def test_several_prefixes(capsys: pytest.CaptureFixture[str], run: Path) -> None
     assert (steps(run), steps(run, "b")) == ([0, 1, 2, 3, 4, 5], [2])
 
 
-@pytest.mark.parametrize(("given", "waited"), [("1s", 1.0), ("0.5", 0.5), ("2m", 120.0), ("0", 0.1)])
+@pytest.mark.parametrize(("given", "waited"), [("1s", 1.0), ("0.5", 0.5), ("2m", 120.0), ("10ms", 0.1)])
 def test_how_often_watch_looks(given: str, waited: float, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[float] = []
     monkeypatch.setattr("holdfast.cli.watch.watch_steps", lambda place, interval: looked.append(interval))

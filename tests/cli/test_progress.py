@@ -161,7 +161,7 @@ def interrupt(after: int, *arguments: object, said: str = "") -> None:
     """Run the command until so many bytes are done, and press Ctrl-C."""
     command = [sys.executable, "-c", INTERRUPTED, str(after), *map(str, arguments)]
     ended = subprocess.run(command, capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGINT, "", f"holdfast: interrupted{said}\n")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGINT, "", f"{said}holdfast: interrupted\n")
 
 
 def files(directory: Path) -> dict[str, bytes]:
@@ -188,7 +188,7 @@ def test_an_interrupted_verify_leaves_everything_as_it_was(run: Path) -> None:
 def test_an_interrupted_copy_goes_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = run.parent / "copy"
 
-    said = "; no checkpoint counts that is not whole; the same command goes on with it"
+    said = f"holdfast: {copy}: what was copied stays; the same command goes on with it\n"
     interrupt(16 * MEGABYTE, "cp", run, copy, said=said)  # in the second step
 
     assert [one.step for one in hf.list_checkpoints(copy)] == [1], "half a step is none"
