@@ -59,6 +59,29 @@ def default_sigint() -> Iterator[None]:
 
 
 @pytest.fixture
+def compiled_once(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The runs of a test, one after the other, also in other processes, share the programs that jax has compiled."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    change: Any = jax.config.update  # unannotated in jax
+    for name, value in options.items():
+        monkeypatch.setenv(name.upper(), str(value))
+        change(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        change(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
 def place() -> Iterator[str]:
     """A URL below which nothing is yet; in memory, so that syncing costs nothing."""
     url = f"memory://tests/{uuid.uuid4().hex}"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.documents.examples import Examples
+from tests.documents.starts import Start, start
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -26,13 +27,17 @@ def run(command: list[str], folder: Path) -> str:
 
 @pytest.mark.examples("README.md", "python 1", "python 2", "python 3")
 def test_the_programs_run_twice(examples: Examples, tmp_path: Path) -> None:
-    for name, program in examples.items():
+    programs = dict(examples.items())
+    for name, program in programs.items():
         (tmp_path / name).mkdir()
-        for _ in range(2):
-            run([sys.executable, "-W", "ignore", "-c", program], tmp_path / name)
+        (tmp_path / name / "train.py").write_text(program, encoding="utf-8")
+    twice: list[Start] = [(tmp_path / name, [], "", 0, 0) for name in programs for _ in range(2)]
+    start(*twice, modules=["lightning.pytorch", "flax", "optax"])
+    for name in programs:
         assert any((tmp_path / name / "runs").rglob("checkpoint.json"))
 
 
+@pytest.mark.usefixtures("compiled_once")
 @pytest.mark.examples("README.md", "console 2", "console 3")
 def test_the_commands_run_in_their_order(examples: Examples, tmp_path: Path) -> None:
     holdfast = [sys.executable, "-m", "holdfast.cli.main"]

@@ -66,6 +66,7 @@ def preempt_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     monkeypatch.setattr(Progress, "update", update)
 
 
+@pytest.mark.usefixtures("compiled_once")
 @pytest.mark.parametrize(
     ("recipe", "stops"),
     [

@@ -107,7 +107,7 @@ def test_two_processes_write_one_checkpoint(finish: Callable[..., list[Any]], tm
     [
         pytest.param("signal_after", 1, 3, {}, id="one process"),
         pytest.param("signal_after", 0, 1, {"loader": "stateful"}, id="process 0, stateful loaders", marks=SWEEP),
-        pytest.param("signal_after", "all", 6, {"loader": "stateful"}, id="all"),
+        pytest.param("signal_after", "all", 6, {"loader": "stateful"}, id="all", marks=SWEEP),
         pytest.param("signal_in_validation_after", 1, 6, {}, id="in a validation", marks=SWEEP),
         pytest.param("signal_in_validation_after", 0, 5, {"loader": "stateful"}, id="validation, stateful loaders"),
         pytest.param(
@@ -139,7 +139,7 @@ def test_a_preempted_run_goes_on_bit_for_bit(
     assert resumed[0]["random"] != resumed[1]["random"]
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=SWEEP)])
 def test_a_killed_process_costs_what_was_not_saved(
     finish: Callable[..., list[Any]], stop: Callable[..., None], whole: Callable[..., list[Any]],
     tmp_path: Path, who: int,
