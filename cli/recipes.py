@@ -136,12 +136,13 @@ def list_recipes(name: str | None, *, as_json: bool) -> int:
 
 def _explain(schema: Any, name: str, as_json: bool) -> int:
     from ..recipes.configuration import bundled_configs, load_configuration
+    from ..recipes.problems import as_yaml
 
     keys = list(_keys(load_configuration(name).config if name in bundled_configs() else schema))
     if as_json:
         print_json({"recipe": name, "keys": keys})
     else:
-        print_table(["KEY", "VALUE", "MEANING"], [[key["key"], _yaml(key["value"]), key["meaning"]] for key in keys])
+        print_table(["KEY", "VALUE", "MEANING"], [[key["key"], as_yaml(key["value"]), key["meaning"]] for key in keys])
     return DONE
 
 
@@ -156,13 +157,3 @@ def _keys(section: Any, prefix: str = "") -> Iterator[dict[str, Any]]:
             yield from _keys(value, f"{prefix}{name}.")
         else:
             yield {"key": f"{prefix}{name}", "value": value, "meaning": field.description or ""}
-
-
-def _yaml(value: object) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case _:
-            return str(value)

@@ -44,8 +44,6 @@ _original_start = multiprocessing.process.BaseProcess.start
 
 def protect_workers(watcher: Watcher) -> None:
     """Let the processes that are started from now on survive the signals that ``watcher`` survives."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows sends no signals to other processes
-        return
     _watchers.add(watcher)
     if multiprocessing.process.BaseProcess.start is _original_start:
         multiprocessing.process.BaseProcess.start = _start  # type: ignore[assignment, method-assign]

@@ -57,6 +57,17 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f'; did you mean "{near[0]}"?' if near else ""
 
 
+def as_yaml(value: object) -> str:
+    """Return a plain value as YAML writes it."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case _:
+            return str(value)
+
+
 def found(value: object) -> str:
     """Return a value for an error message: with its kind, and shortened when it is long."""
     match value:

@@ -19,7 +19,7 @@ from ..engine.storage import DRILL, Location, as_location
 from ..integrations.loop import PreemptionSignal, all_steps, check_resume, resume_step
 from .configuration import Configuration, to_yaml
 from .context import Outcome, RunContext
-from .problems import KeyPath, dotted
+from .problems import KeyPath, as_yaml, dotted
 
 logger = logging.getLogger("holdfast.recipes")
 
@@ -246,10 +246,4 @@ def _flat(values: dict[str, Any], path: KeyPath = ()) -> Iterator[tuple[KeyPath,
 
 
 def _format_value(value: object) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case _:
-            return "nothing" if value is _MISSING else str(value)
+    return "nothing" if value is _MISSING else as_yaml(value)

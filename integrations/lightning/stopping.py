@@ -11,8 +11,6 @@ from ..loop import PreemptionSignal
 from .loops import LoopHooks
 from .strategies import release_children
 
-_CAN_BLOCK = hasattr(signal, "pthread_sigmask")  # not on Windows
-
 
 class Preempted(SystemExit):
     """Ends the process after the run was asked to end and has saved: as the signal would, or with 75 if requeued."""
@@ -77,8 +75,7 @@ def take_over(connector: Any, preemption: PreemptionSignal) -> None:
         preemption.install()
         return
     before = connector._original_handlers.get(signal.SIGTERM)
-    if _CAN_BLOCK:
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
         preemption.install()
@@ -86,5 +83,4 @@ def take_over(connector: Any, preemption: PreemptionSignal) -> None:
             connector.received_sigterm = False
             preemption.request()
     finally:
-        if _CAN_BLOCK:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

@@ -19,7 +19,6 @@ import holdfast as hf
 ROOT = Path(__file__).resolve().parents[2]
 
 pytest.importorskip("lightning")
-pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="needs signals of POSIX")
 
 Job = Callable[..., tuple[int, str]]
 
