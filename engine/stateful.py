@@ -179,6 +179,7 @@ def _restore_files(thing: Any, state: Any) -> None:
 
 # ---- loaders without a state
 
+_FABRIC_EPOCH = "_num_iter_calls"  # by which loaders of Lightning's Fabric tell their sampler the epoch
 _DRAWING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # samplers of torch
 
 
@@ -247,6 +248,8 @@ class LoaderPosition(Iterator[Any]):
         ):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
+        if _FABRIC_EPOCH in getattr(self._loader, "__dict__", ()):
+            setattr(self._loader, _FABRIC_EPOCH, epoch)
         self._epoch, self._taken, self._batches = epoch, 0, iter(self._loader)
 
     def _draw(self) -> Any:

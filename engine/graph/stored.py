@@ -17,6 +17,8 @@ from ..storage import Location
 from .capture import PER_PROCESS, CapturedGraph
 from .saved import SavedGraph
 
+_TYPES = {"deque": "collections.deque"}  # of objects, by the kinds of containers that have other names
+
 
 class GraphCheckpointHandler(PyTreeCheckpointHandler):
     """Saves graphs of objects: a tree of their values, and a document of nodes and edges beside it.
@@ -58,7 +60,7 @@ class StoredGraph:
         # Whether the states of objects belong to this process; a checkpoint of one process has those of process 0.
         self.has_own = current_coordinator().process_index == 0 if share is None else share.is_own
         self._containers = _containers(source.tree.structure, "")
-        kinds = {name: container.kind for name, container in self._containers.items()}
+        kinds = {name: _TYPES.get(container.kind, container.kind) for name, container in self._containers.items()}
         if self._share is not None:
             containers = _containers(self._share.tree.structure, "")
             self._containers.update({PER_PROCESS + name: container for name, container in containers.items() if name})

@@ -12,6 +12,8 @@ import random
 import subprocess
 import sys
 import types
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -251,6 +253,21 @@ def test_containers_that_the_program_does_not_have_yet(place: str, value: Any) -
     assert running.restore_from_path(path, strict=True).complete
     assert running.value == value
     assert type(running.value) is type(value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[1, 2], [(1, 2.0), (3, 4.0)], [1, "a"], [{"a": 1}], []],
+    ids=["numbers", "tuples", "mixed", "dicts", "none"],
+)
+@pytest.mark.parametrize("kind", [list, deque, functools.partial(deque, maxlen=5)], ids=["list", "deque", "maxlen"])
+def test_histories_that_the_program_begins_anew(place: str, kind: Callable[[Any], Any], values: list[Any]) -> None:
+    running = One(kind([]))
+    history = running.value
+    assert running.restore_from_path(One(kind(values)).save_to_path(f"{place}/x"), strict=True).complete
+    assert running.value is history
+    assert running.value == kind(values)
+    assert getattr(running.value, "maxlen", None) == getattr(kind([]), "maxlen", None)
 
 
 def test_constructors_that_take_objects(place: str) -> None:

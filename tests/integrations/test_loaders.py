@@ -49,12 +49,18 @@ def shuffled() -> Any:
     return DataLoader(DATA, batch_size=2, sampler=sampler)
 
 
+def of_fabric() -> Any:
+    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    return fabric.setup_dataloaders(shuffled())
+
+
 LOADERS: dict[str, Any] = {
     "list": lambda: [[1, 2], [3, 4], [5]],
     "epochs": Epochs,
     "lines": Lines,
     "DataLoader": lambda: DataLoader(DATA, batch_size=3),
     "DistributedSampler": shuffled,
+    "Fabric": of_fabric,
 }
 
 
