@@ -60,12 +60,12 @@ def default_sigint() -> Iterator[None]:
 
 @pytest.fixture
 def compiled_once(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The runs of a test, one after the other, also in other processes, share the programs that jax has compiled."""
+    """Runs, one after the other and in other processes, share the programs that jax has compiled."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
     options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_compilation_cache_dir": str(tmp_path_factory.getbasetemp() / "compiled"),
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }

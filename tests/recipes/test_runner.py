@@ -17,6 +17,8 @@ from holdfast.recipes.progress import Progress
 from holdfast.recipes.registry import RECIPES, MissingExtraError, Recipe
 from holdfast.recipes.runner import run
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 SMALL = {
     "flax_digits": {"model.hidden": "[8]", "data.batch_size": "300"},
     "lightning_digits": {"model.hidden": "[8]", "data.batch_size": "300"},
@@ -66,7 +68,6 @@ def preempt_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     monkeypatch.setattr(Progress, "update", update)
 
 
-@pytest.mark.usefixtures("compiled_once")
 @pytest.mark.parametrize(
     ("recipe", "stops"),
     [
