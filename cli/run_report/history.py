@@ -132,7 +132,7 @@ def read_history(events: Iterable[Mapping[str, Any]]) -> History:
         attempt.began, attempt.last = min(attempt.began, when), max(attempt.last, when)
         _take(history, attempt, event, when)
     # Commands such as pin, and `holdfast run` before it begins, have taken the directory without training.
-    history.attempts = [one for one in history.attempts if one.how != "closed" or one.saves or one.restored is not None]
+    history.attempts = [one for one in history.attempts if one.how != "closed" or _has_trained(one)]
     _end_all(history)
     history.notes = sorted([*_notes_of(history), *history.notes], key=lambda note: note.time)
     return history
@@ -192,8 +192,14 @@ def _take_end(attempt: Attempt, event: Mapping[str, Any]) -> None:
         attempt.how, attempt.why = "hung", str(event.get("why") or "")
     elif how == "crashed" and attempt.how in (None, "closed"):
         attempt.how = "crashed"
-    elif how in ("finished", "preempted") and attempt.how in (None, "closed"):
+    elif how in ("finished", "preempted") and (
+        attempt.how is None or (attempt.how == "closed" and _has_trained(attempt))
+    ):
         attempt.how = "finished" if how == "finished" else "preempted"
+
+
+def _has_trained(attempt: Attempt) -> bool:
+    return bool(attempt.saves) or attempt.restored is not None
 
 
 def _take_skipped(history: History, attempt: Attempt, skipped: Any, when: float) -> None:

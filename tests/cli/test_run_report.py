@@ -96,6 +96,10 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: object, output: Path)
         ([event("restored", 1, step=5), event("closed", 2, step=5), event("ended", 3, how="crashed")], ["crashed"]),
         ([saved(1, 5), event("closed", 2, step=5), event("ended", 3, how="finished")], ["finished"]),
         ([saved(1, 5), event("finished", 2), event("started", 3, "b"), event("closed", 4, "b")], ["finished"]),
+        (
+            [saved(1, 5), event("finished", 2), event("closed", 4, "b"), event("ended", 5, "b", how="finished")],
+            ["finished"],
+        ),
         ([event("started", 1), event("failed", 2, error="ValueError: no")], ["failed"]),
         ([event("started", 1), event("started", 5, "b"), event("finished", 6, "b")], ["lost", "finished"]),
         ([event("started", 1), event("ended", 2, how="crashed", status=137)], ["crashed"]),
