@@ -85,8 +85,8 @@ def test_deleting_makes_the_loss_of_the_record_durable_first(disk: Disk) -> None
         manager.wait_until_finished()
         disk.calls.clear()
         manager.delete(1)
-    assert disk.calls[:2] == [("rename", "1/checkpoint.deleted"), ("fsync", "1")]
-    assert disk.calls[-2:] == [("unlink", "1/checkpoint.deleted"), ("rmdir", "1")]
+        assert disk.calls[:2] == [("rename", "1/checkpoint.deleted"), ("fsync", "1")]
+        assert disk.calls[-2:] == [("unlink", "1/checkpoint.deleted"), ("rmdir", "1")]
 
 
 @pytest.mark.parametrize("save", [pytest.param(hf.save, id="save"), pytest.param(None, id="AsyncCheckpointer")])
