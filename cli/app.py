@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,6 +22,13 @@ def _bundled_names(incomplete: str) -> list[str]:
         file.name.removesuffix(".yaml") for file in files("holdfast.configs").iterdir() if file.name.endswith(".yaml")
     )
     return sorted(name for name in names if name.startswith(incomplete))
+
+
+def _step_or_best(text: str) -> int | str:
+    """Read the number of a step, or ``best``."""
+    if text == "best" or text.isdecimal():
+        return text if text == "best" else int(text)
+    raise typer.BadParameter(f"{text!r} is neither the number of a step nor best")
 
 
 Directory = Annotated[
@@ -458,7 +465,10 @@ def export(
     in_place: Annotated[
         bool, typer.Option("--in-place", help="Only add the small files with which orbax reads it in place.")
     ] = False,
-    step: Annotated[int | None, typer.Option("--step", help="The step; by default the newest.", min=0)] = None,
+    step: Annotated[
+        Any,
+        typer.Option("--step", metavar="STEP", parser=_step_or_best, help="A number, or best; by default the newest."),
+    ] = None,
     item: Annotated[str | None, typer.Option("--item", help="The item, if there are several.")] = None,
     select: Select = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
-from typing import cast, get_args
+from typing import Literal, cast, get_args
 
 from ..engine.errors import CheckpointExistsError, OptionError, TreeMismatchError
 from ..engine.formats.convert import Conversion, ExportFormat, export_checkpoint, import_checkpoint
@@ -71,7 +71,7 @@ def export_checkpoints(
     to: str,
     *,
     in_place: bool,
-    step: int | None,
+    step: int | Literal["best"] | None,
     item: str | None,
     select: Sequence[str] | None,
     overwrite: bool,
@@ -89,6 +89,8 @@ def export_checkpoints(
     if in_place:
         if to != "orbax" or destination is not None or item is not None or select or overwrite:
             raise OptionError("--in-place takes --to orbax and --step, and neither DST nor another option")
+        if step == "best":
+            raise OptionError("--in-place takes the number of a step, and not --step best")
         return _add_metadata(source, step, as_json=as_json)
     if destination is None:
         raise OptionError(
@@ -118,6 +120,7 @@ def _command_options_in_errors() -> Iterator[None]:
         yield
     except (CheckpointExistsError, OptionError, TreeMismatchError) as error:
         message = str(error).replace("overwrite=True", "--overwrite").replace("item=", "--item")
+        message = message.replace("step='best'", "--step best")
         message = message.replace("max_bandwidth=", "--max-bandwidth ")
         raise type(error)(message.replace("select=", "--select ")) from error
 

@@ -24,7 +24,7 @@ from ..errors import (
 )
 from ..format import CheckpointRecord
 from ..handlers import JsonCheckpointHandler, PreparedItem, PyTreeCheckpointHandler
-from ..manager import StepEntry, store_metadata
+from ..manager import StepEntry, best_step_in, store_metadata
 from ..pytree import EXTERNAL, PLACEHOLDER, ArrayLeaf, Patterns, Piece, TreeDef, ValueLeaf, format_path
 from ..sources import (
     JSON,
@@ -153,7 +153,7 @@ def export_checkpoint(
     destination: Place,
     to: ExportFormat,
     *,
-    step: int | None = None,
+    step: int | Literal["best"] | None = None,
     item: str | None = None,
     select: Patterns | None = None,
     overwrite: bool = False,
@@ -170,7 +170,8 @@ def export_checkpoint(
         to: ``"safetensors"``: one file; names are the keys of the leaves' paths, joined by dots.
             ``"torch"``: one file for ``torch.load(path, weights_only=True)``; needs torch. ``"orbax"``: a directory
             that orbax-checkpoint restores, with all steps unless one is given.
-        step: Which step of a directory of steps; None is the newest, and for Orbax all of them.
+        step: Which step of a directory of steps: its number, or ``"best"``, as the run's ``best_fn`` ranks them. None
+            is the newest, and for Orbax all of them.
         item: Which item, if the checkpoint has several trees; for Orbax None is all of them.
         select: Patterns of leaf paths, as for :func:`~holdfast.load`; only leaves that match are written.
         overwrite: Replace a file that is there.
@@ -185,7 +186,8 @@ def export_checkpoint(
         CheckpointNotFoundError: There is no such checkpoint, step or item.
         CheckpointExistsError: The destination exists.
         UnsupportedLeafError: The format cannot store some leaves; names all of them. Nothing was written.
-        OptionError: The checkpoint has several trees, and no item is named; or the format is not known.
+        OptionError: The checkpoint has several trees, and no item is named; or the format is not known; or the step is
+            ``"best"``, and the run ranks its checkpoints by no metric.
         DamagedCheckpointError: The source does not verify.
         PeerFailedError: It failed on process 0; raised on the others.
     """
@@ -196,9 +198,10 @@ def export_checkpoint(
     origin, target = as_location(source), as_location(destination)
 
     def work() -> list[Conversion]:
+        chosen = best_step_in(origin) if step == "best" else step
         if to == "orbax":
-            return _export_orbax(origin, target, step, item, select, progress or UNHEARD)
-        return _export_file(origin, target, to, step, item, select, overwrite, progress or UNHEARD)
+            return _export_orbax(origin, target, chosen, item, select, progress or UNHEARD)
+        return _export_file(origin, target, to, chosen, item, select, overwrite, progress or UNHEARD)
 
     patterns = [select] if isinstance(select, str) or select is None else list(select)
     about = [origin.url, target.url, to, step, item, patterns, overwrite]

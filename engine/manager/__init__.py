@@ -24,7 +24,7 @@ from .events import (
     read_events,
 )
 from .listing import StepEntry, list_steps, newest_step, step_folders
-from .manager import CheckpointManager, Restored
+from .manager import CheckpointManager, Restored, best_step_in
 from .metrics import Metric, Mode, better, metric_name, metric_value, number_of, plain_metrics
 from .mirror import MirrorStatus
 from .options import (

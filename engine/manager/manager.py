@@ -18,7 +18,7 @@ from ..checkpoint import (
     SaveReport,
 )
 from ..clock import Clock, SystemClock, seconds
-from ..distributed import Coordinator, ProcessGroup
+from ..distributed import Alone, Coordinator, ProcessGroup
 from ..errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
@@ -31,7 +31,7 @@ from ..errors import (
 from ..format import CheckpointRecord, ItemRecord
 from ..storage import Location, as_location
 from .decisions import Decision, EverySteps, Rollback, SaveDecisions
-from .directory import RunDirectory, check_json, stored_metadata
+from .directory import RunDirectory, check_json, stored_metadata, stored_options
 from .directory import record_metrics as add_metrics
 from .events import RunEvents, described, few, find_watchers, guarded, reached
 from .items import ItemSet
@@ -918,6 +918,27 @@ class _PendingSave:
         with self._lock:
             self._open = False
             return self.metrics
+
+
+def best_step_in(directory: Location) -> int:
+    """Return the step of a run that its ``best_fn`` ranks first.
+
+    Raises:
+        OptionError: The run ranks its checkpoints by no metric.
+        CheckpointNotFoundError: No checkpoint has the metric.
+    """
+    options = stored_options(directory)
+    if options is None or options.best_fn is None:
+        raise OptionError(
+            f"step='best', but the run in {directory} does not rank its checkpoints by the name of a metric "
+            "(best_fn=); give the number of the step"
+        )
+    only_read = replace(options, read_only=True)
+    with CheckpointManager(directory, options=only_read, coordinator=Alone()) as manager:
+        best_step = manager.best_step()
+    if best_step is None:
+        raise CheckpointNotFoundError(f"step='best', but no checkpoint in {directory} has the metric {options.best_fn}")
+    return best_step
 
 
 def valid_step(step: Any) -> int:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from ...engine.checkpoint import Place
-from ...engine.errors import CheckpointNotFoundError, OptionError
-from ...engine.manager import CheckpointManager, stored_options
+from ...engine.manager import best_step_in
 from ...engine.storage import Location, as_location
 from .store import read_checkpoint
 
@@ -95,16 +93,4 @@ def _is_of(kind: type, package: str) -> bool:
 def _place(location: Location, step: Step) -> Location:
     if step is None or step == "latest":
         return location
-    if step != "best":
-        return location / str(step)
-    options = stored_options(location)
-    if options is None or options.best_fn is None:
-        raise OptionError(
-            f"step='best', but the run in {location} does not rank its checkpoints by the name of a metric (best_fn=); "
-            "give the number of the step"
-        )
-    with CheckpointManager(location, options=replace(options, read_only=True)) as manager:
-        best = manager.best_step()
-    if best is None:
-        raise CheckpointNotFoundError(f"step='best', but no checkpoint in {location} has the metric {options.best_fn}")
-    return location / str(best)
+    return location / str(best_step_in(location) if step == "best" else step)

@@ -119,6 +119,25 @@ def test_export_of_a_step(capsys: pytest.CaptureFixture[str], run: Path) -> None
     assert torch.load(run.parent / "x.pt", weights_only=True)["w"].tolist() == [1, 1, 1]
 
 
+def test_export_of_the_best_step(capsys: pytest.CaptureFixture[str], tmp_path: Path, run: Path) -> None:
+    options = hf.CheckpointManagerOptions(best_fn="loss", best_mode="min", max_to_keep=3)
+    with hf.CheckpointManager(tmp_path / "ranked", options=options) as manager:
+        for step, loss in ((1, 0.5), (2, 0.25), (3, 0.75)):
+            manager.save(step, {"w": np.full(3, step)}, metrics={"loss": loss}, force=True)
+    target = tmp_path / "best.safetensors"
+
+    line = output_of(capsys, "export", tmp_path / "ranked", target, "--step", "best")
+    assert safetensors.numpy.load_file(target)["w"].tolist() == [2, 2, 2]
+    assert "ranked/2" in line
+
+    for step, source, said in (
+        ("best", run, "does not rank its checkpoints by the name of a metric"),
+        ("first", run, "'first' is neither the number of a step nor best"),
+    ):
+        assert said in error_of(capsys, "export", source, tmp_path / "x", "--step", step, status=2)
+    assert not (tmp_path / "x").exists()
+
+
 def test_export_of_all_steps(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     lines = output_of(capsys, "export", run, run.parent / "orbax", "--to", "orbax").splitlines()
 
