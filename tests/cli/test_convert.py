@@ -130,11 +130,11 @@ def test_export_of_the_best_step(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert safetensors.numpy.load_file(target)["w"].tolist() == [2, 2, 2]
     assert "ranked/2" in line
 
-    for step, source, said in (
+    for chosen, source, said in (
         ("best", run, "does not rank its checkpoints by the name of a metric"),
         ("first", run, "'first' is neither the number of a step nor best"),
     ):
-        assert said in error_of(capsys, "export", source, tmp_path / "x", "--step", step, status=2)
+        assert said in error_of(capsys, "export", source, tmp_path / "x", "--step", chosen, status=2)
     assert not (tmp_path / "x").exists()
 
 
