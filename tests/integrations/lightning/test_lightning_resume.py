@@ -262,6 +262,7 @@ def test_signal_in_the_middle_of_a_validation(
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
+@pytest.mark.needs("lightning", "2.6")  # before, ModelPruning fails in its second epoch
 @pytest.mark.filterwarnings("ignore:ModelPruning")
 def test_what_is_not_exact_is_said_once(
     program: Any, new_directory: NewDirectory, caplog: pytest.LogCaptureFixture
