@@ -37,7 +37,6 @@ def test_the_programs_run_twice(examples: Examples, tmp_path: Path) -> None:
         assert any((tmp_path / name / "runs").rglob("checkpoint.json"))
 
 
-@pytest.mark.usefixtures("compiled_once")
 @pytest.mark.examples("README.md", "console 2", "console 3")
 def test_the_commands_run_in_their_order(examples: Examples, tmp_path: Path) -> None:
     holdfast = [sys.executable, "-m", "holdfast.cli.main"]

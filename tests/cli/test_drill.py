@@ -467,7 +467,6 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-@pytest.mark.usefixtures("compiled_once")
 @pytest.mark.parametrize(
     ("example", "arguments"),
     [

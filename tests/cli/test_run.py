@@ -67,7 +67,6 @@ def saved_steps(lines: list[str]) -> list[int]:
     return [int(found[1]) for line in lines if (found := re.match(r"saved step (\d+) \(", line))]
 
 
-@pytest.mark.usefixtures("compiled_once")
 def test_preempted_killed_and_resumed_by_the_same_command(tmp_path: Path) -> None:
     preempted = Command(tmp_path, "flax_digits", *SMALL)
     preempted.send_at(300, signal.SIGTERM)

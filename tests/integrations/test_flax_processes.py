@@ -160,7 +160,6 @@ def finished_here(program: str, directory: Path, monkeypatch: pytest.MonkeyPatch
     return result
 
 
-@pytest.mark.usefixtures("compiled_once")
 def test_a_flax_run_through_a_chain_of_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for stop, name in [(EPOCH, "SIGKILL"), (EPOCH + 2, "SIGTERM")]:
         ended = run(FLAX_LOOP, tmp_path / "chain", stop, name)

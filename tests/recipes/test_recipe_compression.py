@@ -11,8 +11,6 @@ from holdfast.engine.arrays import ArrayDatabase
 from holdfast.recipes.configuration import load_configuration
 from holdfast.recipes.runner import run
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 SHORT = [
     *("model.hidden=[8]", "data.batch_size=300", "train.eval_interval_steps=2"),
     *("optimizer.warmup_steps=1", "optimizer.decay_steps=6", "checkpoint.best_fn=null", "run_dir=run"),

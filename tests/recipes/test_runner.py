@@ -17,8 +17,6 @@ from holdfast.recipes.progress import Progress
 from holdfast.recipes.registry import RECIPES, MissingExtraError, Recipe
 from holdfast.recipes.runner import run
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 SMALL = {
     "flax_digits": {"model.hidden": "[8]", "data.batch_size": "300"},
     "lightning_digits": {"model.hidden": "[8]", "data.batch_size": "300"},
