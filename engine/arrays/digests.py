@@ -43,12 +43,6 @@ def fsync_and_digest(folder: Location, prefix: str = "") -> dict[str, FileRecord
     return found
 
 
-def write_file(place: Location, content: bytes) -> FileRecord:
-    """Write a small file without making its name durable; return its entry for the commit record."""
-    place.write_bytes(content, atomic=False)
-    return FileRecord(len(content), crc32c(content))
-
-
 def is_missing(place: Location) -> str:
     return f"{place} is missing: the checkpoint is incomplete"
 

@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 
 from ..distributed import ProcessInfo
 from ..errors import OptionError, UnsupportedLeafError
-from ..format import FileRecord, encode_document
+from ..format import FileRecord, crc32c, encode_document
 from ..pytree import ArrayLeaf, Box, Piece, TreeDef, format_path, to_document
 from ..storage import DataFile, Location, Segment
 from .assignment import WriteAssignment
-from .digests import write_file
 from .encode import ChunkToCompress, Source, segment_parts, write_compressed
 from .fragments import data_path, make_fragment, merge_fragments, short_token
 from .plan import ArraySpec, Catalog, ChunkIds, HostLeaf, Layout, check_level, check_size, chunk_table, plan_files
@@ -38,6 +37,12 @@ TREE_KIND = "tree"
 _ALONE = ProcessInfo()
 _WORTH = 64 << 10  # bytes a leaf; to copy less takes no longer than to find out which process writes it
 _NAME_LIMIT = 60_000  # bytes; the index adds the numbers of chunks to a name
+
+
+def write_file(place: Location, content: bytes) -> FileRecord:
+    """Write a small file without making its name durable; return its entry for the commit record."""
+    place.write_bytes(content, atomic=False)
+    return FileRecord(len(content), crc32c(content))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +170,10 @@ class TreeWriter:
         sizes = [file.size for file in files]
         for group in packed:
 
-            def write_file(number: int, size: int, segments: Sequence[Segment]) -> None:
+            def write_group(number: int, size: int, segments: Sequence[Segment]) -> None:
                 (location / path(number)).write_data(size, segments)
 
-            compressed, more = write_compressed(group, sources, layout, len(sizes), write_file, shared.digests)
+            compressed, more = write_compressed(group, sources, layout, len(sizes), write_group, shared.digests)
             table = np.concatenate((table, np.array(compressed, np.int64)))
             sizes += more
         if self._reuse is not None and location.is_local:
