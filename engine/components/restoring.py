@@ -254,8 +254,10 @@ class _Restore:
     def _forget_moments(self) -> None:
         """Remove what optimizers have got for parameters that did not fit, wherever in the tree these are."""
         fresh = [tensor for one in self._done.values() for tensor in one.fresh]
-        live = paths_of(self._target.root) if fresh else {}
-        for path, one in self._done.items() if fresh else ():
+        if not fresh:
+            return
+        live = paths_of(self._target.root)
+        for path, one in self._done.items():
             lines = forget_moments(live[path], fresh)
             self._done[path] = dataclasses.replace(one, different=(*one.different, *lines))
 

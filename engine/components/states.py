@@ -246,7 +246,7 @@ def set_default_state(
     own = {format_node_path(node.path) for node in graph.leaves()}
     restoration = Restoration(stored, root, ignore=_kept(stored, keep))
     restoration.progress.partial = True  # the report has the values that are left over
-    misfits: list[str] = []
+    misfits: dict[str, str] = {}
     try:
         if fitting:
             restoration.prepare(root, misfits)()
@@ -274,11 +274,10 @@ def set_default_state(
             f"{source}: nothing in it matches {_called(component)}, and nothing was changed. "
             f"It has {shortened(map(repr, unused))}; the component has {shortened(map(repr, sorted(own)))}"
         )
-    different = {line.partition(":")[0] for line in misfits}
-    missing = [path for path in report.missing if path in own and path not in different]
-    unused = tuple(path for path in unused if path not in different)
-    fresh = [node.value for node in graph.leaves() if format_node_path(node.path) in different]
-    return OwnReport((*lost, *missing), unused, tuple(misfits), tuple(filter(is_torch_tensor, fresh)))
+    missing = [path for path in report.missing if path in own and path not in misfits]
+    unused = tuple(path for path in unused if path not in misfits)
+    fresh = [node.value for node in graph.leaves() if format_node_path(node.path) in misfits]
+    return OwnReport((*lost, *missing), unused, tuple(misfits.values()), tuple(filter(is_torch_tensor, fresh)))
 
 
 def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str]:

@@ -260,11 +260,11 @@ class Restoration:
             with collection_paused():
                 self._apply(self._matching.from_root(root))
 
-    def prepare(self, root: Node, misfits: list[str] | None = None) -> Callable[[], None]:
+    def prepare(self, root: Node, misfits: dict[str, str] | None = None) -> Callable[[], None]:
         """Read everything, as `advance` does, and return the function that restores it.
 
-        Program and checkpoint have to match exactly. With ``misfits``, what fits is restored, and a line is added for
-        each value that does not.
+        Program and checkpoint have to match exactly. With ``misfits``, what fits is restored, and a line is added by
+        its path for each value that does not.
         """
         with collection_paused():
             restore, assigned = self._read(self._matching.from_root(root), misfits)
@@ -381,7 +381,7 @@ class Restoration:
         write()
 
     def _read(
-        self, found: Iterable[Assignment], misfits: list[str] | None = None
+        self, found: Iterable[Assignment], misfits: dict[str, str] | None = None
     ) -> tuple[Callable[[], None], list[Assignment]]:
         """Validate and read all values, before anything changes; return the function that writes them, and for what."""
         try:

@@ -138,10 +138,10 @@ class ValueReader:
         self._where = where
         self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
 
-    def read(self, due: list[Assignment], misfits: list[str] | None = None) -> list[tuple[Slot, Any]]:
+    def read(self, due: list[Assignment], misfits: dict[str, str] | None = None) -> list[tuple[Slot, Any]]:
         """Return the slots of assignments with their values, after comparing all of them with the program.
 
-        With ``misfits``, assignments whose values do not fit are removed from ``due``, and a line is added for each.
+        With ``misfits``, assignments whose values do not fit are removed from ``due``, and get a line by their path.
         """
         trees: list[Assignment] = []
         leaves: list[Assignment] = []
@@ -154,17 +154,15 @@ class ValueReader:
             lost = [one for one in due if id(one) not in known]
             trees = [one for one in trees if not _depends(one, lost)]
             due[:] = leaves + trees
-        arrays = [one for one in trees if self._is_one_array(one)]
-        lines = [
-            f"{format_node_path(one.path)}: expected one array (program), found a tree of values (checkpoint)"
-            for one in arrays
-        ]
+        for one in filter(self._is_one_array, trees):
+            path = format_node_path(one.path)
+            line = f"{path}: expected one array (program), found a tree of values (checkpoint)"
+            if misfits is None:
+                raise TreeMismatchError(line)
+            misfits[path] = line
         if misfits is not None:
-            misfits += lines
-            trees = [one for one in trees if one not in arrays]
+            trees = [one for one in trees if not self._is_one_array(one)]
             due[:] = leaves + trees
-        elif lines:
-            raise TreeMismatchError(lines[0])
         values = [*found, *self._read_trees(trees)]
         return [(one.slot, value) for one, value in zip(leaves + trees, values, strict=True)]
 
@@ -199,7 +197,7 @@ class ValueReader:
     def _container(self, number: int) -> TreeDef | None:
         return self._stored.container(self._graph.container_name(number))
 
-    def _read_leaves(self, due: list[Assignment], misfits: list[str] | None = None) -> list[Any]:
+    def _read_leaves(self, due: list[Assignment], misfits: dict[str, str] | None = None) -> list[Any]:
         """Return the values for leaves, each of the kind that the program has."""
         nodes = [self._graph.nodes[one.saved] for one in due]
         stored_names = list(map(self._name, due))
@@ -217,8 +215,11 @@ class ValueReader:
         differences += [self._problem(one, leaf) for one, leaf in zip(due, saved, strict=True)]
         if misfits is not None and any(differences):
             wrong = [one or other for one, other in zip(differences, differences[len(due) :], strict=False)]
-            misfits += [line.replace("(template)", "(program)") for line in wrong if line]
-            lost = [one for one, line in zip(due, wrong, strict=True) if line]
+            lost = []
+            for one, line in zip(due, wrong, strict=True):
+                if line:
+                    misfits[format_node_path(one.path)] = line.replace("(template)", "(program)")
+                    lost.append(one)
             due[:] = [one for one, line in zip(due, wrong, strict=True) if not line and not _depends(one, lost)]
             return self._read_leaves(due)
         if any(differences):

@@ -156,13 +156,12 @@ class ObjectsAdapter(StateAdapter):
         restoration.progress.partial = True  # it is complete, or fails
         if self.misfits is None:
             return restoration.prepare(graph)
-        kept: list[str] = []
+        kept: dict[str, str] = {}
         restore = restoration.prepare(graph, kept)
         report = restoration.report(graph)
-        known = {line.partition(":")[0] for line in kept}
-        self.misfits.kept += kept
-        self.misfits.kept += [f"{path}: not in the checkpoint" for path in report.missing if path not in known]
-        self.misfits.left += [path for path in (*report.pending, *report.unused) if path not in known]
+        self.misfits.kept += kept.values()
+        self.misfits.kept += [f"{path}: not in the checkpoint" for path in report.missing if path not in kept]
+        self.misfits.left += [path for path in (*report.pending, *report.unused) if path not in kept]
         return restore
 
 

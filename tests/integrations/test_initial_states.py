@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.versions import nnx_list, nnx_update
 
 import holdfast as hf
+from holdfast import graph
 from holdfast.components import Checkpointable
 
 pytestmark = pytest.mark.usefixtures("default_sigterm")
@@ -406,3 +407,20 @@ def test_components_that_have_changed(place: str, caplog: pytest.LogCaptureFixtu
     assert start == 2
     assert torch.equal(*(one.policy.net.get_parameter("1.weight") for one in (again, new)))
     assert vars(again)["new"] == 2
+
+
+def test_a_value_that_does_not_fit_is_told_once(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Also one whose name has the colon that follows names in messages."""
+
+    def train(size: int, **options: Any) -> None:
+        net = torch.nn.ParameterDict({"x:y": torch.nn.Parameter(torch.zeros(size))})
+        with hf.CheckpointCallback(place, save_interval_steps=1, **options) as checkpoint:
+            state, start = checkpoint.restore_or_initialize(graph.Checkpoint(net=net))
+            checkpoint.on_step(start + 1, state)
+
+    train(2)
+    train(3, partial="initialize")
+    (told,) = [text for text in caplog.messages if "does not have all of the state" in text]
+    assert [line.strip() for line in told.splitlines()[1:]] == [
+        "kept as initialized: net/x:y: expected float32[3] (program), found float32[2] (checkpoint)"
+    ]
