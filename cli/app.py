@@ -26,8 +26,10 @@ def _bundled_names(incomplete: str) -> list[str]:
 
 def _step_or_best(text: str) -> int | str:
     """Read the number of a step, or ``best``."""
-    if text == "best" or text.isdecimal():
-        return text if text == "best" else int(text)
+    if text == "best":
+        return text
+    if text.isdecimal():
+        return int(text)
     raise typer.BadParameter(f"{text!r} is neither the number of a step nor best")
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from tests import equality
 from tests.documents.examples import Examples
-from tests.versions import older
 
 import holdfast as hf
 from holdfast.engine.format import decode_document, encode_document
@@ -57,32 +56,6 @@ def default_sigint() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture
-def compiled_once(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Runs, one after the other and in other processes, share what jax has compiled, where that is safe."""
-    if older("jax", "0.8"):  # what jax 0.5.3 reads from its cache writes to memory that is not its own
-        yield
-        return
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
-
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.getbasetemp() / "compiled"),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    change: Any = jax.config.update  # unannotated in jax
-    for name, value in options.items():
-        monkeypatch.setenv(name.upper(), str(value))
-        change(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        change(name, value)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture
