@@ -370,11 +370,16 @@ def plan_files(arrays: Sequence[ArraySpec], layout: Layout, *groups: Iterable[tu
     return files
 
 
-def chunk_table(files: Sequence[PlannedFile], arrays: Sequence[ArraySpec], checksums: NDArray[np.uint32]) -> Integers:
-    """Return one row for each placed chunk: array, number in the array, file, offset, length in bytes and checksum."""
+def chunk_table(
+    files: Sequence[PlannedFile], arrays: Sequence[ArraySpec], checksums: NDArray[np.uint32], first: int = 0
+) -> Integers:
+    """Return one row for each placed chunk: array, number in the array, file, offset, length in bytes and checksum.
+
+    ``first`` is the number of the first file.
+    """
     rows = [
         (*chunk[:2], number, chunk.offset, 0, 0)
-        for number, file in enumerate(files)
+        for number, file in enumerate(files, first)
         for segment in file.segments
         for chunk in segment.chunks
     ]

@@ -98,13 +98,14 @@ class SharedFiles:
 class WrittenSteps:
     """The data files of the last steps of one item, as far as this process wrote them.
 
-    A manager has one for each item. ``begin`` comes before every save, ``share`` and ``note`` around the writing, and
-    ``commit`` after the commit.
+    A manager has one for each item. ``begin`` comes before every save, ``share`` and ``note`` around each group of
+    chunks that is written, and ``commit`` after the commit.
     """
 
     def __init__(self) -> None:
         self._steps: dict[int, _WrittenStep] = {}  # in the order of their commits
         self._seen: dict[ChunkKey, _SeenChunk] = {}
+        self._before: dict[ChunkKey, _SeenChunk] = {}  # what the save before has seen
         self._parts: dict[str, WrittenSteps] = {}
         self._pending: _WrittenStep | None = None
         self._step = -1
@@ -163,7 +164,9 @@ class WrittenSteps:
         Returns:
             The files, and what is left to write.
         """
-        self._pending = _WrittenStep(self._step, folder)
+        if self._pending is None:  # the first of its groups
+            self._pending = _WrittenStep(self._step, folder)
+            self._before, self._seen = self._seen, {}
         large = [encoding.spec.chunk_nbytes > _SMALLEST_CHUNK for encoding in catalog.encodings]
         if self._off or not any(large):
             return SharedFiles((chunks,))
@@ -171,7 +174,6 @@ class WrittenSteps:
         others: list[tuple[int, int]] = []
         asked: list[tuple[int, int]] = []  # chunks whose digest may tell
         shared = SharedFiles((steady, others))
-        seen, self._seen = self._seen, {}
         keys = shared.keys
         for chunk in chunks:
             array, number = chunk
@@ -180,7 +182,7 @@ class WrittenSteps:
                 continue
             key = keys[chunk] = f"{catalog.names[array]}\t{catalog.encodings[array].text}", number
             sample = _sample(sources[array], number)
-            known = seen.get(key)
+            known = self._before.get(key)
             if known is None:
                 self._seen[key] = _SeenChunk(sample)
                 shared.digests[chunk] = None
@@ -203,7 +205,7 @@ class WrittenSteps:
                 asked.append(chunk)
         if asked:
             digests = _digests_of(asked, sources)
-            self._link(folder, shared, {keys[chunk]: (chunk, digest) for chunk, digest in digests.items()})
+            self._link(self._pending, shared, {keys[chunk]: (chunk, digest) for chunk, digest in digests.items()})
             linked = {row[:2] for row in shared.rows}
             for chunk, digest in digests.items():
                 unchanged = self._note_digest(self._seen[keys[chunk]], digest)
@@ -228,9 +230,11 @@ class WrittenSteps:
             known.rest, known.digest = min(2**known.changes, _LONGEST_REST), None
         return False
 
-    def _link(self, folder: Location, shared: SharedFiles, held: dict[ChunkKey, tuple[tuple[int, int], bytes]]) -> None:
+    def _link(
+        self, new: _WrittenStep, shared: SharedFiles, held: dict[ChunkKey, tuple[tuple[int, int], bytes]]
+    ) -> None:
         """Link files of which enough is unchanged, from the newest step that shares none with the newest of all."""
-        apart = {path for step in self._apart if step in self._steps for path in self._steps[step].files}
+        apart = {path for step in self._apart if step in self._steps for path in self._steps[step].files} | {*new.files}
         for step in reversed(self._steps.values()):
             for file in step.files.values():
                 if file.path in apart or file.path in self._refused or file.size < _SMALLEST_FILE:
@@ -238,7 +242,7 @@ class WrittenSteps:
                 found = [chunk for chunk in file.chunks if held.get(chunk.key, (None, b""))[1] == chunk.digest]
                 if sum(chunk.length for chunk in found) < _LIVE * file.size:
                     continue
-                source, target = step.folder / file.path, folder / file.path
+                source, target = step.folder / file.path, new.folder / file.path
                 try:
                     identity = share_file(os.fspath(source), os.fspath(target), file.identity)
                 except OSError as error:
@@ -246,7 +250,7 @@ class WrittenSteps:
                         self._off = True
                         _logger.warning(
                             "%s: unchanged arrays are written again, as their files cannot be shared: %s",
-                            folder,
+                            new.folder,
                             error.strerror or error,
                         )
                         return

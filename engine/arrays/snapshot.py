@@ -56,13 +56,7 @@ class Snapshot(list[HostLeaf]):
         self.arrival: Arrival | None = None  # of what accelerators copy
 
     def complete(self) -> None:
-        """Wait for accelerators, and describe the leaves that are held: before the list is read.
-
-        The loop need not wait for that.
-        """
-        if self.arrival is not None:
-            self.arrival.wait()
-            self.arrival = None
+        """Describe the leaves that are held, before the list is read; the loop need not wait for that."""
         for leaf in self:
             if type(leaf) is PinnedLeaf:
                 leaf.read()
@@ -70,6 +64,13 @@ class Snapshot(list[HostLeaf]):
             for position, value in zip(self._known.held, self._held, strict=True):
                 self[position] = self._known.held_leaf(position, value)
             self._known, self._held = None, ()
+
+    def in_turn(self) -> Iterator[int]:
+        """Wait for accelerators, and generate how many leaves may be read, from the first on; last, that all may."""
+        if self.arrival is not None:
+            yield from self.arrival.in_turn()
+            self.arrival = None
+        yield len(self)
 
 
 class StagingBuffer:
@@ -137,8 +138,9 @@ class StagingBuffer:
         copies = Snapshot()
         self.lend(copies)
         pending: list[_Copy] = []
+        started: list[Copy] = []
         offset = 0
-        for leaf in leaves:
+        for position, leaf in enumerate(leaves):
             if isinstance(leaf, ValueLeaf) or not leaf.volatile:
                 copies.append(leaf)
                 continue
@@ -147,7 +149,7 @@ class StagingBuffer:
                 array = piece.array
                 if pinned is not None and isinstance(array, DeviceArray):
                     for part, place in pinned.places(piece):
-                        pending.append((place, part.array))
+                        started.append(Copy(place, part.array, position))
                         pieces.append(Piece(part.start, place))
                     continue
                 end = offset + array.nbytes
@@ -156,14 +158,14 @@ class StagingBuffer:
                 pieces.append(Piece(piece.start, copy))
                 offset = round_up(end, _ALIGNMENT)
             copies.append(replace(leaf, pieces=pieces, volatile=False))
-        self.copy(copies, pending, offset)
+        self.copy(copies, pending, offset, started)
         return copies
 
-    def copy(self, copies: Snapshot, pending: Sequence[_Copy], nbytes: int) -> None:
-        """Fill a snapshot with copies; those of accelerators go on until it is complete."""
-        if self._pinned is not None:
-            copies.arrival = self._pinned.start([Copy(*pair) for pair in pending if isinstance(pair[1], DeviceArray)])
-            pending = [pair for pair in pending if not isinstance(pair[1], DeviceArray)]
+    def copy(self, copies: Snapshot, pending: Sequence[_Copy], nbytes: int, started: Sequence[Copy]) -> None:
+        """Fill a snapshot with copies; those that are started on accelerators go on after the call."""
+        if started:
+            assert self._pinned is not None
+            copies.arrival = self._pinned.start(started)
         # Two threads share a large snapshot: one core does not use all of the memory's bandwidth.
         parallel_map(_copy, pending, 2 if nbytes >= _SHARED else 1, name="holdfast-snapshot")
 
@@ -226,12 +228,17 @@ class KnownTree:
             self._staging.lend(copies)
             pending: list[_Copy] = list(zip(self._arrays, taken.arrays, strict=True))
             pending += [(batch, taken.tensors[first : first + len(batch)]) for batch, first in self._tensors]
+            started: list[Copy] = []
             for position, leaf in zip(self._leaves.others, taken.others, strict=True):
-                if self._is_copied[position]:
-                    pending += _parts(_pieces(copies[position]), _pieces(leaf))
-                else:
+                if not self._is_copied[position]:
                     copies[position] = leaf
-            self._staging.copy(copies, pending, self._nbytes)
+                    continue
+                for target, source in _parts(_pieces(copies[position]), _pieces(leaf)):
+                    if isinstance(source, DeviceArray):
+                        started.append(Copy(target, source, position))
+                    else:
+                        pending.append((target, source))
+            self._staging.copy(copies, pending, self._nbytes, started)
         return copies
 
 

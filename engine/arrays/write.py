@@ -25,8 +25,19 @@ from ..storage import DataFile, Location, Segment
 from .assignment import WriteAssignment
 from .encode import ChunkToCompress, Source, segment_parts, write_compressed
 from .fragments import data_path, make_fragment, merge_fragments, short_token
-from .plan import ArraySpec, Catalog, ChunkIds, HostLeaf, Layout, check_level, check_size, chunk_table, plan_files
-from .reuse import SharedFiles, WrittenSteps
+from .plan import (
+    ArraySpec,
+    Catalog,
+    ChunkIds,
+    HostLeaf,
+    Integers,
+    Layout,
+    check_level,
+    check_size,
+    chunk_table,
+    plan_files,
+)
+from .reuse import SharedFiles, WrittenFile, WrittenSteps
 from .snapshot import Snapshot, StagingBuffer
 
 MANIFEST = "manifest.ocdbt"
@@ -135,21 +146,65 @@ class TreeWriter:
         """Write this process's chunks into the item's folder, durably; return its fragment for process 0."""
         if isinstance(self._tree.leaves, Snapshot):
             self._tree.leaves.complete()
-        catalog = self._catalog
         data = location / "d"
         data.make_directory()
         token = short_token(member.token or secrets.token_hex(16))
         chunks = self._chunks_of(member)
         sources = self._sources(chunks)
-        specs = [encoding.spec for encoding in catalog.encodings]
-        layout = self._layout if location.is_local else self._layout.for_uploads()
-        shared = SharedFiles((list(zip(chunks[0].tolist(), chunks[1].tolist(), strict=True)),))
-        if self._reuse is not None and location.is_local:
-            shared = self._reuse.share(location, catalog, sources, *shared.groups)
+        reuse = self._reuse if location.is_local else None
+        linked: list[WrittenFile] = []
+        sizes: list[int] = []
+        tables: list[Integers] = []
+        rows: list[tuple[int, ...]] = []
 
         def path(number: int) -> str:
             return data_path(token, member.index, number)
 
+        for group in self._in_turn(chunks):
+            shared = SharedFiles((group,))
+            if reuse is not None:
+                shared = reuse.share(location, self._catalog, sources, group)
+            table = self._write_chunks(location, path, shared, sources, sizes)
+            if reuse is not None:
+                reuse.note(shared, [path(number) for number in range(len(sizes))], sizes, table)
+            tables.append(table)
+            rows += [(*row[:2], len(linked) + row[2], *row[3:]) for row in shared.rows]
+            linked += shared.linked
+        if rows:
+            shares = np.array(rows, np.int64)
+            shares[:, 2] += len(sizes)
+            tables.append(shares)
+            sizes += [file.size for file in linked]
+        table = np.concatenate(tables)
+        if member.count > 1:  # otherwise merging is next and syncs this directory, too
+            data.sync_directory()
+        if self.when_written is not None:
+            self.when_written()
+        return make_fragment(self._catalog, member, token, table, sizes, [file.path for file in linked])
+
+    def _in_turn(self, chunks: ChunkIds) -> Iterator[list[tuple[int, int]]]:
+        """Generate groups of chunks that are on the host: the first are written while others are under way."""
+        leaves = self._tree.leaves
+        positions = self._catalog.positions[chunks[0]]
+        start = 0
+        for count in leaves.in_turn() if isinstance(leaves, Snapshot) else (len(leaves),):
+            end = int(np.searchsorted(positions, count))
+            if end > start or count == len(leaves):
+                yield list(zip(chunks[0][start:end].tolist(), chunks[1][start:end].tolist(), strict=True))
+            start = end
+
+    def _write_chunks(
+        self,
+        location: Location,
+        path: Callable[[int], str],
+        shared: SharedFiles,
+        sources: Sequence[Source],
+        sizes: list[int],
+    ) -> Integers:
+        """Write chunks into new files, whose sizes are added to a list; return the table of the chunks."""
+        first = len(sizes)
+        specs = [encoding.spec for encoding in self._catalog.encodings]
+        layout = self._layout if location.is_local else self._layout.for_uploads()
         plain, packed = self._divided(shared.groups)
         files = plan_files(specs, layout, *plain)
         checksums = np.zeros(sum(map(len, plain)), np.uint32)
@@ -163,11 +218,11 @@ class TreeWriter:
                         for one in file.segments
                     ],
                 )
-                for number, file in enumerate(files)
+                for number, file in enumerate(files, first)
             ]
         )
-        table = chunk_table(files, specs, checksums)
-        sizes = [file.size for file in files]
+        table = chunk_table(files, specs, checksums, first)
+        sizes += [file.size for file in files]
         for group in packed:
 
             def write_group(number: int, size: int, segments: Sequence[Segment]) -> None:
@@ -176,18 +231,7 @@ class TreeWriter:
             compressed, more = write_compressed(group, sources, layout, len(sizes), write_group, shared.digests)
             table = np.concatenate((table, np.array(compressed, np.int64)))
             sizes += more
-        if self._reuse is not None and location.is_local:
-            self._reuse.note(shared, [path(number) for number in range(len(sizes))], sizes, table)
-        if shared.linked:
-            rows = np.array(shared.rows, np.int64)
-            rows[:, 2] += len(sizes)
-            table = np.concatenate((table, rows))
-            sizes += [file.size for file in shared.linked]
-        if member.count > 1:  # otherwise merging is next and syncs this directory, too
-            data.sync_directory()
-        if self.when_written is not None:
-            self.when_written()
-        return make_fragment(catalog, member, token, table, sizes, [file.path for file in shared.linked])
+        return table
 
     def merge(self, location: Location, fragments: Sequence[bytes]) -> dict[str, FileRecord]:
         """Write the index over the chunks of all processes and the tree's structure, durably; on process 0 only."""

@@ -3,7 +3,7 @@
 The copies run on the device beside the program. Their rules:
 
 - They run in a stream of their own, which waits for all that the program has started on the device.
-- All of them are started before any is waited for.
+- All of them are started before any is waited for, and those that arrive first are read while the others are under way.
 - What the program starts later, such as the next step of the optimizer, waits for them on the device. The program
   itself does not wait.
 - The host reads a copy only after `Arrival.wait`. Until then the tensor is held, and its memory is not given away.
@@ -19,6 +19,7 @@ import bisect
 import contextlib
 import logging
 import math
+import operator
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -39,6 +40,7 @@ _ALIGNMENT = 64
 _ROOM = 1 << 20  # bytes; a tensor is not cut for less room at the end of a block
 _SMALL = 64 << 10  # bytes; to start the copy of a smaller tensor takes longer than the copy
 _GATHERED = 4 << 20  # bytes of small tensors that are put together on the device, and copied at once
+_FIRST = 256 << 20  # bytes that are waited for first; then twice as many, and so on, as each wait has its price
 
 
 class Event(Protocol):
@@ -124,31 +126,43 @@ def is_copied_later(tensor: Any) -> bool:
 
 
 class Copy(NamedTuple):
-    """One copy: a host array, contiguous, and the elements that go there."""
+    """One copy: a host array, contiguous, the elements that go there, and the number of their leaf."""
 
     target: NDArray[Any]
     source: DeviceArray
+    position: int
 
 
 class Arrival:
-    """Copies that were started."""
+    """Copies that were started, in the order of their leaves on each device."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[tuple[int, Event]] = []  # the number of the first leaf that each waits for, and the event
         self.held: list[Any] = []  # what is copied: memory that is not torch's own may be freed with its last tensor
 
-    def wait(self) -> None:
-        """Wait until all copies are done; raise RuntimeError if one has failed."""
+    def in_turn(self) -> Iterator[int]:
+        """Wait for the copies, and generate from time to time how many leaves are there, from the first on.
+
+        RuntimeError is raised if a copy has failed, once none is under way.
+        """
         errors: list[RuntimeError] = []
-        for event in self.events:
+        self.events.sort(key=operator.itemgetter(0))
+        while self.events:
+            _, event = self.events.pop(0)
             try:
                 event.synchronize()
             except RuntimeError as error:
                 errors.append(error)
-        self.events.clear()
+            if self.events and not errors:
+                yield self.events[0][0]
         self.held.clear()
         if errors:
             raise errors[0]
+
+    def wait(self) -> None:
+        """Wait until all copies are done; raise RuntimeError if one has failed."""
+        for _ in self.in_turn():
+            pass
 
 
 class PinnedMemory:
@@ -241,7 +255,7 @@ class PinnedMemory:
         with contextlib.suppress(RuntimeError):  # it was an error of that save
             self._last.wait()  # one that was given up has not waited for its copies
         arrival = self._last = Arrival()
-        devices: dict[Any, list[tuple[int, Any, Any]]] = {}
+        devices: dict[Any, list[_Started]] = {}
         rest: list[Copy] = []
         for copy in copies:
             address = copy.target.__array_interface__["data"][0]
@@ -249,23 +263,24 @@ class PinnedMemory:
             if target is None:
                 rest.append(copy)
             else:
-                devices.setdefault(copy.source.tensor.device, []).append((address, target, copy.source.tensor))
+                started = _Started(address, target, copy.source.tensor, copy.position)
+                devices.setdefault(started.source.device, []).append(started)
         with torch.inference_mode(False), torch.no_grad():
             for device, group in devices.items():
-                arrival.held += [source for _, _, source in group]
+                arrival.held += [one.source for one in group]
                 try:
                     self._start_on(device, group, arrival)
                 except RuntimeError as error:
                     _logger.warning("%s: this save blocks for longer, as its copies could not run: %s", device, error)
-                    for _, target, source in group:
-                        _over(target, source).copy_(source.cpu())
+                    for one in group:
+                        _over(one.target, one.source).copy_(one.source.cpu())
             for copy in rest:
                 source = copy.source.tensor
                 memory = torch.from_numpy(copy.target.reshape(-1).view(np.uint8))
                 _over(memory, source).copy_(source.cpu())
         return arrival
 
-    def _start_on(self, device: Any, group: Sequence[tuple[int, Any, Any]], arrival: Arrival) -> None:
+    def _start_on(self, device: Any, group: Sequence[_Started], arrival: Arrival) -> None:
         streams = streams_of(device)
         side = self._streams.get(device)
         if side is None:
@@ -273,34 +288,43 @@ class PinnedMemory:
         program = [streams.current_stream(device), streams.default_stream(device)]
         for stream in program:
             side.wait_stream(stream)
+        first, nbytes, enough = group[0].position, 0, _FIRST
+
+        def mark() -> Event:
+            event = streams.Event(blocking=True)
+            event.record(side)
+            arrival.events.append((first, event))
+            return event
+
         try:
             with streams.stream(side):
-                for _, _, source in group:
-                    source.record_stream(side)
+                for one in group:
+                    one.source.record_stream(side)
                 for run in _runs(group):
+                    if nbytes >= enough:
+                        mark()
+                        first, nbytes, enough = run[0].position, 0, 2 * enough
                     if len(run) > 1:
                         self._gather(device, run)
                     else:
-                        _over(run[0][1], run[0][2]).copy_(run[0][2], non_blocking=True)
+                        _over(run[0].target, run[0].source).copy_(run[0].source, non_blocking=True)
+                    nbytes += sum(one.target.numel() for one in run)
         finally:
             # Also after an error: what was started must be done before the arrays change.
-            event = streams.Event(blocking=True)
-            event.record(side)
-            arrival.events.append(event)
+            last = mark()
             for stream in program:
-                stream.wait_event(event)
+                stream.wait_event(last)
 
-    def _gather(self, device: Any, run: Sequence[tuple[int, Any, Any]]) -> None:
+    def _gather(self, device: Any, run: Sequence[_Started]) -> None:
         """Copy small tensors with neighbouring places at once: put together on the device as they will lie there."""
         torch: Any = required("torch")
-        first, end = run[0][0], run[-1][0] + run[-1][1].numel()
+        first, end = run[0].address, run[-1].end
         together = torch.empty(end - first, dtype=torch.uint8, device=device)
         groups: dict[Any, tuple[list[Any], list[Any]]] = {}
-        for address, target, source in run:
-            place = together[address - first : address - first + target.numel()]
-            targets, sources = groups.setdefault(source.dtype, ([], []))
-            targets.append(_over(place, source))
-            sources.append(source)
+        for one in run:
+            targets, sources = groups.setdefault(one.source.dtype, ([], []))
+            targets.append(_over(together[one.address - first : one.end - first], one.source))
+            sources.append(one.source)
         for targets, sources in groups.values():
             torch._foreach_copy_(targets, sources)
         whole = self._tensor_over(first, end - first)
@@ -308,16 +332,28 @@ class PinnedMemory:
         whole.copy_(together, non_blocking=True)
 
 
-def _runs(group: Sequence[tuple[int, Any, Any]]) -> Iterator[list[tuple[int, Any, Any]]]:
+class _Started(NamedTuple):
+    """A copy to pinned memory: its address, that memory as a tensor of bytes, the elements, and the leaf's number."""
+
+    address: int
+    target: Any
+    source: Any
+    position: int
+
+    @property
+    def end(self) -> int:
+        return self.address + int(self.target.numel())
+
+
+def _runs(group: Sequence[_Started]) -> Iterator[list[_Started]]:
     """Divide copies into those to start together: small ones to neighbouring places of one block, and others alone."""
-    run: list[tuple[int, Any, Any]] = []
+    run: list[_Started] = []
     for one in group:
-        address, target, source = one
-        small = target.numel() < _SMALL and source.element_size() <= 8
+        small = one.target.numel() < _SMALL and one.source.element_size() <= 8
         if run:
-            gap = address - (run[-1][0] + run[-1][1].numel())
-            fits = address + target.numel() - run[0][0] <= _GATHERED
-            same = target.untyped_storage().data_ptr() == run[0][1].untyped_storage().data_ptr()
+            gap = one.address - run[-1].end
+            fits = one.end - run[0].address <= _GATHERED
+            same = one.target.untyped_storage().data_ptr() == run[0].target.untyped_storage().data_ptr()
             if not (small and same and fits and 0 <= gap < _ALIGNMENT):
                 yield run
                 run = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import holdfast as hf
 from holdfast.engine.arrays.snapshot import KnownTree, StagingBuffer
 from holdfast.engine.distributed import ProcessInfo
 from holdfast.engine.pytree import Piece, default_pinned_bytes, device_arrays, jax_leaves, torch_leaves
-from holdfast.engine.storage import as_location
+from holdfast.engine.storage import DataFile, Location, as_location
 
 torch = pytest.importorskip("torch")
 fakes = pytest.importorskip("tests.accelerators")
@@ -221,6 +221,7 @@ def test_every_kind_of_tensor(
 ) -> None:
     """Work that was started before a save is in it, and work that is started after it is not."""
     monkeypatch.setattr(device_arrays, "_BLOCK", 1 << 20)  # the largest tensor is larger
+    monkeypatch.setattr(device_arrays, "_FIRST", 1 << 14)
     saves, tree = Saves(tmp_path), kinds(machine.device)
     for step in range(3):
         machine.busy()
@@ -351,6 +352,107 @@ def test_what_a_save_waits_for(gpu: Any, tmp_path: Path) -> None:
         saves.write(saves.prepare(tree))
     assert gpu.pinned == [2 << 20]
     assert len(gpu.streams) == 1
+
+
+@pytest.fixture
+def written(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log when data files are written, and how many tensors are in them."""
+    monkeypatch.setattr(device_arrays, "_FIRST", 1 << 18)
+    write_data_files = Location.write_data_files
+
+    def noted(self: Location, files: Sequence[DataFile]) -> None:
+        gpu.log.append(f"write {sum(file.size for file in files) // TENSOR}")
+        write_data_files(self, files)
+
+    monkeypatch.setattr(Location, "write_data_files", noted)
+
+
+TENSOR = 200 << 10  # bytes
+IN_TURN = ["wait", "write 2", "wait", "write 3", "wait", "write 2"]  # after 256 KiB, 512 KiB more, and the rest
+
+
+def test_chunks_are_written_as_they_arrive(gpu: Any, written: None, tmp_path: Path) -> None:
+    """The first files are written while the device still copies; each wave is twice as large as the one before."""
+    saves, tree = Saves(tmp_path), {str(number): torch.zeros(TENSOR // 4) for number in range(7)}
+    for step in range(3):
+        for number, value in enumerate(tree.values()):
+            gpu.launch(lambda value=value, number=number, step=step: value.fill_(10 * step + number))
+        prepared = saves.prepare(tree)
+        for value in tree.values():
+            gpu.launch(lambda value=value: value.fill_(-1))
+        gpu.log.clear()
+        found = saves.write(prepared)
+        del prepared
+        assert gpu.log == IN_TURN, step
+        assert [set(array.tolist()) for array in found.values()] == [{10 * step + number} for number in range(7)]
+
+
+def test_unchanged_tensors_that_arrive_in_turn(gpu: Any, written: None, tmp_path: Path) -> None:
+    """Each wave shares the files of its own that an earlier step has, once it has arrived."""
+    base = {f"base {number}": torch.full((2 * TENSOR,), float(number)) for number in range(5)}  # of 1.6 MB
+    tree = {"adapter 0": torch.zeros(TENSOR), **base, "adapter 1": torch.zeros(TENSOR)}
+    shared: list[int] = []
+    with hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(max_to_keep=3)) as manager:
+        manager.add_listener(lambda report: shared.append(report.shared_bytes))
+        for step in range(7):
+            for name in ("adapter 0", "adapter 1"):
+                gpu.launch(lambda name=name, step=step: tree[name].fill_(step))
+            manager.save(step, tree)
+            for name in tree:
+                if name.startswith("adapter"):
+                    gpu.launch(lambda name=name: tree[name].fill_(-1))
+            manager.wait_until_finished()
+        whole = 5 * 8 * TENSOR
+        assert [size >= whole for size in shared] == [False, False, True, True, True, True, True], shared
+        for step in manager.all_steps():
+            found = manager.restore(step)
+            for name, value in base.items():
+                np.testing.assert_array_equal(bits(found[name]), bits(value), err_msg=f"{step} {name}")
+            assert {*found["adapter 0"].tolist(), *found["adapter 1"].tolist()} == {float(step)}
+
+
+def test_a_device_that_fails_between_two_waves(gpu: Any, written: None, tmp_path: Path) -> None:
+    """The files that were written go with the save, and all copies are waited for before their memory is used again."""
+    tree = {str(number): torch.zeros(TENSOR // 4) for number in range(7)}
+    write_data_files = Location.write_data_files
+
+    def failing(self: Location, files: Sequence[DataFile]) -> None:
+        write_data_files(self, files)
+        gpu.failure = "an illegal memory access was encountered"
+
+    with hf.CheckpointManager(tmp_path) as manager, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Location, "write_data_files", failing)
+        manager.save(1, tree)
+        with pytest.raises(hf.SaveFailedError, match="illegal memory access"):
+            manager.wait_until_finished()
+        patched.undo()
+        assert gpu.log[-4:] == ["wait", "write 2", "wait", "wait"]
+        assert manager.all_steps() == []
+        assert not list(tmp_path.rglob("d"))
+        gpu.failure = None
+        manager.save(2, tree)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [2]
+
+
+def test_two_devices_arrive_in_the_order_of_the_leaves() -> None:
+    """A leaf is there once every device has copied all that lies before the next batch."""
+    done: set[str] = set()
+
+    class Done:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def record(self, stream: Any) -> None: ...
+
+        def synchronize(self) -> None:
+            done.add(self._name)
+
+    arrival = device_arrays.Arrival()
+    arrival.events = [(0, Done("a0-3")), (3, Done("a3-9")), (1, Done("b1-4")), (4, Done("b4-8"))]
+    seen = [(count, sorted(done)) for count in arrival.in_turn()]
+    assert seen == [(1, ["a0-3"]), (3, ["a0-3", "b1-4"]), (4, ["a0-3", "a3-9", "b1-4"])]
+    assert done == {"a0-3", "a3-9", "b1-4", "b4-8"}
 
 
 def test_two_items_of_one_handler(gpu: Any, tmp_path: Path) -> None:
