@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable
+
 
 class TickingClock:
     """Goes on by some seconds whenever it is asked for the time of day.
@@ -42,3 +45,18 @@ class FakeClock:
     def sleep(self, seconds: float) -> None:
         self.wall += seconds
         self.running += seconds
+
+
+class Waiting(threading.Condition):
+    """A condition on which waiting moves a clock: to the end of the wait, or to the next time of a notification."""
+
+    def __init__(self, notified: Iterable[float] = ()) -> None:
+        super().__init__()
+        self.now = 0.0
+        self._notified = list(notified)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        assert timeout > 0
+        self.now = min([self.now + timeout, *(time for time in self._notified if time > self.now)])
+        return True

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -68,14 +69,14 @@ class Throttle:
         """Bytes to pass on at a time: little at a low rate, so that no connection is silent for long."""
         return _PIECE if self._rate is None else max(_LEAST_PIECE, min(_PIECE, int(self._rate / 4)))
 
-    def take(self, count: int) -> None:
-        """Wait until so many bytes may pass."""
+    def take(self, count: int, *, sent: bool = True) -> None:
+        """Wait until so many bytes may pass; those that are only read give way, and do not count at the rate."""
         with self._changed:
             now = self._now()
-            if self._rate is not None:
+            if self._rate is not None and sent:
                 self._free = max(self._free, now) + count / self._rate
             self._late = max(self._late, now) + count / BESIDE if self._gives_way() else now
-            free, late = self._free, self._late
+            free, late = self._free if sent else now, self._late
             while not self._ended():
                 pause = (max(free, late) if self._gives_way() else free) - self._now()
                 if pause <= 0:
@@ -250,24 +251,26 @@ class _Copy:
 
     def _segment(self, file: _File, reader: DataReader, start: int, stop: int) -> Segment:
         counted = [start]
-        return Segment(start, stop - start, lambda: self._parts(file, reader, start, stop, counted))
+        parts = partial(self._parts, file, reader, start, stop, counted)
+        return Segment(start, stop - start, parts, peek=partial(parts, sent=False))
 
     def _parts(
-        self, file: _File, reader: DataReader, start: int, stop: int, counted: list[int]
+        self, file: _File, reader: DataReader, start: int, stop: int, counted: list[int], *, sent: bool = True
     ) -> Iterator[NDArray[np.uint8]]:
         """Generate the bytes of a part of a file; ``counted`` is where those end that were counted before.
 
-        A store asks for them again to sign them, or after an error.
+        They are sent again after an error.
         """
         position = start
         try:
             for part in file.check.read(file.source, reader, start, stop, self._throttle.piece):
-                self._throttle.take(len(part))
+                self._throttle.take(len(part), sent=sent)
                 self._check()
                 yield part
-                position += len(part)
-                self._passed(max(0, position - counted[0]), sent=True)
-                counted[0] = max(counted[0], position)
+                if sent:
+                    position += len(part)
+                    self._passed(max(0, position - counted[0]), sent=True)
+                    counted[0] = max(counted[0], position)
         except Exception as error:
             self.failure = self.failure or error
             raise

@@ -56,8 +56,8 @@ def copy_checkpoint(
     Files are copied as they are, and every byte is compared with the checksums that were saved with it. A copy exists
     when all of it is there and durable. An interrupted call leaves nothing that counts as a checkpoint; the same call
     again sends only the files that are not whole yet. Memory does not grow with the size of the checkpoint where the
-    destination is a disk, or S3 with credentials in the environment. Otherwise, each file that is uploaded is in memory
-    meanwhile, three times at the peak.
+    destination is a disk, S3 with credentials in the environment, or Google Cloud Storage with those of a user or of
+    the machine. Otherwise, each file that is uploaded is in memory meanwhile, three times at the peak.
 
     In a program of several processes that all call this, process 0 does it and the others wait.
 

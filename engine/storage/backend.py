@@ -38,6 +38,8 @@ class Segment:
     # one-dimensional uint8 arrays of ``size`` bytes in total, best of at most 1 MiB each; the memory of one is copied
     # or sent before the next is requested.
     parts: Callable[[], Iterator[NDArray[np.uint8]]]
+    # The same, where the bytes are only hashed before they are sent; None: ``parts``.
+    peek: Callable[[], Iterator[NDArray[np.uint8]]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from .status import check_extent, map_status
 if TYPE_CHECKING:
     import tensorstore
 
-    from .s3_transfer import Patience, S3Transfer
+    from .transfer import Patience, Transfer
 
 _logger = logging.getLogger("holdfast")
 
@@ -138,7 +138,7 @@ class ObjectStoreBackend:
         self.spec = spec
         self._lock = threading.Lock()
         self._opened: tensorstore.KvStore | None = None
-        self._bulk: list[S3Transfer | None] | None = None  # its only element, once it is known
+        self._bulk: list[Transfer | None] | None = None  # its only element, once it is known
 
     def url(self, key: str) -> str:
         path = quote(key, safe="/-_.~!$&'()*+,;=:@", errors="surrogateescape")
@@ -268,13 +268,13 @@ class ObjectStoreBackend:
     def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
         transfer = self._transfer()
         if transfer is not None and transfer.put(
-            key, size, lambda: _parts(size, segments), self._patience(key, "write", size)
+            key, size, lambda sent: _parts(size, segments, sent), self._patience(key, "write", size)
         ):
             return
         # TensorStore takes a value as a whole. The stream returns its bytes without a copy, because they have their
         # final length from the start.
         stream = io.BytesIO(bytes(size))
-        for part in _parts(size, segments):
+        for part in _parts(size, segments, sent=True):
             stream.write(part.data)
         content = [stream.getvalue()]
         del stream
@@ -320,19 +320,20 @@ class ObjectStoreBackend:
                 self._opened = tensorstore.KvStore.open(self.spec | extra, context=shared_context()).result()
             return self._opened
 
-    def _transfer(self) -> S3Transfer | None:
+    def _transfer(self) -> Transfer | None:
         """Return the client for bulk data, if this store has one."""
-        if self.scheme != "s3":
+        if not self.is_remote:
             return None
         with self._lock:
             if self._bulk is None:
+                from .gcs_transfer import GcsTransfer
                 from .s3_transfer import S3Transfer
 
-                self._bulk = [S3Transfer.open(self.spec)]
+                self._bulk = [(S3Transfer if self.scheme == "s3" else GcsTransfer).open(self.spec)]
             return self._bulk[0]
 
     def _patience(self, key: str, action: str, nbytes: int) -> Patience:
-        from .s3_transfer import Patience
+        from .transfer import Patience
 
         return Patience(REQUEST_TIMEOUT + nbytes / SLOWEST, WARN_AFTER, lambda: self._warn(key, action))
 
@@ -522,16 +523,18 @@ class ObjectReader(DataReader):
             return self._whole
 
 
-def _parts(size: int, segments: Sequence[Segment]) -> Iterator[NDArray[np.uint8]]:
-    """Generate the bytes of a data file, the zeros between segments included."""
+def _parts(size: int, segments: Sequence[Segment], sent: bool) -> Iterator[NDArray[np.uint8]]:
+    """Generate the bytes of a data file, the zeros between segments included, to send them or only to hash them."""
     position = 0
     for segment in [*segments, Segment(size, 0, lambda: iter(()))]:
         while position < segment.offset:
             yield np.zeros(min(segment.offset - position, 1 << 20), np.uint8)
             position += min(segment.offset - position, 1 << 20)
-        for part in segment.parts():
-            yield part
+        for part in segment.parts() if sent or segment.peek is None else segment.peek():
             position += part.size
+            if position > segment.offset + segment.size:
+                break
+            yield part
         if position != segment.offset + segment.size:
             raise ValueError(
                 f"the segment at offset {segment.offset} should have {segment.size} bytes, "

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.clocks import Waiting
 from tests.earlier_versions.programs import __file__ as earlier
 from tests.fixtures import StoredFiles
 from tests.processes.harness import Process, run_outcomes
@@ -405,21 +405,6 @@ def test_what_cannot_be_copied(tmp_path: Path, source: str, destination: str, er
 
 
 # ---- bandwidth and memory
-
-
-class Waiting(threading.Condition):
-    """A condition on which waiting moves a clock: to the end of the wait, or to the next time of a notification."""
-
-    def __init__(self, notified: Iterable[float] = ()) -> None:
-        super().__init__()
-        self.now = 0.0
-        self._notified = list(notified)
-
-    def wait(self, timeout: float | None = None) -> bool:
-        assert timeout is not None
-        assert timeout > 0
-        self.now = min([self.now + timeout, *(time for time in self._notified if time > self.now)])
-        return True
 
 
 def test_the_bandwidth_is_shared_by_all_threads(tmp_path: Path) -> None:

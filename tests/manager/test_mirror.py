@@ -64,7 +64,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     found = threading.Event()
     take = copying.Throttle.take
 
-    def waits(self: copying.Throttle, count: int) -> None:
+    def waits(self: copying.Throttle, count: int, *, sent: bool = True) -> None:
         while not found.wait(0.01) and not self._ended():
             pass
         take(self, count)
@@ -280,7 +280,7 @@ def test_a_copy_gives_way_to_a_save(
                 raise hf.StorageFullError("full")
         return complete(save)
 
-    def takes(throttle: copying.Throttle, count: int) -> None:
+    def takes(throttle: copying.Throttle, count: int, *, sent: bool = True) -> None:
         if gate.is_set() and throttle._gives_way():
             given_way.set()
         take(throttle, count)

@@ -254,7 +254,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             super().handle_one_request()
 
     def _any(self) -> None:
-        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        length = int(self.headers.get("content-length") or 0)
+        body = self.rfile.read(length)
+        if len(body) < length:  # the client has gone; a request that is not whole is not carried out
+            self.close_connection = True
+            return
         path, _, query = self.path.partition("?")
         headers = {name.lower(): value for name, value in self.headers.items()}
         request = Request(self.command, path, dict(parse_qsl(query, keep_blank_values=True)), headers, body)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.clocks import Waiting
 from tests.object_stores.conftest import Store
+from tests.processes.harness import Process, run_processes
 
 import holdfast as hf
-from holdfast.engine.checkpoint import copying
+from holdfast.engine.checkpoint import Throttle, copy_step, copying, read_record
 
 SMALL = hf.Layout(chunk_bytes=4096, segment_bytes=8192, data_file_bytes=16_384)
 WEIGHTS = np.arange(20_000, dtype=np.float32)
@@ -52,3 +56,37 @@ def test_an_upload_that_fails_goes_on(store: Store, tmp_path: Path, code: tuple[
     assert not [key for key in before for what in written if what.endswith(key)]
     assert np.array_equal(hf.load(f"{store.url}/copy")["w"], WEIGHTS)
     assert hf.verify(f"{store.url}/copy").ok
+
+
+def test_the_bandwidth_counts_what_is_sent(store: Store, tmp_path: Path) -> None:
+    """Over plain http, requests to S3 are signed by a hash of the data, which reads it once more."""
+    time = Waiting()
+    hf.save(tmp_path / "original", {"w": np.arange(1_000_000, dtype=np.float32)})
+    original, copy = hf.as_location(tmp_path / "original"), hf.as_location(f"{store.url}/copy")
+    record = read_record(original)
+    copy_step(original, copy, record, throttle=Throttle(record.nbytes / 100, changed=time, now=lambda: time.now))
+    assert 99 <= time.now <= 101
+
+
+LARGE = 192 << 20  # bytes of one file
+
+
+def growth(process: Process, environment: dict[str, str], original: str, copy: str) -> int:
+    """Copies a checkpoint; returns by how many bytes the process grew at most."""
+    os.environ.update(environment)
+    hf.copy_checkpoint(original + "-small", copy + "-small")  # imports what is needed
+
+    def peak() -> int:
+        return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+
+    before = peak()
+    hf.copy_checkpoint(original, copy)
+    return peak() - before
+
+
+def test_a_large_file_is_not_in_memory(store: Store, tmp_path: Path) -> None:
+    hf.save(tmp_path / "original", {"w": np.ones(LARGE, np.uint8)})
+    hf.save(tmp_path / "original-small", {"w": np.ones(4 << 20, np.uint8)})
+    arguments = (store.environment, str(tmp_path / "original"), f"{store.url}/copy")
+    (grown,) = run_processes(growth, 1, *arguments, backend="none")
+    assert grown < LARGE / 4

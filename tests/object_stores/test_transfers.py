@@ -1,4 +1,4 @@
-"""The short way of data files to S3: what it sends and accepts, and when it leaves the rest to TensorStore."""
+"""The short way of data files to stores: what it sends and accepts, and when it leaves the rest to TensorStore."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.object_stores.conftest import Store
+from tests.object_stores.store_server import Answer
 
 import holdfast as hf
 from holdfast.engine.arrays import extents
 from holdfast.engine.arrays.assemble import Assembly
 from holdfast.engine.errors import DamagedCheckpointError
-from holdfast.engine.storage import Location, Segment, as_location, object_store, s3_transfer, store_spec
-from holdfast.engine.storage.s3_transfer import Part, Patience, S3Transfer
+from holdfast.engine.storage import Location, Segment, as_location, object_store, store_spec, transfer
+from holdfast.engine.storage.gcs_transfer import GcsTransfer
+from holdfast.engine.storage.s3_transfer import S3Transfer
+from holdfast.engine.storage.transfer import Part, Patience, Transfer
 
 DATA = np.arange(200_000, dtype=np.uint32).view(np.uint8)
 CHUNK = 64 << 10
@@ -24,7 +27,7 @@ LAYOUT = hf.Layout(chunk_bytes=CHUNK, segment_bytes=CHUNK)
 PATIENT = Patience(30.0, 20.0, lambda: None)
 
 
-def parts() -> Iterator[Part]:
+def parts(sent: bool = True) -> Iterator[Part]:
     """Short and long parts."""
     for start, end in ((0, 4), (4, 1000), (1000, 400_000), (400_000, 400_004), (400_004, DATA.size)):
         yield DATA[start:end]
@@ -39,8 +42,9 @@ def write(place: Location) -> None:
 
 
 @pytest.fixture
-def transfer(s3: Store) -> S3Transfer:
-    found = S3Transfer.open(store_spec("s3", s3.bucket))
+def client(store: Store) -> Transfer:
+    spec = store_spec(store.url[:2], store.bucket)
+    found = S3Transfer.open(spec) if spec["driver"] == "s3" else GcsTransfer.open(spec)
     assert found is not None
     return found
 
@@ -79,62 +83,69 @@ def test_where_only_tensorstore_can_decide(
 
 
 @pytest.mark.parametrize("key", ["a/b", "a b/größe", "+&=~'()*!@,;:$%41"])
-@pytest.mark.parametrize("token", [None, "of a role"])
-def test_there_and_back(
-    s3: Store, transfer: S3Transfer, key: str, token: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if token is not None:
-        monkeypatch.setenv("AWS_SESSION_TOKEN", token)
-    assert transfer.put(key, DATA.size, parts, PATIENT)
+def test_there_and_back(store: Store, client: Transfer, key: str) -> None:
+    assert client.put(key, DATA.size, parts, PATIENT)
     memory = np.zeros(100_000, np.uint8)
-    assert transfer.get(key, 5, [memory[:70_000], memory[70_000:]], PATIENT, nothing)
+    assert client.get(key, 5, [memory[:70_000], memory[70_000:]], PATIENT, nothing)
     assert np.array_equal(memory, DATA[5:100_005])
-    assert [one.headers.get("x-amz-security-token") for one in s3.server.log] == [token, token]
-    assert not transfer.get(key, DATA.size - 10, [memory], PATIENT, nothing), "the object ends before the range"
+    assert store.stored() == [key]
+    assert not client.get(key, DATA.size - 10, [memory], PATIENT, nothing), "the object ends before the range"
 
 
-def test_what_changes_while_it_is_sent_is_refused(s3: Store, transfer: S3Transfer) -> None:
-    contents = iter((np.zeros(100, np.uint8), np.ones(100, np.uint8)))
-    assert not transfer.put("object", 100, lambda: iter([next(contents)]), PATIENT)
+def test_a_role_has_a_token(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of a role")
+    write(as_location(f"{s3.url}/data"))
+    assert [one.headers.get("x-amz-security-token") for one in s3.server.log] == ["of a role"]
+
+
+def test_what_changes_while_it_is_sent_is_refused(s3: Store) -> None:
+    client = S3Transfer.open(store_spec("s3", s3.bucket))
+    assert client is not None
+    contents = {False: np.zeros(100, np.uint8), True: np.ones(100, np.uint8)}
+    assert not client.put("object", 100, lambda sent: iter([contents[sent]]), PATIENT)
     assert s3.stored() == []
 
 
-def test_a_connection_that_was_closed_meanwhile(s3: Store, transfer: S3Transfer) -> None:
-    assert transfer.put("object", DATA.size, parts, PATIENT)
-    for _, connection in transfer._idle:
+def test_a_connection_that_was_closed_meanwhile(client: Transfer) -> None:
+    assert client.put("object", DATA.size, parts, PATIENT)
+    for _, connection in client._idle:
         connection.sock.shutdown(socket.SHUT_RDWR)
-    assert transfer.put("object", DATA.size, parts, PATIENT)
-    assert len(transfer._idle) == 1
+    assert client.put("object", DATA.size, parts, PATIENT)
+    assert len(client._idle) == 1
 
 
-def test_an_error_with_the_status_of_success(s3: Store, transfer: S3Transfer) -> None:
-    body = s3.server.error(500, "InternalError").body
-    s3.server.fail("PUT", answer=type(s3.server.error(500, ""))(200, body))
-    assert not transfer.put("object", DATA.size, parts, PATIENT)
+def test_an_error_with_the_status_of_success(store: Store, client: Transfer) -> None:
+    body = store.server.error(500, "InternalError").body
+    store.server.fail("PUT|POST", answer=Answer(200, body))
+    assert not client.put("object", DATA.size, parts, PATIENT)
 
 
-def test_a_service_without_ranges(s3: Store) -> None:
+def test_a_service_without_ranges(store: Store) -> None:
     """The first read finds that out, and the object is read once as a whole."""
-    place = as_location(f"{s3.url}/data")
+    place = as_location(f"{store.url}/data")
     write(place)
-    s3.server.ranges = False
+    store.server.ranges = False
     with place.open_data(size=DATA.size) as reader:
         for offset in (400, 100, 0):
             assert np.array_equal(reader.read(offset, 50), DATA[offset : offset + 50])
 
 
-def test_after_failures_in_a_row_tensorstore_takes_over_for_a_while(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_failures_in_a_row_tensorstore_takes_over_for_a_while(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [1000.0]
     refusing = [True]
-    monkeypatch.setattr("holdfast.engine.storage.s3_transfer.time.monotonic", lambda: now[0])
-    place = as_location(f"{s3.url}/data")
-    s3.server.fail("PUT", times=1000, when=lambda: refusing[0], answer=s3.server.error(501, "NotImplemented"))
+    monkeypatch.setattr("holdfast.engine.storage.transfer.time.monotonic", lambda: now[0])
+    place = as_location(f"{store.url}/data")
+    store.server.fail(
+        "PUT|POST", times=1000, when=lambda: refusing[0], answer=store.server.error(501, "NotImplemented")
+    )
 
     def puts(others: bool) -> int:
-        before = len(s3.server.log)
+        before = len(store.server.log)
         refusing[0] = others
         write(place)
-        return len(s3.server.log) - before
+        return len(store.server.log) - before
 
     real: Any = object_store.ObjectStoreBackend._write
 
@@ -144,22 +155,22 @@ def test_after_failures_in_a_row_tensorstore_takes_over_for_a_while(s3: Store, m
 
     monkeypatch.setattr(object_store.ObjectStoreBackend, "_write", slow)
     assert [puts(others=True) for _ in range(6)] == [2, 2, 2, 2, 1, 1]
-    now[0] += s3_transfer._PAUSE + 1
+    now[0] += transfer._PAUSE + 1
     monkeypatch.setattr(object_store.ObjectStoreBackend, "_write", None)
     assert puts(others=False) == 1, "by the short way"
     assert np.array_equal(np.frombuffer(place.read_bytes(), np.uint8), DATA)
 
 
-def test_parts_that_are_too_short(s3: Store) -> None:
+def test_parts_that_are_too_short(store: Store) -> None:
     with pytest.raises(ValueError, match="should have 500 bytes, but its parts have 100"):
-        as_location(f"{s3.url}/data").write_data(500, [Segment(0, 500, lambda: iter([DATA[:100]]))])
-    assert s3.stored() == []
+        as_location(f"{store.url}/data").write_data(500, [Segment(0, 500, lambda: iter([DATA[:100]]))])
+    assert store.stored() == []
 
 
-def test_a_load_does_not_copy(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    hf.save(f"{s3.url}/ckpt", {"w": DATA})
+def test_a_load_does_not_copy(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf.save(f"{store.url}/ckpt", {"w": DATA})
     monkeypatch.setattr(object_store.ObjectReader, "_fetch", None)
-    assert np.array_equal(hf.load(f"{s3.url}/ckpt")["w"], DATA)
+    assert np.array_equal(hf.load(f"{store.url}/ckpt")["w"], DATA)
 
 
 TREES: dict[str, NDArray[Any]] = {
@@ -188,9 +199,9 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_chunks_are_received_in_their_place(s3: Store, name: str, one_by_one: list[int]) -> None:
-    hf.save(f"{s3.url}/ckpt", {"w": TREES[name]}, layout=LAYOUT)
-    found = hf.load(f"{s3.url}/ckpt")["w"]
+def test_chunks_are_received_in_their_place(store: Store, name: str, one_by_one: list[int]) -> None:
+    hf.save(f"{store.url}/ckpt", {"w": TREES[name]}, layout=LAYOUT)
+    found = hf.load(f"{store.url}/ckpt")["w"]
     assert np.array_equal(found, TREES[name])
     whole = TREES[name].nbytes // CHUNK
     # The first one is verified before the array takes memory; the last may reach beyond the end of the array.
@@ -198,13 +209,13 @@ def test_chunks_are_received_in_their_place(s3: Store, name: str, one_by_one: li
 
 
 @pytest.mark.parametrize("position", [100, 64 << 10], ids=["values", "checksum"])
-def test_damage_is_found_in_its_place(s3: Store, position: int, one_by_one: list[int]) -> None:
-    hf.save(f"{s3.url}/ckpt", {"v": TREES["rows"], "w": TREES["in a row"]}, layout=LAYOUT)
+def test_damage_is_found_in_its_place(store: Store, position: int, one_by_one: list[int]) -> None:
+    hf.save(f"{store.url}/ckpt", {"v": TREES["rows"], "w": TREES["in a row"]}, layout=LAYOUT)
     last = TREES["in a row"][-CHUNK // 4 :].tobytes()
-    (stored,) = [one for one in s3.server.buckets[s3.bucket].values() if last in one.content]
+    (stored,) = [one for one in store.server.buckets[store.bucket].values() if last in one.content]
     at = stored.content.index(last) + position
     stored.content = stored.content[:at] + bytes([stored.content[at] ^ 1]) + stored.content[at + 1 :]
     with pytest.raises(DamagedCheckpointError, match=r"w: .*chunk 15 has crc32c [0-9a-f]{8}, expected"):
-        hf.load(f"{s3.url}/ckpt")
+        hf.load(f"{store.url}/ckpt")
     assert 15 in one_by_one
-    assert np.array_equal(hf.load(f"{s3.url}/ckpt", select="v")["v"], TREES["rows"])
+    assert np.array_equal(hf.load(f"{store.url}/ckpt", select="v")["v"], TREES["rows"])

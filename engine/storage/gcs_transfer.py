@@ -1,0 +1,129 @@
+"""Bulk data to and from Google Cloud Storage: the requests of its JSON API, and the access tokens.
+
+Credentials are found where TensorStore finds them, and in the same order, so that both act for the same account.
+
+https://cloud.google.com/storage/docs/json_api/v1/objects
+https://cloud.google.com/docs/authentication/application-default-credentials
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import ssl
+import threading
+import time
+import urllib.request
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from urllib.parse import quote, urlencode
+
+from .transfer import Transfer, tls_context
+
+_SERVICE = "https://storage.googleapis.com"
+_TOKENS = "https://oauth2.googleapis.com/token"
+_WAIT = 5.0  # seconds for an answer with a token
+_RENEW = 60.0  # seconds before the end of a token at which it is renewed
+_PAUSE = 60.0  # seconds until a token that was not found is looked for again
+
+
+class GcsTransfer(Transfer):
+    """Requests for objects of one bucket of Google Cloud Storage."""
+
+    def __init__(self, url: str, verify: ssl.SSLContext | None, bucket: str) -> None:
+        super().__init__(url, verify)
+        self._bucket = quote(bucket, safe="")
+
+    @classmethod
+    def open(cls, spec: Mapping[str, Any]) -> GcsTransfer | None:
+        """Return the client for TensorStore's specification of a store; None where only TensorStore can reach it."""
+        return cls._at(os.environ.get("TENSORSTORE_GCS_HTTP_URL", _SERVICE), spec["bucket"])
+
+    def _put_target(self, key: str) -> tuple[str, str]:
+        name = quote(key, safe="", errors="surrogateescape")
+        return "POST", f"{self._prefix}/upload/storage/v1/b/{self._bucket}/o?uploadType=media&name={name}"
+
+    def _get_target(self, key: str) -> str:
+        name = quote(key, safe="", errors="surrogateescape")
+        return f"{self._prefix}/storage/v1/b/{self._bucket}/o/{name}?alt=media"
+
+    def _authorized(self, method: str, target: str, headers: Mapping[str, str], digest: str) -> dict[str, str] | None:
+        token = access_token()
+        if token is None:
+            return None
+        kind = {"content-type": "application/octet-stream"} if method == "POST" else {}
+        return {"host": self._netloc, **kind, **headers, "authorization": f"Bearer {token}"}
+
+    def _is_stored(self, answer: bytes, size: int) -> bool:
+        with contextlib.suppress(ValueError, AttributeError):
+            return bool(json.loads(answer).get("size") == str(size))
+        return False
+
+
+class _Token(NamedTuple):
+    text: str | None
+    until: float  # time.monotonic() at which it is asked for again
+
+
+_lock = threading.Lock()
+_known: dict[tuple[str | None, ...], _Token] = {}  # by the source of the credentials
+
+
+def access_token() -> str | None:
+    """Return a token for the account of this process; None where only TensorStore can get one."""
+    if "GOOGLE_AUTH_TOKEN_FOR_TESTING" in os.environ:
+        return os.environ["GOOGLE_AUTH_TOKEN_FOR_TESTING"]
+    names = ("GOOGLE_APPLICATION_CREDENTIALS", "CLOUDSDK_CONFIG", "HOME", "GCE_METADATA_ROOT")
+    source = tuple(map(os.environ.get, names))
+    with _lock:
+        token = _known.get(source)
+        if token is None or time.monotonic() >= token.until:
+            token = _known[source] = _new_token()
+        return token.text
+
+
+def _new_token() -> _Token:
+    asked = time.monotonic()
+    try:
+        answer = json.loads(_ask_for_token())
+        return _Token(str(answer["access_token"]), asked + float(answer["expires_in"]) - _RENEW)
+    except (OSError, ValueError, KeyError, TypeError):
+        return _Token(None, asked + _PAUSE)
+
+
+def _ask_for_token() -> bytes:
+    """Request a token from Google for a user, or from the machine for its account."""
+    credentials = _credentials()
+    if credentials is None:
+        host = os.environ.get("GCE_METADATA_ROOT", "metadata.google.internal")
+        url = f"http://{host}/computeMetadata/v1/instance/service-accounts/default/token"
+        return _answer(urllib.request.Request(url, headers={"Metadata-Flavor": "Google"}))
+    # Of a service account, the file has a key to sign with, which the standard library cannot: a KeyError.
+    body = {name: credentials[name] for name in ("client_id", "client_secret", "refresh_token")}
+    return _answer(urllib.request.Request(_TOKENS, urlencode(body | {"grant_type": "refresh_token"}).encode()))
+
+
+def _answer(request: urllib.request.Request) -> bytes:
+    # The machine is reached without a proxy, and with a proxy for Google there is no such client.
+    handlers = [urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls_context())]
+    with urllib.request.build_opener(*handlers).open(request, timeout=_WAIT) as response:
+        content: bytes = response.read()
+    return content
+
+
+def _credentials() -> dict[str, Any] | None:
+    """Return the content of the file with credentials, if there is one."""
+    folder = os.environ.get("CLOUDSDK_CONFIG") or os.path.join(os.environ.get("HOME", ""), ".config", "gcloud")
+    paths = [
+        os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"),
+        os.path.join(folder, "application_default_credentials.json"),
+    ]
+    for path in filter(None, paths):
+        try:
+            with open(path, "rb") as file:
+                content: dict[str, Any] = json.load(file)
+        except OSError:
+            continue
+        return content
+    return None

@@ -1,0 +1,307 @@
+"""Bulk data to and from object stores without copies: one attempt at an upload or a ranged GET.
+
+TensorStore's client gathers an object three times on its way and, for S3, hashes it on every attempt, several processor
+seconds for a gigabyte. This one sends arrays from where they are and receives into the memory that the caller keeps. It
+knows no retries and explains no errors: a request that does not succeed at once goes to TensorStore, whose answer
+counts.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import os
+import re
+import select
+import socket
+import ssl
+import threading
+import time
+import urllib.request
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+from urllib.parse import urlsplit
+
+import numpy as np
+from numpy.typing import NDArray
+
+_logger = logging.getLogger("holdfast")
+
+Part = NDArray[np.uint8]
+
+STALLED = 120.0  # seconds without a byte after which an attempt has failed, as in TensorStore
+_CONNECT = 20.0  # seconds
+_IDLE = 5.0  # seconds that a connection may have been idle; services close them after some more
+_SPARE = 16  # idle connections that are kept
+_ATTEMPTS = 4  # failures in a row after which a bucket is left to TensorStore alone
+_PAUSE = 60.0  # seconds for which it is
+_JOIN = 64 << 10  # bytes; shorter parts are joined before they are sent
+_STEP = 256 << 10  # bytes sent or received between two looks at the clock
+_ANSWER = 64 << 10  # bytes of the body of an answer to an upload that are read
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
+
+
+class Patience(NamedTuple):
+    """How long to wait for a service."""
+
+    timeout: float  # seconds after which the attempt has failed
+    usual: float  # seconds to wait for the beginning of an answer before ``exceeded`` is called
+    exceeded: Callable[[], None]
+
+
+class Transfer:
+    """Requests for objects of one bucket, from any number of threads; subclasses speak the protocol of a service.
+
+    Args:
+        url: What the target of every request begins with.
+        verify: How to verify the service, for ``https``.
+    """
+
+    def __init__(self, url: str, verify: ssl.SSLContext | None) -> None:
+        parts = urlsplit(url)
+        self._host, self._port, self._prefix = parts.hostname or "", parts.port, parts.path.rstrip("/")
+        self._netloc = parts.netloc
+        self._verify = verify
+        self._idle: list[tuple[float, http.client.HTTPConnection]] = []
+        weakref.finalize(self, _close_all, self._idle)
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._paused = 0.0  # until then, time.monotonic()
+
+    @classmethod
+    def _at(cls, url: str, *settings: Any) -> Self | None:
+        """Return the client for a service; None where only TensorStore can reach it."""
+        parts = urlsplit(url)
+        try:
+            usable = parts.scheme in ("http", "https") and parts.hostname and not parts.query and parts.port != 0
+        except ValueError:
+            return None
+        if not usable or parts.username is not None or not parts.netloc.isascii():
+            return None
+        if urllib.request.getproxies().get(parts.scheme) and not urllib.request.proxy_bypass(parts.hostname or ""):
+            return None
+        try:
+            return cls(url, tls_context() if parts.scheme == "https" else None, *settings)
+        except OSError:
+            return None
+
+    # ---- the protocol of a service
+
+    def _put_target(self, key: str) -> tuple[str, str]:
+        """Return the method and the target of an upload."""
+        raise NotImplementedError
+
+    def _get_target(self, key: str) -> str:
+        raise NotImplementedError
+
+    def _digest(self, parts: Callable[[], Iterator[Part]]) -> str:
+        """Return what :meth:`_authorized` has to know of the bytes of an upload, or ""."""
+        return ""
+
+    def _authorized(self, method: str, target: str, headers: Mapping[str, str], digest: str) -> dict[str, str] | None:
+        """Return all headers of a request; None without credentials."""
+        raise NotImplementedError
+
+    def _is_stored(self, answer: bytes, size: int) -> bool:
+        """Return whether an answer with the status of success says that an object of this size was stored."""
+        raise NotImplementedError
+
+    # ---- requests
+
+    def put(self, key: str, size: int, parts: Callable[[bool], Iterator[Part]], patience: Patience) -> bool:
+        """Store an object; return whether the service said so.
+
+        Args:
+            key: Its name.
+            size: Its length in bytes.
+            parts: Generates its bytes, each time it is called, to send them or only to hash them; a part is used before
+                the next one is requested.
+            patience: How long to wait.
+
+        Raises:
+            ValueError: ``parts`` raised it.
+        """
+
+        def send(connection: http.client.HTTPConnection, check: Callable[[], None]) -> None:
+            _send(connection.sock, parts(True), check)
+
+        def receive(response: http.client.HTTPResponse, check: Callable[[], None]) -> bool:
+            check()
+            body = response.read(_ANSWER)
+            return response.status in (200, 201, 204) and response.isclosed() and self._is_stored(body, size)
+
+        method, target = self._put_target(key)
+        headers = {"content-length": str(size)}
+        return self._attempt(
+            method, target, headers, lambda: self._digest(lambda: parts(False)), send, receive, patience
+        )
+
+    def get(
+        self, key: str, offset: int, memory: Sequence[Part], patience: Patience, answered: Callable[[], None]
+    ) -> bool:
+        """Fill memory, one part after the other, with the bytes from ``offset`` on.
+
+        ``answered`` is called when the answer begins. Returns whether the service sent exactly those bytes.
+        """
+        size = sum(part.size for part in memory)
+        end = offset + size
+
+        def receive(response: http.client.HTTPResponse, check: Callable[[], None]) -> bool:
+            answered()
+            # Some services send a range with the status of a whole object.
+            found = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
+            if response.status not in (200, 206) or found is None or response.length != size:
+                return False
+            if (int(found[1]), int(found[2])) != (offset, end - 1) or response.headers.get("content-encoding"):
+                return False
+            for part in memory:
+                done, view = 0, part.data
+                while done < part.size:
+                    check()
+                    count = response.readinto(view[done : done + _STEP])
+                    if not count:
+                        return False
+                    done += count
+            return response.isclosed() or not response.read(1)
+
+        headers = {"range": f"bytes={offset}-{end - 1}"}
+        return self._attempt("GET", self._get_target(key), headers, str, None, receive, patience)
+
+    def _attempt(
+        self,
+        method: str,
+        target: str,
+        headers: dict[str, str],
+        digest: Callable[[], str],
+        send: Callable[[http.client.HTTPConnection, Callable[[], None]], None] | None,
+        receive: Callable[[http.client.HTTPResponse, Callable[[], None]], bool],
+        patience: Patience,
+    ) -> bool:
+        if time.monotonic() < self._paused:
+            return False
+        known = digest()
+        deadline = time.monotonic() + patience.timeout
+
+        def check() -> None:
+            if time.monotonic() > deadline:
+                raise TimeoutError
+
+        reused = True
+        while reused:  # the service may have closed a connection that was idle
+            authorized = self._authorized(method, target, headers, known)
+            if authorized is None:
+                return False
+            try:
+                connection, reused = self._connection(min(STALLED, patience.timeout))
+            except (OSError, http.client.HTTPException):
+                break
+            status = 0
+            done = False
+            try:
+                connection.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
+                for name, value in authorized.items():
+                    connection.putheader(name, value)
+                connection.endheaders()
+                if send is not None:
+                    send(connection, check)
+                _wait(connection.sock, patience)
+                response = connection.getresponse()
+                status = response.status
+                done = receive(response, check)
+            except TimeoutError:
+                break
+            except (OSError, http.client.HTTPException):
+                if status:
+                    break
+                continue
+            finally:
+                if done and connection.sock is not None:
+                    self._keep(connection)
+                else:
+                    connection.close()
+            if done or status in (404, 416):  # missing, or shorter than it should be
+                self._failures = 0
+                return done
+            break
+        self._failures += 1
+        if self._failures >= _ATTEMPTS:
+            self._failures, self._paused = 0, time.monotonic() + _PAUSE
+            _logger.info("%s: requests for data failed; TensorStore takes over for %.0f s", self._netloc, _PAUSE)
+        return False
+
+    def _connection(self, timeout: float) -> tuple[http.client.HTTPConnection, bool]:
+        """Return a connection, and whether it has been used before."""
+        with self._lock:
+            if self._process != os.getpid():  # the sockets are those of the parent
+                _close_all(self._idle)
+                self._process = os.getpid()
+            while self._idle:
+                since, connection = self._idle.pop()
+                if time.monotonic() - since <= _IDLE and connection.sock is not None:
+                    connection.sock.settimeout(timeout)
+                    return connection, True
+                connection.close()
+        if self._verify is None:
+            connection = http.client.HTTPConnection(self._host, self._port, timeout=min(_CONNECT, timeout))
+        else:
+            connection = http.client.HTTPSConnection(
+                self._host, self._port, timeout=min(_CONNECT, timeout), context=self._verify
+            )
+        try:
+            connection.connect()
+            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sock.settimeout(timeout)
+        except BaseException:
+            connection.close()
+            raise
+        return connection, False
+
+    def _keep(self, connection: http.client.HTTPConnection) -> None:
+        with self._lock:
+            if len(self._idle) < _SPARE and self._process == os.getpid():
+                self._idle.append((time.monotonic(), connection))
+                return
+        connection.close()
+
+
+def tls_context() -> ssl.SSLContext:
+    """Return how services are verified: by the certificates that TensorStore uses, too."""
+    certificates, folder = os.environ.get("TENSORSTORE_CA_BUNDLE"), os.environ.get("TENSORSTORE_CA_PATH")
+    return ssl.create_default_context(cafile=certificates, capath=folder)
+
+
+def _close_all(idle: list[tuple[float, http.client.HTTPConnection]]) -> None:
+    while idle:
+        idle.pop()[1].close()
+
+
+def _send(connection: socket.socket, parts: Iterable[Part], check: Callable[[], None]) -> None:
+    """Send parts without a copy; short ones are joined."""
+    short = bytearray()
+    for part in parts:
+        if part.size < _JOIN:
+            short += part.data
+            if len(short) < _STEP:
+                continue
+        if short:
+            check()
+            connection.sendall(short)
+            short = bytearray()
+        if part.size >= _JOIN:
+            view = part.data
+            for start in range(0, part.size, _STEP):
+                check()
+                connection.sendall(view[start : start + _STEP])
+    if short:
+        connection.sendall(short)
+
+
+def _wait(connection: socket.socket, patience: Patience) -> None:
+    """Wait for the beginning of an answer as long as is usual."""
+    if patience.usual < patience.timeout:
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        if not poll.poll(patience.usual * 1000):
+            patience.exceeded()
