@@ -15,6 +15,7 @@ from typing import Any
 
 import typer
 
+from ..engine.clock import format_size
 from ..engine.errors import CheckpointNotFoundError, OptionError, shortened_steps
 from ..engine.manager import (
     CheckpointManager,
@@ -30,7 +31,7 @@ from ..engine.storage import Location
 from .log import configure_logging
 from .places import checkpoints_at, is_one_checkpoint, where_else
 from .progress import progress_of
-from .report import count, print_json, size
+from .report import count, print_json
 from .status import DONE, FAILED
 
 
@@ -168,7 +169,7 @@ def _delete(
     more: dict[str, Any] | None = None,
 ) -> int:
     nbytes = run.nbytes(steps)
-    what = f"{count(len(steps), 'checkpoint', 'checkpoints')} of {run.location}, {size(nbytes)}"
+    what = f"{count(len(steps), 'checkpoint', 'checkpoints')} of {run.location}, {format_size(nbytes)}"
     if not as_json:
         print(f"delete {shortened_steps(steps)}: {what}" if steps else "nothing to delete")
     deleted: list[int] = []

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Literal, cast, get_args
 
+from ..engine.clock import format_size
 from ..engine.errors import CheckpointExistsError, OptionError, TreeMismatchError
 from ..engine.formats.convert import Conversion, ExportFormat, export_checkpoint, import_checkpoint
 from ..engine.manager import copy_checkpoint
@@ -15,7 +16,7 @@ from ..engine.sources import is_ours
 from .log import configure_logging
 from .places import checkpoints_at
 from .progress import progress_of
-from .report import count, print_json, size
+from .report import count, print_json
 from .status import DONE
 
 
@@ -44,8 +45,8 @@ def copy_checkpoints(
         print_json({"checkpoints": [dataclasses.asdict(one) for one in copies]})
         return DONE
     for one in copies:
-        there = "" if one.sent == one.bytes else f", {size(one.bytes - one.sent)} of it there already"
-        print(f"{one.source} -> {one.path}: {size(one.bytes)}{there}")
+        there = "" if one.sent == one.bytes else f", {format_size(one.bytes - one.sent)} of it there already"
+        print(f"{one.source} -> {one.path}: {format_size(one.bytes)}{there}")
     return DONE
 
 
@@ -155,6 +156,6 @@ def _print(conversions: Sequence[Conversion], *, as_json: bool) -> None:
         return
     for done in conversions:
         leaves = count(done.leaves, "leaf", "leaves")
-        print(f"{done.source} -> {done.path}: {leaves}, {size(done.bytes)} ({done.format})")
+        print(f"{done.source} -> {done.path}: {leaves}, {format_size(done.bytes)} ({done.format})")
         for line in done.left_out:
             print(f"  left out: {line}")

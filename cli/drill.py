@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..engine.clock import seconds
+from ..engine.clock import format_size, seconds
 from ..engine.errors import HoldfastError, OptionError, shortened, shortened_steps
 from ..engine.manager import TRACES, DrillPlan, Point, list_steps, read_events
 from ..engine.sources import LeafDifference, compare_checkpoints, open_at
@@ -31,7 +31,7 @@ from ..engine.storage import CLAIMS, DRILL, as_location
 from .findings import Causes, Finding, Report, StepDifference, Trace, in_use, print_report, unseeded
 from .log import configure_logging
 from .program import Program, Signals, shell_status
-from .report import count, print_json, size
+from .report import count, print_json
 from .status import BAD_USAGE, DONE, FAILED
 
 Kind = Literal["first", "kill", "save", "term", "twice", "validation"]
@@ -324,7 +324,7 @@ class _Drill:
             raise DrillError(f"the program reported {len(trace.steps)} steps, and saved none{self._tail(name)}")
         self._say(
             f"{name} run: {len(trace.steps)} steps, {count(checkpoints, 'checkpoint', 'checkpoints')}, "
-            f"{size(_bytes_below(self._folder / name))}, {time.monotonic() - began:.1f} s"
+            f"{format_size(_bytes_below(self._folder / name))}, {time.monotonic() - began:.1f} s"
         )
         return start
 
@@ -586,7 +586,7 @@ class _Drill:
         free = shutil.disk_usage(self._folder).free
         if free < used * 1.1:
             raise DrillError(
-                f"the interrupted run needs {size(used)}, and {self._folder} has {size(free)} left; "
+                f"the interrupted run needs {format_size(used)}, and {self._folder} has {format_size(free)} left; "
                 "name a place on a larger disk with --keep, or take fewer --steps"
             )
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from .. import CheckpointSummary, LeafSummary, describe, list_checkpoints, verify
+from ..engine.clock import format_size
 from ..engine.errors import CheckpointNotFoundError, OptionError, TreeMismatchError, shortened_steps
 from ..engine.inspection import shared_bytes
 from ..engine.pytree import PathFilter
@@ -26,7 +27,7 @@ from ..engine.storage import Location
 from .log import configure_logging
 from .places import INSIDE_A_RUN, checkpoints_at, is_one_checkpoint, runs_below, where_else
 from .progress import progress_of
-from .report import age, count, metrics_text, print_json, print_table, print_tree, size
+from .report import age, count, metrics_text, print_json, print_table, print_tree
 from .status import DONE, FAILED
 
 
@@ -76,8 +77,8 @@ def _sizes(item: dict[str, Any], *, shares: bool) -> list[str]:
     """Return the size of a step, and, where steps share files, of what it alone has."""
     if item["damage"] is not None and item["time"] is None:
         return ["-"] * (1 + shares)
-    own = [size(item["bytes"] - item["shared_bytes"])] if shares else []
-    return [size(item["bytes"]), *own]
+    own = [format_size(item["bytes"] - item["shared_bytes"])] if shares else []
+    return [format_size(item["bytes"]), *own]
 
 
 def _run(location: Location) -> dict[str, Any]:
@@ -107,8 +108,8 @@ def _print_runs(runs: list[dict[str, Any]]) -> None:
                 str(run["checkpoints"]),
                 str(newest["step"]),
                 "-" if newest["time"] is None else age(now - newest["time"]),
-                size(run["bytes"]),
-                *([size(run["disk_bytes"])] if shares else []),
+                format_size(run["bytes"]),
+                *([format_size(run["disk_bytes"])] if shares else []),
                 metrics_text(newest["metrics"]),
                 f"damaged: {shortened_steps(run['damaged'])}" if run["damaged"] else "ok",
             ]
@@ -232,10 +233,14 @@ def show_leaves(
         facts = {"path": str(location), "step": checkpoint.step, "time": checkpoint.time, "shared_bytes": shared}
         print_json({**facts, "leaves": shown})
         return DONE
-    total = size(sum(leaf.bytes for leaf in leaves))
+    total = format_size(sum(leaf.bytes for leaf in leaves))
     saved = "" if checkpoint.time is None else f", saved {age(time.time() - checkpoint.time)} ago"
     wrote = "" if isinstance(checkpoint, NativeCheckpoint) else f", written by {checkpoint.format}"
-    own = f" ({size(checkpoint.nbytes - shared)} on disk are its own, {size(shared)} shared)" if shared else ""
+    own = (
+        f" ({format_size(checkpoint.nbytes - shared)} on disk are its own, {format_size(shared)} shared)"
+        if shared
+        else ""
+    )
     summary = f"{location}: {count(len(leaves), 'leaf', 'leaves')}, {total}{own}{saved}{wrote}"
     if as_tree:
         print_tree(summary, [(f"{leaf.item}/{leaf.path}", leaf.bytes, _about(leaf, numbers)) for leaf in leaves])
@@ -248,7 +253,7 @@ def show_leaves(
             str(list(leaf.shape)) if leaf.dtype else "",
             "key" if leaf.kind == "key" else leaf.dtype or leaf.kind,
             leaf.sharding,
-            size(leaf.bytes),
+            format_size(leaf.bytes),
             leaf.value or "",
         ]
         for leaf in leaves
@@ -321,7 +326,7 @@ def verify_checkpoints(place: str, step: int | None, *, as_json: bool) -> int:
     names = _names([(item.step, item.path) for item in result.checkpoints], "step ", result.checkpoints[0].path)
     for name, item in zip(names, result.checkpoints, strict=True):
         if not item.problems:
-            print(f"{name}: whole, {size(item.bytes)} read and checked")
+            print(f"{name}: whole, {format_size(item.bytes)} read and checked")
             continue
         print(f"{name}: DAMAGED, {count(len(item.problems), 'problem', 'problems')}")
         for problem in item.problems:

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
-from .report import size, time_left
+from ..engine.clock import format_size
+from .report import time_left
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -82,7 +83,7 @@ class Meter:
     def _tell(self, now: float) -> None:
         rate = (self._done - self._told) / (now - self._told_at)
         self._told, self._told_at = self._done, now
-        line = f"{self._what}: {size(self._done)} of {size(self._expected)}, {size(int(rate))}/s"
+        line = f"{self._what}: {format_size(self._done)} of {format_size(self._expected)}, {format_size(int(rate))}/s"
         if rate > 0:
             line += f", {time_left((self._expected - self._done) / rate)} left"
         print(f"holdfast: {line}", file=self._stream, flush=True)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..engine.clock import format_size
 from ..engine.manager import finite
 
 _WRAPPED = 1000  # rows of the longest table that is wrapped: rich takes half a millisecond a row
@@ -72,29 +73,13 @@ def print_tree(title: str, leaves: Sequence[tuple[str, int, str]]) -> None:
         for depth in range(1, len(keys)):
             if keys[:depth] not in shown:
                 shown.add(keys[:depth])
-                print(f"{'  ' * depth}{keys[depth - 1]}/  {size(sizes[keys[:depth]])}")
-        print(f"{'  ' * len(keys)}{keys[-1]}  {size(nbytes)}  {text}".rstrip())
+                print(f"{'  ' * depth}{keys[depth - 1]}/  {format_size(sizes[keys[:depth]])}")
+        print(f"{'  ' * len(keys)}{keys[-1]}  {format_size(nbytes)}  {text}".rstrip())
 
 
 def print_json(value: Mapping[str, Any]) -> None:
     """Print strict JSON; NaN and infinities become null."""
     print(json.dumps(finite(value), indent=2, allow_nan=False))
-
-
-def size(number: int) -> str:
-    """Return bytes for people, in powers of 1000.
-
-    >>> size(1234567)
-    '1.2 MB'
-    """
-    if number < 1000:
-        return f"{number} B"
-    value = float(number)
-    for unit in ("", "kB", "MB", "GB", "TB"):
-        if unit and value < 999.95:
-            return f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} PB"
 
 
 def age(seconds: float) -> str:

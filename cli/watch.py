@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 
 from .. import CheckpointSummary, list_checkpoints
+from ..engine.clock import format_size
 from ..engine.storage import Location
 from .inspect import list_steps
 from .places import checkpoints_at
-from .report import metrics_text, size
+from .report import metrics_text
 from .status import DONE
 
 
@@ -52,7 +53,7 @@ def _changes(before: dict[str, CheckpointSummary], now: dict[str, CheckpointSumm
         if item.damage is not None:
             yield f"damaged {item.step}: {item.damage}"
         elif path not in before or before[path].time != item.time:
-            facts = (size(item.bytes), item.reason, metrics_text(item.metrics))
+            facts = (format_size(item.bytes), item.reason, metrics_text(item.metrics))
             yield f"saved {item.step}: {', '.join(fact for fact in facts if fact)}"
         elif before[path].metrics != item.metrics:
             yield f"metrics of {item.step}: {metrics_text(item.metrics)}"

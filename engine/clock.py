@@ -1,4 +1,4 @@
-"""The clock, which tests replace; durations such as ``"15m"``; rates such as ``"50 MB/s"``; how far a long call is."""
+"""The clock, which tests replace; durations such as ``"15m"``; rates and sizes; how far a long call is."""
 
 from __future__ import annotations
 
@@ -103,6 +103,22 @@ def bytes_per_second(rate: Rate, *, name: str = "rate") -> float:
             f"{name}={rate!r} is not a rate: give bytes a second above zero, or text such as '50 MB/s', '200MiB'"
         )
     return value
+
+
+def format_size(number: int) -> str:
+    """Return bytes for people, in powers of 1000.
+
+    >>> format_size(999950), format_size(1234567)
+    ('1.0 MB', '1.2 MB')
+    """
+    if number < 1000:
+        return f"{number} B"
+    value = float(number)
+    for unit in ("", "kB", "MB", "GB", "TB"):
+        if unit and value < 999.95:
+            return f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} PB"
 
 
 def format_duration(seconds: float) -> str:

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ids import plain_id
 
-from holdfast.engine.clock import Duration, format_duration, seconds
+import holdfast as hf
+from holdfast.engine.clock import Duration, format_duration, format_size, seconds
 from holdfast.engine.errors import OptionError
 
 
@@ -92,3 +93,28 @@ def test_the_error_names_the_option() -> None:
 @given(st.integers(1, 10**9))
 def test_reasons_spell_durations_so_that_they_can_be_read_back(milliseconds: int) -> None:
     assert seconds(format_duration(milliseconds / 1000)) == pytest.approx(milliseconds / 1000, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (1234, "1.2 kB"),
+        (999_949, "999.9 kB"),
+        (999_950, "1.0 MB"),
+        (1_234_567, "1.2 MB"),
+        (5_000_000_000, "5.0 GB"),
+        (2 * 10**18, "2000.0 PB"),
+    ],
+)
+def test_sizes(number: int, text: str) -> None:
+    assert format_size(number) == text
+
+
+def test_reports_of_saves_give_sizes_like_commands() -> None:
+    report = hf.SaveReport(
+        step=7, path="/run/7", reason="last", bytes=999_999, blocked_seconds=0.25, total_seconds=2.0, shared_bytes=512
+    )
+    assert str(report).startswith("saved step 7 (last): 1.0 MB (and 512 B shared with earlier steps), blocked 0.250 s")

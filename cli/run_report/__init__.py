@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from ...engine.clock import format_size
 from ...engine.errors import OptionError
 from ..log import configure_logging
 from ..progress import progress_of
-from ..report import count, size
+from ..report import count
 from ..status import DONE
 from .facts import Reading, find_runs, read_run
 from .page import GENERATOR, draw_page
@@ -42,7 +43,7 @@ def write_report(places: Sequence[str], output: str, *, statistics: bool = True,
     page = draw_page(runs, now=time.time(), version=version("holdfast"), left_out=more)
     content = page.encode("utf-8", "replace")  # names of files may hold halves of surrogate pairs
     _replace(target, content)
-    print(f"{target}: {count(len(runs), 'run', 'runs')}, {size(len(content))}")
+    print(f"{target}: {count(len(runs), 'run', 'runs')}, {format_size(len(content))}")
     return DONE
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..report import size
+from ...engine.clock import format_size
 from .history import WORDS, Attempt, History, Note, Save, duration
 
 WIDTH, HEIGHT = 1000.0, 100.0  # of the drawings, in their own units
@@ -179,7 +179,7 @@ def _saves(saves: Sequence[Save], scale: TimeScale) -> Iterator[str]:
             continue
         seen.add(round(right))
         left = WIDTH * scale.place(save.time - save.total)
-        text = f"step {save.step}: {size(save.bytes)} in {duration(save.total)}, waited {duration(save.blocked)}"
+        text = f"step {save.step}: {format_size(save.bytes)} in {duration(save.total)}, waited {duration(save.blocked)}"
         if right - left > 1.0:
             yield _rectangle(left, right - left, 30.0, 40.0, "writing", text)
         yield f'<path class="saved" d="M{right:.1f} 10V90"><title>{escape(text)}</title></path>'
@@ -303,7 +303,9 @@ def size_chart(sizes: Sequence[tuple[int, int, int]]) -> str:
             HEIGHT * own / most,
             HEIGHT * shared / most,
         )
-        text = f"step {step}: {size(own + shared)}" + (f", of which {size(shared)} shared" if shared else "")
+        text = f"step {step}: {format_size(own + shared)}" + (
+            f", of which {format_size(shared)} shared" if shared else ""
+        )
         drawn.append(_rectangle(left, fill, HEIGHT - own_height, own_height, "own", text))
         if shared:
             drawn.append(_rectangle(left, fill, HEIGHT - own_height - shared_height, shared_height, "shared", text))
@@ -311,7 +313,7 @@ def size_chart(sizes: Sequence[tuple[int, int, int]]) -> str:
     return (
         '<figure class="chart"><figcaption><b>Size of the kept steps</b> <span class="key own">own</span> '
         '<span class="key shared">shared with other steps</span></figcaption>'
-        f'<div class="plot">{_drawn(drawn, "sizes")}<span class="level" style="top:0%">{size(most)}</span></div>'
+        f'<div class="plot">{_drawn(drawn, "sizes")}<span class="level" style="top:0%">{format_size(most)}</span></div>'
         f'<div class="axis"><span>{first}</span><span>step</span><span>{last}</span></div></figure>'
     )
 

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ... import CheckpointSummary, LeafSummary, describe, list_checkpoints
-from ...engine.clock import UNHEARD, Progress
+from ...engine.clock import UNHEARD, Progress, format_size
 from ...engine.errors import HoldfastError
 from ...engine.manager import EVENTS, ROTATED, StepInfo, best, read_events, stored_metadata, stored_options
 from ...engine.sources import LeafStatistics, find_checkpoint, find_steps, leaf_statistics, open_at
 from ...engine.storage import Location, as_location
 from ..inspect import describe_one
 from ..places import INSIDE_A_RUN, checkpoints_at, is_one_checkpoint, runs_below
-from ..report import size
 from .history import History, add_metrics, read_history
 
 _MOST_RUNS = 50
@@ -222,7 +221,7 @@ def _read_norms(
         if checkpoint.bytes > budget:
             found.notes.append(
                 f"Norms of earlier steps were read of {len(columns) - 1} of {len(chosen)} chosen steps, as they have "
-                f"{size(checkpoint.bytes)} each; --norm-steps {len(chosen) + 1} reads all"
+                f"{format_size(checkpoint.bytes)} each; --norm-steps {len(chosen) + 1} reads all"
             )
             break
         budget -= checkpoint.bytes

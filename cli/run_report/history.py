@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ...engine.clock import format_size
 from ...engine.errors import shortened_steps
-from ..report import count, size
+from ..report import count
 
 How = Literal["finished", "closed", "preempted", "crashed", "hung", "failed", "lost", "running", "open"]
 """How a start has ended: ``closed`` by a program that has no callback, which would know whether training has finished;
@@ -224,7 +225,9 @@ def _take_mirror(history: History, event: Mapping[str, Any], name: str, step: in
         text = str(event.get("error", ""))
         history.notes.append(Note(when, "warn", f"The mirror {place} failed", text, "mirror failed"))
     elif name == "fetched":
-        cost = f"{size(int(_number(event.get('bytes')) or 0))} in {duration(_number(event.get('seconds')) or 0.0)}"
+        cost = (
+            f"{format_size(int(_number(event.get('bytes')) or 0))} in {duration(_number(event.get('seconds')) or 0.0)}"
+        )
         history.notes.append(Note(when, "info", f"Fetched step {step} from the mirror", f"{place}: {cost}", "fetched"))
 
 
@@ -282,7 +285,7 @@ def _saves(saves: Sequence[Save]) -> Note:
     steps = shortened_steps([save.step for save in saves])
     written, blocked = sum(save.bytes for save in saves), sum(save.blocked for save in saves)
     what = "Saved step" if len(saves) == 1 else f"Saved {len(saves)} steps:"
-    text = f"{size(written)} written, the loop waited {duration(blocked)} for them"
+    text = f"{format_size(written)} written, the loop waited {duration(blocked)} for them"
     return Note(saves[-1].time, "plain", f"{what} {steps}", text)
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ... import CheckpointSummary
+from ...engine.clock import format_size
 from ...engine.errors import shortened
 from ...engine.sources import LeafStatistics
-from ..report import age, count, metrics_text, size
+from ..report import age, count, metrics_text
 from .charts import (
     Reading,
     clock_text,
@@ -181,7 +182,7 @@ def _figures(run: RunFacts, now: float) -> str:
             found.append(("Trained again", count(steps, "step", "steps"), text))
     if run.checkpoints:
         shared = sum(one.bytes for one in run.checkpoints) - run.disk_bytes
-        text = f"{size(run.disk_bytes)} on disk{f', {size(shared)} shared' if shared else ''}"
+        text = f"{format_size(run.disk_bytes)} on disk{f', {format_size(shared)} shared' if shared else ''}"
         found.append(("Kept", count(len(run.checkpoints), "step", "steps"), text))
     cards = "".join(
         f"<div><dt>{escape(name)}</dt><dd><b>{escape(value)}</b><span>{escape(text)}</span></dd></div>"
@@ -346,8 +347,8 @@ def _step(run: RunFacts, one: CheckpointSummary) -> list[Cell]:
     return [
         Cell("", one.step, f"{escape(name)}{best_mark}"),
         Cell("-" if one.time is None else clock_text(one.time), one.time or 0.0, tone="one-line"),
-        Cell(size(one.bytes), float(one.bytes)),
-        Cell(size(one.bytes - one.shared_bytes), float(one.bytes - one.shared_bytes)),
+        Cell(format_size(one.bytes), float(one.bytes)),
+        Cell(format_size(one.bytes - one.shared_bytes), float(one.bytes - one.shared_bytes)),
         Cell("", metrics, "".join(f'<span class="whole">{escape(part)}</span> ' for part in metrics.split(", "))),
         Cell(one.reason),
         Cell(", ".join(one.kept)),
@@ -381,7 +382,7 @@ def _start(number: int, attempt: Attempt) -> list[Cell]:
         Cell("-" if first is None else str(first), -1.0 if first is None else float(first)),
         Cell("-" if last is None else str(last), -1.0 if last is None else float(last)),
         Cell(str(len(attempt.saves)), float(len(attempt.saves))),
-        Cell(size(written), float(written)),
+        Cell(format_size(written), float(written)),
         Cell(duration(attempt.blocked), attempt.blocked),
         Cell(f"{WORDS[how]}{f': {why}' if why else ''}"[:300], tone="bad" if how in _BAD else ""),
         Cell(f"{attempt.host}, {attempt.pid}" if attempt.host else "", tone="one-line"),
@@ -444,7 +445,7 @@ def _tree(run: RunFacts) -> str:
     more = f'<p class="left-out">{left} of {len(run.leaves)} leaves are left out. holdfast show --tree lists all.</p>'
     step = f" of step {run.newest.step}" if run.newest.step >= 0 else ""
     return (
-        f"<h3>Tree{step}</h3><p>{count(len(run.leaves), 'leaf', 'leaves')}, {size(whole)}.</p>"
+        f"<h3>Tree{step}</h3><p>{count(len(run.leaves), 'leaf', 'leaves')}, {format_size(whole)}.</p>"
         '<p class="tools" hidden><button type="button" data-unfold="true">Unfold all</button> '
         '<button type="button" data-unfold="false">Fold all</button></p>'
         f'<div class="tree">{drawn}</div>{more if left else ""}'
@@ -480,7 +481,7 @@ def _overview(runs: Sequence[RunFacts], now: float, left_out: int) -> str:
                 Cell(str(len(history.attempts)), float(len(history.attempts))),
                 Cell(str(interrupted), float(interrupted)),
                 Cell(duration(blocked), blocked),
-                Cell(size(run.disk_bytes), float(run.disk_bytes)),
+                Cell(format_size(run.disk_bytes), float(run.disk_bytes)),
             ]
         )
     numbers = ["Newest step", "Age", "Best", "Starts", "Interrupted", "Waited", "On disk"]

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ... import LeafSummary
-from ..report import count, size
+from ...engine.clock import format_size
+from ..report import count
 
 _ROWS = 4000  # containers and leaves that are drawn
 _CHILDREN = 400  # of one container
@@ -77,12 +78,12 @@ def _draw(node: Node, is_open: bool) -> Iterator[str]:
         about = " ".join(filter(None, [kind, leaf.value or "", leaf.sharding]))
         yield (
             f'<div class="leaf"><code>{escape(node.name)}</code> <span>{escape(about)}</span>'
-            f"<i>{size(leaf.bytes)}</i></div>"
+            f"<i>{format_size(leaf.bytes)}</i></div>"
         )
         return
     yield (
         f"<details{' open' if is_open else ''}><summary><code>{escape(node.name)}</code> "
-        f"<span>{count(node.leaves, 'leaf', 'leaves')}</span><i>{size(node.bytes)}</i></summary>"
+        f"<span>{count(node.leaves, 'leaf', 'leaves')}</span><i>{format_size(node.bytes)}</i></summary>"
     )
     shown = node.shown or []
     for child in shown:
@@ -90,6 +91,6 @@ def _draw(node: Node, is_open: bool) -> Iterator[str]:
     if len(node.children) > len(shown):
         rest = list(node.children.values())[len(shown) :]
         below = count(sum(child.leaves for child in rest), "leaf", "leaves")
-        text = f"{len(rest)} more, with {below}, {size(sum(child.bytes for child in rest))}"
+        text = f"{len(rest)} more, with {below}, {format_size(sum(child.bytes for child in rest))}"
         yield f'<div class="leaf left-out">{text}</div>'
     yield "</details>"

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ..arrays import WrittenSteps, fsync_and_digest
+from ..clock import format_size
 from ..distributed import ProcessInfo, Rendezvous
 from ..errors import (
     BarrierTimeoutError,
@@ -75,20 +76,11 @@ class SaveReport:
     def __str__(self) -> str:
         what = self.path if self.step is None else f"step {self.step}"
         why = f" ({self.reason})" if self.reason else ""
-        shared = f" (and {_size(self.shared_bytes)} shared with earlier steps)" if self.shared_bytes else ""
+        shared = f" (and {format_size(self.shared_bytes)} shared with earlier steps)" if self.shared_bytes else ""
         return (
-            f"saved {what}{why}: {_size(self.bytes)}{shared}, blocked {self.blocked_seconds:.3f} s, "
+            f"saved {what}{why}: {format_size(self.bytes)}{shared}, blocked {self.blocked_seconds:.3f} s, "
             f"{self.total_seconds:.3f} s in all, {self.gigabytes_per_second:.2f} GB/s"
         )
-
-
-def _size(nbytes: int) -> str:
-    size = float(nbytes)
-    for unit in ("bytes", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.2f} GB"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,25 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.cli.report import age, count, metrics_text, print_json, print_table, size
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.0 kB"),
-        (1234, "1.2 kB"),
-        (999_949, "999.9 kB"),
-        (999_950, "1.0 MB"),
-        (1_234_567, "1.2 MB"),
-        (5_000_000_000, "5.0 GB"),
-        (2 * 10**18, "2000.0 PB"),
-    ],
-)
-def test_sizes(number: int, text: str) -> None:
-    assert size(number) == text
+from holdfast.cli.report import age, count, metrics_text, print_json, print_table
 
 
 @pytest.mark.parametrize(
