@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from .. import CheckpointSummary, list_checkpoints
 from ..engine.clock import format_size
@@ -14,13 +14,12 @@ from .report import metrics_text
 from .status import DONE
 
 
-def watch_steps(place: str, interval: float, *, pause: Callable[[float], None] = time.sleep) -> int:
+def watch_steps(place: str, interval: float) -> int:
     """Print the checkpoints of a run, and then a line for each that comes or goes.
 
     Args:
         place: The directory of the run: a path or URL.
         interval: How often to look, in seconds.
-        pause: Waits some seconds; a KeyboardInterrupt in it ends the command.
 
     Returns:
         The exit status: Ctrl-C is how this ends.
@@ -30,7 +29,7 @@ def watch_steps(place: str, interval: float, *, pause: Callable[[float], None] =
     list_steps(place, as_json=False)
     try:
         while True:
-            pause(interval)
+            time.sleep(interval)
             now = _listed(location)
             for line in _changes(before, now):
                 print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)

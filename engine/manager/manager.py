@@ -116,7 +116,8 @@ class CheckpointManager:
             self.options = rehearsal.options(self.options)
         reuse = self.options.reuse_unchanged and self.directory.is_local
         mirror = self.options.mirror_options()
-        uploads = mirror is not None and not as_location(mirror.url).is_local
+        mirrored = None if mirror is None else as_location(mirror.url)
+        uploads = mirrored is not None and not mirrored.is_local
         self._items = ItemSet(checkpointers, self.options.item_intervals, reuse=reuse, uploads=uploads)
         self._metadata = None if metadata is None else dict(metadata)
         self._clock = clock or SystemClock()
@@ -135,8 +136,8 @@ class CheckpointManager:
         self._closed = False
         self._changing = threading.RLock()  # held by the thread that begins a save, or takes the right to write
         self._mirror: RunMirror | None = None
-        if self.options.mirror is not None and not self.options.read_only:
-            self._open_mirror()
+        if mirrored is not None and not self.options.read_only:
+            self._open_mirror(mirrored)
         triggers = self.options.triggers()
         if rehearsal is not None:
             triggers = rehearsal.join(triggers, self._processes)
@@ -146,9 +147,9 @@ class CheckpointManager:
 
     # ---- the mirror
 
-    def _open_mirror(self) -> None:
+    def _open_mirror(self, location: Location) -> None:
         """Fetch the newest step of the mirror, if it is newer than all that are here."""
-        self._mirror = RunMirror(self._run, self.options, self._clock, self.metadata, self.events.write)
+        self._mirror = RunMirror(location, self._run, self.options, self._clock, self.metadata, self.events.write)
         self._mirror.fetches = True
         for step in self._processes.decide("the newest step of the mirror", self._mirror.newer_steps):
             if self._fetch(step):

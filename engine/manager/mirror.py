@@ -33,7 +33,7 @@ from ..errors import (
     shortened_steps,
 )
 from ..format import CheckpointRecord
-from ..storage import Helper, as_location
+from ..storage import Helper, Location
 from .copying import follow
 from .decisions import Moment, decide
 from .directory import RunDirectory, store_metadata, stored_metadata
@@ -105,6 +105,7 @@ class RunMirror:
     """The mirror of one run, as process 0 of its program sees it.
 
     Args:
+        location: Where the mirror is.
         run: The directory of the run.
         options: The options of the run; ``mirror`` is set.
         clock: Where the time of checkpoints comes from.
@@ -114,6 +115,7 @@ class RunMirror:
 
     def __init__(
         self,
+        location: Location,
         run: RunDirectory,
         options: CheckpointManagerOptions,
         clock: Clock,
@@ -122,7 +124,7 @@ class RunMirror:
     ) -> None:
         mirror = options.mirror_options()
         assert mirror is not None
-        self.location = as_location(mirror.url)
+        self.location = location
         if self.location.overlaps(run.location):
             raise OptionError(f"mirror={self.location} and the directory {run.location} must not contain each other")
         self.limit = seconds(mirror.wait_secs, name="wait_secs")

@@ -7,7 +7,9 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +17,6 @@ from tests.cli.commands import error_of, output_of
 
 import holdfast as hf
 from holdfast.cli.main import main
-from holdfast.cli.watch import watch_steps
 
 LOSSES = (3.0, 1.0, 2.0, 5.0, 4.0, 6.0)
 
@@ -155,7 +156,9 @@ def test_how_often_watch_looks(given: str, waited: float, run: Path, monkeypatch
     assert looked == [waited]
 
 
-def test_watch_says_what_comes_and_goes(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_watch_says_what_comes_and_goes(
+    capsys: pytest.CaptureFixture[str], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def first() -> None:
         hf.record_metrics(run, 4, {"loss": 0.25})
         shutil.rmtree(run / "0")
@@ -168,7 +171,9 @@ def test_watch_says_what_comes_and_goes(capsys: pytest.CaptureFixture[str], run:
         raise KeyboardInterrupt
 
     happening = iter((first, second, end))
-    assert watch_steps(str(run), 2.0, pause=lambda _: next(happening)()) == 0
+    clock = SimpleNamespace(sleep=lambda _: next(happening)(), strftime=time.strftime)
+    monkeypatch.setattr("holdfast.cli.watch.time", clock)
+    assert main(["watch", str(run)]) == 0
 
     lines = [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()[7:]]
     assert lines[:2] == ["deleted 0", "metrics of 4: loss 0.25"]
