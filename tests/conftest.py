@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from collections.abc import Generator
 from importlib.metadata import version
 
@@ -27,6 +28,14 @@ from hypothesis import settings  # after the environment is set
 from tests.versions import older
 
 pytest_plugins = ["tests.fixtures"]
+
+# What jax compiles for a test is compiled once, also for other workers and the programs that tests start.
+# What jax 0.5.3 reads from this cache writes to memory that is not its own.
+if "PYTEST_XDIST_WORKER" not in os.environ and not older("jax", "0.8"):
+    COMPILED = tempfile.TemporaryDirectory(prefix="holdfast-tests-jax-", ignore_cleanup_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 settings.register_profile("default", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None, print_blob=True)
