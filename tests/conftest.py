@@ -9,11 +9,15 @@ each other's processor until their timeouts pass.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import re
 import tempfile
 from collections.abc import Generator
 from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # XLA's optimizations cost more than the small programs of the tests take to run.
@@ -28,6 +32,8 @@ from hypothesis import settings  # after the environment is set
 from tests.versions import older
 
 pytest_plugins = ["tests.fixtures"]
+
+ROOT = Path(__file__).parents[1]
 
 # What jax compiles for a test is compiled once, also for other workers and the programs that tests start.
 # What jax 0.5.3 reads from this cache writes to memory that is not its own.
@@ -57,24 +63,32 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-# Fixtures that start a program which takes seconds to import its framework.
-SERVED = {"run_process", "job"}
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts tests that start connected processes, or share such a program, into groups; skips those for newer versions.
-
-    A group runs on one worker.
-    """
+    """Skips tests for newer versions of a package than the one that is installed."""
     for item in items:
         for package, needed in (mark.args for mark in item.iter_markers("needs")):
             if older(package, needed):
                 item.add_marker(pytest.mark.skip(f"{package} {version(package)} is installed, {needed} is needed"))
-        module = item.getparent(pytest.Module)
-        names = set() if module is None else vars(module.obj).keys()
-        fixtures = {*getattr(item, "fixturenames", ())}
-        together = {"run_processes", "run_outcomes"} & names or "run_together" in fixtures
-        if "processes" in item.path.parts or together:
-            item.add_marker(pytest.mark.xdist_group("processes"))
-        elif served := SERVED & fixtures:
-            item.add_marker(pytest.mark.xdist_group(min(served)))
+
+
+# How modules name what starts connected processes, of tests/processes/harness.py and of the Lightning tests.
+CONNECTED = re.compile(r"\b(run_processes|run_outcomes|run_together)\b")
+
+
+@functools.cache
+def group_of(module: str) -> str:
+    """Returns the group of a module, by its path: all tests of a group run on one worker."""
+    return "processes" if CONNECTED.search((ROOT / module).read_text(encoding="utf-8")) else module
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives workers whole modules, whose servers, compiled functions and reference runs are then made once.
+
+    The marks for ``--dist=loadgroup`` of pytest-xdist 3.8 have no effect with pytest 9.2.
+    """
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = lambda test: group_of(test.partition("::")[0])
+    return scheduler if config.getvalue("dist") == "loadgroup" else None

@@ -14,10 +14,7 @@ import holdfast as hf
 from holdfast.cli.main import main
 from holdfast.engine.manager import append_after_death
 
-pytestmark = [
-    pytest.mark.skipif(missing() is not None, reason=str(missing())),
-    pytest.mark.xdist_group("browser"),
-]
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 HOSTILE = "</script><!--<script>"
 LEAF = HOSTILE.replace("/", "%2F")  # as a path shows this key
