@@ -53,6 +53,7 @@ class Net(lightning.LightningModule):
         return loss
 
     def on_train_batch_end(self, *args: Any) -> None:
+        # Runs after the hooks of all callbacks, so it would be missed by what is saved in one of those.
         self.average.mul_(0.5).add_(self.head.weight.detach(), alpha=0.5)
 
     def validation_step(self, batch: Any, index: int) -> None:
@@ -68,9 +69,10 @@ class Net(lightning.LightningModule):
         trained = [one for one in self.parameters() if one.requires_grad or not self.frozen]
         optimizer = torch.optim.Adam(trained, lr=0.05)
         scheduler: Any
-        if self.schedule == "plateau":
+        if self.schedule.startswith("plateau"):
             scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
-            plateau = {"scheduler": scheduler, "monitor": "train_loss_epoch"}
+            monitor = "val_loss" if self.schedule == "plateau of validation" else "train_loss_epoch"
+            plateau = {"scheduler": scheduler, "monitor": monitor, "strict": False}
             return {"optimizer": optimizer, "lr_scheduler": plateau}
         if self.schedule == "one cycle":
             scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40)

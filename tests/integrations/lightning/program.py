@@ -1,8 +1,4 @@
-"""A small Lightning program: run by the tests in their own process, and in processes of its own.
-
-Everything that a resume could get wrong is in it: dropout (random generators), batch normalization (buffers), Adam
-(optimizer state), a schedule, an average of the weights kept by the module's own hook, and epoch means.
-"""
+"""A small Lightning program, that of the sweep: run by the tests in their own process, and in processes of its own."""
 
 from __future__ import annotations
 
@@ -16,11 +12,11 @@ from typing import Any
 
 import lightning.pytorch as lightning
 import torch
-import torchmetrics
-from benchmarks.sweep.lightning_programs import (
+from benchmarks.sweep.lightning_programs import (  # noqa: F401 - FEATURES is for the tests
     BATCH_SIZE,
     BATCHES,
     FEATURES,
+    Net,
     SizedStatefulLoader,
     StatefulLoader,
     Stream,
@@ -35,58 +31,13 @@ torch.set_num_threads(1)  # on these sizes more threads only wait for each other
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
-class Model(lightning.LightningModule):
+class Model(Net):
     def __init__(self, schedule: str = "epoch", **facts: Any) -> None:
-        super().__init__()
+        super().__init__(schedule)
         self.save_hyperparameters()
-        self.schedule = schedule
-        self.network = torch.nn.Sequential(
-            torch.nn.Linear(FEATURES, 8),
-            torch.nn.BatchNorm1d(8),
-            torch.nn.ReLU(),
-            torch.nn.Dropout(0.5),
-        )
-        self.output = torch.nn.Linear(8, 1)
-        self.train_error = torchmetrics.MeanMetric()
-        self.val_error = torchmetrics.MeanMetric()
-        self.average: torch.Tensor
-        self.register_buffer("average", torch.zeros(1, 8))
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        if isinstance(batch, dict):  # of several loaders
-            return sum((self.loss(part) for part in batch.values()), torch.zeros(()))
-        return torch.nn.functional.mse_loss(self.output(self.network(batch[0])), batch[1])
-
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        loss = self.loss(batch)
-        self.log("train_loss", loss, on_step=True, on_epoch=True)
-        self.train_error(loss.detach())
-        self.log("train_error", self.train_error, on_step=False, on_epoch=True)
-        return loss
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        # Runs after the hooks of all callbacks, so it would be missed by what is saved in one of those.
-        self.average.mul_(0.5).add_(self.output.weight.detach(), alpha=0.5)
-
-    def validation_step(self, batch: Any, index: int) -> None:
-        loss = self.loss(batch)
-        self.log("val_loss", loss)
-        self.val_error(loss)
-        self.log("val_error", self.val_error)
 
     def test_step(self, batch: Any, index: int) -> None:
         self.log("test_loss", self.loss(batch))
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
-        scheduler: Any
-        if self.schedule.startswith("plateau"):
-            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
-            monitor = "val_loss" if self.schedule == "plateau" else "train_loss_epoch"
-            plateau = {"scheduler": scheduler, "monitor": monitor, "strict": False}
-            return {"optimizer": optimizer, "lr_scheduler": plateau}
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.schedule}}
 
 
 def training_loader(kind: str) -> Any:

@@ -42,7 +42,7 @@ class Recorder(program.Recorder):
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         if self.began is None:
-            self.began = [program.plain(trainer.lightning_module.output.weight), trainer.fit_loop.batch_idx]
+            self.began = [program.plain(trainer.lightning_module.head.weight), trainer.fit_loop.batch_idx]
         super().on_train_batch_start(trainer, *args)
         if self.slow_after is not None and trainer.global_step >= self.slow_after:
             time.sleep(NOTICE)
@@ -83,12 +83,12 @@ class Sharded(program.Model):
 
     def configure_model(self) -> None:
         mesh: Any = self.device_mesh
-        for layer in (self.network, self.output):
+        for layer in (self.backbone, self.head):
             if not isinstance(layer, FSDPModule):  # a trainer configures it once more before it tests
                 fully_shard(layer, mesh=mesh["data_parallel"])
 
     def on_train_batch_end(self, *args: Any) -> None:
-        weight: Any = self.output.weight
+        weight: Any = self.head.weight
         self.average.mul_(0.5).add_(weight.full_tensor().detach(), alpha=0.5)
 
 
@@ -128,7 +128,7 @@ def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict
     }
     if tested:
         trainer.test(model, program.validation_loader(), ckpt_path=tested, verbose=False)
-        found["tested"] = [trainer.ckpt_path, program.plain(model.output.weight)]
+        found["tested"] = [trainer.ckpt_path, program.plain(model.head.weight)]
     return found
 
 

@@ -36,7 +36,7 @@ BY_LOSS = {"best_fn": "val_loss", "best_mode": "min"}
 
 
 def weights(path: str) -> Any:
-    return hf.load(path, select="state_dict/output.weight")["state_dict"]["output.weight"]
+    return hf.load(path, select="state_dict/head.weight")["state_dict"]["head.weight"]
 
 
 # ---- what is on disk
@@ -77,10 +77,10 @@ def test_loads_without_torch(program: Any, tmp_path: Path) -> None:
         "import sys, holdfast as hf\n"
         f"tree = hf.load({str(directory)!r})\n"
         "assert not {'torch', 'lightning', 'jax'} & set(sys.modules)\n"
-        "print(tree['state_dict']['output.weight'].tolist())"
+        "print(tree['state_dict']['head.weight'].tolist())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == outcome.model.output.weight.tolist()
+    assert json.loads(done.stdout) == outcome.model.head.weight.tolist()
 
 
 def test_load_checkpoint_returns_what_lightning_would(program: Any, new_directory: NewDirectory) -> None:
@@ -199,7 +199,7 @@ def test_callback_of_the_module(program: Any, new_directory: NewDirectory, monke
         trainer = lightning.pytorch.Trainer(**program.QUIET, enable_checkpointing=False, **options)
         model = program.Model()
         trainer.fit(model, program.training_loader("shuffled"), program.validation_loader())
-        return model.output.weight.tolist()
+        return model.head.weight.tolist()
 
     directory = new_directory()
     fit(directory, max_steps=7)
@@ -314,7 +314,7 @@ def test_evaluation_of_a_saved_step(program: Any, new_directory: NewDirectory, k
     step = min(measured, key=measured.__getitem__) if kind == "best" else 20
     loader = program.validation_loader()
     with torch.no_grad():
-        model.output.weight.zero_()
+        model.head.weight.zero_()
     [result] = trainer.validate(model, loader, ckpt_path=kind, verbose=False)
     assert result["val_loss"] == pytest.approx(measured[step])
     [result] = trainer.test(model, loader, ckpt_path=kind, verbose=False)
@@ -422,10 +422,10 @@ def test_both_packages(program: Any, new_directory: NewDirectory, package: Any) 
     class Tiny(package.LightningModule):  # type: ignore[misc] # the package is a parameter
         def __init__(self) -> None:
             super().__init__()
-            self.output = torch.nn.Linear(program.FEATURES, 1)
+            self.head = torch.nn.Linear(program.FEATURES, 1)
 
         def training_step(self, batch: Any, index: int) -> Any:
-            return torch.nn.functional.mse_loss(self.output(batch[0]), batch[1])
+            return torch.nn.functional.mse_loss(self.head(batch[0]), batch[1])
 
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters())
@@ -437,7 +437,7 @@ def test_both_packages(program: Any, new_directory: NewDirectory, package: Any) 
         assert len(trainer.checkpoint_callbacks) == 1
         model = Tiny()
         trainer.fit(model, program.training_loader("shuffled"))
-        return trainer, model.output.weight.tolist()
+        return trainer, model.head.weight.tolist()
 
     torch.manual_seed(0)
     whole = fit(new_directory(), max_epochs=2)[1]

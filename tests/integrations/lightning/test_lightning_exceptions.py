@@ -29,7 +29,7 @@ class Fails(lightning.pytorch.Callback):
     def fail(self, trainer: Any, module: Any, *args: Any) -> None:
         if trainer.global_step == self.step and not trainer.sanity_checking:
             with torch.no_grad():
-                module.output.weight.data.add_(1.0)
+                module.head.weight.data.add_(1.0)
             torch.rand(3)
             raise self.error("spoiled")
 

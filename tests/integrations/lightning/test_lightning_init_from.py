@@ -79,7 +79,7 @@ def test_weights_come_from_any_checkpoint(
 
 def test_every_difference_is_named(program: Any, other: Any, new_directory: NewDirectory, tmp_path: Path) -> None:
     _, weights = other
-    changed = {**weights, "output.bias": torch.ones(2), "output.weight": weights["output.weight"].double()}
+    changed = {**weights, "head.bias": torch.ones(2), "head.weight": weights["head.weight"].double()}
     del changed["average"]
     torch.save({**changed, "new": torch.ones(1)}, tmp_path / "x.pt")
 
@@ -88,9 +88,9 @@ def test_every_difference_is_named(program: Any, other: Any, new_directory: NewD
 
     assert sorted(line.partition(":")[0] for line in caught.value.differences) == [
         "average",
+        "head.bias",
+        "head.weight",
         "new",
-        "output.bias",
-        "output.weight",
     ]
 
 
@@ -107,7 +107,7 @@ def test_one_fit_after_another_takes_it_once(program: Any, other: Any, new_direc
         )
         trainer.fit(model, program.training_loader("plain"), program.validation_loader())
 
-    assert not torch.equal(beginning.weights["output.weight"], weights["output.weight"])
+    assert not torch.equal(beginning.weights["head.weight"], weights["head.weight"])
 
 
 def test_strategies_that_shard_first_are_refused(other: Any, program: Any) -> None:

@@ -51,8 +51,8 @@ def test_a_module_is_made_from_a_step(program: Any, new_directory: NewDirectory)
     best = load_from_checkpoint(Configured, directory, step="best", scale=2.0)
     assert (best.scale, best.hparams.scale) == (2.0, 2.0)
     assert torch.equal(
-        best.output.weight,
-        torch.from_numpy(hf.load(callback.best_model_path)["state_dict"]["output.weight"]),
+        best.head.weight,
+        torch.from_numpy(hf.load(callback.best_model_path)["state_dict"]["head.weight"]),
     )
     assert torch.equal(
         load_from_checkpoint(Configured, directory, 5).average,

@@ -68,7 +68,7 @@ def test_two_processes_write_one_checkpoint(finish: Callable[..., list[Any]], tm
     options = {"save_interval_secs": 0.05, "save_interval_steps": 4, "best_fn": "val_loss", "best_mode": "min"}
     reports = finish(tmp_path, checkpoint=options, noted=True, test="best")
     assert reports[0]["steps"] == reports[1]["steps"] == hf.CheckpointManager(tmp_path).all_steps()
-    assert reports[0]["final"]["model"]["output.weight"] == reports[1]["final"]["model"]["output.weight"]
+    assert reports[0]["final"]["model"]["head.weight"] == reports[1]["final"]["model"]["head.weight"]
     leaves = [leaf for leaf in hf.describe(tmp_path, 9) if leaf.item == "state"]
     paths = [leaf.path for leaf in leaves]
     assert len(set(paths)) == len(paths)
@@ -93,7 +93,7 @@ def test_two_processes_write_one_checkpoint(finish: Callable[..., list[Any]], tm
         if event[0] == "validation" and event[1] in reports[0]["steps"]
     }
     best = min(losses, key=losses.__getitem__)
-    weights = load_checkpoint(tmp_path / str(best))["state_dict"]["output.weight"].tolist()
+    weights = load_checkpoint(tmp_path / str(best))["state_dict"]["head.weight"].tolist()
     assert [report["tested"] for report in reports] == [[str(tmp_path / str(best)), weights]] * 2
     # It goes on, in all processes with what process 0 had; a path that is named wins.
     longer = finish(tmp_path, checkpoint=options, noted=True, ckpt_path=str(tmp_path / str(best)), max_epochs=4)
@@ -131,8 +131,8 @@ def test_a_preempted_run_goes_on_bit_for_bit(
     assert saved.reason == "preempted"
     assert step <= saved.step
     if "average" in options:  # what Lightning has as the state dict is the average, and the weights are beside it
-        parts = hf.load(tmp_path, item="state", select=["state_dict/output.*", "current_model_state/output.*"])
-        assert parts["state_dict"]["output.weight"].tolist() != parts["current_model_state"]["output.weight"].tolist()
+        parts = hf.load(tmp_path, item="state", select=["state_dict/head.*", "current_model_state/head.*"])
+        assert parts["state_dict"]["head.weight"].tolist() != parts["current_model_state"]["head.weight"].tolist()
     resumed = finish(tmp_path, checkpoint=NEVER, seed=7, **options)
     assert [report["first_step"] for report in resumed] == [saved.step] * 2
     assert compared(resumed) == compared(whole(**options))
@@ -168,7 +168,7 @@ def test_another_number_of_processes_goes_on(
 ) -> None:
     stop(tmp_path, count=before, checkpoint=NEVER, signal_after=["all", 1])
     [saved] = hf.list_checkpoints(tmp_path)
-    weights = load_checkpoint(tmp_path)["state_dict"]["output.weight"].tolist()
+    weights = load_checkpoint(tmp_path)["state_dict"]["head.weight"].tolist()
     ended = run_together(tmp_path, now, checkpoint=NEVER, seed=7)
     assert [status for status, _, _ in ended] == [0] * now, ended[0][2]
     assert {report["first_step"] for _, report, _ in ended} == {saved.step}
@@ -180,9 +180,9 @@ def test_another_number_of_processes_goes_on(
 def test_what_two_processes_had_parts_of(run_together: Run, finish: Callable[..., list[Any]], tmp_path: Path) -> None:
     reports = finish(tmp_path, strategy="fsdp2", max_steps=4, test="best")
     layouts = {leaf.path: leaf.sharding for leaf in hf.describe(tmp_path, 4) if leaf.item == "state"}
-    assert layouts["state_dict/output.weight"] is not None
-    assert layouts["optimizer_states/0/state/output.weight/exp_avg"] is not None
-    saved = load_checkpoint(tmp_path)["state_dict"]["output.weight"].tolist()
+    assert layouts["state_dict/head.weight"] is not None
+    assert layouts["optimizer_states/0/state/head.weight/exp_avg"] is not None
+    saved = load_checkpoint(tmp_path)["state_dict"]["head.weight"].tolist()
     assert [report["tested"] for report in reports] == [[str(tmp_path / "4"), saved]] * 2
     # One process that has all of it goes on from there.
     [(status, alone, said)] = run_together(tmp_path, 1, max_steps=5, ckpt_path=str(tmp_path / "4"))

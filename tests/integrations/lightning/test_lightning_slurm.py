@@ -161,7 +161,7 @@ def test_the_requeue_signal_in_a_test(slurm: Path, program: Any, tmp_path: Path)
 def file_of_lightning(slurm: Path, program: Any, tmp_path: Path) -> None:
     """A job that Lightning has requeued by itself, with a weight that is in its file only."""
     model = program.Model()
-    torch.nn.init.constant_(model.output.bias, 41.0)
+    torch.nn.init.constant_(model.head.bias, 41.0)
     trainer = lightning.Trainer(max_steps=1, plugins=[SLURMEnvironment()], enable_checkpointing=False, **program.QUIET)
     trainer.fit(model, program.training_loader("shuffled"), program.validation_loader())
     trainer.save_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")
@@ -172,7 +172,7 @@ def test_a_file_of_lightning_never_wins(program: Any, tmp_path: Path, caplog: py
     def biases(use: Callable[[Any, Any], Any]) -> list[float]:
         trainer, model = trainer_of(tmp_path / "run", save_at_end=True), program.Model()
         use(trainer, model)
-        return [float(model.output.bias.detach()[0]), trainer.global_step]
+        return [float(model.head.bias.detach()[0]), trainer.global_step]
 
     loaders = program.training_loader("shuffled"), program.validation_loader()
     bias, step = biases(lambda trainer, model: trainer.fit(model, *loaders))
@@ -183,14 +183,14 @@ def test_a_file_of_lightning_never_wins(program: Any, tmp_path: Path, caplog: py
     for name in ("validate", "test"):
 
         def given(trainer: Any, model: Any, name: str = name) -> None:
-            torch.nn.init.constant_(model.output.bias, 7.0)
+            torch.nn.init.constant_(model.head.bias, 7.0)
             getattr(trainer, name)(model, loaders[1], verbose=False)
 
         assert biases(given) == [7.0, 0]
 
         def fitted(trainer: Any, model: Any, name: str = name) -> None:
             trainer.fit(model, *loaders)
-            torch.nn.init.constant_(model.output.bias, 7.0)
+            torch.nn.init.constant_(model.head.bias, 7.0)
             getattr(trainer, name)(dataloaders=loaders[1], verbose=False)
 
         assert biases(fitted)[0] == bias, "the best is loaded"
@@ -211,17 +211,17 @@ def test_a_file_of_lightning_never_wins_over_a_newer_step(
                 return [checkpoint] if given_by == "module" else []
 
             def predict_step(self, batch: Any, index: int) -> Any:
-                return self.output(self.network(batch[0]))
+                return self.head(self.backbone(batch[0]))
 
         model = Model()
-        torch.nn.init.constant_(model.output.bias, 7.0)
+        torch.nn.init.constant_(model.head.bias, 7.0)
         callbacks: list[Any] = [checkpoint] if given_by == "trainer" else []
         options: dict[str, Any] = {**program.QUIET, "max_epochs": epochs, "plugins": [SLURMEnvironment()]}
         trainer = lightning.Trainer(callbacks=callbacks, enable_checkpointing=given_by == "trainer", **options)
         loaders = [program.training_loader("shuffled"), program.validation_loader()]
         found = loaders if function == "fit" else loaders[1:]
         getattr(trainer, function)(model, *found, ckpt_path=ckpt_path)
-        return float(model.output.bias.detach()[0]), trainer.global_step
+        return float(model.head.bias.detach()[0]), trainer.global_step
 
     bias, step = use("fit", epochs=1)
     assert (step, bias < 30.0) == (5, True)  # not of the file, where the bias is 41
