@@ -11,10 +11,10 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PACKAGE = {
-    "engine/_package.py": "holdfast/__init__.py",
-    "engine/_graph.py": "holdfast/graph.py",
-    "engine/_components.py": "holdfast/components.py",
-    "engine/py.typed": "holdfast/py.typed",
+    "integrations/_package.py": "holdfast/__init__.py",
+    "integrations/_graph.py": "holdfast/graph.py",
+    "integrations/_components.py": "holdfast/components.py",
+    "integrations/py.typed": "holdfast/py.typed",
     "engine": "holdfast/engine",
     "integrations": "holdfast/integrations",
     "recipes": "holdfast/recipes",

@@ -10,9 +10,9 @@ from typing import Literal, cast, get_args
 
 from ..engine.clock import format_size
 from ..engine.errors import CheckpointExistsError, OptionError, TreeMismatchError
-from ..engine.formats.convert import Conversion, ExportFormat, export_checkpoint, import_checkpoint
 from ..engine.manager import copy_checkpoint
 from ..engine.sources import is_ours
+from ..integrations.formats.convert import Conversion, ExportFormat, export_checkpoint, import_checkpoint
 from .log import configure_logging
 from .places import checkpoints_at
 from .progress import progress_of
@@ -127,7 +127,7 @@ def _command_options_in_errors() -> Iterator[None]:
 
 
 def _add_metadata(source: str, step: int | None, *, as_json: bool) -> int:
-    from ..engine.formats.orbax.export import add_orbax_metadata
+    from ..integrations.formats.orbax.export import add_orbax_metadata
 
     places = [str(place) for place in add_orbax_metadata(checkpoints_at(source), step=step)]
     if as_json:

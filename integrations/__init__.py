@@ -1,4 +1,4 @@
-"""Callbacks for training loops, and what they share; importing this package loads no framework.
+"""What is built on the engine; importing this package loads no framework.
 
 ``holdfast.integrations.flax`` serves JAX and Flax loops, ``holdfast.integrations.lightning`` Lightning trainers.
 """

@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from holdfast.engine.sources import discovery
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("engine", "integrations", "recipes", "cli")  # each imports itself and those before it
 SHARED = ("errors", "clock")  # what anything in the engine may import
 PURE = ("storage", "format", "pytree", "distributed")  # these import none of each other
-LAYERS: tuple[tuple[str, ...], ...] = (
-    SHARED,
-    PURE,
-    ("stateful",),
-    ("arrays",),
-    ("handlers",),
-    ("checkpoint_utils", "type_handlers", "checkpoint"),
-    ("manager",),
-    ("sources",),
-    ("formats",),
-    ("api", "inspection", "verification"),
-    ("graph",),
-    ("components",),
-    ("_package", "_graph", "_components"),
-)
-LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
+LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {  # of modules and folders: each imports those before its own
+    "engine": (
+        SHARED,
+        PURE,
+        ("stateful",),
+        ("arrays",),
+        ("handlers",),
+        ("checkpoint_utils", "type_handlers", "checkpoint"),
+        ("manager",),
+        ("sources",),
+        ("api", "inspection", "verification"),
+    ),
+    "integrations": (
+        ("options", "workers"),
+        ("formats",),
+        ("graph",),
+        ("components",),
+        ("loop",),
+        ("flax", "lightning"),
+        ("_package", "_graph", "_components"),
+    ),
+}
+LAYER = {house: {name: n for n, names in enumerate(layers) for name in names} for house, layers in LAYERS.items()}
 POLICIES = ("metrics", "retention", "decisions")  # of the manager: pure functions of a list of steps
 FRAMEWORKS = {"jax", "jaxlib", "torch", "flax", "optax", "lightning", "pytorch_lightning", "tensorstore"}
 
@@ -72,7 +83,6 @@ def test_rooms_import_downwards(room: str) -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in sources(room)
-        if path.name != "_package.py"  # the front of the whole house, which stands above all rooms
         for name in imports(path)
         if name.startswith("holdfast.") and name.split(".")[1] in ROOMS and name.split(".")[1] not in allowed
     ]
@@ -80,45 +90,75 @@ def test_rooms_import_downwards(room: str) -> None:
     assert wrong == []
 
 
-def engine_unit(name: str) -> str | None:
+def test_the_engine_names_what_is_built_on_it_in_one_table() -> None:
+    """The modules of the formats, which are imported by name."""
+    naming = [
+        str(path.relative_to(ROOT))
+        for path in sources("engine")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if re.search(r"\.integrations\b|^integrations\.", node.value)
+    ]
+    assert naming == ["engine/sources/discovery.py"]
+    folder = ROOT / "integrations" / "formats"
+    recognising = {
+        ".".join(path.relative_to(folder).with_suffix("").parts)
+        for path in sources("integrations/formats")
+        if any(
+            isinstance(node, ast.FunctionDef) and node.name == "recognise" for node in ast.parse(path.read_text()).body
+        )
+    }
+    assert {entry.module for entry in discovery._FORMATS} == recognising
+    assert all(find_spec(f"holdfast.integrations.formats.{module}") for module in recognising)
+
+
+def unit(name: str, house: str) -> str | None:
+    """The module or folder of a house that an imported name belongs to."""
     parts = name.split(".")
-    return parts[2] if parts[:2] == ["holdfast", "engine"] and len(parts) > 2 else None
+    return parts[2] if parts[:2] == ["holdfast", house] and len(parts) > 2 else None
 
 
-def test_every_module_of_the_engine_has_a_layer() -> None:
-    units = {path.relative_to(ROOT / "engine").parts[0].removesuffix(".py") for path in sources("engine")}
-    assert units - {"__init__"} <= set(LAYER), "say in this file which layer it belongs to"
+def unit_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[1].removesuffix(".py")
 
 
-def test_engine_imports_downwards() -> None:
-    wrong = []
-    for path in sources("engine"):
-        unit = path.relative_to(ROOT / "engine").parts[0].removesuffix(".py")
-        for name in imports(path):
-            other = engine_unit(name)
-            if other is None or other == unit:
-                continue
-            if LAYER[other] > LAYER[unit] or (unit in PURE and other not in SHARED):
-                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+@pytest.mark.parametrize("house", LAYERS)
+def test_every_module_has_a_layer(house: str) -> None:
+    units = {unit_of(path) for path in sources(house)}
+    assert units - {"__init__"} == set(LAYER[house]), "say in this file which layer it belongs to"
+
+
+@pytest.mark.parametrize("house", LAYERS)
+def test_layers_import_downwards(house: str) -> None:
+    layer = LAYER[house]
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sources(house)
+        for name in imports(path)
+        if (other := unit(name, house)) is not None and other != (own := unit_of(path))
+        if layer[other] > layer[own] or (own in PURE and other not in SHARED)
+    ]
     assert wrong == []
 
 
-def test_engine_has_no_cycles() -> None:
+@pytest.mark.parametrize("house", LAYERS)
+def test_there_are_no_cycles(house: str) -> None:
     graph: dict[str, set[str]] = {}
-    for path in sources("engine"):
-        unit = path.relative_to(ROOT / "engine").parts[0].removesuffix(".py")
-        graph.setdefault(unit, set()).update(
-            other for name in imports(path) if (other := engine_unit(name)) is not None and other != unit
+    for path in sources(house):
+        graph.setdefault(unit_of(path), set()).update(
+            other for name in imports(path) if (other := unit(name, house)) is not None and other != unit_of(path)
         )
     while leaves := {unit for unit, others in graph.items() if not others & graph.keys()}:
         graph = {unit: others for unit, others in graph.items() if unit not in leaves}
     assert graph == {}
 
 
-def test_engine_loads_no_framework_by_itself() -> None:
+def test_no_framework_is_loaded_by_itself() -> None:
+    """Except by ``integrations/lightning``, for whoever imports that."""
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
-        for path in sources("engine")
+        for path in (*sources("engine"), *sources("integrations"))
+        if path.relative_to(ROOT).parts[1] != "lightning"
         for name in imports(path, everywhere=False)
         if name.split(".")[0] in FRAMEWORKS
     ]
@@ -164,18 +204,22 @@ def test_importing_the_package_loads_next_to_nothing() -> None:
 def test_rooms_are_entered_by_the_front() -> None:
     """What other rooms may import is what ``__init__.py`` of a room imports; ``formats`` is a folder of rooms."""
     listed = {
-        front.parent.name: {name.rpartition(".")[2] for name in imports(front)}
-        for front in (ROOT / "engine").glob("*/__init__.py")
+        (house, front.parent.name): {name.rpartition(".")[2] for name in imports(front)}
+        for house in LAYERS
+        for front in (ROOT / house).glob("*/__init__.py")
         if front.parent.name != "formats"
     }
+    assert ("engine", "manager") in listed
+    assert ("integrations", "graph") in listed
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
         for room in ROOMS
         for path in sources(room)
         for name in imports(path)
-        if (other := engine_unit(name)) in listed
-        and path.relative_to(ROOT).parts[:2] != ("engine", other)
-        and name.split(".")[3:] not in [[one] for one in listed[other]]
+        for house in LAYERS
+        if (house, other := unit(name, house)) in listed
+        and path.relative_to(ROOT).parts[:2] != (house, other)
+        and name.split(".")[3:] not in [[one] for one in listed[house, other]]
     ]
     assert wrong == []
 
@@ -183,4 +227,4 @@ def test_rooms_are_entered_by_the_front() -> None:
 def test_imports_are_found() -> None:
     found = set(imports(ROOT / "engine" / "manager" / "manager.py"))
     assert {"holdfast.engine.checkpoint.Save", "holdfast.engine.manager.decisions.Decision", "logging"} <= found
-    assert "holdfast.engine.manager.CheckpointManager" in set(imports(ROOT / "engine" / "_package.py"))
+    assert "holdfast.engine.manager.CheckpointManager" in set(imports(ROOT / "integrations" / "_package.py"))

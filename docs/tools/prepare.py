@@ -37,7 +37,7 @@ SUBJECTS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "convert": (
         "Formats of other libraries",
         "Import and export.",
-        ("engine.formats.convert", "engine.formats.orbax.export"),
+        ("integrations.formats.convert", "integrations.formats.orbax.export"),
     ),
     "processes": ("Processes", "Programs of several processes.", ("engine.distributed",)),
     "places": ("Places and time", "Paths, URLs and clocks.", ("engine.storage", "engine.clock")),

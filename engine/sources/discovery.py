@@ -5,10 +5,10 @@ library wrote, and which of them is the newest. The rules for our own are those 
 library, the format decides which steps belong together, and the newest is the one that its writer noted, or else the
 highest.
 
-To add a format of another library, write a module in ``engine/formats`` and add a line to the table ``_FORMATS`` below.
-The module is imported only when a name in a directory matches one of its patterns; it imports what it needs itself
-(tensorstore, msgpack, a framework) when it reads. It defines, for a location and what lies directly inside (nothing for
-a file):
+To add a format of another library, write a module in ``integrations/formats`` and add a line to the table ``_FORMATS``
+below: the only place where the engine names what is built on it. The module is imported only when a name in a directory
+matches one of its patterns; it imports what it needs itself (tensorstore, msgpack, a framework) when it reads. It
+defines, for a location and what lies directly inside (nothing for a file):
 
 - ``recognise(location, names)``, which returns the opened :class:`CheckpointSource`; None where there is none of this
   format; and raises DamagedCheckpointError where there is one that is damaged;
@@ -50,7 +50,7 @@ T = TypeVar("T")
 class _Entry(NamedTuple):
     """A line of the table of formats."""
 
-    module: str  # below ``engine/formats``
+    module: str  # below ``integrations/formats``
     inside: tuple[str, ...] = ()  # patterns of names; a directory that holds one of them may be a checkpoint
     files: tuple[str, ...] = ()  # patterns of names; a file that is called so may be a checkpoint
     steps: tuple[str, ...] = ()  # patterns of names; a directory that holds one of them may be a run with steps
@@ -101,7 +101,7 @@ def _matches(names: Iterable[str], patterns: Sequence[str]) -> bool:
 
 
 def _module(entry: _Entry) -> ModuleType:
-    return importlib.import_module(f"..formats.{entry.module}", __package__)
+    return importlib.import_module(f"...integrations.formats.{entry.module}", __package__)
 
 
 @dataclass(frozen=True, slots=True)

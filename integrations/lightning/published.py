@@ -101,7 +101,7 @@ def _entries(step: Location, names: Collection[str]) -> dict[str, Any]:
 
 
 def _export_safetensors(step: Location, place: Location) -> None:
-    from ...engine.formats.safetensors import write_tensors
+    from ..formats.safetensors import write_tensors
 
     state = _entries(step, {"state_dict"}).get("state_dict", {})
     arrays = {name: np.asarray(value) for name, value in state.items() if isinstance(value, np.ndarray | np.generic)}

@@ -19,7 +19,7 @@ from .states import StateAdapter, located
 from .trees import TreeAdapter
 
 if TYPE_CHECKING:
-    from ...engine.graph import Checkpoint, StoredGraph
+    from ..graph import Checkpoint, StoredGraph
 
 # Packages whose objects are not searched for tensors.
 _FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "jax", "jaxlib", "flax", "optax"}
@@ -32,7 +32,7 @@ def is_versioned(value: object) -> bool:
 
 
 def is_component(value: object) -> bool:
-    components: Any = _engine("components")
+    components: Any = _imported("components")
     return components is not None and isinstance(value, components.Checkpointable)
 
 
@@ -50,7 +50,7 @@ def _holds(value: Any) -> bool:
 
 
 def _is_object(value: object) -> bool:
-    graph: Any = _engine("graph")
+    graph: Any = _imported("graph")
     return is_versioned(value) or (
         graph is not None and isinstance(value, (graph.Node, graph.Value, graph.TrackedList))
     )
@@ -72,9 +72,9 @@ def _is_plain_object(value: object) -> bool:
     return hasattr(value, "__dict__")
 
 
-def _engine(room: str) -> Any:
-    """Return a room of the engine if the program has imported it."""
-    return sys.modules.get(f"{__package__.rpartition('.integrations')[0]}.engine.{room}")
+def _imported(room: str) -> Any:
+    """Return a room of live objects, the graph or the components, if the program has imported it."""
+    return sys.modules.get(f"{__package__.rpartition('.')[0]}.{room}")
 
 
 class ObjectsAdapter(StateAdapter):
@@ -91,7 +91,7 @@ class ObjectsAdapter(StateAdapter):
         self._versions = TensorVersions()
 
     def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
-        from ...engine.graph import GraphCheckpointHandler
+        from ..graph import GraphCheckpointHandler
 
         return GraphCheckpointHandler(compression=options.compression)
 
@@ -130,7 +130,7 @@ class ObjectsAdapter(StateAdapter):
 
     def _graph(self, state: Any) -> Checkpoint:
         """Return the object that stands for the state in the graph; what is in the state keeps its own path."""
-        from ...engine.graph import Checkpoint
+        from ..graph import Checkpoint
 
         if isinstance(state, Checkpoint):
             return state
@@ -150,7 +150,7 @@ class ObjectsAdapter(StateAdapter):
 
     def _prepare(self, graph: Checkpoint, stored: StoredGraph) -> Callable[[], None]:
         """Read everything that is saved, and return the function that puts it into the objects."""
-        from ...engine.graph import Restoration
+        from ..graph import Restoration
 
         restoration = Restoration(stored, graph, ignore={("save_counter",)})
         restoration.progress.partial = True  # it is complete, or fails
@@ -175,7 +175,7 @@ class ComponentAdapter(StateAdapter):
         self._versions = TensorVersions()
 
     def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
-        from ...engine.components import ComponentCheckpointHandler
+        from ..components import ComponentCheckpointHandler
 
         return ComponentCheckpointHandler(compression=options.compression)
 

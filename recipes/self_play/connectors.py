@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...engine.components import Checkpointable
+from ...integrations.components import Checkpointable
 from .game import Boards, Rules
 
 Floats = NDArray[np.float32]

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ...engine.components import allow
+from ...integrations.components import allow
 
 Boards = NDArray[np.int8]
 """int8[n, rows * columns], row by row from the bottom: 1 is a stone of one player, -1 of the other, 0 is no stone."""

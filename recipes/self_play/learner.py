@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engine.components import Checkpointable
+from ...integrations.components import Checkpointable
 from .policy import Policy
 from .runner import Experience
 

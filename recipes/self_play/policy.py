@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ...engine.components import Checkpointable
+from ...integrations.components import Checkpointable
 
 
 class Policy(Checkpointable, nn.Module):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...engine.components import Checkpointable
+from ...integrations.components import Checkpointable
 from .connectors import ActionPipeline, Floats, ObservationPipeline, Turn
 from .game import Boards, Games, Rules
 from .policy import Policy

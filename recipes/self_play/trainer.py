@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ...engine.components import Checkpointable
+from ...integrations.components import Checkpointable
 from .connectors import ActionPipeline, ObservationPipeline, feature_count
 from .game import Games, Rules
 from .learner import Learner

@@ -25,10 +25,10 @@ from tests.checkpoint.kinds import KINDS, Kind
 import holdfast as hf
 from holdfast.engine.checkpoint import commit
 from holdfast.engine.checkpoint.commit import PendingCheckpoint
-from holdfast.engine.components import layout
 from holdfast.engine.storage import Location
 from holdfast.engine.storage.local import LocalBackend
 from holdfast.engine.storage.object_store import ObjectStoreBackend
+from holdfast.integrations.components import layout
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATIONS = ("write_bytes", "write_data", "make_directory", "sync_directory", "rename", "remove", "remove_tree")

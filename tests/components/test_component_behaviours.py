@@ -546,13 +546,13 @@ def test_r14_a_failed_save_leaves_the_old_one_whole(tmp_path: Path, monkeypatch:
     path = first.save_to_path(tmp_path / "x")
     files = sorted(str(file) for file in Path(path).rglob("*"))
     for target in ("write_record", "write_file"):
-        module = "checkpoint.commit" if target == "write_record" else "components.saving"
+        module = "engine.checkpoint.commit" if target == "write_record" else "integrations.components.saving"
 
         def fail(*_: Any) -> None:
             raise hf.StorageFullError("no space")
 
         with monkeypatch.context() as patch:
-            patch.setattr(f"holdfast.engine.{module}.{target}", fail)
+            patch.setattr(f"holdfast.{module}.{target}", fail)
             with pytest.raises(hf.StorageFullError):
                 trained(5).save_to_path(path, overwrite=True)
         running = Trainer()
@@ -596,7 +596,7 @@ def test_r16_metadata_and_versions(tmp_path: Path) -> None:
 
 
 def test_r16_the_commit_of_the_program_is_known(tmp_path: Path) -> None:
-    from holdfast.engine.components.saving import commit_in
+    from holdfast.integrations.components.saving import commit_in
 
     commit = "0123456789abcdef0123456789abcdef01234567"
     (tmp_path / "src").mkdir()

@@ -31,7 +31,7 @@ from tests.versions import nnx_update
 
 import holdfast as hf
 from holdfast.components import Checkpointable, allow, read_state
-from holdfast.engine.components import Component
+from holdfast.integrations.components import Component
 
 
 class Net(Checkpointable, nnx.Module):

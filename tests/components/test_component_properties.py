@@ -17,11 +17,11 @@ from hypothesis.extra import numpy as npst
 
 import holdfast as hf
 from holdfast.components import Checkpointable, ComponentCheckpointHandler, read_state
-from holdfast.engine.components.constructor_spec import Missing, SpecDecoder, encode_spec
-from holdfast.engine.components.layout import Description
-from holdfast.engine.components.names import Selection, component_path, format_component_path, named_path
-from holdfast.engine.components.permissions import Permissions
 from holdfast.engine.format import decode_document, encode_document
+from holdfast.integrations.components.constructor_spec import Missing, SpecDecoder, encode_spec
+from holdfast.integrations.components.layout import Description
+from holdfast.integrations.components.names import Selection, component_path, format_component_path, named_path
+from holdfast.integrations.components.permissions import Permissions
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=6)
 ARRAYS = npst.arrays(

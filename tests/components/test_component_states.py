@@ -20,10 +20,10 @@ from flax import struct
 
 import holdfast as hf
 from holdfast.components import Checkpointable, read_state
-from holdfast.engine.components.constructor_spec import SpecDecoder, encode_spec
-from holdfast.engine.components.permissions import Permissions
 from holdfast.engine.pytree import packing
 from holdfast.engine.storage import as_location
+from holdfast.integrations.components.constructor_spec import SpecDecoder, encode_spec
+from holdfast.integrations.components.permissions import Permissions
 
 
 @pytest.fixture

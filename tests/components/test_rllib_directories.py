@@ -19,7 +19,7 @@ import torch
 
 import holdfast as hf
 from holdfast.components import Checkpointable, read_state
-from holdfast.engine.formats.rllib import decode_state
+from holdfast.integrations.formats.rllib import decode_state
 
 RAN: list[str] = []
 
@@ -273,7 +273,7 @@ def test_msgpack_of_every_width(value: Any) -> None:
 
 
 def test_numpy_in_every_pickle_protocol() -> None:
-    from holdfast.engine.formats.rllib import plain_state
+    from holdfast.integrations.formats.rllib import plain_state
 
     state = {
         "array": np.asfortranarray(np.arange(6.0).reshape(2, 3)),

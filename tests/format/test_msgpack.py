@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import holdfast as hf
 from holdfast.engine.arrays import MsgpackHandler
 from holdfast.engine.format import decode_array, decode_msgpack, encode_arrays
-from holdfast.engine.formats.flax import decode_flax
-from holdfast.engine.formats.rllib import decode_state
+from holdfast.integrations.formats.flax import decode_flax
+from holdfast.integrations.formats.rllib import decode_state
 
 msgpack: Any = importlib.import_module("msgpack")  # it has no types
 READERS: dict[str, Callable[[bytes], Any]] = {

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.engine.format import crc32c
-from holdfast.engine.formats.tensorflow.index import MAGIC, masked
+from holdfast.integrations.formats.tensorflow.index import MAGIC, masked
 
 Pairs = Sequence[tuple[bytes, bytes]]
 Pack = Callable[[bytes], bytes]

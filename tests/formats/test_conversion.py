@@ -18,8 +18,8 @@ import torch
 from flax.training.train_state import TrainState
 
 import holdfast as hf
-from holdfast.engine.formats import convert as rewriting
-from holdfast.engine.formats.convert import export_checkpoint, import_checkpoint
+from holdfast.integrations.formats import convert as rewriting
+from holdfast.integrations.formats.convert import export_checkpoint, import_checkpoint
 
 
 def pt(path: Path, value: Any) -> Path:

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import holdfast as hf
 from holdfast.engine.arrays import load_tree
-from holdfast.engine.formats.torch import dcp as format_module
 from holdfast.engine.sources.stored import StoredTree
 from holdfast.engine.storage import as_location
+from holdfast.integrations.formats.torch import dcp as format_module
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),  # torch 2.6 says the latter

@@ -13,7 +13,7 @@ import pytest
 from tests.versions import flax_flag
 
 import holdfast as hf
-from holdfast.engine.formats.orbax.checkpoint import is_finished
+from holdfast.integrations.formats.orbax.checkpoint import is_finished
 
 jax: Any = pytest.importorskip("jax")
 jnp: Any = pytest.importorskip("jax.numpy")

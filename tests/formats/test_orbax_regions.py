@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
-from holdfast.engine.formats.orbax.arrays import cut, gather
-from holdfast.engine.formats.orbax.tree import OrbaxTree
 from holdfast.engine.pytree import Box, whole
 from holdfast.engine.storage import as_location
+from holdfast.integrations.formats.orbax.arrays import cut, gather
+from holdfast.integrations.formats.orbax.tree import OrbaxTree
 
 jax: Any = pytest.importorskip("jax")
 ocp: Any = pytest.importorskip("orbax.checkpoint")

@@ -16,10 +16,10 @@ import torch
 
 import holdfast as hf
 from holdfast.engine.arrays import TreeSource, load_tree
-from holdfast.engine.formats import safetensors as format_module
-from holdfast.engine.formats.safetensors import export_safetensors
 from holdfast.engine.sources.native import NativeCheckpoint
 from holdfast.engine.storage import as_location
+from holdfast.integrations.formats import safetensors as format_module
+from holdfast.integrations.formats.safetensors import export_safetensors
 
 
 def opened(path: Path) -> TreeSource:

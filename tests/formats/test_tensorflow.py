@@ -16,7 +16,7 @@ from tests.equality import assert_same
 
 import holdfast as hf
 from holdfast import graph
-from holdfast.engine.formats.tensorflow.tree import BundleTree
+from holdfast.integrations.formats.tensorflow.tree import BundleTree
 
 FIXTURES = Path(__file__).parent / "tensorflow"
 SEEN: dict[str, Any] = json.loads((FIXTURES / "seen.json").read_text(encoding="utf-8"))

@@ -12,8 +12,8 @@ import pytest
 
 import holdfast as hf
 from holdfast import graph
-from holdfast.engine.formats.tensorflow.tree import BundleTree
-from holdfast.engine.graph.stored import open_graph
+from holdfast.integrations.formats.tensorflow.tree import BundleTree
+from holdfast.integrations.graph.stored import open_graph
 
 FIXTURES = Path(__file__).parent / "tensorflow"
 

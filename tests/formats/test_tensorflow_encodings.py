@@ -24,7 +24,14 @@ from tests.formats.tensorflow_writer import (
 )
 
 import holdfast as hf
-from holdfast.engine.formats.tensorflow.index import BundleSlice, fields, ordered, read_table, slice_key, uncompress
+from holdfast.integrations.formats.tensorflow.index import (
+    BundleSlice,
+    fields,
+    ordered,
+    read_table,
+    slice_key,
+    uncompress,
+)
 
 
 @pytest.mark.parametrize("per_block", [1, 7, 1000])

@@ -32,8 +32,8 @@ from tests.formats.tensorflow_writer import (
 import holdfast as hf
 from holdfast import graph
 from holdfast.engine.format import crc32c
-from holdfast.engine.formats.tensorflow.index import MAGIC, masked, read_table
-from holdfast.engine.formats.tensorflow.tree import BundleTree
+from holdfast.integrations.formats.tensorflow.index import MAGIC, masked, read_table
+from holdfast.integrations.formats.tensorflow.tree import BundleTree
 
 # ---- what is refused, or left out
 

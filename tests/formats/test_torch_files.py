@@ -19,10 +19,10 @@ import torch
 
 import holdfast as hf
 from holdfast.engine.arrays import load_tree
-from holdfast.engine.formats.torch import files as torch_files
-from holdfast.engine.formats.torch.pickles import unpickle
 from holdfast.engine.sources.stored import StoredTree
 from holdfast.engine.storage import as_location
+from holdfast.integrations.formats.torch import files as torch_files
+from holdfast.integrations.formats.torch.pickles import unpickle
 
 
 def opened(path: Path) -> StoredTree:
@@ -237,7 +237,7 @@ def test_torch_is_not_needed(tmp_path: Path) -> None:
     path = saved(tmp_path, {"x": torch.arange(3), "y": torch.ones(2, dtype=torch.bfloat16)})
     program = (
         "import sys; sys.modules['torch'] = None\n"
-        "from holdfast.engine.formats.torch import files\n"
+        "from holdfast.integrations.formats.torch import files\n"
         "from holdfast.engine.arrays import load_tree\n"
         "from holdfast.engine.storage import as_location\n"
         f"print(load_tree(files.recognise(as_location({str(path)!r}), frozenset()).source))"

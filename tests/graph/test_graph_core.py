@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 import holdfast as hf
 from holdfast import graph
-from holdfast.engine.graph import (
+from holdfast.engine.pytree import PathFilter, join, split
+from holdfast.integrations.graph import (
     format_node_path,
     parse_path,
     storage_name,
 )
-from holdfast.engine.pytree import PathFilter, join, split
 
 KEYS = st.lists(st.text(max_size=4) | st.sampled_from(["a/b", "a.b", "%", "", ".S", "1"]), min_size=1, max_size=4)
 

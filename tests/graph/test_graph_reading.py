@@ -23,9 +23,9 @@ from tests.versions import nnx_assign
 import holdfast as hf
 from holdfast import graph
 from holdfast.engine.arrays import TreeSource
-from holdfast.engine.graph import GraphCheckpointHandler, Restoration, RestoreStatus, StoredGraph, capture, walk
 from holdfast.engine.sources.discovery import open_checkpoint
 from holdfast.engine.storage import as_location
+from holdfast.integrations.graph import GraphCheckpointHandler, Restoration, RestoreStatus, StoredGraph, capture, walk
 
 # ---- T21
 

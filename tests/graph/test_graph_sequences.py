@@ -19,7 +19,7 @@ import torch
 
 import holdfast as hf
 from holdfast import graph
-from holdfast.engine.graph import views
+from holdfast.integrations.graph import views
 
 LONG = [math.sin(number) for number in range(500)]
 MIXED = [True, 1, 1.0, -0.0, float("inf"), 2**62] * 20

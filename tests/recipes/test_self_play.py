@@ -17,7 +17,7 @@ from tests.documents.examples import Examples
 import holdfast as hf
 from holdfast.cli.main import main
 from holdfast.engine.arrays import ArrayDatabase
-from holdfast.engine.components.saving import PreparedComponents
+from holdfast.integrations.components.saving import PreparedComponents
 from holdfast.recipes.configuration import load_configuration
 from holdfast.recipes.context import Outcome
 from holdfast.recipes.problems import ConfigError

@@ -1,0 +1,50 @@
+"""Checkpoints of objects: attach things to a checkpoint, save, build new ones, and restore them by name.
+
+This file becomes ``holdfast/graph.py``.
+
+>>> import tempfile
+>>> from holdfast import graph
+>>> with tempfile.TemporaryDirectory() as directory:
+...     path = graph.Checkpoint(step=7).save(f"{directory}/ckpt")
+...     checkpoint = graph.Checkpoint(step=0)
+...     _ = checkpoint.restore(path).assert_consumed()
+>>> checkpoint.step
+7
+"""
+
+from __future__ import annotations
+
+# Absolute, as this file is seen at two places of the package.
+from holdfast.integrations.graph import (
+    Checkpoint,
+    CheckpointManager,
+    CheckpointReader,
+    GraphView,
+    Node,
+    RestoreReport,
+    RestoreStatus,
+    TrackedDict,
+    TrackedList,
+    Untracked,
+    Value,
+    checkpoints_iterator,
+    latest_checkpoint,
+    load_checkpoint,
+)
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointManager",
+    "CheckpointReader",
+    "GraphView",
+    "Node",
+    "RestoreReport",
+    "RestoreStatus",
+    "TrackedDict",
+    "TrackedList",
+    "Untracked",
+    "Value",
+    "checkpoints_iterator",
+    "latest_checkpoint",
+    "load_checkpoint",
+]

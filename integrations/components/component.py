@@ -1,0 +1,294 @@
+"""Components: the mixin `Checkpointable`, and the protocol behind it."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import uuid
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol, Self, runtime_checkable
+
+from ...engine.arrays import Layout
+from ...engine.checkpoint import Place
+from ...engine.distributed import Coordinator, run_on_primary
+from ...engine.errors import BarrierTimeoutError, OptionError, TreeMismatchError
+from ...engine.manager import plain_metrics
+from ...engine.pytree import Patterns
+from ...engine.storage import as_location
+from .constructing import build
+from .constructor_spec import CtorArguments
+from .live import ARGUMENTS, LiveComponent, discovered, kept_arguments, live_tree
+from .names import Names, Selection
+from .permissions import Permissions
+from .reading import open_component
+from .restoring import ComponentReport, KeepPatterns, locate, restore_saved
+from .saving import prepare
+from .states import call_get_state, default_state, inherited, overrides, set_default_state
+
+_logger = logging.getLogger("holdfast")
+
+
+@runtime_checkable
+class Component(Protocol):
+    """An object with a state and components below it, which can be a component of a tree."""
+
+    def get_state(self) -> Any:
+        """Return the state, with or without those of the components below, which are saved separately."""
+        ...
+
+    def set_state(self, state: Any) -> None:
+        """Take a state, or a part of it: values that are not in it stay as they are."""
+        ...
+
+    def get_checkpointable_components(self) -> Iterable[tuple[str, Any]]:
+        """Return the components below by name: objects like this one, modules, optimizers, or any other objects."""
+        ...
+
+
+class Checkpointable:
+    """Base of components: objects that are saved into a directory, restored from it, and made anew from it.
+
+    By default, a component's state is everything that can be reached from its attributes (tensors, arrays, modules,
+    optimizers, numbers, text, containers, random generators, other objects), and its components are the attributes that
+    are `Checkpointable` themselves, also inside of lists and dictionaries. Its constructor's arguments are kept when it
+    is made. Each method may be overridden. Names in a class's ``__untracked__`` are not part of the state.
+
+    >>> import tempfile, numpy as np
+    >>> class Policy(Checkpointable):
+    ...     def __init__(self, size, rate=0.1):
+    ...         self.weights, self.rate = np.zeros(size), rate
+    >>> policy = Policy(3)
+    >>> policy.weights += 1
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = policy.save_to_path(f"{directory}/policy")
+    ...     Policy.from_checkpoint(path).weights
+    array([1., 1., 1.])
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        parent = super().__new__
+        found: Self = parent(cls) if parent is object.__new__ else parent(cls, *args, **kwargs)
+        if cls.__init__ is object.__init__ and (args or kwargs):
+            raise TypeError(f"{cls.__qualname__}() takes no arguments")
+        if hasattr(found, "__dict__"):
+            vars(found)[ARGUMENTS] = CtorArguments(args, kwargs)
+        return found
+
+    # ---- to and from a path
+
+    def save_to_path(
+        self,
+        path: Place | None = None,
+        *,
+        state: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        layout: Layout | None = None,
+        use_msgpack: bool = False,
+        step: int | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        coordinator: Coordinator | None = None,
+    ) -> str:
+        """Save this component and all below it, each into a directory of its own; one atomic checkpoint.
+
+        In a program of several processes, process 0 saves. The others may call this, too, with the same path: they wait
+        until process 0 is done.
+
+        Args:
+            path: Where: a path or a URL (``memory://``, ``s3://``, ``gs://``); None makes a new temporary directory.
+            state: The state to save in the place of ``get_state()``; without components that are not in it.
+            overwrite: Replace an existing tree of components; a crash leaves the old one or the new one, whole.
+            layout: Sizes of chunks and data files, and how chunks are compressed: ``hf.Layout(compression=3)``.
+            use_msgpack: Keep a component's arrays in one msgpack file, rather than in a database.
+            step: The number of the step, for ``holdfast ls`` on a directory of steps: ``runs/x/1200`` for step 1200.
+            metrics: Metrics to keep with it: numbers by name.
+            coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of
+                them is initialized; ``hf.Alone()`` saves the components of this process.
+
+        Returns:
+            The path or URL, for all methods that restore.
+
+        Raises:
+            UnsupportedLeafError: A state cannot be saved; names the value. Nothing was written.
+            CheckpointExistsError: Something is there already.
+            StorageConflictError: Another save to the same path has begun since.
+            StorageError: The storage refused; the tree that was there before is whole.
+            PeerFailedError: Process 0 of several could not save.
+        """
+        location = None if path is None else as_location(path, writes=True)
+        where = "a temporary directory" if location is None else location.url
+        numbers = None if metrics is None else plain_metrics(metrics)
+        if step is not None and (type(step) is not int or step < 0):
+            raise OptionError(f"step={step!r} must be a whole number, 0 or more")
+
+        def work() -> str:
+            temporary = as_location(tempfile.gettempdir()) / f"holdfast-{uuid.uuid4().hex}"
+            place = temporary if location is None else location
+            prepared = prepare(self, state=state, use_msgpack=use_msgpack, layout=layout)
+            prepared.commit(place, overwrite=overwrite, step=step, metrics=numbers)
+            return place.url
+
+        try:
+            return str(run_on_primary(f"saving components to {where}", [], work, coordinator))
+        except BarrierTimeoutError as error:
+            message = (
+                f"{error}. Call it on process 0, too, or save from this process alone, with coordinator=hf.Alone()"
+            )
+            raise BarrierTimeoutError(message, error.missing) from None
+
+    def restore_from_path(
+        self, path: Place, *, component: str | None = None, keep: Patterns | None = None, strict: bool = False
+    ) -> ComponentReport:
+        """Restore this component and all below it, in place: objects keep their identity.
+
+        Args:
+            path: The directory of a tree of components, or of one of its parts.
+            component: Restores only this component, such as ``"learner/p1"``, from the component at ``path``, which may
+                have another name there.
+            keep: Patterns of paths such as ``"**/lr"``: values that match stay as they are. A path is that of the
+                component and that of the value within it: ``learner/optimizer/groups/0/lr``. A pattern that matches
+                nothing is an error.
+            strict: Whether components and values that only the program or only the checkpoint has are errors.
+
+        Returns:
+            The report: the restored components and values, and the others.
+
+        Raises:
+            CheckpointNotFoundError: Nothing was saved there.
+            DamagedCheckpointError: A state does not verify; nothing was changed.
+            TreeMismatchError: There is no such component; or a state does not fit, and nothing was changed. Or, with
+                ``strict``, only one side has a value; those that both sides have were restored.
+        """
+        live = live_tree(self)
+        target = live if component is None else locate(live, component)
+        kept = None if keep is None else KeepPatterns(keep)
+        return restore_saved(target, open_component(path), strict=strict, keep=kept)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: Place,
+        *,
+        trust: bool = False,
+        allowed: Iterable[Any] | str = (),
+        renamed: Mapping[str, Any] | None = None,
+        fallback: bool = False,
+        strict: bool = False,
+        **overrides: Any,
+    ) -> Self:
+        """Make a component from its directory: with the class, the arguments and the state that were saved.
+
+        The saved class may be this one or one that derives from it. Loaded classes of components need no permission.
+        All other classes and functions that the checkpoint names must be allowed; otherwise nothing is imported and
+        nothing is made.
+
+        Args:
+            path: The directory of a tree of components, or of one of its parts.
+            trust: Import everything the checkpoint names. Only for checkpoints that you trust as much as your code.
+            allowed: Classes and functions that the checkpoint may name, or patterns of import paths such as
+                ``"mygame.*"``; besides those of :func:`~holdfast.components.allow`. A pattern allows objects that are
+                defined in such modules, and none that these import from others.
+            renamed: For import paths in the checkpoint the classes, or their import paths, that they stand for now.
+            fallback: Make one of this class, with the overrides alone, where the saved class no longer exists.
+            strict: Whether components and values that only one side has are errors.
+            **overrides: Constructor arguments by name, in the place of the saved ones. They also win over plain values
+                of the same name in the state: attributes, and options of optimizers.
+
+        Returns:
+            The component.
+
+        Raises:
+            NotAllowedError: The checkpoint names a class or function that is not allowed; nothing was imported.
+            OptionError: The saved class does not derive from this one; or an override is none of its arguments.
+            CheckpointNotFoundError: Nothing was saved there.
+            DamagedCheckpointError: The component there does not verify.
+        """
+        permissions = Permissions(trust=trust, allowed=allowed, renamed=renamed, base=Checkpointable)
+        saved = open_component(path)
+        found = build(cls, saved, permissions=permissions, fallback=fallback, strict=strict, overrides=overrides)
+        assert isinstance(found, cls)
+        return found
+
+    # ---- methods to override
+
+    @inherited
+    def get_state(self, components: Names | None = None, *, not_components: Names | None = None) -> dict[str, Any]:
+        """Take the state: a snapshot, which later changes do not touch.
+
+        Args:
+            components: Only these of the components below, such as ``"learner/p0"``, a list of such paths, or a pattern
+                such as ``"learner/*"``; None is all. Components on the way to them come without the rest below them.
+            not_components: None of these; this wins over ``components``.
+
+        Returns:
+            The component's own state, and under their names the states of the components below.
+
+        Raises:
+            TreeMismatchError: There is no such component; names those that exist.
+        """
+        live = live_tree(self)
+        known = [one.path for one in live.walk()]
+        selection = Selection(components, not_components, known, type(self).__qualname__)
+        return _take(live, selection)
+
+    @inherited
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Take a state that :meth:`get_state` returned, or a part of it: values that are not in it stay as they are.
+
+        Args:
+            state: The state.
+
+        Raises:
+            TreeMismatchError: Shapes or dtypes do not fit, or nothing fits at all.
+        """
+        _give(live_tree(self), state)
+
+    def get_checkpointable_components(self) -> Sequence[tuple[str, Any]]:
+        """Return the components below by name: attributes that are components, also in lists and dictionaries."""
+        return discovered(self)
+
+    def get_ctor_args_and_kwargs(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the constructor arguments for such an object, or None where they are not known."""
+        kept = kept_arguments(self)
+        return None if kept is None else (kept.args, dict(kept.kwargs))
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Return facts for people, as JSON, that go into ``metadata.json`` beside versions, commit and time."""
+        return {}
+
+
+def _take(one: LiveComponent, selection: Selection) -> dict[str, Any]:
+    state = default_state(one, snapshot=True)
+    for child in one.children:
+        if not selection.leads_to(child.path):
+            continue
+        if overrides(child.value, "get_state"):
+            state[child.name] = call_get_state(child.value, *selection.below(child.path))
+        else:
+            state[child.name] = _take(child, selection)
+    return state
+
+
+def _give(one: LiveComponent, state: Any) -> None:
+    """Give states to the components below one, to itself, and to those that its state has created."""
+    if not isinstance(state, Mapping):
+        raise TreeMismatchError(f"{type(one.value).__qualname__}: expected a dictionary, found {type(state).__name__}")
+    known = {child.name for child in one.children}
+    _give_children(one, state, but=())
+    own = {key: value for key, value in state.items() if key not in known}
+    if own:
+        report = set_default_state(one, own)
+        now = live_tree(one.value, one.path, one.name, one.above)
+        names = {child.name for child in now.children}
+        _give_children(now, state, but=known)
+        unused = [name for name in report.unused if name.split("/")[0] not in names]
+        if unused:
+            _logger.warning("%s has no place for these values: %s", type(one.value).__qualname__, ", ".join(unused))
+
+
+def _give_children(one: LiveComponent, state: Mapping[str, Any], *, but: Collection[str]) -> None:
+    for child in one.children:
+        if child.name in state and child.name not in but:
+            if overrides(child.value, "set_state"):
+                child.value.set_state(state[child.name])
+            else:
+                _give(child, state[child.name])

@@ -1,0 +1,189 @@
+"""Construction of components from a checkpoint: made by their constructor specs, and given their states."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ...engine.arrays import SavedLeaf
+from ...engine.errors import DamagedCheckpointError, NotAllowedError, OptionError
+from ...engine.pytree import ARRAY_KINDS, escape_key
+from ..graph import Path, current_name
+from .constructor_spec import ConstructorFailed, Missing, SpecDecoder, check_spec, construct, on_this_machine
+from .live import live_tree
+from .names import format_component_path
+from .permissions import Permissions, import_path, was_main
+from .reading import SavedComponent
+from .restoring import descend, restore_saved
+
+_logger = logging.getLogger("holdfast")
+
+
+def build(
+    base: type,
+    saved: SavedComponent,
+    *,
+    permissions: Permissions,
+    fallback: bool = False,
+    strict: bool = False,
+    overrides: Mapping[str, Any],
+) -> Any:
+    if was_main(saved.description.type, base):
+        permissions.main = base.__module__
+    try:
+        value = _Building(saved, base, permissions, fallback).make(saved, base, overrides)
+    except ConstructorFailed as failed:
+        raise failed.error from failed.error.__cause__
+    # The overrides win over plain values of the same name in the state: attributes, options of optimizers.
+    names = {escape_key(name) for name in overrides}
+
+    def keep(path: Path, leaf: SavedLeaf | None) -> bool:
+        return path[-1] in names and leaf is not None and leaf.saved.kind not in ARRAY_KINDS
+
+    restore_saved(live_tree(value), saved, strict=strict, keep=keep, fresh=True)
+    return value
+
+
+class _Building:
+    """The components that one call makes; one that several specs refer to is made once."""
+
+    def __init__(self, root: SavedComponent, base: type, permissions: Permissions, fallback: bool) -> None:
+        self._root = root
+        self._base = base
+        self._permissions = permissions
+        self._fallback = fallback
+        self._made: dict[Path, Any] = {}
+        self._under_way: set[Path] = set()
+
+    def make(self, saved: SavedComponent, base: type, overrides: Mapping[str, Any]) -> Any:
+        if saved.path in self._under_way:
+            raise DamagedCheckpointError(
+                f"{saved.location}: its constructor spec needs the component itself, or one that does"
+            )
+        self._under_way.add(saved.path)
+        description = saved.description
+        kind = self._class(description.type, base, str(saved.location))
+        spec = description.constructor
+        if kind is None or spec is None:
+            if kind is not None and not overrides and not self._fallback:
+                raise OptionError(
+                    f"{saved.location}: the constructor arguments of {description.type} were not saved: "
+                    f"{description.obstacle}. Make it yourself and call restore_from_path, or pass them by name"
+                )
+            return construct(kind or base, (), overrides, str(saved.location))
+        value = self._construct(kind, spec, overrides, str(saved.location))
+        self._under_way.discard(saved.path)
+        return value
+
+    def _class(self, path: str, base: type, where: str) -> Any | None:
+        if current_name(path) == import_path(base) or was_main(path, base):
+            return base
+        try:
+            kind = self._permissions.resolve(path, where, made=True)
+        except (NotAllowedError, OptionError):
+            if self._fallback and base is self._base:
+                _logger.warning("%s: %s is unknown; fallback=True makes a %s", where, path, base.__qualname__)
+                return None
+            raise
+        if not isinstance(kind, type) or not issubclass(kind, base):
+            raise OptionError(
+                f"{where} holds a {path}, which is no {import_path(base)}: call from_checkpoint on a class that it "
+                "derives from, or point it at another component"
+            )
+        return kind
+
+    def _construct(self, kind: Any, spec: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> Any:
+        decoder = SpecDecoder(self._permissions, self._component, self._nested, where)
+        signature = _signature(kind)
+        arguments, unnamed = _named(signature, spec, where, kind)
+        kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+        variable = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+        unknown = [name for name in overrides if kinds.get(name, inspect.Parameter.VAR_KEYWORD) in variable]
+        if unknown and inspect.Parameter.VAR_KEYWORD not in kinds.values():
+            raise OptionError(
+                f"{kind.__qualname__} takes no argument {', '.join(map(repr, unknown))}; it takes "
+                f"{', '.join(signature.parameters) or 'none'}"
+            )
+        given = {name: decoder.decode(value) for name, value in arguments.items() if name not in overrides}
+        given = {name: on_this_machine(name, value) for name, value in given.items()}
+        given.update(overrides)
+        rest = [decoder.decode(value) for value in unnamed]
+        missing = [
+            f"{name} ({value.reason})"
+            for name, value in [*given.items(), *((f"*{place}", value) for place, value in enumerate(rest))]
+            if isinstance(value, Missing)
+        ]
+        if missing:
+            raise OptionError(
+                f"{where}: these arguments of {kind.__qualname__} were not kept; pass them by name: "
+                + ", ".join(missing)
+            )
+        args = []
+        for name, parameter in signature.parameters.items():
+            if name not in given or parameter.kind not in (
+                parameter.POSITIONAL_ONLY,
+                *((parameter.POSITIONAL_OR_KEYWORD,) if rest else ()),
+            ):
+                break
+            args.append(given.pop(name))
+        try:
+            signature.bind(*args, *rest, **given)
+        except TypeError as error:
+            raise OptionError(
+                f"{where}: {kind.__qualname__} cannot be made of the saved arguments: {error}; pass it by name"
+            ) from error
+        return construct(kind, (*args, *rest), given, where)
+
+    def _component(self, reference: str) -> Any:
+        """Return the component that a spec refers to by its path in the tree that was saved."""
+        goal = tuple(segment for segment in reference.split("/") if segment)
+        start = self._root.description.path
+        saved = descend(self._root, goal[len(start) :]) if goal[: len(start)] == start else None
+        if saved is None:
+            return Missing(f"it is the component {format_component_path(goal)}, which is not part of what is loaded")
+        if saved.path not in self._made:
+            self._made[saved.path] = self.make(saved, object, {})
+        return self._made[saved.path]
+
+    def _nested(self, content: Any) -> Any:
+        """Make an object from a spec that is part of another one."""
+        spec = check_spec(content.get("constructor") if isinstance(content, dict) else content)
+        where = str(self._root.location)
+        kind = self._permissions.resolve(content.get("class"), where, made=True)
+        if not isinstance(kind, type):
+            raise TypeError(f"{content.get('class')!r:.80} is not a class")
+        return self._construct(kind, spec, {}, where)
+
+
+def _signature(kind: Any) -> inspect.Signature:
+    try:
+        own = inspect.signature(kind.__init__)
+    except (TypeError, ValueError):
+        return inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
+    return own.replace(parameters=list(own.parameters.values())[1:])
+
+
+def _named(
+    signature: inspect.Signature, spec: Mapping[str, Any], where: str, kind: Any
+) -> tuple[dict[str, Any], list[Any]]:
+    """Give positional arguments their names; return also those that have none."""
+    try:
+        bound = signature.bind_partial(*spec["args"], **spec["kwargs"])
+    except TypeError as error:
+        raise OptionError(
+            f"{where}: the constructor of {kind.__qualname__} does not take the saved arguments any more: {error}. "
+            f" Make the object yourself and call restore_from_path"
+        ) from error
+    arguments: dict[str, Any] = {}
+    rest: list[Any] = []
+    for name, value in bound.arguments.items():
+        variety = signature.parameters[name].kind
+        if variety is inspect.Parameter.VAR_POSITIONAL:
+            rest += value
+        elif variety is inspect.Parameter.VAR_KEYWORD:
+            arguments.update(value)
+        else:
+            arguments[name] = value
+    return arguments, rest

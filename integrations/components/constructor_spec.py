@@ -1,0 +1,485 @@
+"""Constructor specs: the arguments of a constructor as JSON, written, and read back without trust in the content.
+
+JSON's own values stand for themselves; every object of JSON has one key, which names its kind: ``{"tuple": [...]}``,
+``{"dict": [[key, value], ...]}``, ``{"component": "learner/p0"}``. Nothing here is Python code, pickled or otherwise.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import enum
+import functools
+import importlib
+import logging
+import math
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path as FilePath
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+
+from ...engine.errors import DamagedCheckpointError, FormatVersionError, OptionError
+from ...engine.format import dtype_from_name, dtype_name
+from ...engine.pytree import NUMBERS, is_jax_array, is_key, is_torch_tensor, loaded, pack_numbers, packed_again
+from ..graph import Untracked
+from .permissions import Permissions, import_path
+
+_logger = logging.getLogger("holdfast")
+
+_ARRAY_LIMIT = 1 << 20  # bytes of the largest array that is kept as an argument
+_WRITTEN_DEPTH = 50
+_READ_DEPTH = 200
+_MISSING = "missing"  # the kind of an argument that could not be kept
+_NUMBERS = "numbers"  # the kind of a long sequence of numbers
+_NESTED = "recipe"  # the kind of an object that is made by a spec of its own
+
+# ---- writing
+
+# Returns the reference to an object that is a component of the same tree, or None if it is none.
+Reference = Callable[[Any], str | None]
+Nested = Callable[[Any], "dict[str, Any] | None"]  # returns the spec of an object whose arguments were kept, or None
+
+
+_PLAIN = {bool, int, float, complex, str, bytes, type(None)}
+
+
+class CtorArguments(Untracked):
+    """The arguments an object was made with, as an attribute that is neither compared nor tracked."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        super().__init__(None)
+        self.args = tuple(map(_kept, args))
+        self.kwargs = {name: _kept(value) for name, value in kwargs.items()}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CtorArguments)  # flax compares static attributes of modules, to compile once
+
+    def __hash__(self) -> int:
+        return hash(CtorArguments)
+
+
+def _kept(value: Any) -> Any:
+    """Return copies of plain containers, as the object may change them."""
+    if type(value) is dict:
+        return {key: _kept(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        plain = {*map(type, value)} <= _PLAIN  # long lists of numbers among them
+        return value[:] if plain else type(value)(map(_kept, value))
+    return set(value) if type(value) is set else value
+
+
+class NotData(TypeError):  # noqa: N818 - becomes a note in the spec
+    """An argument that cannot be kept, and why."""
+
+
+def encode_spec(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], reference: Reference, nested: Nested
+) -> tuple[dict[str, Any], list[str]]:
+    """Return arguments as JSON, and the problems with those that cannot be kept."""
+    problems: list[str] = []
+
+    def one(value: Any, name: str) -> Any:
+        try:
+            return _encode(value, reference, nested, 0)
+        except NotData as problem:
+            problems.append(f"{name} {problem}")
+            return {_MISSING: str(problem)}
+
+    encoded = [one(value, f"argument {index}") for index, value in enumerate(args)]
+    return {"args": encoded, "kwargs": {name: one(value, repr(name)) for name, value in kwargs.items()}}, problems
+
+
+def _encode(value: Any, reference: Reference, nested: Nested, depth: int) -> Any:
+    if depth > _WRITTEN_DEPTH:
+        raise NotData("is nested too deeply, or holds itself")
+    within = functools.partial(_encode, reference=reference, nested=nested, depth=depth + 1)
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return _plain(value)
+    if kind is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if kind is complex:
+        return {"complex": [value.real.hex(), value.imag.hex()]}
+    if kind is bytes:
+        return {"bytes": base64.b64encode(value).decode("ascii")}
+    if kind in (list, tuple) and (packed := pack_numbers(value)) is not None:
+        leaf = packed.describe()
+        (piece,) = leaf.pieces
+        data = _array_data(np.asarray(piece.array))
+        return {_NUMBERS: [leaf.details["sequence"], leaf.details["elements"], *data]}
+    if kind is list:
+        return [within(item) for item in value]
+    if kind is tuple:
+        return {"tuple": [within(item) for item in value]}
+    if kind in (set, frozenset):
+        return {kind.__name__: sorted((within(item) for item in value), key=repr)}
+    if isinstance(value, Mapping) and (kind is dict or kind.__module__ == "collections"):
+        return {"dict": [[within(key), within(item)] for key, item in value.items()]}
+    if kind in (range, slice):
+        return {kind.__name__: [within(value.start), within(value.stop), within(value.step)]}
+    if isinstance(value, PurePath):
+        return {"path": str(value)}
+    if isinstance(value, types.SimpleNamespace):
+        return {"namespace": [[name, within(item)] for name, item in vars(value).items()]}
+    return _encode_object(value, reference, nested, within)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+        raise NotData("is text with lone surrogates")
+    if isinstance(value, int) and value.bit_length() > 10_000:
+        raise NotData("is an integer of more than 10000 bits")
+    return value
+
+
+def _encode_object(value: Any, reference: Reference, nested: Nested, within: Callable[[Any], Any]) -> Any:
+    name = reference(value)
+    if name is not None:
+        return {"component": name}
+    spec = nested(value)
+    if spec is not None:
+        return {_NESTED: spec}
+    if isinstance(value, enum.Enum):
+        return {"enum": [import_path(type(value)), value.name]}
+    of_framework = _encode_of_framework(value)
+    if of_framework is not None:
+        return of_framework
+    if isinstance(value, functools.partial):
+        keywords = [[key, within(item)] for key, item in value.keywords.items()]
+        return {"partial": [within(value.func), [within(item) for item in value.args], keywords]}
+    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | np.ufunc):
+        return {"name": _named(value)}
+    if dataclasses.is_dataclass(value):
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        return {"object": [_named(type(value)), [[one, within(getattr(value, one))] for one in fields]]}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        pairs = zip(value._fields, value, strict=True)
+        return {"object": [_named(type(value)), [[one, within(item)] for one, item in pairs]]}
+    raise NotData(f"is a {type(value).__module__}.{type(value).__qualname__}, which a constructor spec cannot hold")
+
+
+def _named(thing: Any) -> str:
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise NotData(f"is {thing!r:.80}, which has no import path")
+    if "<lambda>" in name:
+        raise NotData("is a lambda, which has no name; use a function of a module")
+    if "<locals>" in name and not isinstance(thing, type):
+        raise NotData(f"is the function {name}, which cannot be imported; define it in a module")
+    return f"{module}:{name}"
+
+
+def _encode_of_framework(value: Any) -> dict[str, Any] | None:
+    """Encode objects of array libraries: arrays, element types, devices, streams of random numbers."""
+    if isinstance(value, np.dtype):
+        return {"dtype": dtype_name(value)}
+    if isinstance(value, np.ndarray | np.generic):
+        return {"array": ["scalar" if isinstance(value, np.generic) else "numpy", *_array(np.asarray(value))]}
+    torch = loaded("torch")
+    if torch is not None and isinstance(value, torch.dtype):
+        return {"torch.dtype": str(value).removeprefix("torch.")}
+    if torch is not None and isinstance(value, torch.device):
+        return {"device": str(value)}
+    if is_torch_tensor(value):
+        if value.numel() * value.element_size() > _ARRAY_LIMIT or not _is_plain_tensor(value):
+            raise NotData(f"is a {type(value).__name__} of {value.dtype}{list(value.shape)}; those belong to the state")
+        return {"array": ["torch", *_array(value.detach().cpu().numpy())]}
+    if is_jax_array(value):
+        jax: Any = loaded("jax")
+        typed_key = is_key(value)
+        data = jax.numpy.asarray(jax.random.key_data(value)) if typed_key else value
+        if not data.is_fully_addressable or data.nbytes > _ARRAY_LIMIT:
+            raise NotData(f"is an array of {value.dtype}{list(value.shape)} of jax; those belong to the state")
+        if typed_key:
+            return {"key": [str(jax.random.key_impl(value)), *_array(np.asarray(data))]}
+        return {"array": ["jax", *_array(np.asarray(data))]}
+    if type(value).__module__ == "jax._src.numpy.scalar_types" and isinstance(value.dtype, np.dtype):
+        return {"jax.dtype": value.dtype.name}
+    nnx = loaded("flax.nnx")
+    if nnx is not None and isinstance(value, nnx.Rngs):
+        return {"nnx.Rngs": [name for name in vars(value) if not name.startswith("_")]}
+    return None
+
+
+_PLAIN_TENSORS = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
+
+
+def _is_plain_tensor(value: Any) -> bool:
+    """Whether a tensor has one place in memory, and elements that numpy has."""
+    torch: Any = loaded("torch")
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    return plain and str(value.dtype).removeprefix("torch.") in _PLAIN_TENSORS
+
+
+def _array(array: Any) -> list[Any]:
+    if array.nbytes > _ARRAY_LIMIT:
+        raise NotData(f"is an array of {array.nbytes} bytes; those belong to the state")
+    if array.dtype.hasobject or array.dtype.names is not None:
+        raise NotData(f"is an array of {array.dtype}")
+    return _array_data(array)
+
+
+def _array_data(array: Any) -> list[Any]:
+    little = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False))
+    return [dtype_name(array.dtype), list(array.shape), base64.b64encode(little.tobytes()).decode("ascii")]
+
+
+# ---- reading
+
+_DEVICES = ("cuda", "mps", "xpu", "hpu", "tpu", "mtia")
+
+
+@dataclasses.dataclass
+class Missing:
+    """Stands for an argument that could not be kept."""
+
+    reason: str
+
+
+class ConstructorFailed(Exception):  # noqa: N818 - carries an error, and is never raised to the user
+    """Carries an error of the program's constructor past the handlers that report damage."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def construct(kind: Any, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> Any:
+    try:
+        return kind(*args, **kwargs)
+    except ConstructorFailed:
+        raise
+    except Exception as error:
+        error.add_note(f"raised by the constructor of {kind.__qualname__}, called as {where} says")
+        raise ConstructorFailed(error) from None
+
+
+class SpecDecoder:
+    def __init__(
+        self,
+        permissions: Permissions,
+        component: Callable[[str], Any],
+        nested: Callable[[Any], Any],
+        where: str,
+    ) -> None:
+        self._permissions = permissions
+        self._component = component
+        self._nested = nested
+        self._where = where
+        self._missing: list[str] = []
+        self._kinds: dict[str, Callable[[Any, int], Any]] = {
+            "float": lambda value, _: _float(value),
+            "complex": lambda value, _: complex(*(float.fromhex(part) for part in as_list(value, 2))),
+            "bytes": lambda value, _: base64.b64decode(value, validate=True),
+            _NUMBERS: lambda value, _: _sequence(value),
+            "tuple": lambda value, depth: tuple(self._all(value, depth)),
+            "set": lambda value, depth: set(self._all(value, depth)),
+            "frozenset": lambda value, depth: frozenset(self._all(value, depth)),
+            "dict": self._dict,
+            "range": lambda value, depth: range(*self._all(as_list(value, 3), depth)),
+            "slice": lambda value, depth: slice(*self._all(as_list(value, 3), depth)),
+            "path": lambda value, _: FilePath(as_text(value)),
+            "namespace": lambda value, depth: types.SimpleNamespace(**self._keywords(value, depth)),
+            "component": lambda value, _: self._noted(self._component(as_text(value))),
+            _NESTED: lambda value, _: self._nested(value),
+            "enum": self._enum,
+            "partial": self._partial,
+            "name": lambda value, _: self._permissions.resolve(value, self._where),
+            "object": self._object,
+            "dtype": lambda value, _: dtype_from_name(as_text(value)),
+            "array": lambda value, _: _decoded_array(value),
+            "key": lambda value, _: _key(value),
+            "torch.dtype": lambda value, _: _torch_dtype(value),
+            "device": lambda value, _: _device(value),
+            "jax.dtype": lambda value, _: _jax_dtype(value),
+            # Any seed will do: the state has the streams.
+            "nnx.Rngs": lambda value, _: _framework("flax.nnx").Rngs(**{_identifier(one): 0 for one in as_list(value)}),
+            _MISSING: lambda value, _: self._noted(Missing(as_text(value))),
+        }
+
+    def decode(self, value: Any) -> Any:
+        """Return one argument; a `Missing` where it, or a part of it, was not kept."""
+        self._missing.clear()
+        try:
+            found = self._decode(value, 0)
+            return Missing(", ".join(self._missing)) if self._missing else found
+        except (ValueError, TypeError, KeyError, OverflowError, binascii.Error, RecursionError) as error:
+            if isinstance(error, DamagedCheckpointError | FormatVersionError | OptionError):
+                raise
+            raise DamagedCheckpointError(
+                f"{self._where}: the constructor spec holds {value!r:.120}, which cannot be decoded: {error!r:.200}"
+            ) from error
+
+    def _decode(self, value: Any, depth: int) -> Any:
+        if depth > _READ_DEPTH:
+            raise ValueError("it is nested too deeply")
+        if isinstance(value, list):
+            return self._all(value, depth)
+        if not isinstance(value, dict):
+            return value
+        if len(value) != 1:
+            raise ValueError("a JSON object must have exactly one key")
+        ((kind, content),) = value.items()
+        if kind not in self._kinds:
+            raise ValueError(f"unknown kind {kind!r:.80}")
+        return self._kinds[kind](content, depth + 1)
+
+    def _noted(self, value: Any) -> Any:
+        if isinstance(value, Missing):
+            self._missing.append(value.reason)
+        return value
+
+    def _all(self, values: Any, depth: int) -> list[Any]:
+        return [self._decode(item, depth + 1) for item in as_list(values)]
+
+    def _dict(self, value: Any, depth: int) -> dict[Any, Any]:
+        pairs = [self._all(as_list(pair, 2), depth) for pair in as_list(value)]
+        return dict(pairs)
+
+    def _keywords(self, value: Any, depth: int) -> dict[str, Any]:
+        pairs = [as_list(pair, 2) for pair in as_list(value)]
+        return {_identifier(name): self._decode(item, depth) for name, item in pairs}
+
+    def _enum(self, value: Any, _: int) -> Any:
+        path, name = as_list(value, 2)
+        kind = self._permissions.resolve(path, self._where)
+        if not isinstance(kind, type) or not issubclass(kind, enum.Enum):
+            raise ValueError(f"{path} is not an enumeration")
+        return kind[as_text(name)]
+
+    def _partial(self, value: Any, depth: int) -> Any:
+        function, args, keywords = as_list(value, 3)
+        found = self._decode(function, depth)
+        if not callable(found):
+            raise ValueError(f"{found!r:.80} cannot be called")
+        return functools.partial(found, *self._all(args, depth), **self._keywords(keywords, depth))
+
+    def _object(self, value: Any, depth: int) -> Any:
+        path, fields = as_list(value, 2)
+        kind = self._permissions.resolve(path, self._where, made=True)
+        if not isinstance(kind, type):
+            raise ValueError(f"{path} is not a class")
+        return construct(kind, (), self._keywords(fields, depth), self._where)
+
+
+def on_this_machine(name: str, value: Any) -> Any:
+    """Return an argument; one called ``device`` names a device that exists."""
+    if name.endswith("device") and isinstance(value, str) and loaded("torch") is not None:
+        return _available(value)
+    return value
+
+
+def _available(text: str) -> str:
+    kind = text.partition(":")[0]
+    if kind not in _DEVICES:
+        return text
+    torch: Any = _framework("torch")
+    backend = getattr(torch, kind, None) if kind != "mps" else torch.backends.mps
+    there = backend is not None and bool(getattr(backend, "is_available", lambda: False)())
+    if there and kind == "cuda" and int(text.partition(":")[2] or 0) >= torch.cuda.device_count():
+        return "cuda"
+    if not there:
+        _logger.warning("a constructor argument names the device %r, which this machine lacks; it gets 'cpu'", text)
+    return text if there else "cpu"
+
+
+def _device(value: Any) -> Any:
+    try:
+        return _framework("torch").device(_available(as_text(value)))
+    except RuntimeError as error:  # torch's error for an unknown name
+        raise ValueError(str(error)) from error
+
+
+def _torch_dtype(value: Any) -> Any:
+    torch: Any = _framework("torch")
+    found = getattr(torch, _identifier(value), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{value!r:.80} is not a dtype of torch")
+    return found
+
+
+def _jax_dtype(value: Any) -> Any:
+    name = dtype_from_name(as_text(value)).name
+    found = getattr(_framework("jax.numpy"), name, None)
+    if found is None:
+        raise ValueError(f"{name} is not a dtype of jax")
+    return found
+
+
+def _decoded_array(value: Any) -> Any:
+    library, *rest = as_list(value, 4)
+    array = _numpy(rest)
+    if library == "torch":
+        return _framework("torch").from_numpy(array)
+    if library == "jax":
+        return _framework("jax.numpy").asarray(array)
+    return array[()] if library == "scalar" else array
+
+
+def _sequence(value: Any) -> Any:
+    sequence, elements, *rest = as_list(value, 5)
+    details = {"kind": NUMBERS, "sequence": as_text(sequence), "elements": as_text(elements)}
+    return packed_again(details, _numpy(rest, limit=None), "of the constructor spec").unpack()
+
+
+def _key(value: Any) -> Any:
+    impl, *rest = as_list(value, 4)
+    return _framework("jax.random").wrap_key_data(_framework("jax.numpy").asarray(_numpy(rest)), impl=as_text(impl))
+
+
+def _numpy(parts: list[Any], limit: int | None = _ARRAY_LIMIT) -> Any:
+    name, shape, data = parts
+    dtype = dtype_from_name(as_text(name))
+    sizes = tuple(as_list(shape))
+    if not all(type(size) is int and size >= 0 for size in sizes) or len(sizes) > 32:
+        raise ValueError(f"the shape {shape!r:.80} is not valid")
+    content = base64.b64decode(as_text(data), validate=True)
+    if (limit is not None and len(content) > limit) or math.prod(sizes) * dtype.itemsize != len(content):
+        raise ValueError(f"{len(content)} bytes are not an array of {dtype}{list(sizes)}")
+    return np.frombuffer(content, dtype.newbyteorder("<")).reshape(sizes).astype(dtype)
+
+
+def _framework(name: str) -> Any:
+    """Import a module of an array library; the name never comes from a checkpoint."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise OptionError(f"a constructor argument needs {name}, which cannot be imported: {error}") from error
+
+
+def as_list(value: Any, count: int | None = None) -> list[Any]:
+    if not isinstance(value, list) or (count is not None and len(value) != count):
+        raise TypeError(f"expected a list{'' if count is None else f' of {count}'}, found {value!r:.80}")
+    return value
+
+
+def as_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, found {value!r:.80}")
+    return value
+
+
+def _identifier(value: Any) -> str:
+    if not as_text(value).isidentifier():
+        raise ValueError(f"{value!r:.80} is not an identifier")
+    return str(value)
+
+
+def _float(value: Any) -> float:
+    if value not in ("nan", "inf", "-inf"):
+        raise ValueError(f"{value!r:.80} is not a number")
+    return float(value)
+
+
+def check_spec(value: Any) -> dict[str, Any]:
+    """Return a spec, after checking that it has positional and named arguments."""
+    if (
+        not isinstance(value, dict)
+        or not isinstance(value.get("args"), list)
+        or not isinstance(value.get("kwargs"), dict)
+    ):
+        raise TypeError(f"expected a constructor spec, found {value!r:.80}")
+    return value

@@ -1,0 +1,196 @@
+"""Trees of components as items of checkpoints, saved at once or in the background."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ...engine.arrays import Layout, WrittenSteps, read_checked, write_file
+from ...engine.checkpoint import read_record
+from ...engine.clock import SystemClock
+from ...engine.distributed import ProcessInfo
+from ...engine.errors import OptionError
+from ...engine.format import COMPONENTS, DOCUMENT_LIMIT, RECORD, CheckpointRecord, FileRecord
+from ...engine.handlers import Files, PreparedCheckpointHandler, PreparedItem, PyTreeCheckpointHandler, no_arguments
+from ...engine.pytree import Patterns
+from ...engine.sources import Misfits
+from ...engine.storage import Location
+from ..graph import Path
+from .component import Checkpointable
+from .constructing import build
+from .layout import METADATA, below, part_records
+from .live import live_tree
+from .names import STATE
+from .permissions import Permissions
+from .reading import NativeComponent, full_structure, of_record
+from .restoring import KeepPatterns, restore_saved
+from .saving import PreparedComponents, prepare
+
+
+class ComponentCheckpointHandler(PreparedCheckpointHandler):
+    """Saves a component and all below it, and restores a running one in place.
+
+    The item's folder is a tree of components as ``save_to_path`` makes it: it can be given to ``restore_from_path``
+    and ``from_checkpoint``, and so can every directory of a component in it.
+
+    In a program of several processes, a save writes the components of process 0, and all processes restore these.
+
+    Args:
+        layout: Sizes of chunks and data files, and how chunks are compressed.
+        compression: Level of zstd that chunks are compressed with, instead of the layout's.
+        use_msgpack: Keep a component's arrays in one msgpack file, rather than in a database.
+
+    >>> import tempfile, numpy as np
+    >>> from holdfast import AsyncCheckpointer, CheckpointManager
+    >>> from holdfast.components import Checkpointable
+    >>> class Policy(Checkpointable):
+    ...     def __init__(self, size):
+    ...         self.weights = np.zeros(size)
+    >>> policy = Policy(2)
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     with CheckpointManager(directory, AsyncCheckpointer(ComponentCheckpointHandler())) as manager:
+    ...         for step in range(3):
+    ...             policy.weights += 1
+    ...             _ = manager.save(step, policy)
+    ...         manager.restore(1, policy).weights
+    array([2., 2.])
+    """
+
+    kind = COMPONENTS
+    reuses = True
+    verifies = True
+
+    def __init__(
+        self, *, layout: Layout | None = None, compression: int | None = None, use_msgpack: bool = False
+    ) -> None:
+        if compression is not None:
+            layout = dataclasses.replace(layout or Layout(), compression=compression)
+        self.layout = layout or Layout()
+        self._use_msgpack = use_msgpack
+        self._handlers: dict[Path, PyTreeCheckpointHandler] = {}
+
+    def prepare(
+        self,
+        item: Any,
+        *,
+        snapshot: bool,
+        state: Mapping[str, Any] | None = None,
+        layout: Layout | None = None,
+        reuse: WrittenSteps | None = None,
+        **kwargs: Any,
+    ) -> PreparedItem:
+        """Take the states of a component and of all below it.
+
+        Args:
+            item: The component.
+            snapshot: Whether it may change between this call and the writing.
+            state: The state to save in the place of its own; without components that are not in it.
+            layout: Sizes of chunks and data files, instead of the handler's own.
+            reuse: The data files of earlier steps: what has not changed is not written again.
+            **kwargs: No others are known.
+
+        Returns:
+            The tree, ready to be written into a folder.
+
+        Raises:
+            UnsupportedLeafError: A state cannot be saved; names the value.
+        """
+        no_arguments(self, kwargs, self.prepare)
+        prepared = prepare(
+            item,
+            state=state,
+            use_msgpack=self._use_msgpack,
+            layout=layout or self.layout,
+            handlers=self._handlers if snapshot else None,
+            reuse=reuse,
+        )
+        return _PreparedTree(prepared)
+
+    def restore(
+        self,
+        directory: Location,
+        item: Any = None,
+        *,
+        files: Files | None = None,
+        strict: bool = True,
+        misfits: Misfits | None = None,
+        keep: Patterns | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        trust: bool = False,
+        allowed: Iterable[Any] | str = (),
+        renamed: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Restore a running component, or make a new one.
+
+        Args:
+            directory: The folder.
+            item: The running component; or the class of the new one, or None for the saved class.
+            files: The files of the folder, from the commit record.
+            strict: Whether components and values that only the program or only the checkpoint has are errors.
+            misfits: For a running component: values that do not fit stay as they are, and are noted here.
+            keep: For a running component: patterns of paths such as ``"**/lr"``; values that match stay as they are.
+            overrides: For a new one: constructor arguments by name, in the place of the saved ones.
+            trust: For a new one: import everything the checkpoint names.
+            allowed: For a new one: classes, functions and patterns of import paths that the checkpoint may name.
+            renamed: For a new one: the classes that import paths in the checkpoint stand for now.
+            **kwargs: No others are known.
+
+        Returns:
+            The component.
+
+        Raises:
+            DamagedCheckpointError: The stored data does not verify.
+            TreeMismatchError: Program and checkpoint do not match.
+            NotAllowedError: The checkpoint names a class or function that is not allowed.
+        """
+        no_arguments(self, kwargs, self.restore)
+        saved = _opened(directory, files)
+        if item is not None and not isinstance(item, type):
+            if overrides or trust or allowed or renamed:
+                raise OptionError(
+                    "overrides=, trust=, allowed= and renamed= are for a new component, and a running one was given"
+                )
+            kept = None if keep is None else KeepPatterns(keep)
+            restore_saved(live_tree(item), saved, strict=strict and misfits is None, keep=kept, misfits=misfits)
+            return item
+        if keep is not None:
+            raise OptionError("keep= is for a running component, and none was given; name values in overrides=")
+        permissions = Permissions(trust=trust, allowed=allowed, renamed=renamed, base=Checkpointable)
+        return build(item or object, saved, permissions=permissions, strict=strict, overrides=overrides or {})
+
+    def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
+        """Return the state with a description of every leaf in its place; no data is read."""
+        return full_structure(_opened(directory, files))
+
+
+def _opened(directory: Location, files: Files | None) -> NativeComponent:
+    if files is None or RECORD not in files:
+        return of_record(directory, read_record(directory))
+    content = read_checked(directory / RECORD, files[RECORD], limit=DOCUMENT_LIMIT)
+    return of_record(directory, CheckpointRecord.decode(content, source=str(directory / RECORD)))
+
+
+class _PreparedTree:
+    """A tree of components on its way into a folder, where the checkpoint around it makes it exist."""
+
+    def __init__(self, prepared: PreparedComponents) -> None:
+        self._prepared = prepared
+        self._files: dict[str, FileRecord] = {}
+
+    def write(self, folder: Location, member: ProcessInfo) -> bytes:
+        # Only process 0 calls this.
+        folders = {path: below(folder, path) / STATE for path in self._prepared.states}
+        items = self._prepared.write(folders)
+        self._files = {f"{item.folder}/{file}": known for item in items.values() for file, known in item.files.items()}
+        for path, record in part_records(CheckpointRecord(items=items, time=SystemClock().now())).items():
+            for name, content in {RECORD: record.encode(), METADATA: self._prepared.descriptions[path]}.items():
+                self._files["/".join((*path, name))] = write_file(below(folder, path) / name, content)
+        directories = {path[:length] for path in folders for length in range(len(path) + 1)}
+        for path in sorted(directories, key=len, reverse=True):
+            below(folder, path).sync_directory()
+        return b""
+
+    def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
+        return self._files

@@ -1,0 +1,289 @@
+"""The directory of a tree of components: the records and documents in it, and what a commit adds to it.
+
+The root's commit record has an item for every component: ``state`` for the root's own state, and the path of the
+component for all others (``learner/p0``, in the folder ``learner/p0/state``). The directory of each part has a record
+of its own besides, derived from the root's, so that the part can be loaded, verified and copied alone. The folder of
+each state has a description of the component, ``component.json``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...engine.checkpoint import CommitParts, read_record, remove_temporary, write_record
+from ...engine.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    FormatVersionError,
+    StorageError,
+    UnsupportedLeafError,
+)
+from ...engine.format import (
+    COMPONENT,
+    DOCUMENT_LIMIT,
+    RECORD,
+    TREES,
+    CheckpointRecord,
+    ItemRecord,
+    decode_document,
+    encode_document,
+)
+from ...engine.pytree import unescape_key
+from ...engine.storage import Location
+from ..graph import Path
+from .constructor_spec import as_list, as_text, check_spec
+from .names import STATE
+
+# Major and minor version of the layout that is written: a reader of the same major version understands it.
+VERSION = (1, 0)
+_DOCUMENT = "component"
+METADATA = "metadata.json"  # the description of a component for people: a copy of the one in its state's folder
+KIND = TREES  # kind of the items of a tree of components
+# The folder for arrays in a state's folder: made beforehand, so that the names of both become durable at once.
+DATA = "d"
+_LEVELS = 32  # directories above a path that are searched for the tree it belongs to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """The description of one component.
+
+    Attributes:
+        type: Import path of its class: ``"module:qualified.name"``.
+        constructor: Its constructor spec: ``{"args": [...], "kwargs": {...}}``; None where the arguments are not known.
+        obstacle: Why the arguments are not known, or ``""``.
+        path: Its path from the root of the tree that was saved.
+        components: The paths of its own components, seen from it.
+        same: Components of it that are the same object as another component of the tree: their paths from it, and the
+            path from the root of the tree that the other is saved under.
+        metadata: Facts for people; nothing depends on them.
+    """
+
+    type: str
+    constructor: Mapping[str, Any] | None
+    obstacle: str = ""
+    path: Path = ()
+    components: tuple[Path, ...] = ()
+    same: Mapping[Path, Path] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """Return the content of its file.
+
+        Raises:
+            UnsupportedLeafError: The metadata is not JSON, or the constructor spec is too large.
+        """
+        body = {
+            "layout": ".".join(map(str, VERSION)),
+            "class": self.type,
+            "constructor": None if self.constructor is None else dict(self.constructor),
+            **({"no_constructor": self.obstacle} if self.obstacle else {}),
+            "path": "/".join(self.path),
+            "components": ["/".join(path) for path in self.components],
+            "same": {"/".join(path): "/".join(target) for path, target in self.same.items()},
+            "metadata": dict(self.metadata),
+        }
+        try:
+            content = encode_document(_DOCUMENT, body)
+        except (ValueError, TypeError) as error:
+            raise UnsupportedLeafError(f"{self.type} cannot be described: {error}; nothing was written") from error
+        return (json.dumps(json.loads(content), indent=1) + "\n").encode("ascii")
+
+    @classmethod
+    def decode(cls, content: bytes, *, source: str) -> Description:
+        """Read a file.
+
+        Args:
+            content: The content of the file, which is not trusted.
+            source: The path of the file, for messages.
+
+        Raises:
+            DamagedCheckpointError: It does not verify.
+            FormatVersionError: It is of a later major version.
+        """
+        body = decode_document(content, _DOCUMENT, source=source)
+        _check_version(body.get("layout"), source)
+        try:
+            metadata = body["metadata"]
+            if not isinstance(metadata, dict):
+                raise TypeError(f"metadata {metadata!r:.80}")
+            return cls(
+                type=as_text(body["class"]),
+                constructor=None if body["constructor"] is None else check_spec(body["constructor"]),
+                obstacle=as_text(body.get("no_constructor", "")),
+                path=_path(body["path"]),
+                components=tuple(_below(name) for name in as_list(body["components"])),
+                same={_below(name): _path(target) for name, target in body["same"].items()},
+                metadata=metadata,
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DamagedCheckpointError(f"{source} does not describe a component: {error!r:.200}") from error
+
+
+def _check_version(version: Any, source: str) -> None:
+    parts = version.split(".") if isinstance(version, str) and len(version) < 20 else []
+    if len(parts) != 2 or not all(part.isascii() and part.isdigit() for part in parts):
+        raise DamagedCheckpointError(f"{source}: {version!r:.80} is not a version of the layout")
+    if int(parts[0]) > VERSION[0]:
+        raise FormatVersionError(
+            f"{source}: the component has version {version} of the layout, and this holdfast reads up to version "
+            f"{VERSION[0]}.x; upgrade holdfast to read it"
+        )
+
+
+def _below(name: Any) -> Path:
+    path = _path(name)
+    if not path:
+        raise ValueError("a component below it has no name")
+    return path
+
+
+def _path(name: Any) -> Path:
+    segments = tuple(as_text(name).split("/")) if name != "" else ()
+    for segment in segments:
+        unescape_key(segment)
+    return segments
+
+
+def item_name(path: Path) -> str:
+    return "/".join(path) or STATE
+
+
+def below(root: Location, path: Path) -> Location:
+    return root / "/".join(path) if path else root
+
+
+def parts_of(record: CheckpointRecord) -> dict[Path, ItemRecord]:
+    """Return the items of a record that are components, by their paths."""
+    found = {}
+    for name, item in record.items.items():
+        path = _path_of(name)
+        parent, _, folder = item.folder.rpartition("/")
+        in_place = parent == "/".join(path) and _is_own(folder)
+        if in_place and item.kind == KIND and COMPONENT in item.files:
+            found[path] = item
+    return found
+
+
+def part_records(record: CheckpointRecord) -> dict[Path, CheckpointRecord]:
+    """Return the records of all parts by their paths: each has the items of the part and of the components below it."""
+    parts = parts_of(record)
+    items: dict[Path, dict[str, ItemRecord]] = {path: {} for path in parts}
+    for path, item in parts.items():
+        for length in range(len(path) + 1):
+            if path[:length] in items:
+                folder = item.folder.removeprefix("/".join(path[:length]) + "/") if length else item.folder
+                items[path[:length]][item_name(path[length:])] = replace(item, folder=folder)
+    return {path: replace(record, items=found, replaced=()) for path, found in items.items()}
+
+
+def whole_around(location: Location) -> tuple[Location, CheckpointRecord, Path] | None:
+    """Find the tree that a directory lies in: its root, its record and the path from there."""
+    names: tuple[str, ...] = ()
+    place = location
+    for _ in range(_LEVELS):
+        if place.parent == place or not place.name:
+            return None
+        names = (place.name, *names)
+        place = place.parent
+        try:
+            record = read_record(place)
+        except (CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError):
+            continue
+        return (place, record, names) if () in parts_of(record) else None
+    return None
+
+
+class ComponentParts(CommitParts):
+    """The part of a commit that writes and removes the records of components, and the metadata beside them."""
+
+    def __init__(self, location: Location, descriptions: Mapping[Path, bytes]) -> None:
+        super().__init__(location)
+        self._descriptions = descriptions
+        whole = whole_around(location)
+        if whole is not None and whole[2] in parts_of(whole[1]):
+            raise CheckpointExistsError(
+                f"{location} is a part of the tree at {whole[0]}, which would not be whole any more; save to another "
+                "path, or save the whole tree anew"
+            )
+        if _is_item(location):
+            raise CheckpointExistsError(
+                f"{location} is an item of the checkpoint at {location.parent}, which would not be whole any more; "
+                "save to another path"
+            )
+
+    def folder(self, item: str) -> str:
+        return "/".join((*_path_of(item), STATE))
+
+    def owns(self, folder: str) -> bool:
+        return _is_own(folder.rpartition("/")[2])
+
+    def check_replaceable(self, record: CheckpointRecord | None) -> None:
+        if record is None:
+            raise DamagedCheckpointError(
+                f"{self.location}: the commit record of the tree there is damaged, so what belongs to it is unknown; "
+                "choose another path, or remove the directory"
+            )
+        if parts_of(record).keys() != set(map(_path_of, record.items)):
+            raise CheckpointExistsError(
+                f"{self.location}: the checkpoint there is none of components; choose another path"
+            )
+
+    def withdraw(self, record: CheckpointRecord) -> None:
+        for path in parts_of(record):
+            if path:
+                (below(self.location, path) / RECORD).remove()
+
+    def publish(self, record: CheckpointRecord, *, replaces: bool) -> None:
+        for path, part in part_records(record).items():
+            place = below(self.location, path)
+            (place / METADATA).write_bytes(self._descriptions[path], atomic=replaces)
+            if path:
+                write_record(place, part)  # which makes the names of both durable
+        self.location.sync_directory()
+
+    def repair(self, record: CheckpointRecord) -> None:
+        for path, part in part_records(record).items():
+            place = below(self.location, path)
+            if place.is_local:
+                remove_temporary(place, [entry.name for entry in place.entries()])
+            if path and (place / RECORD).exists():
+                continue
+            described = self.location / record.items[item_name(path)].folder / COMPONENT
+            with contextlib.suppress(StorageError, DamagedCheckpointError):  # it is for people only
+                (place / METADATA).write_bytes(described.read_bytes(limit=DOCUMENT_LIMIT))
+            if path:
+                write_record(place, part)
+
+    def remove(self, folder: str, record: CheckpointRecord | None) -> None:
+        super().remove(folder, record)
+        if record is None:
+            return
+        path = tuple(folder.split("/")[:-1])
+        if path not in parts_of(record):
+            (below(self.location, path) / METADATA).remove()
+            (below(self.location, path) / RECORD).remove()
+        for length in range(len(path), 0, -1):
+            place = below(self.location, path[:length])
+            if place.is_local and place.is_directory() and not place.entries():
+                place.remove_tree()
+
+
+def _path_of(item: str) -> Path:
+    return () if item == STATE else tuple(item.split("/"))
+
+
+def _is_own(name: str) -> bool:
+    return name == STATE or name.startswith(f"{STATE}.")
+
+
+def _is_item(place: Location) -> bool:
+    """Whether a directory is that of an item of a checkpoint, such as a step of a manager."""
+    with contextlib.suppress(CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError):
+        return place.name in {item.folder for item in read_record(place.parent).items.values()}
+    return False

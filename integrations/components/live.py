@@ -1,0 +1,190 @@
+"""The tree of components of a running program."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...engine.errors import OptionError
+from ...engine.pytree import is_jax_array, is_nnx, is_torch_tensor
+from ...engine.stateful import is_stateful
+from ..graph import Path, is_module, is_optimizer, nnx_children, tracked_attributes
+from .constructor_spec import CtorArguments
+from .names import named_path
+
+ARGUMENTS = "_holdfast_recipe"  # name of the attribute that keeps the arguments of the constructor
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+_DEPTH = 8  # containers inside containers that are searched for components
+
+
+@dataclass(slots=True, eq=False)
+class LiveComponent:
+    value: Any
+    path: Path  # from the root
+    name: str = ""  # in the component above; empty for the root
+    children: list[LiveComponent] = field(default_factory=list)
+    # Other names of components elsewhere in the tree: the paths of those.
+    same: dict[Path, Path] = field(default_factory=dict)
+    above: LiveComponent | None = None  # the root of the tree; None for itself
+    parameters: dict[int, Path] | None = None  # of the tree that it is the root of: paths by identity, once asked for
+
+    @property
+    def root(self) -> LiveComponent:
+        return self.above or self
+
+    def walk(self) -> Iterator[LiveComponent]:
+        """Generate this component and all below it, those above first."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+    def relative(self, child: LiveComponent) -> Path:
+        return child.path[len(self.path) :]
+
+    def named(self) -> list[tuple[Path, LiveComponent]]:
+        """Return the components that it names, those that are elsewhere in the tree last, by the paths from it."""
+        found = [(self.relative(child), child) for child in self.children]
+        if self.same:
+            known = paths_of(self.root)
+            found += [(path[len(self.path) :], known[path]) for path in self.same if path in known]
+        return found
+
+
+def live_tree(root: Any, path: Path = (), name: str = "", top: LiveComponent | None = None) -> LiveComponent:
+    """Return the tree of the components below one; an object that is found twice is in it once, as near as it is."""
+    start = LiveComponent(root, path, name, above=top)
+    seen = {id(root): start}
+    queue = [start]
+    for owner in queue:
+        taken: set[Path] = set()
+        around: set[Path] = set()  # "a" beside "a/b" would be two owners of one directory
+        for name, value in components_of(owner.value):
+            below = named_path(name, owner.value)
+            above = {below[:length] for length in range(1, len(below))}
+            if below in taken or below in around or above & taken:
+                raise OptionError(
+                    f"{type(owner.value).__qualname__} has two components called {name!r}, or one inside the other; "
+                    "every component needs a name of its own"
+                )
+            taken.add(below)
+            around |= above
+            path = (*owner.path, *below)
+            known = seen.get(id(value))
+            if known is not None:
+                owner.same[path] = known.path
+                continue
+            child = seen[id(value)] = LiveComponent(value, path, name, above=start.root)
+            owner.children.append(child)
+            queue.append(child)
+    return start
+
+
+def paths_of(root: LiveComponent) -> dict[Path, LiveComponent]:
+    """Return the components of a tree by all their paths."""
+    found = {one.path: one for one in root.walk()}
+    for one in list(found.values()):
+        found.update({path: found[goal] for path, goal in one.same.items() if goal in found})
+    return found
+
+
+def again(one: LiveComponent) -> LiveComponent:
+    """Return a component with those that exist below it by now."""
+    root = live_tree(one.root.value, one.root.path, one.root.name)
+    found = next((other for other in root.walk() if other.value is one.value), None)
+    return live_tree(one.value, one.path, one.name, root) if found is None or found.path != one.path else found
+
+
+def components_of(value: Any) -> list[tuple[str, Any]]:
+    """Return the components that an object itself names; none if it has no method for that."""
+    method = method_of(value, "get_checkpointable_components")
+    if method is None:
+        return []
+    found = method()
+    pairs = list(found.items()) if isinstance(found, dict) else list(found)
+    for pair in pairs:
+        if not isinstance(pair, Sequence) or len(pair) != 2:
+            raise OptionError(
+                f"{type(value).__qualname__}.get_checkpointable_components() must return pairs of name and component, "
+                f"found {pair!r:.80}"
+            )
+    return [(name, child) for name, child in pairs]
+
+
+def is_component(value: Any) -> bool:
+    return all(method_of(value, name) for name in ("get_state", "set_state", "get_checkpointable_components"))
+
+
+def method_of(value: Any, name: str) -> Callable[..., Any] | None:
+    """Return a method of an object, or None; attributes that ``__getattr__`` makes up do not count."""
+    if isinstance(value, type) or not (hasattr(type(value), name) or name in getattr(value, "__dict__", ())):
+        return None
+    found = getattr(value, name, None)
+    return found if callable(found) else None
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    return {name: child for name, child in tracked_attributes(value) if not isinstance(child, CtorArguments)}
+
+
+def attributes_with_state(component: LiveComponent) -> dict[str, Any]:
+    """Return the attributes of a torch module that hold a state and that torch does not know of."""
+    below = {id(child.value) for child in component.children}
+    return {
+        name: value
+        for name, value in attributes_of(component.value).items()
+        if id(value) not in below and not is_component(value) and not name.startswith("_") and _has_state(value, 0)
+    }
+
+
+def _has_state(value: Any, depth: int) -> bool:
+    if isinstance(value, np.ndarray) or is_torch_tensor(value) or is_jax_array(value) or is_optimizer(value):
+        return True
+    if isinstance(value, dict | list | tuple | deque):
+        return depth < _DEPTH and any(_has_state(child, depth + 1) for _, child in _elements(value))
+    return is_stateful(value) and not is_module(value) and not is_component(value)
+
+
+def unnamed(value: Any, known: Collection[int]) -> list[str]:
+    """Return the names of attributes that are components, but are not among the known ones."""
+    return [name for name, child in discovered(value) if id(child) not in known]
+
+
+def discovered(value: Any) -> list[tuple[str, Any]]:
+    """Return components among an object's attributes, also in lists, tuples, deques, dictionaries and modules."""
+    found: list[tuple[str, Any]] = []
+    attributes = attributes_of(value)
+    if is_module(value):
+        attributes = {**attributes, **value._modules}
+    for name, child in attributes.items():
+        _discover((str(name),), child, found, 0)
+    return found
+
+
+def _discover(keys: tuple[str, ...], value: Any, found: list[tuple[str, Any]], depth: int) -> None:
+    if is_component(value):
+        found.append(("/".join(keys), value))
+        return
+    if depth < _DEPTH:
+        for key, child in _elements(value):
+            _discover((*keys, str(key)), child, found, depth + 1)
+
+
+def _elements(value: Any) -> Sequence[tuple[Any, Any]]:
+    """Return what a container holds, with its keys; nothing for one that holds plain values only."""
+    if isinstance(value, dict | list | tuple | deque):
+        if _PLAIN.issuperset(map(type, value.values() if isinstance(value, dict) else value)):
+            return []
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        return [(key, child) for key, child in pairs if isinstance(key, str | int) and key != ""]
+    if is_module(value):  # a ModuleDict, a ModuleList, or a module that is not a component
+        return [(key, child) for key, child in value._modules.items() if child is not None]
+    return nnx_children(value) if is_nnx(value) else []
+
+
+def kept_arguments(value: Any) -> CtorArguments | None:
+    found = getattr(value, "__dict__", {}).get(ARGUMENTS)
+    return found if isinstance(found, CtorArguments) else None

@@ -1,0 +1,119 @@
+"""Paths of components: how people and programs write them, and which components a call selects.
+
+A component's path is the names of the edges that lead to it, as in :mod:`~holdfast.integrations.graph`. Here a dot
+belongs to a name, as names of policies often have some; a path without a slash that matches nothing is tried with dots
+between its keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from ...engine.errors import OptionError, TreeMismatchError, shortened
+from ...engine.pytree import PathFilter, escape_first, escape_key, unescape_key
+from ..graph import Path, parse_path
+
+STATE = "state"  # name of the folder of a component's own state, and of the root's item in the commit record
+
+_STATE_ESCAPED = escape_first(STATE)  # the segment of a component with that name
+
+# Paths of components, or patterns of them such as ``"learner/*"``; each selects all components below it, too.
+Names = str | Collection[str]
+
+
+def component_path(text: str) -> Path:
+    if not isinstance(text, str) or not text:
+        raise OptionError(f"{text!r} is not the path of a component; write 'learner/p0'")
+    return tuple(_read_key(key, text) for key in text.split("/"))
+
+
+def _read_key(key: str, text: str) -> str:
+    if key == STATE:
+        return _STATE_ESCAPED
+    segment = key.replace(".", "%2E")
+    try:
+        unescape_key(segment)
+    except ValueError as error:
+        if "%" in key or not key:
+            raise OptionError(f"{text!r} is not the path of a component: {error}") from error
+        segment = escape_key(key)
+    return segment
+
+
+def format_component_path(path: Path) -> str:
+    """Formats a path as a person writes it; the root is ``(root)``."""
+    return "/".join(STATE if segment == _STATE_ESCAPED else segment.replace("%2E", ".") for segment in path) or "(root)"
+
+
+def named_path(name: object, owner: object) -> Path:
+    """Return the path from a component to one of its own with this name."""
+    if not isinstance(name, str) or not all(name.split("/")):
+        raise OptionError(f"{type(owner).__qualname__} has a component called {name!r}; names are text, none is empty")
+    return tuple(_STATE_ESCAPED if key == STATE else escape_key(key) for key in name.split("/"))
+
+
+def name_of(path: Path) -> str:
+    """Return the name that :func:`named_path` reads."""
+    return "/".join(STATE if segment == _STATE_ESCAPED else str(unescape_key(segment)) for segment in path)
+
+
+def find(text: str, known: Iterable[Path], where: str) -> Path:
+    """Return the path of a known component that a person wrote."""
+    paths = [path for path in known if path]
+    path = component_path(text)
+    if path not in paths and "/" not in text and "." in text:
+        path = parse_path(text)
+    if path not in paths:
+        raise TreeMismatchError(f"{where} has no component {text!r}; it has {_listed(paths)}")
+    return path
+
+
+class Selection:
+    """The components that a call selects."""
+
+    def __init__(
+        self, components: Names | None, not_components: Names | None, known: Collection[Path], where: str
+    ) -> None:
+        self._in = None if components is None else _filter(components, known, where)
+        self._out = frozenset() if not_components is None else _filter(not_components, known, where)
+
+    def has(self, path: Path) -> bool:
+        """Return whether a component, or one above it, is selected."""
+        above = {path[:length] for length in range(1, len(path) + 1)}
+        return not above & self._out and (self._in is None or bool(above & self._in))
+
+    def leads_to(self, path: Path) -> bool:
+        """Return whether a component is selected, or is on the way to one that is."""
+        if self.has(path):
+            return True
+        excluded = any(path[:length] in self._out for length in range(1, len(path) + 1))
+        return not excluded and self._in is not None and any(one[: len(path)] == path for one in self._in)
+
+    def below(self, path: Path) -> tuple[list[str] | None, list[str] | None]:
+        """Return the selected and the excluded components below one, by their paths from it; None for no choice."""
+        chosen = None if self._in is None or self.has(path) else _relative(self._in, path)
+        return chosen, _relative(self._out, path) or None
+
+
+def _relative(paths: Iterable[Path], above: Path) -> list[str]:
+    size = len(above)
+    return sorted(format_component_path(path[size:]) for path in paths if path[:size] == above)
+
+
+def _filter(names: Names, known: Collection[Path], where: str) -> frozenset[Path]:
+    found: set[Path] = set()
+    paths = [path for path in known if path]
+    for name in [names] if isinstance(names, str) else names:
+        if isinstance(name, str) and any(mark in name for mark in "*?["):
+            chosen = PathFilter(name)
+            hits = [path for path in paths if chosen.chooses(path)]
+            if not hits:
+                raise TreeMismatchError(f"{where} has no component that matches {name!r}; it has {_listed(paths)}")
+            found.update(hits)
+        else:
+            found.add(find(name, paths, where))
+    return frozenset(found)
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    return shortened([repr(format_component_path(path)) for path in paths], 20) or "no components"

@@ -1,0 +1,193 @@
+"""A saved tree of components, opened for reading: the whole of it, or one part by its own directory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import Any, Protocol
+
+from ...engine.arrays import TreeReader, load_tree, read_checked, tree_metadata
+from ...engine.checkpoint import Place, has_record, read_record, read_steadily
+from ...engine.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError
+from ...engine.format import COMPONENT, COMPONENTS, DOCUMENT_LIMIT, CheckpointRecord, ItemRecord
+from ...engine.pytree import NUMBERS, LeafRequest, collection_paused
+from ...engine.storage import Location, as_location
+from ..formats.rllib import looks_like_rllib
+from ..graph import Path
+from .layout import Description, below, part_records, parts_of, whole_around
+from .names import STATE, format_component_path, name_of
+from .records import has_records, with_records
+from .rllib import RLlibComponent
+
+_SEARCHED = 100  # directories in which a message looks for a tree to name
+_FRAMEWORKS = {"jax": "jax", "torch": "torch", "key": "jax"}
+
+
+class SavedComponent(Protocol):
+    """A component in a checkpoint of holdfast or of RLlib."""
+
+    location: Location
+    path: Path  # from where the checkpoint was opened
+
+    @property
+    def description(self) -> Description: ...
+
+    @property
+    def children(self) -> Mapping[Path, SavedComponent]:
+        """The components below it by their paths from it."""
+        ...
+
+    def state(self, component: Any = None, *, packed: bool = False) -> Any:
+        """Read its own state, without those of the components below; raise DamagedCheckpointError.
+
+        Named tuples and dataclasses in it are dictionaries, unless a component of the program shows their classes.
+        Long sequences of numbers may stay packed where that is asked for.
+        """
+        ...
+
+
+class NativeComponent:
+    def __init__(self, root: Location, items: Mapping[Path, ItemRecord], path: Path = ()) -> None:
+        self._root = root
+        self._items = items
+        self.path = path
+        self.location = below(root, path)
+        self._item = items[path]
+        self._folder = root / self._item.folder
+        place = self._folder / COMPONENT
+        content = read_checked(place, self._item.files[COMPONENT], limit=DOCUMENT_LIMIT)
+        self.description = Description.decode(content, source=str(place))
+
+    @cached_property
+    def children(self) -> Mapping[Path, NativeComponent]:
+        found: dict[Path, NativeComponent] = {}
+        for path in self.description.components:
+            if (*self.path, *path) not in self._items:
+                raise DamagedCheckpointError(
+                    f"{self.location}: its component {format_component_path(path)} is not in the commit record"
+                )
+            found[path] = NativeComponent(self._root, self._items, (*self.path, *path))
+        return found
+
+    def state(self, component: Any = None, *, packed: bool = False) -> Any:
+        # Arrays are of the libraries that they were saved from.
+        with collection_paused():
+            reader = TreeReader(self._folder, self._item.files)
+            kinds = _FRAMEWORKS | {NUMBERS: NUMBERS} if packed else _FRAMEWORKS
+            requests = {
+                leaf.name: LeafRequest(kind=kinds[leaf.saved.kind])
+                for leaf in reader.leaves
+                if leaf.saved.kind in kinds
+            }
+            tree, structure = load_tree(reader, requests=requests), reader.tree.structure
+            if component is None or not has_records(structure):
+                return tree
+            return with_records(tree, structure, component, str(self.location))
+
+    def structure(self) -> Any:
+        """Return its own state with a description of every leaf in its place; no data is read."""
+        return tree_metadata(TreeReader(self._folder, self._item.files))
+
+
+def open_component(path: Place) -> SavedComponent:
+    location = as_location(path)
+    if has_record(location):
+        return of_record(location, read_record(location))
+    if location.is_local and location.exists() and not location.is_directory():
+        raise CheckpointNotFoundError(
+            f"{location}: this is a file; a component is a directory. hf.load reads files of other libraries, and "
+            "set_state takes what it returns"
+        )
+    if looks_like_rllib(location):
+        return RLlibComponent(location)
+    return _part_of_a_whole(location)
+
+
+def of_record(location: Location, record: CheckpointRecord) -> NativeComponent:
+    parts = parts_of(record)
+    if () not in parts:
+        trees = [str(location / item.folder) for item in record.items.values() if item.kind == COMPONENTS]
+        hint = "read it with hf.load, or restore it with the class that saved it"
+        raise CheckpointNotFoundError(
+            f"{location}: the checkpoint here is none of components, its items are {', '.join(sorted(record.items))}; "
+            + (f"one of these is a tree of components: give {' or '.join(trees)}" if trees else hint)
+        )
+    return NativeComponent(location, parts)
+
+
+def read_state(path: Place) -> Any:
+    """Read the state of a saved component with those of all below it, as ``get_state`` returns it; run nothing.
+
+    Args:
+        path: The directory of a tree of components, or of one of its parts; also one that RLlib wrote.
+
+    Returns:
+        A dictionary: the component's own state, and under their names the states of the components below.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        DamagedCheckpointError: It does not verify.
+    """
+    location = as_location(path)
+    if not has_record(location):
+        return full_state(open_component(location))
+    return read_steadily(location, lambda record: full_state(of_record(location, record)))
+
+
+def _part_of_a_whole(location: Location) -> SavedComponent:
+    """Open a part whose own record is missing, by the record of the tree around it."""
+    found = whole_around(location)
+    if found is None:
+        raise CheckpointNotFoundError(f"{location}: there is no tree of components here{_what_is_at(location)}")
+    root, record, path = found
+    known = parts_of(record)
+    if path in known:
+        return NativeComponent(location, parts_of(part_records(record)[path]))
+    if path[-1] == STATE and path[:-1] in known:
+        raise CheckpointNotFoundError(
+            f"{location}: this is the folder of a component's state; give the component's directory, the one above"
+        )
+    names = ", ".join(format_component_path(path) for path in known if path) or "none but itself"
+    inside = [format_component_path(other) for other in known if other[: len(path)] == path]
+    more = f"; below it are {', '.join(inside)}" if inside else ""
+    raise CheckpointNotFoundError(f"{location}: {root} has no such component{more}; it has {names}")
+
+
+def _what_is_at(location: Location) -> str:
+    if not location.exists():
+        return "; there is nothing at this path"
+    for place in [location / entry.name for entry in location.entries() if entry.is_directory][:_SEARCHED]:
+        with contextlib.suppress(CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError):
+            record = read_record(place)
+            if () in parts_of(record):
+                return f"; there is one at {place}"
+            for item in record.items.values():
+                if item.kind == COMPONENTS:
+                    return f"; there is one at {place / item.folder}"
+    return ", nor in the directories right below"
+
+
+def all_components(component: SavedComponent) -> Iterator[SavedComponent]:
+    """Generate a component and all below it, those above first."""
+    yield component
+    for child in component.children.values():
+        yield from all_components(child)
+
+
+def full_state(component: SavedComponent) -> Any:
+    """Read the state of a component with those of all below it, as ``get_state`` returns it."""
+    return _nested(component, component.state(), full_state)
+
+
+def full_structure(component: NativeComponent) -> Any:
+    """Return the same with a description of every leaf in its place; no data is read."""
+    return _nested(component, component.structure(), full_structure)
+
+
+def _nested(component: SavedComponent, own: Any, of: Callable[[Any], Any]) -> Any:
+    for path, child in component.children.items():
+        if not isinstance(own, dict):
+            raise DamagedCheckpointError(f"{component.location}: its state is not a dictionary, but it has components")
+        own[name_of(path)] = of(child)
+    return own

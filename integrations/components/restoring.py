@@ -1,0 +1,308 @@
+"""A saved tree of components restored into a running one, or into a part of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...engine.arrays import SavedLeaf
+from ...engine.errors import OptionError, TreeMismatchError
+from ...engine.pytree import PathFilter, Patterns, flatten
+from ...engine.sources import Misfits
+from ..graph import Path, format_section
+from .live import LiveComponent, again, paths_of
+from .names import find, format_component_path
+from .reading import SavedComponent, all_components
+from .states import Keep, OwnReport, forget_moments, has_own, match_kept, own_state, set_own_state
+
+_logger = logging.getLogger("holdfast")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentReport:
+    """The restored components and values, and the others. Components are named by their paths, the root by ``(root)``.
+
+    Attributes:
+        checkpoint: Where the states come from.
+        restored: Components of the program that were restored.
+        missing: Components of the program that the checkpoint does not have; they stay as they are.
+        unused: Components of the checkpoint that the program does not have.
+        missing_values: Values of restored components that the checkpoint does not have: ``learner/p0: net/bias``.
+        unused_values: Values of the checkpoint that a restored component has no place for.
+        separate: Pairs of components that are one object in the checkpoint, and two in the program. Both were restored,
+            but will differ once training goes on.
+    """
+
+    checkpoint: str
+    restored: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    missing_values: tuple[str, ...] = ()
+    unused_values: tuple[str, ...] = ()
+    separate: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether program and checkpoint match exactly."""
+        return not self.problems()
+
+    def problems(self) -> list[str]:
+        """Return a line for each kind of mismatch."""
+        return [
+            *format_section("components that the checkpoint does not have", self.missing),
+            *format_section("components that the program does not have", self.unused),
+            *format_section("values that the checkpoint does not have", self.missing_values),
+            *format_section("values that the program does not have", self.unused_values),
+            *format_section(
+                "components that are one object in the checkpoint and two in the program",
+                [f"{one} and {other}" for one, other in self.separate],
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.checkpoint}: {len(self.restored)} components restored", *self.problems()])
+
+
+def restore_saved(
+    target: LiveComponent,
+    saved: SavedComponent,
+    *,
+    strict: bool,
+    keep: Keep | None = None,
+    fresh: bool = False,
+    misfits: Misfits | None = None,
+) -> ComponentReport:
+    """Restore a live component, just made if it is ``fresh``, from one that has been opened.
+
+    With ``misfits``, values that do not fit stay as they are, and it gets a line for each of them.
+    """
+    restore = _Restore(target, saved, keep, strict=strict, fresh=fresh, fitting=misfits is not None)
+    report = restore.run()
+    if misfits is not None:
+        misfits.kept += restore.different()
+        misfits.kept += [f"{one}: not in the checkpoint" for one in (*report.missing, *report.missing_values)]
+        misfits.left += [*report.unused, *report.unused_values]
+        report = dataclasses.replace(report, missing=(), unused=(), missing_values=(), unused_values=())
+    for line in report.problems():
+        _logger.warning("%s: %s", saved.location, line.strip())
+    return report
+
+
+class KeepPatterns:
+    """Returns for the path of a value whether it stays as it is in the program."""
+
+    def __init__(self, patterns: Patterns) -> None:
+        texts = patterns if isinstance(patterns, Sequence) and not isinstance(patterns, str) else [patterns]
+        try:
+            self._filters = {str(text): PathFilter(text) for text in texts}
+        except (OptionError, TypeError) as error:
+            raise OptionError(f"keep={patterns!r} must be a pattern such as '**/lr', or a list of such") from error
+        self._unused = set(self._filters)
+
+    def __call__(self, path: Path, leaf: SavedLeaf | None) -> bool:
+        matched = {text for text, chosen in self._filters.items() if chosen.chooses(path)}
+        self._unused -= matched
+        return bool(matched)
+
+    def check(self) -> None:
+        if self._unused:
+            raise TreeMismatchError(
+                f"keep: {', '.join(map(repr, sorted(self._unused)))} matches no value that was saved, and nothing was "
+                "changed. A path is that of the component and that of the value in it, such as 'learner/optimizer/**'; "
+                "a component that has a set_state of its own takes all of its state"
+            )
+
+
+class _Restore:
+    """One restore: every state is read, and so verified, before anything changes."""
+
+    def __init__(
+        self,
+        target: LiveComponent,
+        saved: SavedComponent,
+        keep: Keep | None,
+        *,
+        strict: bool,
+        fresh: bool,
+        fitting: bool,
+    ) -> None:
+        self._target = target
+        self._keep = keep
+        self._saved = saved
+        self._strict = strict
+        self._fresh = fresh
+        self._fitting = fitting
+        self._origins = self._match(target)
+        missing = self._missing()
+        if strict and missing:
+            raise TreeMismatchError(
+                f"{saved.location} does not have all components of the program (strict=True); nothing was changed:",
+                missing,
+            )
+        live = paths_of(target.root)
+        self._states = {path: _read(origin, live[path]) for path, origin in self._origins.items()}
+        if isinstance(keep, KeepPatterns):
+            self._check(keep)
+        self._done: dict[Path, OwnReport] = {}
+        self._before: list[tuple[LiveComponent, Any]] = []
+
+    def _match(self, target: LiveComponent) -> dict[Path, SavedComponent]:
+        """Return the saved component for each live one, by its path, those below others first."""
+        found: dict[Path, SavedComponent] = {}
+        elsewhere: dict[Path, SavedComponent] = {}  # for components that the program names here and keeps elsewhere
+
+        def visit(one: LiveComponent, saved: SavedComponent) -> None:
+            for child in one.children:
+                origin = saved.children.get(one.relative(child)) or self._same(saved, one.relative(child))
+                if origin is not None:
+                    visit(child, origin)
+            for path, goal in one.same.items():
+                if (origin := saved.children.get(path[len(one.path) :])) is not None:
+                    elsewhere.setdefault(goal, origin)
+            found[one.path] = saved
+
+        visit(target, self._saved)
+        known = paths_of(target.root)
+        for goal, origin in elsewhere.items():
+            if goal not in found and goal in known:
+                visit(known[goal], origin)
+        return found
+
+    def _missing(self) -> list[str]:
+        """Return the components of the program that the checkpoint does not have, under the names they have here."""
+        here = list(self._target.walk())
+        within = {one.path for one in here}
+        every = [(one.path, one.path) for one in here]
+        every += [(path, goal) for one in here for path, goal in one.same.items() if goal not in within]
+        return [format_component_path(path) for path, goal in every if goal not in self._origins]
+
+    def _same(self, saved: SavedComponent, path: Path) -> SavedComponent | None:
+        """Return a component that was saved under another path of the tree, as it was the same object."""
+        goal = saved.description.same.get(path)
+        start = self._saved.description.path
+        if goal is None or goal[: len(start)] != start:
+            return None
+        return descend(self._saved, goal[len(start) :])
+
+    def _check(self, keep: KeepPatterns) -> None:
+        """Raise an error if a pattern matches no saved value, also of components that are yet to be made."""
+        live = paths_of(self._target.root)
+        for path, origin in self._origins.items():
+            match_kept(live[path], self._states[path], origin.location, self._within(path) or keep)
+        matched = {origin.path for origin in self._origins.values()}
+        for saved in all_components(self._saved):
+            if saved.path not in matched:
+                path = (*self._target.path, *saved.path[len(self._saved.path) :])
+                for name in flatten(saved.state()).names:
+                    keep((*path, *name.split(".")), None)
+        keep.check()
+
+    def run(self) -> ComponentReport:
+        """Give every component its state, and then those that exist only since another has got its own."""
+        try:
+            live = paths_of(self._target.root)
+            for path, origin in self._origins.items():
+                self._set(live[path], self._states.pop(path), origin, last=not self._states)
+            while new := self._new_origins():
+                live = paths_of(self._target.root)
+                for path, origin in new.items():
+                    self._set(live[path], _read(origin, live[path]), origin, last=False)
+            self._forget_moments()
+        except BaseException:
+            self._take_back()
+            raise
+        report = self._report()
+        if self._strict and not report.complete:
+            raise TreeMismatchError(
+                f"{self._saved.location} and the program do not match (strict=True); what both have was restored:",
+                report.problems(),
+            )
+        return report
+
+    def _new_origins(self) -> dict[Path, SavedComponent]:
+        """Return the saved components for live ones that did not exist before."""
+        self._target = again(self._target)
+        new = {path: origin for path, origin in self._match(self._target).items() if path not in self._done}
+        self._origins.update(new)
+        return new
+
+    def _set(self, one: LiveComponent, state: Any, origin: SavedComponent, *, last: bool) -> None:
+        if not last and not self._fresh:
+            self._before.append((one, own_state(one, snapshot=True, partial=True)))
+        self._done[one.path] = set_own_state(one, state, origin.location, self._within(one.path), fitting=self._fitting)
+
+    def _within(self, above: Path) -> Keep | None:
+        """Return the same for paths within a component."""
+        keep = self._keep
+        return None if keep is None else lambda path, leaf: keep((*above, *path), leaf)
+
+    def _take_back(self) -> None:
+        for one, state in reversed(self._before):
+            try:
+                if state or not isinstance(state, dict):
+                    set_own_state(one, state)
+            except Exception:  # the error that led here is the one to raise
+                _logger.warning("%s: its state could not be taken back", format_component_path(one.path), exc_info=True)
+
+    def different(self) -> tuple[str, ...]:
+        """Return the values that did not fit and stay as they are, each with the reason."""
+        return _values({path: one.different for path, one in self._done.items()})
+
+    def _forget_moments(self) -> None:
+        """Remove what optimizers have got for parameters that did not fit, wherever in the tree these are."""
+        fresh = [tensor for one in self._done.values() for tensor in one.fresh]
+        if not fresh:
+            return
+        live = paths_of(self._target.root)
+        for path, one in self._done.items():
+            lines = forget_moments(live[path], fresh)
+            self._done[path] = dataclasses.replace(one, different=(*one.different, *lines))
+
+    def _report(self) -> ComponentReport:
+        used = {origin.path for origin in self._origins.values()}
+        _, *below = all_components(self._saved)
+        return ComponentReport(
+            checkpoint=str(self._saved.location),
+            restored=tuple(map(format_component_path, self._done)),
+            missing=tuple(self._missing()),
+            unused=tuple(format_component_path(one.path) for one in below if one.path not in used),
+            missing_values=_values({path: one.missing for path, one in self._done.items()}),
+            unused_values=_values({path: one.unused for path, one in self._done.items()}),
+            separate=tuple(self._separate()),
+        )
+
+    def _separate(self) -> Iterator[tuple[str, str]]:
+        start, by_path = self._saved.description.path, paths_of(self._target.root)
+        for path, origin in self._origins.items():
+            for relative, goal in origin.description.same.items():
+                other = (*self._target.path, *goal[len(start) :])
+                pair = by_path.get((*path, *relative)), by_path.get(other)
+                if goal[: len(start)] == start and None not in pair and pair[0] is not pair[1]:
+                    yield format_component_path((*path, *relative)), format_component_path(other)
+
+
+def _read(origin: SavedComponent, one: LiveComponent) -> Any:
+    own = has_own(one.value, "set_state")
+    return origin.state(one.value if own else None, packed=not own)
+
+
+def locate(live: LiveComponent, component: str) -> LiveComponent:
+    by_path = paths_of(live)
+    return by_path[find(component, by_path, type(live.value).__qualname__)]
+
+
+def descend(saved: SavedComponent, path: Path) -> SavedComponent | None:
+    """Return a saved component below another, or None."""
+    if not path:
+        return saved
+    for below, child in saved.children.items():
+        if path[: len(below)] == below:
+            return descend(child, path[len(below) :])
+    return None
+
+
+def _values(by_component: dict[Path, tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(f"{format_component_path(path)}: {value}" for path, values in by_component.items() for value in values)

@@ -1,0 +1,284 @@
+"""A tree of components saved: made ready, so that every error shows before anything is written, then written as one.
+
+Its metadata says where it comes from: the versions of libraries, and the commit of the program's git repository.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import logging
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path as FilePath
+from typing import Any
+
+from ...engine.arrays import Layout, WrittenSteps, write_file
+from ...engine.checkpoint import PendingCheckpoint
+from ...engine.clock import SystemClock
+from ...engine.distributed import current_coordinator
+from ...engine.errors import OptionError, UnsupportedLeafError, shortened
+from ...engine.format import COMPONENT, CheckpointRecord, ItemRecord
+from ...engine.handlers import PreparedItem, PyTreeCheckpointHandler, SaveArgs, write_alone
+from ...engine.pytree import collection_paused, flatten, format_path, is_jax_array, is_torch_tensor
+from ...engine.storage import Location
+from ..graph import Path
+from .constructor_spec import encode_spec
+from .layout import DATA, KIND, ComponentParts, Description, item_name
+from .live import LiveComponent, is_component, live_tree, method_of, unnamed
+from .names import format_component_path
+from .permissions import import_path
+from .states import own_state
+
+_logger = logging.getLogger("holdfast")
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedComponents:
+    """A tree of components ready to be written."""
+
+    states: Mapping[Path, PreparedItem]  # by the paths of the components; () is the root
+    descriptions: Mapping[Path, bytes]  # the contents of the components' description files
+
+    def commit(
+        self, location: Location, *, overwrite: bool, step: int | None, metrics: Mapping[str, float] | None
+    ) -> None:
+        """Write the tree into a directory, as one atomic checkpoint."""
+        paths = {item_name(path): path for path in self.states}
+        parts = ComponentParts(location, self.descriptions)
+        pending = PendingCheckpoint(location, paths, overwrite=overwrite, parts=parts)
+        try:
+            pending.begin()
+            items = self.write({paths[item]: folder for item, folder in pending.folders.items()})
+            pending.commit(CheckpointRecord(items=items, time=SystemClock().now(), step=step, metrics=metrics))
+        except BaseException as error:
+            pending.abort(error)
+            raise
+
+    def write(self, folders: Mapping[Path, Location]) -> dict[str, ItemRecord]:
+        return {item_name(path): self._write_component(path, folder) for path, folder in folders.items()}
+
+    def _write_component(self, path: Path, folder: Location) -> ItemRecord:
+        (folder / DATA).make_directory(sync=False)
+        # First, as writing the state makes all names in the folder durable.
+        described = write_file(folder / COMPONENT, self.descriptions[path])
+        files = {**write_alone(self.states[path], folder), COMPONENT: described}
+        return ItemRecord("/".join((*path, folder.name)), KIND, files)
+
+
+def prepare(
+    root: Any,
+    *,
+    state: Mapping[str, Any] | None = None,
+    use_msgpack: bool = False,
+    layout: Layout | None = None,
+    handlers: dict[Path, PyTreeCheckpointHandler] | None = None,
+    reuse: WrittenSteps | None = None,
+) -> PreparedComponents:
+    """Take the states and the descriptions of a component and of all below it."""
+    if layout is not None and not isinstance(layout, Layout):
+        raise OptionError(f"layout={layout!r:.80} must be a Layout, such as hf.Layout(compression=3)")
+    if use_msgpack and layout is not None and layout.compression is not None:
+        raise OptionError("use_msgpack=True: arrays in msgpack are not compressed; leave out one of the two")
+    if state is not None and not isinstance(state, Mapping):
+        raise OptionError(f"state= must be a dictionary as get_state() returns it, found {type(state).__name__}")
+    live = live_tree(root)
+    states = _own_states(live) if state is None else _given(live, state)
+    snapshot = handlers is not None
+    handlers = {} if handlers is None else handlers
+    for gone in handlers.keys() - states.keys():
+        del handlers[gone]
+    save_args = SaveArgs(aggregate=True) if use_msgpack else None
+    prepared: dict[Path, PreparedItem] = {}
+    with collection_paused():
+        for path, tree in states.items():
+            handler = handlers.setdefault(path, PyTreeCheckpointHandler())
+            own = None if reuse is None else reuse.part("/".join(path))
+            try:
+                prepared[path] = handler.prepare(tree, snapshot=snapshot, save_args=save_args, layout=layout, reuse=own)
+            except TypeError as error:
+                error.add_note(f"in the state of the component {format_component_path(path)}; nothing was written")
+                raise
+    _refuse_divided(states)
+    components = {one.path: one for one in live.walk()}
+    known = {id(one.value): path for path, one in components.items()}
+    return PreparedComponents(prepared, {path: _described(components[path], known, states).encode() for path in states})
+
+
+def _refuse_divided(states: Mapping[Path, Any]) -> None:
+    """Raise UnsupportedLeafError for arrays of which this process has only a part."""
+    if current_coordinator().process_count == 1:
+        return
+    divided = []
+    for path, tree in states.items():
+        flat = flatten(tree)
+        names = [format_path(name) for name, value in zip(flat.names, flat.values, strict=True) if _is_divided(value)]
+        divided += [f"{format_component_path(path)}: {name}" for name in names]
+    if divided:
+        raise UnsupportedLeafError(
+            "these arrays are divided among processes, and components are saved by one process; nothing was written. "
+            f"Save them as a tree (hf.save, PyTreeCheckpointHandler), or gather them in get_state(): "
+            f"{shortened(divided, 20)}"
+        )
+
+
+def _is_divided(value: Any) -> bool:
+    if is_jax_array(value):
+        return not (value.is_fully_addressable or value.is_fully_replicated)
+    placements = getattr(value, "placements", None) if is_torch_tensor(value) else None
+    return placements is not None and not all(placement.is_replicate() for placement in placements)
+
+
+def _own_states(live: LiveComponent) -> dict[Path, Any]:
+    known = {id(one.value) for one in live.walk()}
+    for one in live.walk():
+        for name in unnamed(one.value, known):
+            _logger.warning(
+                "component %s: %s is a component that get_checkpointable_components() does not name; it is not saved",
+                format_component_path(one.path),
+                name,
+            )
+    return {one.path: own_state(one, snapshot=False) for one in live.walk()}
+
+
+def _given(live: LiveComponent, state: Mapping[str, Any]) -> dict[Path, Any]:
+    """Splits a state that was given for the whole tree, without changing it."""
+    children = {child.name: child for child in live.children}
+    found: dict[Path, Any] = {live.path: {key: value for key, value in state.items() if key not in children}}
+    for name, child in children.items():
+        if name in state:
+            inner = state[name]
+            found.update(_given(child, inner) if isinstance(inner, Mapping) else {child.path: inner})
+    return found
+
+
+def _described(one: LiveComponent, known: Mapping[int, Path], saved: Mapping[Path, Any]) -> Description:
+    value = one.value
+    spec, obstacle = _spec_of(value, known)
+    metadata: dict[str, Any] = {
+        "time": datetime.datetime.fromtimestamp(SystemClock().now(), datetime.UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "commit": commit_of(type(value).__module__),
+    }
+    method = method_of(value, "get_metadata")
+    if method is not None:
+        metadata.update(method())
+    return Description(
+        type=import_path(type(value)),
+        constructor=spec,
+        obstacle=obstacle,
+        path=one.path,
+        components=tuple(one.relative(child) for child in one.children if child.path in saved),
+        same={path[len(one.path) :]: target for path, target in one.same.items()},
+        metadata=metadata,
+    )
+
+
+def _spec_of(value: Any, paths: Mapping[int, Path]) -> tuple[dict[str, Any] | None, str]:
+    """Return the constructor spec of an object, or why it is not known."""
+    method = method_of(value, "get_ctor_args_and_kwargs")
+    if method is None:
+        return None, f"{type(value).__qualname__} has no get_ctor_args_and_kwargs()"
+    found = method()
+    if found is None:
+        return None, f"{type(value).__qualname__} was not made by its constructor; give it get_ctor_args_and_kwargs()"
+    args, kwargs = found
+
+    def reference(other: Any) -> str | None:
+        return "/" + "/".join(paths[id(other)]) if id(other) in paths and other is not value else None
+
+    entered = {id(value)}
+
+    def nested(other: Any) -> dict[str, Any] | None:
+        if not is_component(other) or id(other) in entered:
+            return None
+        entered.add(id(other))
+        spec, _ = _spec_of(other, paths)
+        return None if spec is None else {"class": import_path(type(other)), "constructor": spec}
+
+    spec, problems = encode_spec(tuple(args), dict(kwargs), reference, nested)
+    for problem in problems:
+        _logger.warning(
+            "%s: the constructor's %s; from_checkpoint() will need it as an argument", type(value).__qualname__, problem
+        )
+    return spec, ""
+
+
+# ---- where a checkpoint comes from
+
+_LIBRARIES = ("numpy", "torch", "jax", "flax", "optax")
+_COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
+_GIT_LIMIT = 4 << 20  # bytes of a file of git that is read
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, of holdfast, and of the libraries that are in use."""
+    found = {"python": platform.python_version()}
+    for name in ("holdfast", *_LIBRARIES):
+        version = _version(name) if name == "holdfast" or name in sys.modules else None
+        if version is not None:
+            found[name] = version
+    return found
+
+
+@functools.cache
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def commit_of(module: str) -> str | None:
+    """Return the commit of the git repository that a module lies in, or None; run nothing.
+
+    Cached, as a later commit is not the one that this process has loaded.
+    """
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return commit_in(FilePath(file).resolve().parent if isinstance(file, str) else FilePath.cwd())
+
+
+def commit_in(start: FilePath) -> str | None:
+    """Return the commit of the git repository around a folder, or None; run nothing."""
+    try:
+        for folder in (start, *start.parents):
+            git = folder / ".git"
+            if git.is_dir():
+                return _head(git)
+            if git.is_file():
+                return _head(folder / _read(git).removeprefix("gitdir:").strip())
+    except (OSError, ValueError):
+        return None
+    return None
+
+
+def _head(git: FilePath) -> str | None:
+    head = _read(git / "HEAD")
+    if not head.startswith("ref:"):
+        return head if _COMMIT.fullmatch(head) else None
+    reference = head.removeprefix("ref:").strip()
+    if ".." in reference.split("/") or os.path.isabs(reference):
+        return None
+    common = git / "commondir"
+    places = [git, (git / _read(common)).resolve()] if common.is_file() else [git]
+    for place in places:
+        if (place / reference).is_file():
+            found = _read(place / reference)
+            return found if _COMMIT.fullmatch(found) else None
+        if (place / "packed-refs").is_file():
+            for line in _read(place / "packed-refs").splitlines():
+                commit, _, name = line.partition(" ")
+                if name.strip() == reference and _COMMIT.fullmatch(commit):
+                    return commit
+    return None
+
+
+def _read(file: FilePath) -> str:
+    with file.open("rb") as opened:
+        return opened.read(_GIT_LIMIT).decode("utf-8").strip()

@@ -1,0 +1,503 @@
+"""The state of one component, without that of the components below it: taken, and given back.
+
+A component with a ``get_state`` of its own decides what its state is. For all others it is everything that the walk of
+:mod:`~holdfast.integrations.graph` reaches from the object's attributes, up to the components below. The values that a
+torch optimizer keeps for parameters of those belong to the optimizer, by the paths of the parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ...engine.arrays import MemoryTree, SavedLeaf
+from ...engine.errors import DamagedCheckpointError, TreeMismatchError, UnsupportedLeafError, shortened
+from ...engine.pytree import (
+    ArrayLeaf,
+    PackedNumbers,
+    Saved,
+    TreeDocument,
+    describe,
+    expand,
+    flatten,
+    is_leaf,
+    is_nnx,
+    is_torch_tensor,
+    pack_tree,
+    unescape_key,
+)
+from ...engine.storage import LocalBackend, Location
+from ..graph import (
+    OPTIMIZER_SLOTS,
+    Leaf,
+    LiveGraph,
+    LiveNode,
+    Node,
+    Path,
+    Restoration,
+    StoredGraph,
+    capture,
+    format_node_path,
+    is_module,
+    is_optimizer,
+    walk,
+)
+from .live import LiveComponent, attributes_of, attributes_with_state, discovered, is_component
+from .names import STATE, Names, format_component_path
+
+_logger = logging.getLogger("holdfast")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Returns whether the value at a path of a component stays as it is in the program.
+Keep = Callable[[Path, SavedLeaf | None], bool]
+
+# Key of a state for the document of its objects, as text, where the names of the values do not imply them.
+GRAPH = "__graph__"
+
+
+class _GivenState(Location):
+    """The place of a state that the program gave, for messages."""
+
+    @property
+    def url(self) -> str:
+        return "the state"
+
+
+_GIVEN = _GivenState(LocalBackend(), "/")
+
+
+@dataclass(frozen=True, slots=True)
+class OwnReport:
+    missing: tuple[str, ...] = ()  # values of the component that the state does not have
+    unused: tuple[str, ...] = ()  # values of the state that the component has no place for
+    different: tuple[str, ...] = ()  # values that do not fit, each with the reason
+    fresh: tuple[Any, ...] = ()  # the tensors among them
+
+
+# ---- components with a state of their own
+
+_inherited: set[Any] = set()
+
+
+def inherited(method: F) -> F:
+    """Mark a method as the one that components inherit, to distinguish it from overrides."""
+    _inherited.add(method)
+    return method
+
+
+def overrides(value: Any, method: str) -> bool:
+    """Whether an object has a ``get_state`` or ``set_state`` other than the one that components inherit."""
+    found = getattr(type(value), method, None)
+    return found is not None and found not in _inherited
+
+
+def has_own(value: Any, method: str) -> bool:
+    # Modules and optimizers have a state_dict, but the walk names their values better.
+    return overrides(value, method) and not is_optimizer(value)
+
+
+def call_get_state(value: Any, components: Names | None, not_components: Names | None) -> Any:
+    """Call an object's own ``get_state`` with as many of the arguments as it takes."""
+    method = value.get_state
+    given = {"components": components, "not_components": not_components}
+    arguments = {name: names for name, names in given.items() if names is not None}
+    if arguments:
+        try:
+            parameters = inspect.signature(method).parameters.values()
+        except (TypeError, ValueError):
+            parameters = ()  # type: ignore[assignment]  # the signature of a function in C is unknown
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+            known = {one.name for one in parameters}
+            arguments = {name: names for name, names in arguments.items() if name in known}
+    return method(**arguments)
+
+
+# ---- taking
+
+
+def own_state(component: LiveComponent, *, snapshot: bool, partial: bool = False) -> Any:
+    """Take the state of a component; ``partial`` allows that values for parameters outside of the tree are left out."""
+    if not has_own(component.value, "get_state"):
+        return default_state(component, snapshot=snapshot, partial=partial)
+    names = {child.name for child in component.children}
+    state = call_get_state(component.value, None, sorted(names) or None)
+    if isinstance(state, Mapping) and names & state.keys():
+        state = {key: value for key, value in state.items() if key not in names}
+    return copied(state) if snapshot else pack_tree(state)
+
+
+def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = False) -> dict[str, Any]:
+    """Take the state of a component that has no ``get_state`` of its own."""
+    graph, skipped, others = own_graph(component, stand_in(component))
+    if not partial:
+        _refuse_unnamed(component, others)
+        _refuse_outside(component, graph)
+    for path, reason in skipped.items():
+        _logger.warning("component %s: %s is not saved: it %s", format_component_path(component.path), path, reason)
+    found = capture(graph)
+    state: dict[str, Any] = dict(found.tree)
+    if _needs_document(found.document, found.tree):
+        if GRAPH in state:
+            raise UnsupportedLeafError(f"{_called(component)} has an attribute {GRAPH!r}, a name that is taken")
+        state[GRAPH] = json.dumps(found.document, separators=(",", ":"))
+    return dict(copied(state)) if snapshot else state
+
+
+def _refuse_unnamed(component: LiveComponent, others: Mapping[Path, Any]) -> None:
+    """Raise UnsupportedLeafError for components inside objects in which no component looks for them."""
+    known = {id(one.value) for one in component.root.walk()}
+    known |= {id(child) for _, child in discovered(component.value)}  # named on purpose, or left out with a warning
+    lost = [path for path, value in others.items() if is_component(value) and id(value) not in known]
+    if lost:
+        paths = shortened([format_node_path(path) for path in lost])
+        raise UnsupportedLeafError(
+            f"{_called(component)}: {paths}: a component inside of an object that is none would not be saved, and "
+            "nothing was written. Make it an attribute of a component, or part of a list, dictionary, deque or module "
+            "that is one; or return it from get_checkpointable_components(); or name it in __untracked__"
+        )
+
+
+def _refuse_outside(component: LiveComponent, graph: LiveGraph) -> None:
+    """Raise UnsupportedLeafError for optimizers whose values would be lost, as nothing names their parameters."""
+    lost = [(node, outside_parameters(node)) for node in graph.nodes if node.groups]
+    lines = [
+        f"  {format_node_path(node.path)}: {len(parameters)} of its parameters, of shapes "
+        f"{shortened([str(list(one.shape)) for one in parameters], 3)}"
+        for node, parameters in lost
+        if parameters
+    ]
+    if lines:
+        raise UnsupportedLeafError(
+            f"{_called(component)}: parameters of these optimizers are in no component, so that what the optimizers "
+            "keep for them (moments, learning rates) would be lost, and nothing was written. Make the module that owns "
+            "them an attribute of a component of this tree and save the tree from its root; or name the optimizer in "
+            "__untracked__:\n" + "\n".join(lines)
+        )
+
+
+def _needs_document(document: Mapping[str, Any], tree: Any) -> bool:
+    """Whether a graph is more than its values in their containers."""
+    nodes = document["nodes"]
+    names = set(flatten(tree).names)
+    edges = sum(len(node.get("edges", ())) for node in nodes)
+    return (
+        edges != len(nodes) - 1
+        or any(node.get("slots") or node.get("groups") for node in nodes)
+        or any("value" in node and node["value"] not in names for node in nodes)
+    )
+
+
+def copied(tree: Any) -> Any:
+    """Return a tree with copies of everything that can change."""
+    if isinstance(tree, np.ndarray):
+        return tree.copy()
+    if is_torch_tensor(tree):
+        return tree.detach().clone()
+    if isinstance(tree, PackedNumbers):
+        return tree.unpack()
+    contents = None if is_leaf(tree) else expand(tree)
+    if contents is not None and contents.kind != "mapping":  # which may not be made from a dictionary
+        return contents.build([copied(child) for child in contents.values])
+    return copy.copy(tree) if isinstance(tree, set) else tree
+
+
+# ---- giving back
+
+
+def set_own_state(
+    component: LiveComponent,
+    state: Any,
+    source: Location | None = None,
+    keep: Keep | None = None,
+    *,
+    fitting: bool = False,
+) -> OwnReport:
+    if has_own(component.value, "set_state"):
+        component.value.set_state(state)
+        return OwnReport()
+    return set_default_state(component, state, source, keep, fitting=fitting)
+
+
+def set_default_state(
+    component: LiveComponent,
+    state: Any,
+    source: Location | None = None,
+    keep: Keep | None = None,
+    *,
+    fitting: bool = False,
+) -> OwnReport:
+    """Give its state to a component that has no ``set_state`` of its own, with ``fitting`` the values that fit."""
+    if not isinstance(state, Mapping):
+        raise TreeMismatchError(f"{_called(component)}: expected a dictionary as state, found {type(state).__name__}")
+    source = source or _GIVEN
+    stored = _stored(component, state, source)
+    root = stand_in(component)
+    graph, *_ = own_graph(component, root)
+    before = dict(vars(root))
+    own = {format_node_path(node.path) for node in graph.leaves()}
+    restoration = Restoration(stored, root, ignore=_kept(stored, keep))
+    restoration.progress.partial = True  # the report has the values that are left over
+    misfits: dict[str, str] = {}
+    try:
+        if fitting:
+            restoration.prepare(root, misfits)()
+        else:
+            restoration.advance()
+    except TreeMismatchError as error:
+        if not error.differences:
+            raise
+        other = "leave them out" if source is _GIVEN else "name values that stay with restore_from_path(keep=...)"
+        raise TreeMismatchError(
+            f"{source}: these values do not fit {_called(component)}; nothing was changed. "
+            f"Change the program, or {other}:",
+            error.differences,
+        ) from error
+    for name, value in vars(root).items():
+        if before.get(name) is not value:
+            setattr(component.value, name, value)
+    report = restoration.report(root)
+    unused = report.pending + report.unused
+    # Earlier versions left out what optimizers keep for parameters of some components.
+    without = [number for number, node in enumerate(stored.graph.nodes) if node.groups and not any(node.groups)]
+    lost = [format_node_path((*stored.graph.path(number), OPTIMIZER_SLOTS)) for number in without]
+    if unused and own and not lost and not fitting and not set(report.restored) & own:
+        raise TreeMismatchError(
+            f"{source}: nothing in it matches {_called(component)}, and nothing was changed. "
+            f"It has {shortened(map(repr, unused))}; the component has {shortened(map(repr, sorted(own)))}"
+        )
+    missing = [path for path in report.missing if path in own and path not in misfits]
+    unused = tuple(path for path in unused if path not in misfits)
+    fresh = [node.value for node in graph.leaves() if format_node_path(node.path) in misfits]
+    return OwnReport((*lost, *missing), unused, tuple(misfits.values()), tuple(filter(is_torch_tensor, fresh)))
+
+
+def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str]:
+    """Remove what a component's torch optimizers keep for tensors that have another shape now; return lines for people.
+
+    A component that restores an optimizer does not see the values of another component's parameters.
+    """
+    if has_own(component.value, "set_state"):
+        return []
+    graph, *_ = own_graph(component, stand_in(component))
+    known, lines = _parameters(component.root), []
+    for node in graph.nodes:
+        for tensor in tensors if node.optimizer is not None else ():
+            if node.optimizer.state.pop(tensor, None):
+                which = format_component_path(known.get(id(tensor), ()))
+                lines.append(f"{format_node_path(node.path)}: its values for {which}, which has another shape")
+    return lines
+
+
+def match_kept(component: LiveComponent, state: Any, source: Location, keep: Keep) -> None:
+    """Call ``keep`` for every value that a component is about to get; change nothing."""
+    if isinstance(state, Mapping) and not has_own(component.value, "set_state"):
+        _kept(_stored(component, state, source), keep)
+
+
+def _kept(stored: StoredGraph, keep: Keep | None) -> list[Path]:
+    """Return the paths of the values that stay as they are in the program."""
+    if keep is None:
+        return []
+    paths = [(stored.graph.path(number), node.value) for number, node in stored.graph.values()]
+    return [path for path, value in paths if keep(path, stored.leaves.get(value or ""))]
+
+
+def _called(component: LiveComponent) -> str:
+    name = type(component.value).__qualname__
+    return f"component {format_component_path(component.path)} ({name})" if component.path else name
+
+
+# ---- a state in memory, opened as a checkpoint is
+
+
+def _stored(component: LiveComponent, state: Mapping[str, Any], source: Location) -> StoredGraph:
+    values = {key: value for key, value in state.items() if key != GRAPH}
+    if is_module(component.value):
+        values = _nested(values)
+    document = _document(state, source)
+    packed = pack_tree(values)
+    flat = flatten(values if _names_elements(document, packed) else packed)
+    found = dict(zip(flat.names, describe(flat.names, flat.values), strict=True))
+    leaves = [SavedLeaf(name, Saved.of(leaf)) for name, leaf in found.items()]
+    arrays = {name: leaf for name, leaf in found.items() if isinstance(leaf, ArrayLeaf)}
+    return StoredGraph(MemoryTree(source, TreeDocument(flat.structure), leaves, arrays, document), source)
+
+
+def _names_elements(document: Any, packed: Any) -> bool:
+    """Whether a document names elements of sequences as values of their own, as those of earlier versions do."""
+    if document is None:
+        return False
+    flat = flatten(packed)
+    whole = {name for name, value in zip(flat.names, flat.values, strict=True) if isinstance(value, PackedNumbers)}
+    nodes = document.get("nodes") if isinstance(document, dict) else None
+    values = [node.get("value") if isinstance(node, dict) else None for node in nodes or ()]
+    return any(isinstance(value, str) and value.rpartition(".")[0] in whole for value in values)
+
+
+def _nested(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Split the names of a ``state_dict()`` at their dots, which no attribute of a module has."""
+    found: dict[Any, Any] = {}
+    for name, value in state.items():
+        *above, last = name.split(".") if isinstance(name, str) else [name]
+        inner = found
+        for key in above:
+            inner = inner.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise TreeMismatchError(f"the state has a value at {key!r}, and {name!r} below it")
+        inner[last] = value
+    return found
+
+
+def _document(state: Mapping[str, Any], source: Location) -> Any:
+    text = state.get(GRAPH)
+    if text is None:
+        return None
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{source}: {GRAPH} does not describe a graph: {error}") from error
+
+
+# ---- a component as a graph of its own
+
+
+class _Part:
+    """Stands for an object of another component: the paths of its parameters are needed, its values are not."""
+
+
+class _StandIn(Node):
+    """Stands for a component, whose moments are its own wherever their parameters are."""
+
+    _holdfast_keeps_moments = True
+
+
+_TREE = "(tree)"  # name of the edge to the parameters of other components that have no name in this one
+
+
+def stand_in(component: LiveComponent) -> Node:
+    """Return a node with the component's own attributes, and with the components that it names under these names."""
+    node = _StandIn()
+    value = component.value
+    if is_module(value) or is_nnx(value):
+        object.__setattr__(node, "_holdfast_root", value)
+        if is_module(value):
+            vars(node).update(attributes_with_state(component))
+    elif is_optimizer(value) or isinstance(value, np.ndarray) or is_torch_tensor(value):
+        vars(node)[STATE] = value  # an object without a name of its own
+    else:
+        _fill(node, component, {id(component): node})
+    return node
+
+
+def _fill(node: Any, component: LiveComponent, made: dict[int, Any]) -> None:
+    below = {id(child.value) for child in component.children}
+    attributes = attributes_of(component.value)
+    if not attributes and not hasattr(component.value, "__dict__"):
+        which = f"component {format_component_path(component.path)}" if component.path else "the component"
+        raise UnsupportedLeafError(
+            f"{which} is a {type(component.value).__qualname__}, which has no attributes that could be restored in "
+            "place: make it an attribute of a component, or give it get_state() and set_state(state)"
+        )
+    for name, value in attributes.items():
+        if id(value) not in below and not is_component(value):
+            vars(node)[name] = value
+    kept = set(vars(node))
+    for path, other in component.named():
+        if path[0] not in kept:
+            _put(node, path, _part(other, made))
+        elif isinstance(part := _part(other, made), _Part):  # others are found where they are, in a container
+            vars(node)[f"{'/'.join(path)} (component)"] = part
+
+
+def _put(holder: Any, path: Path, value: Any) -> None:
+    for segment in path[:-1]:
+        holder = vars(holder).setdefault(segment, _Part())
+    vars(holder).setdefault(path[-1], value)
+
+
+def _part(component: LiveComponent, made: dict[int, Any]) -> Any:
+    value = component.value
+    if is_module(value) or is_nnx(value) or is_optimizer(value) or not hasattr(value, "__dict__"):
+        return value
+    if id(component) not in made:
+        made[id(component)] = _Part()
+        _fill(made[id(component)], component, made)
+    return made[id(component)]
+
+
+def _parameters(top: LiveComponent) -> dict[int, Path]:
+    """Return the paths of all tensors of a tree of components, by identity."""
+    if top.parameters is None:
+        top.parameters = {}
+        for one in top.walk():
+            with contextlib.suppress(UnsupportedLeafError):  # it has a state of its own
+                for node in walk(stand_in(one), strict=False).nodes:
+                    if is_torch_tensor(node.value):
+                        top.parameters.setdefault(id(node.value), (*one.path, *node.path))
+    return top.parameters
+
+
+def own_graph(component: LiveComponent, root: Node) -> tuple[LiveGraph, dict[str, str], dict[Path, Any]]:
+    """Return the graph of a component's own values, why some of its objects cannot be saved, and where it ends.
+
+    It ends at other components, by the paths to them. Parameters of its optimizers that it has no name for are in it by
+    their paths from the root of the tree.
+    """
+    graph, skipped, own, others = _walked(component, root)
+    outside = [one for node in graph.nodes if id(node) in own for one in outside_parameters(node)]
+    known = _parameters(component.root) if outside else {}
+    for parameter in outside:
+        if id(parameter) in known:
+            _put(root, (_TREE, *map(unescape_key, known[id(parameter)])), parameter)
+    if _TREE in vars(root):
+        graph, skipped, own, others = _walked(component, root)
+    if any(node.optimizer_slots or node.groups for node in graph.nodes if id(node) in own):
+        for node in graph.nodes:  # those of other components are names without values
+            if id(node) not in own:
+                node.optimizer_slots, node.groups = [], []
+                if isinstance(node.view, Leaf):
+                    node.view = Leaf(node.view.slot, node.view.shared, ready=False)
+        return graph, skipped, others
+    for node in graph.nodes:
+        node.edges = {segment: child for segment, child in node.edges.items() if id(child) in own}
+    return LiveGraph([node for node in graph.nodes if id(node) in own], graph.skipped, graph.notes), skipped, others
+
+
+def outside_parameters(node: LiveNode) -> list[Any]:
+    """Return the parameters of an optimizer that are not in the graph."""
+    if node.optimizer is None or not node.groups:
+        return []
+    within = {id(parameter.value) for group in node.groups for parameter in group}
+    every = [parameter for group in node.optimizer.param_groups for parameter in group["params"]]
+    return [parameter for parameter in every if id(parameter) not in within]
+
+
+def _walked(component: LiveComponent, root: Node) -> tuple[LiveGraph, dict[str, str], set[int], dict[Path, Any]]:
+    """Return the graph, what in it cannot be saved, which of its nodes are its own, and the components it ends at."""
+    graph = walk(root)
+    own = {id(graph.root)}
+    below = {id(child.value) for child in component.children}
+    skipped = {format_node_path(path): reason for path, reason in graph.skipped.items()}
+    others: dict[Path, Any] = {}
+    queue = [graph.root]
+    for node in queue:
+        for segment, child in node.edges.items():
+            # Saved as a component: one below, or the component itself where an object refers to it.
+            if isinstance(child.value, _Part) or is_component(child.value) or id(child.value) in below:
+                others[*node.path, segment] = child.value
+                path = format_node_path((*node.path, segment))
+                skipped = {one: why for one, why in skipped.items() if one != path and not one.startswith(f"{path}/")}
+            elif id(child) not in own:
+                own.add(id(child))
+                queue.append(child)
+        own.update(id(value) for _, _, value in node.optimizer_slots)
+    return graph, skipped, own, others

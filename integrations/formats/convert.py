@@ -1,0 +1,448 @@
+"""Conversion: checkpoints of other libraries into holdfast's own, and checkpoints into formats of other libraries."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast, get_args
+
+from numpy.typing import NDArray
+
+from ...engine.arrays import HostTree, Layout, SavedLeaf, TreeSource, TreeWriter, batches
+from ...engine.checkpoint import ITEM, ItemToSave, Place, Save, deleted_on_interrupt
+from ...engine.clock import UNHEARD, Portion, Progress, SystemClock
+from ...engine.distributed import Coordinator, run_on_primary
+from ...engine.errors import (
+    CheckpointExistsError,
+    DamagedCheckpointError,
+    OptionError,
+    UnsupportedLeafError,
+    itemized,
+)
+from ...engine.format import CheckpointRecord
+from ...engine.handlers import JsonCheckpointHandler, PreparedItem, PyTreeCheckpointHandler
+from ...engine.manager import StepEntry, best_step_in, store_metadata
+from ...engine.pytree import EXTERNAL, PLACEHOLDER, ArrayLeaf, Patterns, Piece, TreeDef, ValueLeaf, format_path
+from ...engine.sources import (
+    JSON,
+    METRICS,
+    OPTIONAL,
+    TREE,
+    CheckpointSource,
+    NativeCheckpoint,
+    PreparedGraph,
+    StepList,
+    find_checkpoint,
+    find_steps,
+    is_foreign,
+    open_at,
+    open_checkpoint,
+    portions_of,
+    selected,
+    without_placeholders,
+    without_unreadable,
+)
+from ...engine.storage import Location, as_location
+
+ExportFormat = Literal["safetensors", "orbax", "torch"]
+
+_logger = logging.getLogger("holdfast")
+
+_BATCH = 32 << 20  # bytes of leaves that are read together
+_KEPT = 8  # batches; as many as there are writing threads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """One checkpoint that was converted.
+
+    Attributes:
+        source: The original.
+        path: The result.
+        format: The library that wrote the source, or that can read the result.
+        step: Its step, if it has one.
+        leaves: The number of leaves of all its trees, without those that may be empty containers.
+        bytes: Bytes of its arrays' elements.
+        left_out: Leaves of the source that the result lacks, one line each, with the reason.
+    """
+
+    source: str
+    path: str
+    format: str
+    step: int | None
+    leaves: int
+    bytes: int
+    left_out: tuple[str, ...]
+
+
+def import_checkpoint(
+    source: Place,
+    destination: Place,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    coordinator: Coordinator | None = None,
+) -> list[Conversion]:
+    """Convert checkpoints of another library to holdfast's: atomic, checksummed, and verified when this returns.
+
+    A directory of steps becomes a directory of steps with their metrics, times and custom metadata and with the
+    metadata of the run; anything else becomes a single checkpoint. Items keep their names. The one item of an Orbax
+    manager, which Orbax calls ``default``, becomes ``state``: the item of a manager or a callback of holdfast, which go
+    on from what was imported. Only some of the arrays are in memory at a time.
+
+    In a program of several processes that all call this, process 0 does it and the others wait.
+
+    Args:
+        source: A checkpoint of Orbax, safetensors, torch, Lightning, torch.distributed.checkpoint, Flax, TensorFlow,
+            Keras, numpy or RLlib, or a directory of steps.
+        destination: A path or a URL; nothing may be there yet.
+        overwrite: Replace a checkpoint that is there, or steps of the same numbers.
+        progress: Is told how many bytes the sources have, and as they are done.
+        coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
+            initialized; ``hf.Alone()`` does it in this process alone.
+
+    Returns:
+        One entry for each checkpoint, in the order of the steps.
+
+    Raises:
+        CheckpointNotFoundError: The source holds no checkpoint of a supported library.
+        CheckpointExistsError: The destination exists.
+        DamagedCheckpointError: The source is damaged, or the result does not verify. Steps that were finished before
+            are whole. (Ctrl-C deletes them, so that the same call can be repeated.)
+        UnsupportedLeafError: No array of the source can be read.
+        OptionError: The source is one of holdfast's own.
+        PeerFailedError: It failed on process 0; raised on the others.
+    """
+    origin, target = as_location(source), as_location(destination)
+    about = [origin.url, target.url, overwrite]
+
+    def work() -> list[Conversion]:
+        return _imports(origin, target, overwrite, progress or UNHEARD)
+
+    return _once("import_checkpoint", about, work, coordinator)
+
+
+def _imports(origin: Location, target: Location, overwrite: bool, progress: Progress) -> list[Conversion]:
+    if not overwrite and (target.exists() and (not target.is_directory() or target.entries())):
+        raise CheckpointExistsError(f"{target} exists already; choose another path, or pass overwrite=True")
+    found = StepList() if is_foreign(origin) or not origin.is_directory() else find_steps(origin)
+    steps = found.by_step()
+    if not steps:
+        checkpoint = open_checkpoint(origin)
+        (portion,) = portions_of(progress, [StepEntry(0, checkpoint.location)])
+        with deleted_on_interrupt(target, [] if overwrite else [target]):
+            return [_import(checkpoint, target, None, overwrite, portion)]
+    metadata = found.metadata()
+    portions = portions_of(progress, list(steps.values()))
+    done: list[Conversion] = []
+    made: list[Location] = []
+    with deleted_on_interrupt(target, made):
+        for (step, entry), portion in zip(steps.items(), portions, strict=True):
+            if not overwrite:  # otherwise it may take the place of another one
+                made.append(target / str(step))
+            done.append(_import(open_at(entry.location), target / str(step), step, overwrite, portion))
+        store_metadata(target, metadata)
+    return done
+
+
+def export_checkpoint(
+    source: Place,
+    destination: Place,
+    to: ExportFormat,
+    *,
+    step: int | Literal["best"] | None = None,
+    item: str | None = None,
+    select: Patterns | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    coordinator: Coordinator | None = None,
+) -> list[Conversion]:
+    """Write a checkpoint in the format of another library.
+
+    In a program of several processes that all call this, process 0 does it and the others wait.
+
+    Args:
+        source: A checkpoint, of holdfast or of another library, or a directory of steps.
+        destination: A file for safetensors and torch, a directory for Orbax; nothing may be there yet.
+        to: ``"safetensors"``: one file; names are the keys of the leaves' paths, joined by dots.
+            ``"torch"``: one file for ``torch.load(path, weights_only=True)``; needs torch. ``"orbax"``: a directory
+            that orbax-checkpoint restores, with all steps unless one is given.
+        step: Which step of a directory of steps: its number, or ``"best"``, as the run's ``best_fn`` ranks them. None
+            is the newest, and for Orbax all of them.
+        item: Which item, if the checkpoint has several trees; for Orbax None is all of them.
+        select: Patterns of leaf paths, as for :func:`~holdfast.load`; only leaves that match are written.
+        overwrite: Replace a file that is there.
+        progress: Is told how many bytes the sources have, and as they are done.
+        coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
+            initialized; ``hf.Alone()`` does it in this process alone.
+
+    Returns:
+        One entry for each checkpoint that was written.
+
+    Raises:
+        CheckpointNotFoundError: There is no such checkpoint, step or item.
+        CheckpointExistsError: The destination exists.
+        UnsupportedLeafError: The format cannot store some leaves; names all of them. Nothing was written.
+        OptionError: The checkpoint has several trees, and no item is named; or the format is not known; or the step is
+            ``"best"``, and the run ranks its checkpoints by no metric.
+        DamagedCheckpointError: The source does not verify.
+        PeerFailedError: It failed on process 0; raised on the others.
+    """
+    if to not in get_args(ExportFormat):
+        raise OptionError(f"to={to!r} is not one of {', '.join(map(repr, get_args(ExportFormat)))}")
+    if to == "orbax" and overwrite:
+        raise OptionError("overwrite= does not apply to Orbax: remove the destination, or choose another path")
+    origin, target = as_location(source), as_location(destination)
+
+    def work() -> list[Conversion]:
+        chosen = best_step_in(origin) if step == "best" else step
+        if to == "orbax":
+            return _export_orbax(origin, target, chosen, item, select, progress or UNHEARD)
+        return _export_file(origin, target, to, chosen, item, select, overwrite, progress or UNHEARD)
+
+    patterns = [select] if isinstance(select, str) or select is None else list(select)
+    about = [origin.url, target.url, to, step, item, patterns, overwrite]
+    return _once("export_checkpoint", about, work, coordinator)
+
+
+def _once(
+    what: str, about: list[Any], work: Callable[[], list[Conversion]], coordinator: Coordinator | None
+) -> list[Conversion]:
+    found = run_on_primary(what, about, lambda: [asdict(done) for done in work()], coordinator)
+    return [Conversion(**{**fields, "left_out": tuple(fields["left_out"])}) for fields in found]
+
+
+def _export_file(
+    origin: Location,
+    target: Location,
+    to: ExportFormat,
+    step: int | None,
+    item: str | None,
+    select: Patterns | None,
+    overwrite: bool,
+    progress: Progress,
+) -> list[Conversion]:
+    checkpoint = open_at(find_checkpoint(origin, step))
+    tree, left_out = without_placeholders(selected(checkpoint.tree(checkpoint.only_tree(item)), select))
+    external = [format_path(leaf.name) for leaf in tree.leaves if leaf.saved.kind == EXTERNAL]
+    if external:
+        raise UnsupportedLeafError(
+            f"{tree.location}: {', '.join(external[:8])} cannot be exported: only their handlers read these leaves; "
+            "leave them out of the tree. Nothing was written"
+        )
+    if to == "torch":
+        from .torch.files import export_torch as write
+    else:
+        from .safetensors import export_safetensors as write
+    nbytes = sum(leaf.nbytes for leaf in tree.leaves)
+    progress.expect(nbytes)
+    with Portion(progress, nbytes, nbytes) as portion:
+        write(tree, target, overwrite=overwrite, advance=portion.advance)
+    _warn(checkpoint, left_out)
+    return [_conversion(checkpoint, target, to, step if step is not None else checkpoint.step, [tree], left_out)]
+
+
+def _import(
+    checkpoint: CheckpointSource, target: Location, step: int | None, overwrite: bool, portion: Portion
+) -> Conversion:
+    if isinstance(checkpoint, NativeCheckpoint):
+        raise OptionError(f"{checkpoint.location} is a checkpoint of holdfast already; copy the directory")
+    items: dict[str, ItemToSave] = {}
+    trees: list[TreeSource] = []
+    left_out: list[str] = []
+    for name, kind in checkpoint.items.items():
+        # An item without a name of its own gets the one that managers and callbacks give it.
+        own = ITEM if name == checkpoint.unnamed and ITEM not in checkpoint.items else name
+        if kind == TREE:
+            tree = checkpoint.tree(name)
+            left_out += tree.left_out
+            for without in (without_placeholders, without_unreadable):
+                tree, lines = without(tree)
+                left_out += lines
+            trees.append(tree)
+            items[own] = ItemToSave(TreeSourceHandler(portion.advance), trees[-1])
+        elif kind == JSON:
+            items[own] = ItemToSave(JsonCheckpointHandler(), checkpoint.value(name))
+        elif kind != METRICS:
+            left_out.append(f"{name} (an item of the kind {kind}, which holdfast does not read)")
+    if not items:
+        raise OptionError(f"{checkpoint.location}: none of its items can be read: {', '.join(left_out)}")
+    metrics, written, custom = checkpoint.metrics, checkpoint.time, checkpoint.custom_metadata
+    save = Save(
+        target,
+        items,
+        overwrite=overwrite,
+        record=lambda saved: CheckpointRecord(
+            items=saved,
+            time=SystemClock().now() if written is None else written,
+            step=step,
+            reason=f"imported from {checkpoint.format}",
+            metrics=metrics,
+            custom_metadata=custom,
+        ),
+    )
+    with portion:
+        portion.work(2 * sum(leaf.nbytes for tree in trees for leaf in tree.leaves))  # read, and read back
+        save.complete()
+        _verify(target, portion.advance)
+    _warn(checkpoint, left_out)
+    return _conversion(checkpoint, target, checkpoint.format, step, trees, left_out)
+
+
+def _warn(checkpoint: CheckpointSource, left_out: Sequence[str]) -> None:
+    for line in left_out:
+        _logger.warning("%s: left out: %s", checkpoint.location, line)
+
+
+def _verify(target: Location, advance: Callable[[int], None]) -> None:
+    checkpoint = NativeCheckpoint(target)
+    problems = [
+        f"{name}: {problem.leaf or problem.file}: {problem.what}"
+        for name, kind in checkpoint.items.items()
+        if kind == TREE
+        for problem in checkpoint.tree(name).verify(advance)
+    ]
+    if problems:
+        raise DamagedCheckpointError(itemized(f"{target} does not read as it was written:", problems))
+
+
+def _export_orbax(
+    origin: Location,
+    target: Location,
+    step: int | None,
+    item: str | None,
+    select: Patterns | None,
+    progress: Progress,
+) -> list[Conversion]:
+    from .orbax.export import export_orbax
+
+    found = []
+    for path in export_orbax(origin, target, step=step, item=item, select=select, progress=progress):
+        number = None if path == target else int(path.name)
+        checkpoint = open_at(find_checkpoint(origin, number))
+        names = [name for name, kind in checkpoint.items.items() if kind == TREE and item in (None, name)]
+        trees = [selected(checkpoint.tree(name), select) for name in names]
+        found.append(_conversion(checkpoint, path, "orbax", number, trees, ()))
+    return found
+
+
+def _conversion(
+    checkpoint: CheckpointSource,
+    target: Location,
+    format_: str,
+    step: int | None,
+    trees: list[TreeSource],
+    left_out: Sequence[str],
+) -> Conversion:
+    # Leaves without data, and those that may be empty containers, are not counted: the result may lack them.
+    found = (leaf for tree in trees for leaf in tree.leaves)
+    leaves = [leaf for leaf in found if leaf.saved.kind != PLACEHOLDER and OPTIONAL not in leaf.saved.details]
+    return Conversion(
+        source=str(checkpoint.location),
+        path=str(target),
+        format=format_,
+        step=step,
+        leaves=len(leaves),
+        bytes=sum(leaf.nbytes for leaf in leaves),
+        left_out=tuple(left_out),
+    )
+
+
+class TreeSourceHandler(PyTreeCheckpointHandler):
+    """Saves a `TreeSource`; only a few batches of leaves are in memory at a time."""
+
+    def __init__(self, advance: Callable[[int], None] = UNHEARD.advance) -> None:
+        super().__init__()
+        self._advance = advance
+
+    def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
+        source: TreeSource = item
+        source.read([leaf for leaf in source.leaves if leaf.saved.dtype is None])
+        loader = _Loader(source, self._advance)
+        # Where the format stores None and a container without leaves alike, it becomes the container: nearly always, it
+        # is the empty state of an optimizer, and a template has the container, too.
+        kept = [OPTIONAL not in leaf.saved.details for leaf in source.leaves]
+        leaves = [leaf for leaf, stays in zip(source.leaves, kept, strict=True) if stays]
+        structure = source.tree.structure
+        if structure is not None and not all(kept):
+            structure = _with_empties(structure, iter(kept))
+        tree = HostTree([leaf.name for leaf in leaves], [_host_leaf(leaf, loader) for leaf in leaves], structure)
+        writer = TreeWriter(tree, Layout())
+        document = source.graph_document()
+        return writer if document is None else PreparedGraph(writer, document)
+
+
+class _Loader:
+    """Reads leaves in batches on demand, and keeps the last few batches."""
+
+    def __init__(self, source: TreeSource, advance: Callable[[int], None]) -> None:
+        self._source = source
+        self._advance = advance
+        arrays = sorted((leaf for leaf in source.leaves if leaf.saved.dtype is not None), key=lambda leaf: leaf.name)
+        self._batches = list(batches(arrays, lambda leaf: leaf.nbytes, _BATCH))
+        self._batch_of = {leaf.name: number for number, batch in enumerate(self._batches) for leaf in batch}
+        self._loaded: OrderedDict[int, dict[str, NDArray[Any]]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._reading = threading.Lock()
+
+    def array(self, name: str) -> NDArray[Any]:
+        """Return the array of a leaf; threads may call this at the same time, and wait while one of them reads."""
+        number = self._batch_of[name]
+        found = self._known(number)
+        if found is None:
+            with self._reading:  # sources need not be safe for threads
+                found = self._known(number) or self._read(number)
+        return found[name]
+
+    def _known(self, number: int) -> dict[str, NDArray[Any]] | None:
+        with self._lock:
+            found = self._loaded.get(number)
+            if found is not None:
+                self._loaded.move_to_end(number)
+        return found
+
+    def _read(self, number: int) -> dict[str, NDArray[Any]]:
+        batch = self._batches[number]
+        arrays = self._source.read(batch)
+        found = {leaf.name: array for leaf, array in zip(batch, arrays, strict=True) if array is not None}
+        self._advance(sum(leaf.nbytes for leaf in batch))
+        with self._lock:
+            self._loaded[number] = found
+            while len(self._loaded) > _KEPT:
+                self._loaded.popitem(last=False)
+        return found
+
+
+class _LaterPiece:
+    """A `Piece` that is all of an array, read each time that it is needed."""
+
+    __slots__ = ("_loader", "_name", "start")
+
+    def __init__(self, name: str, start: tuple[int, ...], loader: _Loader) -> None:
+        self.start = start
+        self._name = name
+        self._loader = loader
+
+    @property
+    def array(self) -> NDArray[Any]:
+        return self._loader.array(self._name)
+
+
+def _with_empties(node: TreeDef, kept: Iterator[bool]) -> TreeDef:
+    """Replace every leaf that is not kept by an empty dictionary."""
+    children = [
+        (None if next(kept) else TreeDef("dict", [], [], dict)) if child is None else _with_empties(child, kept)
+        for child in node.children
+    ]
+    return TreeDef(node.kind, node.keys, children, node.build, node.label)
+
+
+def _host_leaf(leaf: SavedLeaf, loader: _Loader) -> ArrayLeaf | ValueLeaf:
+    saved = leaf.saved
+    if saved.dtype is None or saved.shape is None:
+        return ValueLeaf(saved.details)
+    pieces: Sequence[Any] = [_LaterPiece(leaf.name, (0,) * len(saved.shape), loader)]
+    return ArrayLeaf(saved.dtype, saved.shape, cast("list[Piece]", pieces), False, saved.details)

@@ -1,0 +1,163 @@
+"""Weights of Keras 3, ``.weights.h5`` and ``.keras``, and other files of HDF5, read by h5py.
+
+A file of HDF5 holds groups and datasets, which become dictionaries and arrays; groups with the keys 0, 1, ... become
+lists, as Keras numbers the variables of a layer: ``layers/dense/vars/0``. A ``.keras`` file is a zip archive of such a
+file and of JSON about the model (https://keras.io/api/models/model_saving_apis). Links to other files are not followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ...engine.arrays import TreeSource
+from ...engine.checkpoint import ITEM
+from ...engine.errors import DamagedCheckpointError, HoldfastError, OptionError
+from ...engine.pytree import MAX_DEPTH
+from ...engine.sources import JSON, TREE, CheckpointSource, FetchedArray, FetchedTree, Path, SingleTree, first_bytes
+from ...engine.storage import Location
+from .numpy_zip import archive_of
+from .torch.files import ZIP_MAGIC, Window
+
+_MAGIC = b"\x89HDF\r\n\x1a\n"
+_WEIGHTS = "model.weights.h5"  # name of the member of a ``.keras`` file with the weights
+_DOCUMENTS = {"config": "config.json", "metadata": "metadata.json"}  # its other members, by their items
+_DOCUMENT_LIMIT = 64 << 20  # bytes
+_NODES = 1_000_000  # groups and datasets of a file
+_RATIO = 2048  # bytes that one stored byte can stand for with the compression of HDF5
+_UNSTORED = 64 << 20  # bytes of arrays that need not be stored, as they hold the fill value
+
+
+def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | None:
+    if names or location.is_directory():
+        return None
+    begin = first_bytes(location, len(_MAGIC))
+    if begin == _MAGIC:
+        tree = HDF5Tree(location)
+        keras = any(part == "vars" or part == "model_weights" for array in tree.arrays for part in array.path)
+        return SingleTree("Keras" if keras else "HDF5", location, tree, tree.stored)
+    if not begin.startswith(ZIP_MAGIC):
+        return None
+    with archive_of(location) as archive:
+        members = archive.namelist()
+    return KerasFile(location, members) if _WEIGHTS in members else None
+
+
+class KerasFile(CheckpointSource):
+    """A model in a ``.keras`` file: its weights, and as JSON its configuration."""
+
+    format = "Keras"
+
+    def __init__(self, location: Location, members: list[str]) -> None:
+        self.location = location
+        self.items = {ITEM: TREE, **{item: JSON for item, name in _DOCUMENTS.items() if name in members}}
+        self._tree = HDF5Tree(location, inside=True)
+
+    @property
+    def nbytes(self) -> int:
+        return self._tree.stored
+
+    def tree(self, item: str) -> TreeSource:
+        return self._tree
+
+    def value(self, item: str) -> Any:
+        with archive_of(self.location) as archive:
+            info = archive.getinfo(_DOCUMENTS[item])
+            if info.file_size > _DOCUMENT_LIMIT:
+                raise DamagedCheckpointError(f"{self.location}: {info.filename} has {info.file_size} bytes")
+            try:
+                return json.loads(archive.read(info))
+            except RecursionError as error:
+                raise DamagedCheckpointError(f"{self.location}: {info.filename} is nested too deeply") from error
+
+    def items_to_load(self) -> list[str]:
+        return [ITEM]  # the configuration is read when it is asked for
+
+
+def _h5py(location: Location) -> Any:
+    try:
+        return importlib.import_module("h5py")
+    except ImportError as error:
+        what = f"{location} is a file of Keras, or another one of HDF5"
+        raise OptionError(f"{what}; reading it needs h5py: pip install 'holdfast[keras]'") from error
+
+
+class HDF5Tree(FetchedTree):
+    """The datasets of a file of HDF5; with ``inside``, of the file in a ``.keras`` file."""
+
+    def __init__(self, location: Location, *, inside: bool = False) -> None:
+        self.location = location
+        self._inside = inside
+        self._h5py = _h5py(location)
+        self.stored = 0
+        self.arrays: list[FetchedArray] = []
+        with self._file() as file:
+            self._walk(file, ())
+        super().__init__(location, self.arrays)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Callable[[str], NDArray[Any]]]:
+        with self._file() as file:
+            yield lambda name: file[name][()]
+
+    @contextlib.contextmanager
+    def _file(self) -> Iterator[Any]:
+        with contextlib.ExitStack() as stack:
+            content: Any
+            if self._inside:
+                content = io.BytesIO(stack.enter_context(archive_of(self.location)).read(_WEIGHTS))
+            else:
+                reader = stack.enter_context(self.location.open_data())
+                content = Window(reader, 0, reader.size)
+            try:
+                yield stack.enter_context(self._h5py.File(content, "r"))
+            except (OSError, KeyError, RuntimeError, ValueError, TypeError) as error:
+                if isinstance(error, HoldfastError):
+                    raise
+                raise DamagedCheckpointError(f"{self.location} is damaged: {error}") from error
+
+    def _walk(self, group: Any, path: tuple[str, ...]) -> None:
+        h5py = self._h5py
+        if len(path) >= MAX_DEPTH or len(self.arrays) > _NODES:
+            raise DamagedCheckpointError(f"{self.location}: its groups are nested too deeply, or in a circle")
+        for key in group:
+            here = (*path, key)
+            if not isinstance(group.get(key, getlink=True), h5py.HardLink):
+                self._add(here, np.dtype("V1"), (), "a link, perhaps to another file")
+                continue
+            child = group[key]
+            if isinstance(child, h5py.Group):
+                self._walk(child, here)
+            elif isinstance(child, h5py.Dataset):
+                self._dataset(here, child)
+
+    def _dataset(self, path: tuple[str, ...], data: Any) -> None:
+        dtype, shape = data.dtype, data.shape
+        if dtype.kind == "V" and dtype.itemsize == 2 and data.attrs.get("dtype") == "bfloat16":
+            dtype = np.dtype(ml_dtypes.bfloat16)
+        if data.external or data.is_virtual:
+            self._add(path, np.dtype("V1"), (), "data in another file")
+        elif shape is None or dtype.hasobject or not (dtype.kind in "biufc" or dtype == ml_dtypes.bfloat16):
+            self._add(path, np.dtype("V1"), (), f"elements of type {data.dtype}")
+        else:
+            array = self._add(path, dtype.newbyteorder("="), tuple(shape))
+            stored = data.id.get_storage_size()
+            self.stored += stored
+            if array.nbytes > stored * _RATIO + _UNSTORED:
+                raise DamagedCheckpointError(
+                    f"{self.location}: {'/'.join(path)} claims {array.nbytes} bytes, and has {stored}"
+                )
+
+    def _add(self, path: tuple[str, ...], dtype: Any, shape: tuple[int, ...], obstacle: str = "") -> FetchedArray:
+        numbered: Path = tuple(int(key) if key.isdecimal() and key == str(int(key)) else key for key in path)
+        array = FetchedArray(numbered, "/" + "/".join(path), dtype, shape, obstacle)
+        self.arrays.append(array)
+        return array

@@ -1,0 +1,85 @@
+"""Files of ``numpy.savez``: zip archives of arrays, one member ``<name>.npy`` for each.
+
+https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html describes the members. A name with slashes is a
+path. Arrays of Python objects are pickles, which are listed and not read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from ...engine.errors import DamagedCheckpointError, HoldfastError
+from ...engine.sources import FetchedArray, FetchedTree, SingleTree, first_bytes
+from ...engine.storage import Location
+from .torch.files import ZIP_MAGIC, Window
+
+_MEMBER = ".npy"
+_HEADERS: dict[tuple[int, int], Callable[[Any], tuple[tuple[int, ...], bool, np.dtype[Any]]]] = {
+    (1, 0): npy.read_array_header_1_0,
+    (2, 0): npy.read_array_header_2_0,
+}
+_KINDS = "biufcSU"  # of dtypes that are plain data
+DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, KeyError, NotImplementedError, RuntimeError)
+
+
+def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
+    if names or location.is_directory() or first_bytes(location, len(ZIP_MAGIC)) != ZIP_MAGIC:
+        return None
+    with archive_of(location) as archive:
+        arrays = [_described(archive, one) for one in archive.infolist() if one.filename.endswith(_MEMBER)]
+        nbytes = sum(one.compress_size for one in archive.infolist())
+    return SingleTree("NumPy", location, NumpyTree(location, arrays), nbytes) if arrays else None
+
+
+class NumpyTree(FetchedTree):
+    """The arrays of one file, by name."""
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Callable[[str], NDArray[Any]]]:
+        with archive_of(self.location) as archive:
+
+            def fetch(name: str) -> NDArray[Any]:
+                with archive.open(name) as member:  # which compares the member with its checksum
+                    found: NDArray[Any] = npy.read_array(member, allow_pickle=False)
+                    member.read()
+                return found
+
+            yield fetch
+
+
+@contextlib.contextmanager
+def archive_of(location: Location) -> Iterator[zipfile.ZipFile]:
+    """Open a zip archive; what is wrong with it is an error that names the file."""
+    with location.open_data() as reader:
+        try:
+            with zipfile.ZipFile(Window(reader, 0, reader.size)) as archive:
+                yield archive
+        except DAMAGE as error:
+            if isinstance(error, HoldfastError):
+                raise
+            raise DamagedCheckpointError(f"{location} is not a whole zip archive: {error}") from error
+
+
+def _described(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> FetchedArray:
+    path = tuple(info.filename.removesuffix(_MEMBER).split("/"))
+    with archive.open(info) as member:
+        version = npy.read_magic(member)
+        if version not in _HEADERS:  # with names of fields in UTF-8, which only structured arrays have
+            return FetchedArray(path, info.filename, np.dtype("V1"), (), "an array of structures")
+        shape, _, dtype = _HEADERS[version](member)
+    if dtype.hasobject:
+        return FetchedArray(path, info.filename, dtype, shape, "pickled Python objects")
+    if dtype.kind not in _KINDS or not dtype.itemsize:
+        return FetchedArray(path, info.filename, dtype, shape, f"elements of type {dtype}")
+    array = FetchedArray(path, info.filename, dtype.newbyteorder("="), shape)
+    if array.nbytes > info.file_size:
+        raise DamagedCheckpointError(f"{info.filename!r:.80} claims {array.nbytes} bytes, and has {info.file_size}")
+    return array

@@ -1,0 +1,227 @@
+"""Arrays of other writers, read by TensorStore: zarr of both versions, in OCDBT databases or plain directories.
+
+All arrays are opened at once and read at once, within a bound on the bytes that are under way.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import unquote
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....engine.errors import (
+    DamagedCheckpointError,
+    HoldfastError,
+    StorageConflictError,
+    StorageFullError,
+    StoragePermissionError,
+    StorageUnavailableError,
+)
+from ....engine.format import MANIFEST_NAME, Entries, decode_database
+from ....engine.pytree import Box
+from ....engine.storage import Location, aligned_empty, map_status, shared_context, store_spec
+
+if TYPE_CHECKING:
+    import tensorstore
+
+_CACHE = 64 << 20  # bytes of decoded B+tree nodes, which many arrays share
+_UNDER_WAY = 1 << 30  # bytes of arrays that are being read at one time
+_RATIO = 1 << 16  # bytes that one stored byte can stand for with the compressors in use
+_SMALL_CHUNK = 64 << 20  # bytes of chunks that are accepted for arrays of any size
+_UNSTORED = 4 << 30  # bytes of arrays whose chunks need not be stored, as they hold the fill value
+_MANIFEST_LIMIT = 512 << 20  # bytes
+_SPEC = re.compile(r" \[tensorstore_spec=.*", re.DOTALL)
+_OF_STORAGE = (StorageConflictError, StorageFullError, StoragePermissionError, StorageUnavailableError)
+
+
+def directory_spec(location: Location) -> dict[str, Any]:
+    """Return TensorStore's specification of a directory as a key-value store."""
+    if location.is_local:
+        return {"driver": "file", "path": f"{location.path}/"}
+    scheme, _, rest = location.url.partition("://")
+    bucket, _, key = ("", "", rest) if scheme == "memory" else rest.partition("/")
+    key = unquote(key, errors="surrogateescape")
+    return {**store_spec(scheme, bucket), "path": f"{key}/" if key else ""}
+
+
+def new_context() -> tensorstore.Context:
+    """Make the TensorStore context of one opened checkpoint; what it caches goes with it."""
+    import tensorstore
+
+    return tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE}}, parent=shared_context())
+
+
+class Wanted(NamedTuple):
+    """An array, or the box of it that is to be read."""
+
+    name: str
+    box: Box | None = None
+
+
+class OpenedArrays:
+    """Arrays of which only the metadata was read; ``failed`` says why others cannot be opened, by name."""
+
+    def __init__(self, location: Location, specs: dict[str, dict[str, Any]]) -> None:
+        import tensorstore
+
+        self._location = location
+        context = new_context()
+        opening = {name: tensorstore.open(spec, context=context, open=True, read=True) for name, spec in specs.items()}
+        self._stores: dict[str, tensorstore.TensorStore] = {}
+        self.dtypes: dict[str, np.dtype[Any]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.failed: dict[str, str] = {}
+        for name, future in opening.items():
+            try:
+                store = future.result()
+            except (ValueError, NotImplementedError, OSError) as error:
+                self.failed[name] = reason(error, location)
+                continue
+            dtype = np.dtype(store.dtype.numpy_dtype)
+            if dtype.hasobject or dtype.itemsize == 0:
+                self.failed[name] = f"elements of type {store.dtype.name}, which holdfast does not read"
+                continue
+            self._stores[name], self.dtypes[name], self.shapes[name] = store, dtype, tuple(map(int, store.shape))
+
+    def check_sizes(self, wanted: Iterable[Wanted], stored: int, *, filled: bool) -> None:
+        """Refuse arrays that are larger than their files can hold, before memory is allocated."""
+        total = 0
+        for name, box in wanted:
+            size = math.prod(self.shapes[name]) * self.dtypes[name].itemsize
+            grid = self._stores[name].chunk_layout.write_chunk.shape or ()
+            chunk = math.prod(length or 1 for length in grid) * self.dtypes[name].itemsize
+            if chunk > max(_SMALL_CHUNK, 4 * size):  # TensorStore makes room for all of a chunk
+                raise DamagedCheckpointError(
+                    f"{self._location}: the chunks of array {name!r} claim {chunk} bytes, the array has {size}"
+                )
+            total += size if box is None else box.size * self.dtypes[name].itemsize
+        limit = stored * _RATIO + (_UNSTORED if filled else 1 << 20)
+        if stored and total > limit:
+            raise DamagedCheckpointError(
+                f"{self._location}: its arrays claim {total} bytes, all of its files have {stored}"
+            )
+
+    def read(self, wanted: Sequence[Wanted], use: Callable[[int, NDArray[Any]], None]) -> list[tuple[str, str]]:
+        """Read arrays or boxes of them, many at a time, and hand them to ``use``; return the names that failed."""
+        problems: list[tuple[str, str]] = []
+        pending: deque[tuple[int, NDArray[Any], Any]] = deque()
+        under_way = 0
+
+        def finish() -> int:
+            index, array, future = pending.popleft()
+            try:
+                future.result()
+            except (ValueError, NotImplementedError, OSError) as error:
+                problems.append((wanted[index].name, reason(error, self._location)))
+            else:
+                use(index, array)
+            return array.nbytes
+
+        for index, (name, box) in enumerate(wanted):
+            shape, dtype = self.shapes[name] if box is None else box.shape, self.dtypes[name]
+            size = math.prod(shape) * dtype.itemsize
+            while pending and under_way + size > _UNDER_WAY:
+                under_way -= finish()
+            array = aligned_empty(size).view(dtype).reshape(shape)
+            pending.append((index, array, self._start(name, box, array)))
+            under_way += size
+        while pending:
+            finish()
+        return problems
+
+    def _start(self, name: str, box: Box | None, array: NDArray[Any]) -> Any:
+        import tensorstore
+
+        store = self._stores[name]
+        if box is not None and box.shape:
+            parts = tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
+            store = store[parts][tensorstore.d[:].translate_to[0]]
+        return tensorstore.array(array).write(store)
+
+
+def reason(error: Exception, location: Location) -> str:
+    """Return why the stored bytes of an array cannot be read; raise errors that are the storage's."""
+    mapped: HoldfastError = map_status(error, location.url, "read")
+    if isinstance(mapped, _OF_STORAGE):
+        raise mapped from error
+    text = _SPEC.sub("", str(error))
+    return re.sub(r"^[A-Z_]+: ", "", text)
+
+
+def gather(boxes: Sequence[Box]) -> list[Box]:
+    """Return the regions to read for boxes of an array whose chunks are not known.
+
+    Boxes that fill at least half of the box around all of them are read as one, so that a chunk that several of them
+    share is decoded once. Boxes that are farther apart are read one by one, those without elements not at all.
+    """
+    wanted = list(dict.fromkeys(box for box in boxes if box.size))
+    if len(wanted) < 2:
+        return wanted
+    start = tuple(min(box.start[axis] for box in wanted) for axis in range(len(wanted[0].start)))
+    stop = tuple(max(box.stop[axis] for box in wanted) for axis in range(len(wanted[0].stop)))
+    around = Box(start, stop)
+    return [around] if 2 * sum(box.size for box in wanted) >= around.size else wanted
+
+
+def cut(box: Box, regions: Sequence[Box], arrays: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return a box out of the region that holds it."""
+    for region, array in zip(regions, arrays, strict=True):
+        if box.size and box.common(region) == box:
+            return array[box.within(region)]
+    return np.empty(box.shape, dtype)
+
+
+def missing_files(location: Location, names: Collection[str]) -> dict[str, list[tuple[str, str]]]:
+    """Return, by array, the files of an OCDBT database that are missing or too short for it, with the reason.
+
+    TensorStore names only the key that it could not read. An array that lacks no file is left out.
+    """
+    if not names:
+        return {}
+    try:
+        entries = _read(location)
+    except (HoldfastError, OSError) as error:
+        return {name: [(MANIFEST_NAME, str(error))] for name in names}
+    wanted = {f"{name}/".encode() if name else b"": name for name in names}
+    needed: dict[str, dict[str, int]] = {}  # by array, where its last value in each file ends
+    for row, key in enumerate(entries.keys):
+        cuts = (0, *(cut + 1 for cut, letter in enumerate(key) if letter == ord("/")))
+        name = next((wanted[key[:cut]] for cut in cuts if key[:cut] in wanted), None)
+        if name is not None and entries.inline[row] is None:
+            file = entries.files[int(entries.file_ids[row])]
+            ends = needed.setdefault(name, {})
+            ends[file] = max(ends.get(file, 0), int(entries.offsets[row]) + int(entries.lengths[row]))
+    sizes = {file: _size(location / file) for file in {file for ends in needed.values() for file in ends}}
+    found: dict[str, list[tuple[str, str]]] = {}
+    for name, ends in needed.items():
+        for file, end in sorted(ends.items()):
+            size = sizes[file]
+            if isinstance(size, str):
+                found.setdefault(name, []).append((file, size))
+            elif size < end:
+                what = f"it is truncated: expected at least {end} bytes, found {size}"
+                found.setdefault(name, []).append((file, what))
+    return found
+
+
+def _size(place: Location) -> float | str:
+    """Return how many bytes a file has, infinity where only reading it tells, or why it cannot be opened."""
+    try:
+        with place.open_data() as data:
+            return data.size if place.is_local else math.inf
+    except (HoldfastError, OSError) as error:
+        return f"it is missing or cannot be opened ({error})"
+
+
+def _read(location: Location) -> Entries:
+    def node(path: str, offset: int, length: int) -> bytes:
+        with (location / path).open_data() as file:
+            return file.read(offset, length).tobytes()
+
+    return decode_database((location / MANIFEST_NAME).read_bytes(limit=_MANIFEST_LIMIT), node)

@@ -1,0 +1,234 @@
+"""Checkpoints that Orbax wrote: recognised by their files, with their items and steps."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ....engine.arrays import TreeSource
+from ....engine.checkpoint import ITEM
+from ....engine.errors import CheckpointNotFoundError, DamagedCheckpointError, OptionError
+from ....engine.sources import (
+    JSON,
+    METRICS,
+    TREE,
+    CheckpointSource,
+    StepDirectories,
+    read_json,
+    read_object,
+    read_optional,
+    total_bytes,
+)
+from ....engine.storage import Entry, Location, max_concurrency, parallel_map
+from ..flax import looks_like_msgpack
+from .tree import AGGREGATE_FILE, ARRAYS_FOLDER, CHECKPOINT_FILE, SHARDING_FILE, TREE_FILE, OrbaxTree
+
+UNFINISHED = ".orbax-checkpoint-tmp"  # part of the names of directories whose save is not finished
+# On Google Cloud Storage, where directories cannot be renamed, the file that marks a finished save.
+COMMITTED = "commit_success.txt"
+
+_STEP = re.compile(r"(?:(.+)_)?([0-9]{1,18})")
+_JSON_FILES = ("metadata", "data.json")
+METRICS_FOLDER = "metrics"
+ONLY_ITEM = "default"  # the name of the item of a manager that has one item
+_KEYS = ("jax_random_key", "np_random_key")
+_ARRAY_HANDLER = "ArrayCheckpointHandler"
+_TREE_HANDLERS = ("PyTree", "Standard", "Array", "RandomKey")
+_BESIDE_ARRAYS = frozenset({TREE_FILE, SHARDING_FILE, ARRAYS_FOLDER})
+_PROCESS = "ocdbt.process_"
+RUN_METADATA = "metadata"  # name of the folder beside the steps with what the program noted of the run
+RUN_METADATA_FILE = "_ROOT_METADATA"
+_SEARCHED = 32  # directories that are searched for items where no file marks a checkpoint
+_NEVER_ITEMS = frozenset({ARRAYS_FOLDER, "d"})
+
+
+class _Item(NamedTuple):
+    kind: str
+    folder: Location
+    bare: tuple[str, ...] | None = None
+    file: str = ""
+    is_key: bool = False
+
+
+class OrbaxCheckpoint(CheckpointSource):
+    """One finished checkpoint."""
+
+    format = "Orbax"
+    unnamed = ONLY_ITEM
+
+    def __init__(self, location: Location, names: frozenset[str]) -> None:
+        self.location = location
+        self._metadata = read_optional(location / CHECKPOINT_FILE) if CHECKPOINT_FILE in names else {}
+        handlers = self._metadata.get("item_handlers")
+        self._items: dict[str, _Item] = {}
+        if isinstance(handlers, str) or _is_tree(location, names):
+            only = _item(location, handlers if isinstance(handlers, str) else "", listed=True)
+            self._items = {} if only is None else {ITEM: only}
+        else:
+            known: Mapping[str, Any] = handlers if isinstance(handlers, dict) else {}
+            folders = [entry.name for entry in location.entries() if entry.is_directory and _may_be_item(entry.name)]
+            for name in sorted({*folders, *(name for name in known if _is_segment(name))}):
+                item = _item(location / name, str(known.get(name, "")), listed=name in folders)
+                if item is not None:
+                    self._items[name] = item
+        if not self._items:
+            raise DamagedCheckpointError(f"{location}: this Orbax checkpoint has no items: only its directory is left")
+        match = _STEP.fullmatch(location.name)
+        self.step = int(match[2]) if match is not None else None
+        self.items = {name: item.kind for name, item in self._items.items()}
+
+    @property
+    def time(self) -> float | None:
+        nanoseconds = self._metadata.get("commit_timestamp_nsecs")
+        return nanoseconds / 1e9 if isinstance(nanoseconds, int) else None
+
+    @functools.cached_property
+    def metrics(self) -> Mapping[str, Any] | None:
+        for name, item in self._items.items():
+            if item.kind == METRICS:
+                found = self.value(name)
+                return found if isinstance(found, dict) else None
+        found = self._metadata.get("metrics")
+        return found if isinstance(found, dict) and found else None
+
+    @property
+    def custom_metadata(self) -> Mapping[str, Any] | None:
+        found = self._metadata.get("custom_metadata", self._metadata.get("custom"))
+        return found if isinstance(found, dict) and found else None
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        return total_bytes(self.location)
+
+    def tree(self, item: str) -> TreeSource:
+        found = self._items[item]
+        typed = False
+        if found.is_key:
+            folder = found.folder.parent / f"{found.folder.name}_metadata"
+            typed = read_optional(folder / _JSON_FILES[0]).get("typed") is True
+        return OrbaxTree(found.folder, bare=found.bare, typed_key=typed)
+
+    def value(self, item: str) -> Any:
+        found = self._items[item]
+        if found.kind not in (JSON, METRICS):
+            raise OptionError(
+                f"{self.location}: only Orbax reads item {item!r} ({found.kind}); holdfast reads trees of arrays "
+                "and JSON"
+            )
+        return read_json(found.folder / found.file)
+
+
+def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | None:
+    if CHECKPOINT_FILE not in names and not _is_tree(location, names) and not _holds_items(location):
+        return None
+    if not is_finished(location, names):
+        raise CheckpointNotFoundError(
+            f"{location}: Orbax never finished saving this checkpoint; load another step, or rename the directory "
+            "if you know that it is complete"
+        )
+    return OrbaxCheckpoint(location, names)
+
+
+def recognise_steps(location: Location, entries: Sequence[Entry]) -> StepDirectories | None:
+    """Find directories ``<step>`` or ``<prefix>_<step>``, perhaps with zeros in front of the number.
+
+    Where there are several prefixes, those of the most steps count.
+    """
+    named = [(match, location / entry.name) for entry in entries if (match := _named_step(entry))]
+    are_steps = parallel_map(_is_step, [place for _, place in named], max_concurrency(location))
+    found: dict[str, dict[int, Location]] = {}
+    for (match, place), is_step in zip(named, are_steps, strict=True):
+        if is_step:
+            found.setdefault(match[1] or "", {}).setdefault(int(match[2]), place)
+    if not found:
+        return None
+    prefix = max(sorted(found), key=lambda one: len(found[one]))
+    steps = dict(sorted(found[prefix].items()))
+    return StepDirectories(OrbaxCheckpoint.format, steps, metadata=lambda: _run_metadata(location))
+
+
+def _run_metadata(location: Location) -> Mapping[str, Any] | None:
+    """Return what the program noted of its run: an object of its own in the file's, or all of an earlier version's."""
+    folder = location / RUN_METADATA
+    for name in (RUN_METADATA_FILE, "metadata"):
+        if (folder / name).is_there():
+            found = read_object(folder / name)
+            custom = found.get("custom_metadata") if name == RUN_METADATA_FILE else found
+            return custom if isinstance(custom, dict) and custom else None
+    return None
+
+
+def _named_step(entry: Entry) -> re.Match[str] | None:
+    return _STEP.fullmatch(entry.name) if entry.is_directory else None
+
+
+def is_finished(location: Location, names: frozenset[str]) -> bool:
+    """Whether Orbax finished saving a directory."""
+    if any(UNFINISHED in part for part in location.url.split("/")):
+        return False
+    if not location.url.startswith("gs://"):
+        return True
+    return COMMITTED in names or (location.parent / COMMITTED).exists()
+
+
+def _is_tree(location: Location, names: frozenset[str]) -> bool:
+    """Whether a directory is a tree of arrays without items, or was one, as the files beside the arrays show."""
+    if names & _BESIDE_ARRAYS or any(name.startswith(_PROCESS) for name in names):
+        return True
+    place = location / AGGREGATE_FILE
+    return AGGREGATE_FILE in names and not place.is_directory() and looks_like_msgpack(place)
+
+
+def _holds_items(location: Location) -> bool:
+    """Whether a directory without metadata of its own holds items, as early versions wrote them."""
+    looked = 0
+    for name in sorted(entry.name for entry in location.entries() if entry.is_directory):
+        if not _may_be_item(name) or _STEP.fullmatch(name) or "." in name:
+            continue
+        looked += 1
+        if looked > _SEARCHED:
+            return False
+        inside = frozenset(entry.name for entry in (location / name).entries())
+        if inside and _is_tree(location / name, inside):
+            return True
+    return False
+
+
+def _is_step(location: Location) -> bool:
+    names = frozenset(entry.name for entry in location.entries())
+    is_one = CHECKPOINT_FILE in names or (names and (_is_tree(location, names) or _holds_items(location)))
+    return bool(is_one) and is_finished(location, names)
+
+
+def _may_be_item(name: str) -> bool:
+    return name not in _NEVER_ITEMS and UNFINISHED not in name and not name.startswith(("ocdbt.", "."))
+
+
+def _is_segment(name: Any) -> bool:
+    return isinstance(name, str) and bool(name) and name not in (".", "..") and "/" not in name and "\0" not in name
+
+
+def _item(folder: Location, handler: str, *, listed: bool) -> _Item | None:
+    """Return the kind of an item and its files, or None for a folder that is not an item."""
+    entries = {entry.name: entry.is_directory for entry in folder.entries()} if listed else {}
+    for name in _KEYS:
+        if entries.get(name):
+            is_key = name == _KEYS[0]
+            return _Item(TREE, folder / name, (AGGREGATE_FILE,) if is_key else None, is_key=is_key)
+    if _is_tree(folder, frozenset(entries)):
+        return _Item(TREE, folder, (AGGREGATE_FILE,) if handler.endswith(_ARRAY_HANDLER) else None)
+    if folder.name == METRICS_FOLDER and entries.get(METRICS_FOLDER) is False:
+        return _Item(METRICS, folder, file=METRICS_FOLDER)
+    for name in _JSON_FILES:
+        if entries.get(name) is False:
+            return _Item(JSON, folder, file=name)
+    if not handler and not entries:
+        return None
+    # Orbax notes only items that it saved: reading one whose files are gone names the missing file.
+    if "Json" in handler:
+        return _Item(JSON, folder, file=_JSON_FILES[0])
+    if any(text in handler for text in _TREE_HANDLERS):
+        return _Item(TREE, folder)
+    return _Item(handler.rpartition(".")[2] or "files", folder)

@@ -1,0 +1,481 @@
+"""Checkpoints that Orbax restores: copies of any checkpoint, and holdfast's own made readable in place.
+
+A plan says how Orbax stores a tree: in arrays, and in JSON files beside them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....engine.arrays import SavedLeaf, TreeSource, batches
+from ....engine.checkpoint import Place, deleted_on_interrupt
+from ....engine.clock import UNHEARD, Portion, Progress
+from ....engine.distributed import Coordinator, run_on_primary
+from ....engine.errors import CheckpointExistsError, OptionError, StorageError, UnsupportedLeafError
+from ....engine.format import RECORD, encode_array_metadata, storage_dtype
+from ....engine.manager import StepEntry
+from ....engine.pytree import PLACEHOLDER, Patterns, Saved, TreeDef, format_path, materialize
+from ....engine.sources import (
+    JSON,
+    METRICS,
+    TREE,
+    CheckpointSource,
+    NativeCheckpoint,
+    find_checkpoint,
+    find_steps,
+    is_run,
+    open_at,
+    open_checkpoint,
+    portions_of,
+    selected,
+)
+from ....engine.storage import Location, as_location, map_status
+from .arrays import directory_spec, new_context
+from .checkpoint import COMMITTED, METRICS_FOLDER, ONLY_ITEM, RUN_METADATA, RUN_METADATA_FILE, UNFINISHED
+from .tree import ARRAYS_FOLDER, CHECKPOINT_FILE, NONE, SCALAR, STRING, STRINGS_FILE, TREE_FILE, WITHOUT_DATA
+
+TREE_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+JSON_HANDLER = "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler"
+_CHUNK = 16 << 20  # bytes
+_AT_ONCE = 256 << 20  # bytes of arrays in memory
+_SEQUENCE, _MAPPING = 1, 2  # kinds of keys
+# Not "jax.Array": without a template, Orbax restores such a leaf only onto devices that are named. With a template,
+# either kind can be restored as the other.
+_ARRAY = "np.ndarray"
+_EMPTY = {"list": "List", "tuple": "Tuple", "deque": "List", "namedtuple": NONE, "dataclass": NONE, "node": NONE}
+_NUMBERS = {"bool": np.bool_, "int": np.int64, "float": np.float64, "complex": np.complex128}
+_SCALARS = frozenset({"bool", "int", "float"})
+_ARRAYS = frozenset({"numpy", "jax", "torch", "key", "numpy_scalar", "complex"})
+
+_Keys = tuple[tuple[str, int], ...]  # a path: its keys, each with its kind
+
+
+@dataclass(slots=True)
+class OrbaxPlan:
+    """A tree as Orbax stores it."""
+
+    entries: dict[str, Any] = field(default_factory=dict)  # the member ``tree_metadata`` of ``_METADATA``
+    # The leaves that are stored as arrays, by the names that Orbax looks for.
+    arrays: dict[str, SavedLeaf] = field(default_factory=dict)
+    # The arrays of leaves that are Python numbers in the source.
+    numbers: dict[str, NDArray[Any]] = field(default_factory=dict)
+    strings: dict[str, Any] = field(default_factory=dict)  # the content of ``_strings.json``
+    # The implementations of typed PRNG keys by the names of their arrays.
+    keys: dict[str, str] = field(default_factory=dict)
+
+    def files(self) -> dict[str, bytes]:
+        """Return the contents of the files by their paths in the item's folder; ``_METADATA`` comes last."""
+        found: dict[str, bytes] = {}
+        if self.strings:
+            found[STRINGS_FILE] = json_file(self.strings)
+        if self.keys:
+            arrays = []
+            for name, implementation in self.keys.items():
+                shape = list(self.arrays[name].saved.shape or ())
+                array = {"param_name": name, "write_shape": shape, "chunk_shape": shape}
+                arrays.append({"array_metadata": {**array, "ext_metadata": {"random_key_impl": implementation}}})
+            found[f"{ARRAYS_FOLDER}/process_0"] = json_file({"array_metadatas": arrays})
+        found[TREE_FILE] = json_file(
+            {
+                "tree_metadata": self.entries,
+                "use_ocdbt": True,
+                "use_zarr3": True,
+                "store_array_data_equal_to_fill_value": True,
+                "custom_metadata": None,
+            }
+        )
+        return found
+
+
+def plan_orbax(source: TreeSource, *, in_place: bool) -> OrbaxPlan:
+    """Plan how Orbax stores a tree; raise one error for all leaves that Orbax cannot store."""
+    planner = _Planner(source, in_place)
+    planner.visit(source.tree.structure, ())
+    if not planner.plan.entries:
+        planner.problems.append("(root): Orbax does not save a tree without leaves")
+    if planner.problems:
+        lines = "\n".join(f"  {problem}" for problem in planner.problems)
+        raise UnsupportedLeafError(
+            f"{source.location} cannot be exported to Orbax, and nothing was written; leave these leaves out of the "
+            f"tree:\n{lines}"
+        )
+    return planner.plan
+
+
+class _Planner:
+    def __init__(self, source: TreeSource, in_place: bool) -> None:
+        self.plan = OrbaxPlan()
+        self.problems: list[str] = []
+        self._source = source
+        self._in_place = in_place
+        self._leaves = iter(source.leaves)
+        self._taken: dict[str, str] = {}
+
+    def visit(self, node: TreeDef | None, path: _Keys) -> None:
+        if node is None:
+            self._leaf(next(self._leaves), path)
+            return
+        if not node.children and path:
+            self._entry(path, _EMPTY.get(node.kind, "Dict"), skip=True)
+        keys = range(len(node.children)) if node.keys is None else node.keys
+        kind = _SEQUENCE if node.keys is None else _MAPPING
+        for key, child in zip(keys, node.children, strict=True):
+            self.visit(child, (*path, (str(key), kind)))
+
+    def _leaf(self, leaf: SavedLeaf, path: _Keys) -> None:
+        name = ".".join(key for key, _ in path)
+        other = self._taken.setdefault(name, leaf.name)
+        if other != leaf.name:
+            problem: str | None = f"Orbax would give it the name {name!r}, which {format_path(other)} has"
+        else:
+            problem = self._add(leaf, name, path)
+        if problem:
+            self.problems.append(f"{format_path(leaf.name)}: {problem}")
+
+    def _add(self, leaf: SavedLeaf, name: str, path: _Keys) -> str | None:
+        saved = leaf.saved
+        if saved.kind == "none":
+            self._entry(path, NONE, skip=True)
+            return None
+        if saved.kind == PLACEHOLDER:
+            self._entry(path, WITHOUT_DATA)
+            return None
+        if saved.kind == "str":
+            self._entry(path, STRING)
+            return self._string(leaf, name)
+        if saved.kind not in _SCALARS and saved.kind not in _ARRAYS and not saved.is_number_array:
+            return f"Orbax cannot store leaves of kind {saved.kind}"
+        if saved.dtype is None:
+            return self._number(leaf, name, path)
+        if storage_dtype(saved.dtype).extra is not None or "torch_dtype" in saved.details:
+            return f"Orbax cannot read elements of type {saved.details.get('torch_dtype', saved.dtype)}"
+        if self._in_place and name != leaf.name:
+            return (
+                f"it is stored as {leaf.name!r} and Orbax would look for {name!r}; export a copy instead, or save it "
+                "under keys that are free of '.', '/', '%' and control characters"
+            )
+        if self._in_place and "aggregate" in saved.details:
+            return "it is aggregated with other leaves in one file, which Orbax does not read; export a copy instead"
+        if saved.kind == "key":
+            self.plan.keys[name] = str(saved.details.get("impl"))
+        self._entry(path, SCALAR if saved.kind in _SCALARS else _ARRAY)
+        self.plan.arrays[name] = leaf
+        return None
+
+    def _string(self, leaf: SavedLeaf, name: str) -> str | None:
+        (text,) = self._values(leaf)
+        *outer, last = name.split("/")
+        place = self.plan.strings
+        for key in outer:
+            place = place.setdefault(key, {})
+            if not isinstance(place, dict):
+                return "Orbax would store it inside another text"
+        if "~" in name or "\0" in name or isinstance(place.get(last), dict):
+            return f"Orbax cannot store a text under the name {name!r}"
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            return "its text has lone surrogates, which JSON files cannot hold"
+        place[last] = text
+        return None
+
+    def _number(self, leaf: SavedLeaf, name: str, path: _Keys) -> str | None:
+        dtype = _NUMBERS.get(leaf.saved.kind)
+        if dtype is None:
+            return f"a leaf of kind {leaf.saved.kind} has no array"
+        (value,) = self._values(leaf)
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            return f"{value:#x} does not fit 64 bits"
+        if self._in_place:
+            return "it is not stored as an array; export a copy instead"
+        array: NDArray[Any] = np.array(value, dtype)
+        self._entry(path, SCALAR if leaf.saved.kind in _SCALARS else _ARRAY)
+        self.plan.arrays[name] = SavedLeaf(leaf.name, Saved({"kind": leaf.saved.kind}, array.dtype, ()))
+        self.plan.numbers[name] = array
+        return None
+
+    def _values(self, leaf: SavedLeaf) -> list[Any]:
+        return materialize([None], [leaf.saved], self._source.read([leaf]), [leaf.name])
+
+    def _entry(self, path: _Keys, kind: str, *, skip: bool = False) -> None:
+        keys = tuple(key for key, _ in path)
+        self.plan.entries[str(keys)] = {
+            "key_metadata": [{"key": key, "key_type": key_type} for key, key_type in path],
+            "value_metadata": {"value_type": kind, "skip_deserialize": skip},
+        }
+
+
+def checkpoint_document(
+    handlers: str | Mapping[str, str], committed: float | None, custom: Mapping[str, Any] | None = None
+) -> dict[str, bytes]:
+    """Return the files of the checkpoint itself by their names; the mark of a finished save comes last."""
+    nanoseconds = int((time.time() if committed is None else committed) * 1e9)
+    document = {
+        "item_handlers": handlers if isinstance(handlers, str) else dict(handlers),
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": nanoseconds,
+        "commit_timestamp_nsecs": nanoseconds,
+        "custom_metadata": dict(custom or {}),
+    }
+    return {CHECKPOINT_FILE: json_file(document), COMMITTED: b"Exported by holdfast\n"}
+
+
+def json_file(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode("utf-8")
+
+
+def export_orbax(
+    source: Place,
+    destination: Place,
+    *,
+    step: int | None = None,
+    item: str | None = None,
+    select: Patterns | None = None,
+    progress: Progress = UNHEARD,
+) -> list[Location]:
+    """Write a copy of a checkpoint that Orbax restores.
+
+    A single tree becomes a directory for a ``StandardCheckpointer``, a directory of steps one for a
+    ``CheckpointManager``. Integer keys become strings, the only keys of Orbax.
+    """
+    origin, target = as_location(source), as_location(destination)
+    metadata: Mapping[str, Any] | None = None
+    if step is None and not is_run(origin):
+        checkpoint = open_checkpoint(origin)
+        (portion,) = portions_of(progress, [StepEntry(0, checkpoint.location)])
+        _export(checkpoint, target, item, select, portion, managed=False)
+        return [target]
+    if step is not None:
+        places = {step: StepEntry(step, find_checkpoint(origin, step))}
+    else:
+        found = find_steps(origin)
+        places = found.by_step()
+        metadata = found.metadata()
+    if not places:
+        find_checkpoint(origin)  # its error names what is missing
+    taken = [target / str(number) for number in places if (target / str(number)).exists()]
+    if taken:
+        raise CheckpointExistsError(f"{taken[0]} exists already; choose another destination")
+    made: list[Location] = []
+    with deleted_on_interrupt(target, made):
+        for entry, portion in zip(places.values(), portions_of(progress, list(places.values())), strict=True):
+            made.append(target / str(entry.step))
+            _export(open_at(entry.location), made[-1], item, select, portion, managed=True)
+        if metadata:
+            document = {"custom_metadata": dict(metadata)}
+            _write_files(target, {f"{RUN_METADATA}/{RUN_METADATA_FILE}": json_file(document)})
+    return made
+
+
+def add_orbax_metadata(
+    source: Place, *, step: int | None = None, coordinator: Coordinator | None = None
+) -> list[Location]:
+    """Make checkpoints of holdfast readable for Orbax where they are: adds its metadata beside the data.
+
+    No array is copied, and the checkpoints stay what they are for holdfast. Orbax finds the items under their names:
+    ``StandardCheckpointer().restore(path / "state")``, or ``CheckpointManager(run).restore(step,
+    args=Composite(state=StandardRestore(template)))``.
+
+    In a program of several processes that all call this, process 0 does it and the others wait.
+
+    Args:
+        source: A checkpoint, or a directory of steps.
+        step: Which step of such a directory; None is all of them.
+        coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
+            initialized; ``hf.Alone()`` does it in this process alone.
+
+    Returns:
+        The directories of the checkpoints.
+
+    Raises:
+        CheckpointNotFoundError: There is no such checkpoint.
+        UnsupportedLeafError: Leaves that Orbax cannot read where they are; names them all. Nothing was written.
+        OptionError: The checkpoint was not written by holdfast.
+        DamagedCheckpointError: The structure of the checkpoint does not verify.
+        PeerFailedError: It failed on process 0; raised on the others.
+    """
+    origin = as_location(source)
+
+    def work() -> list[str]:
+        return [place.url for place in _add_metadata(origin, step)]
+
+    return list(map(as_location, run_on_primary("add_orbax_metadata", [origin.url, step], work, coordinator)))
+
+
+def _add_metadata(origin: Location, step: int | None) -> list[Location]:
+    if step is not None:
+        places = [find_checkpoint(origin, step)]
+    elif (origin / RECORD).exists():
+        places = [origin]
+    else:
+        places = [entry.location for entry in find_steps(origin).entries] or [find_checkpoint(origin)]
+    files = {place: _metadata_files(open_at(place)) for place in places}
+    for place, contents in files.items():
+        _write_files(place, contents)
+    return places
+
+
+def _metadata_files(checkpoint: CheckpointSource) -> dict[str, bytes]:
+    if not isinstance(checkpoint, NativeCheckpoint):
+        raise OptionError(
+            f"{checkpoint.location} is a checkpoint of {checkpoint.format}: only checkpoints of holdfast can be made "
+            "readable in place; export a copy"
+        )
+    items = checkpoint.record.items
+    plans = {
+        name: plan_orbax(checkpoint.tree(name), in_place=True) for name, saved in items.items() if saved.kind == TREE
+    }
+    places = {name: saved.folder for name, saved in items.items() if saved.kind in (TREE, JSON)}
+    return _files(checkpoint, places, plans)
+
+
+def _files(checkpoint: CheckpointSource, places: Mapping[str, str], plans: Mapping[str, OrbaxPlan]) -> dict[str, bytes]:
+    """Return the contents of all files but those of the arrays by their paths; items lie in the folders ``places``."""
+    files: dict[str, bytes] = {}
+    handlers: dict[str, str] = {}
+    for name, place in places.items():
+        if name in plans:
+            files |= {f"{place}/{path}": content for path, content in plans[name].files().items()}
+            handlers[place] = TREE_HANDLER
+        else:
+            files[f"{place}/metadata"] = json_file(checkpoint.value(name))
+            handlers[place] = JSON_HANDLER
+    if checkpoint.metrics is not None and METRICS_FOLDER not in handlers:
+        files[f"{METRICS_FOLDER}/{METRICS_FOLDER}"] = json_file(checkpoint.metrics)
+        handlers[METRICS_FOLDER] = JSON_HANDLER
+    return files | checkpoint_document(handlers, checkpoint.time, checkpoint.custom_metadata)
+
+
+def _export(
+    checkpoint: CheckpointSource,
+    target: Location,
+    item: str | None,
+    select: Patterns | None,
+    portion: Portion,
+    *,
+    managed: bool,
+) -> None:
+    wanted = _wanted(checkpoint, item if select is None else checkpoint.only_tree(item))
+    trees = {name: selected(checkpoint.tree(name), select) for name, kind in wanted.items() if kind == TREE}
+    plans = {name: plan_orbax(tree, in_place=False) for name, tree in trees.items()}
+    # Items that each process has for itself are called loader/0; the names of Orbax's items have no slash.
+    places = {name: ONLY_ITEM if managed and len(wanted) == 1 else name.replace("/", "_") for name in wanted}
+    if len(set(places.values())) != len(places):
+        raise OptionError(
+            f"{checkpoint.location}: two items would have the same name in Orbax; name the item to export"
+        )
+    is_one_tree = not managed and len(plans) == len(wanted) == 1
+    if is_one_tree:
+        (plan,) = plans.values()
+        files = plan.files() | checkpoint_document(TREE_HANDLER, checkpoint.time, checkpoint.custom_metadata)
+    else:
+        files = _files(checkpoint, places, plans)
+    portion.work(sum(leaf.nbytes for plan in plans.values() for leaf in plan.arrays.values()))
+    with portion, _finished(target) as folder:
+        for name, plan in plans.items():
+            _write_tree(folder if is_one_tree else folder / places[name], trees[name], plan, portion)
+        _write_files(folder, files)
+
+
+def _wanted(checkpoint: CheckpointSource, item: str | None) -> Mapping[str, str]:
+    checkpoint.check_item(item)
+    wanted = {name: kind for name, kind in checkpoint.items.items() if item in (None, name) and kind != METRICS}
+    unknown = sorted(name for name, kind in wanted.items() if kind not in (TREE, JSON))
+    if unknown or not wanted:
+        raise OptionError(
+            f"{checkpoint.location}: only trees and JSON can be converted, not {', '.join(unknown) or 'metrics'}; name "
+            "the item to export"
+        )
+    return wanted
+
+
+@contextlib.contextmanager
+def _finished(target: Location) -> Iterator[Location]:
+    """Yield a directory to write into, which is renamed once it is complete, as Orbax does it."""
+    if target.exists():
+        raise CheckpointExistsError(f"{target} exists already; choose another destination")
+    folder = target.parent / f"{target.name}{UNFINISHED}" if target.is_local else target
+    folder.remove_tree()
+    folder.make_directory()
+    try:
+        yield folder
+        if target.is_local:
+            folder.sync_directory()
+            folder.rename(target.name)
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            folder.remove_tree()
+        raise
+
+
+def _write_files(folder: Location, files: Mapping[str, bytes]) -> None:
+    for path, content in files.items():
+        place = folder / path
+        place.parent.make_directory()
+        place.write_bytes(content)
+
+
+def _write_tree(folder: Location, source: TreeSource, plan: OrbaxPlan, portion: Portion) -> None:
+    folder.make_directory()
+    for group in batches(plan.arrays, lambda name: plan.arrays[name].nbytes, _AT_ONCE):
+        _write_arrays(folder, source, plan, group)
+        portion.advance(sum(plan.arrays[name].nbytes for name in group))
+
+
+def _write_arrays(folder: Location, source: TreeSource, plan: OrbaxPlan, names: list[str]) -> None:
+    """Write arrays in one transaction: into few files, durable when this returns."""
+    import tensorstore
+
+    stored = [name for name in names if name not in plan.numbers]
+    arrays = dict(zip(stored, source.read([plan.arrays[name] for name in stored]), strict=True)) | plan.numbers
+    context = new_context()
+    base = directory_spec(folder)
+    try:
+        with tensorstore.Transaction() as transaction:
+            opening = []
+            for name in names:
+                array = arrays[name]
+                assert array is not None
+                array = array.astype(array.dtype.newbyteorder("="), copy=False)
+                opening.append((array, _create(name, array, base, context, transaction)))
+            copies = [
+                store.result().write(array, can_reference_source_data_indefinitely=True).copy
+                for array, store in opening
+            ]
+            for copy in copies:
+                copy.result()
+    except (ValueError, NotImplementedError, OSError) as error:
+        raise map_status(error, folder.url, "write") from error
+
+
+def _create(name: str, array: NDArray[Any], base: dict[str, Any], context: Any, transaction: Any) -> Any:
+    import tensorstore
+
+    data_type = storage_dtype(array.dtype).data_type
+    metadata = json.loads(encode_array_metadata(array.shape, data_type, _chunk_shape(array)))
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/" if name else ""},
+        "metadata": metadata,
+        "store_data_equal_to_fill_value": True,
+    }
+    return tensorstore.open(spec, create=True, context=context, transaction=transaction)
+
+
+def _chunk_shape(array: NDArray[Any]) -> tuple[int, ...]:
+    """Cut along the first axes, so that each chunk is one stretch of memory, until chunks are small enough."""
+    shape = [max(size, 1) for size in array.shape]
+    for axis, size in enumerate(shape):
+        row = math.prod(shape[axis + 1 :]) * max(array.dtype.itemsize, 1)
+        shape[axis] = min(size, max(1, _CHUNK // row))
+        if shape[axis] > 1 or row <= _CHUNK:
+            break
+    return tuple(shape)

@@ -1,0 +1,405 @@
+"""One tree that Orbax saved: its arrays, and the JSON files beside them with the tree, shardings and strings.
+
+A missing member of a file has the value that held before Orbax began to write it. Facts about the format are those of
+orbax-checkpoint 0.5 to 0.12.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import binascii
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....engine.arrays import MANIFEST, Problem, SavedLeaf, TreeSource, damaged_leaves, naming
+from ....engine.clock import UNHEARD
+from ....engine.errors import DamagedCheckpointError, UnsupportedLeafError, itemized
+from ....engine.pytree import PLACEHOLDER, Box, Details, Saved, format_path, number_kind, whole
+from ....engine.sources import (
+    OPTIONAL,
+    Path,
+    nested_tree,
+    not_read,
+    read_object,
+    read_optional,
+    storage_name,
+    total_bytes,
+    without_leaves,
+)
+from ....engine.storage import Location
+from ..flax import Decoded, decode_file, leaf_of
+from .arrays import OpenedArrays, Wanted, cut, directory_spec, gather, missing_files
+
+TREE_FILE = "_METADATA"
+CHECKPOINT_FILE = "_CHECKPOINT_METADATA"
+STRINGS_FILE = "_strings.json"
+SHARDING_FILE = "_sharding"
+ARRAYS_FOLDER = "array_metadatas"
+
+# Value types of containers without leaves, with the kind that each becomes.
+EMPTY_KINDS = {"Dict": "dict", "List": "list", "Tuple": "tuple", "NamedTuple": "dict"}
+NONE = "None"
+STRING = "string"
+WITHOUT_DATA = "placeholder"
+SCALAR = "scalar"
+_SEQUENCE_KEY = 1
+AGGREGATE_FILE = "checkpoint"  # the msgpack file of early versions: small leaves, and names in place of the others
+# Value types of Orbax's own arrays; "unknown" stands for an entry without a type.
+_OWN_TYPES = frozenset({"jax.Array", "np.ndarray", "scalar", "unknown"})
+_NO_ARRAYS = frozenset({NONE, STRING, WITHOUT_DATA})
+_PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")
+_ARRAY_FILES = (".zarray", "zarr.json")
+_KEY_KINDS = {2: "threefry2x32", 4: "rbg"}  # by the length of a key's data
+
+
+class Parameter(NamedTuple):
+    """One entry of the tree: a leaf, or a container without leaves."""
+
+    path: Path  # its keys; int for places in lists and tuples
+    value_type: str  # Orbax's name of its kind: ``"jax.Array"``, ``"np.ndarray"``, ``"scalar"``, ``"string"``
+
+    @property
+    def name(self) -> str:
+        """The name under which Orbax stores it; two parameters may have the same one."""
+        return ".".join(map(str, self.path))
+
+
+class TreeMetadata(NamedTuple):
+    """The content of ``_METADATA``."""
+
+    parameters: list[Parameter]  # the entries of the tree, in the order of the file
+    use_zarr3: bool  # whether arrays are zarr version 3 instead of 2
+    complete: bool  # whether every chunk is stored, including those that hold only the fill value
+    uses_ocdbt: bool = False  # whether all arrays are in one database
+
+
+def read_tree(folder: Location) -> TreeMetadata:
+    place = folder / TREE_FILE
+    document = read_object(place)
+    entries = document.get("tree_metadata")
+    if not isinstance(entries, dict):
+        raise DamagedCheckpointError(f"{place} is damaged: expected the member tree_metadata, found none")
+    parameters = []
+    for text, entry in entries.items():
+        fields = entry if isinstance(entry, dict) else {}
+        value = fields.get("value_metadata")
+        kind = value.get("value_type") if isinstance(value, dict) else None
+        path = _path(fields.get("key_metadata"), text)
+        if path is None:
+            raise DamagedCheckpointError(f"{place} is damaged: the keys of entry {text:.200} are not a path")
+        parameters.append(Parameter(path, kind if isinstance(kind, str) else "unknown"))
+    complete = document.get("store_array_data_equal_to_fill_value") is True
+    return TreeMetadata(parameters, document.get("use_zarr3") is True, complete, document.get("use_ocdbt") is True)
+
+
+def _path(keys: Any, text: str) -> Path | None:
+    """Return the path of an entry: its list of keys, or else its name, which is the text of a tuple."""
+    if keys is None:
+        try:
+            found = ast.literal_eval(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return None
+        if not isinstance(found, tuple) or not all(isinstance(key, str | int) for key in found):
+            return None
+        return tuple(str(key) for key in found)
+    if not isinstance(keys, list):
+        return None
+    path: list[str | int] = []
+    for key in keys:
+        name = key.get("key") if isinstance(key, dict) else None
+        if not isinstance(name, str | int) or isinstance(name, bool):
+            return None
+        number = str(name)
+        is_index = key.get("key_type") == _SEQUENCE_KEY and number.isascii() and number.isdigit() and len(number) < 10
+        path.append(int(number) if is_index else number)
+    return tuple(path)
+
+
+def read_key_kinds(folder: Location) -> dict[str, str]:
+    """Return the implementations of typed PRNG keys by the names of their arrays."""
+    found: dict[str, str] = {}
+    for entry in (folder / ARRAYS_FOLDER).entries():
+        if entry.is_directory or not entry.name.startswith("process_"):
+            continue
+        listed = read_optional(folder / ARRAYS_FOLDER / entry.name).get("array_metadatas")
+        for item in listed if isinstance(listed, list) else ():
+            array = item.get("array_metadata") if isinstance(item, dict) else None
+            extra = array.get("ext_metadata") if isinstance(array, dict) else None
+            kind = extra.get("random_key_impl") if isinstance(extra, dict) else None
+            name = array.get("param_name") if isinstance(array, dict) else None
+            if isinstance(kind, str) and isinstance(name, str):
+                found[name] = kind
+    return found
+
+
+def find_string(strings: dict[str, Any], name: str) -> str | None:
+    """Return a string by its name, which Orbax uses as a JSON pointer, or None."""
+    found: Any = strings
+    for token in name.split("/"):
+        key = token.replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, dict) or key not in found:
+            return None
+        found = found[key]
+    return found if isinstance(found, str) else None
+
+
+def read_shardings(folder: Location) -> dict[str, Details]:
+    """Return the shardings of arrays by their names, as far as they can be read; they are only shown to people."""
+    found = {}
+    for encoded, text in read_optional(folder / SHARDING_FILE).items():
+        try:
+            name = base64.urlsafe_b64decode(encoded).decode("utf-8")
+            details = _sharding(json.loads(text))
+        except (ValueError, TypeError, RecursionError, binascii.Error):
+            continue
+        if details is not None:
+            found[name] = details
+    return found
+
+
+def _sharding(fields: Any) -> Details | None:
+    if not isinstance(fields, dict) or not isinstance(fields.get("sharding_type"), str):
+        return None
+    kind = fields["sharding_type"]
+    if kind == "NamedSharding":
+        names, sizes, spec = fields.get("axis_names"), fields.get("shape"), fields.get("partition_spec")
+        if not isinstance(names, list) or not isinstance(sizes, list) or len(names) != len(sizes):
+            return None
+        axes = [[str(name), size] for name, size in zip(names, sizes, strict=True)]
+        return {"type": kind, "mesh": {"axes": axes}, "spec": spec}
+    device = fields.get("device_str")
+    return {"type": kind, "device": device} if isinstance(device, str) else {"type": kind}
+
+
+class OrbaxTree(TreeSource):
+    """A tree in a folder; its namedtuples and other nodes are dictionaries, its tuples lists."""
+
+    def __init__(self, location: Location, *, bare: Path | None = None, typed_key: bool = False) -> None:
+        self.location = location
+        names = {entry.name for entry in location.entries() if not entry.is_directory}
+        self._typed_key = typed_key
+        self._aggregated: dict[Path, Any] = {}
+        decoded = decode_file(location / AGGREGATE_FILE) if AGGREGATE_FILE in names else None
+        self._metadata = self._read_structure(decoded, names)
+        self._ocdbt = MANIFEST in names
+        entries = self._metadata.parameters
+        parameters = [p for p in entries if p.value_type not in EMPTY_KINDS]
+        empties = [(p.path, EMPTY_KINDS[p.value_type]) for p in entries if p.value_type in EMPTY_KINDS]
+        if bare is not None and [p.path for p in parameters] == [bare]:
+            parameters = [parameters[0]._replace(path=())]
+        self._stored = {p.path: ".".join(map(str, bare)) if bare and not p.path else p.name for p in parameters}
+        arrays = [p for p in parameters if p.value_type not in _NO_ARRAYS and p.path not in self._aggregated]
+        if arrays and self._metadata.uses_ocdbt and not self._ocdbt:  # without arrays, Orbax makes no database
+            raise DamagedCheckpointError(f"{location / MANIFEST} is missing: it says where the arrays are")
+        with naming(location):
+            self.tree, order = nested_tree([p.path for p in parameters], empties)
+            stored = [self._stored[p.path] for p in arrays]
+            self._arrays = OpenedArrays(location, {name: self._spec(name) for name in stored})
+            self.unreadable: dict[str, str] = {}
+            self._foreign: set[str] = set()  # unreadable leaves that only a handler of the program that saved can read
+            self.leaves = self._describe([parameters[index] for index in order])
+        self._names = {storage_name(p.path): self._stored[p.path] for p in parameters}
+        self._values = {storage_name(path): value for path, value in self._aggregated.items()}
+        counts = Counter(self._stored[p.path] for p in parameters if p.value_type not in _NO_ARRAYS)
+        self._shared = {name for name, count in counts.items() if count > 1}
+
+    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+        results: list[NDArray[Any] | None] = [None] * len(leaves)
+        self._refuse(self._read([(leaf, None) for leaf in leaves], results.__setitem__))
+        return results
+
+    def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
+        regions = [gather(wanted) for wanted in boxes]
+        flat = [(leaf, region) for leaf, found in zip(leaves, regions, strict=True) for region in found]
+        arrays: dict[int, NDArray[Any]] = {}
+        self._refuse(self._read(flat, arrays.__setitem__))
+        results = []
+        start = 0
+        for leaf, wanted, found in zip(leaves, boxes, regions, strict=True):
+            assert leaf.saved.dtype is not None
+            read = [arrays[start + index] for index in range(len(found))]
+            results.append([cut(box, found, read, leaf.saved.dtype) for box in wanted])
+            start += len(found)
+        return results
+
+    def verify(self, advance: Callable[[int], None] = UNHEARD.advance) -> list[Problem]:
+        parts = [(leaf, None) for leaf in self.leaves if leaf.name not in self._foreign]
+        return self._read(parts, lambda _index, array: advance(array.nbytes))
+
+    def for_template(self, names: Sequence[str]) -> TreeSource:
+        """Leave out what may be empty containers where the template has no leaf."""
+        kept = set(names)
+        optional = {leaf.name for leaf in self.leaves if OPTIONAL in leaf.saved.details}
+        return TreeSource.for_template(without_leaves(self, optional - kept), names)
+
+    def _refuse(self, problems: Sequence[Problem]) -> None:
+        if problems and {p.leaf for p in problems} <= set(map(format_path, self._foreign)):
+            headline = f"{self.location}: these leaves need code of the program; load the others with select=:"
+            raise UnsupportedLeafError(itemized(headline, [f"{p.leaf}: {p.what}" for p in problems]))
+        if problems:
+            raise damaged_leaves(
+                self.location, [(p.leaf, f"{p.file or ''}{': ' if p.file else ''}{p.what}") for p in problems]
+            )
+
+    def _read(
+        self, parts: Sequence[tuple[SavedLeaf, Box | None]], use: Callable[[int, NDArray[Any]], None]
+    ) -> list[Problem]:
+        wanted: dict[int, Wanted] = {}
+        problems: list[Problem] = []
+        failed: dict[str, str] = {}  # why the array of a leaf cannot be opened or read, by leaf
+        for index, (leaf, box) in enumerate(parts):
+            if leaf.name in self.unreadable:
+                failed[leaf.name] = self.unreadable[leaf.name]
+            elif leaf.saved.dtype is None:
+                continue
+            elif leaf.name in self._values:
+                array: NDArray[Any] = np.array(self._values[leaf.name], leaf.saved.dtype)
+                use(index, array if box is None else array[box.within(whole(array.shape))])
+            elif self._names[leaf.name] in self._shared:
+                problems.append(Problem("", format_path(leaf.name), self._collision(self._names[leaf.name])))
+            else:
+                wanted[index] = Wanted(self._names[leaf.name], box)
+        places = list(wanted)
+        self._arrays.check_sizes(wanted.values(), total_bytes(self.location), filled=not self._metadata.complete)
+        leaves = {name: parts[index][0].name for index, (name, _) in wanted.items()}
+        for name, what in self._arrays.read(
+            list(wanted.values()), lambda position, array: use(places[position], array)
+        ):
+            failed[leaves[name]] = what
+        missing = missing_files(self.location, {self._names[leaf] for leaf in failed}) if self._ocdbt else {}
+        for leaf_name, what in failed.items():
+            files = missing.get(self._names[leaf_name]) or [("", what)]
+            problems += [Problem(file, format_path(leaf_name), why) for file, why in files]
+        return problems
+
+    def _collision(self, name: str) -> str:
+        paths = [format_path(leaf) for leaf, stored in self._names.items() if stored == name]
+        return (
+            f"{' and '.join(paths)} have the same name {name!r} in Orbax's files, so that only one of them was kept, "
+            "and the files do not say which"
+        )
+
+    def _read_structure(self, decoded: Decoded | None, files: set[str]) -> TreeMetadata:
+        if TREE_FILE in files:
+            metadata = read_tree(self.location)
+            known = {tuple(map(str, path)): value for path, value in decoded.values} if decoded else {}
+            for parameter in metadata.parameters:
+                value = known.get(tuple(map(str, parameter.path)))
+                if value is not None and _placeholder(value) is None:
+                    self._aggregated[parameter.path] = value
+            return metadata
+        if decoded is not None:
+            return self._from_aggregate(decoded)
+        folders = [entry.name for entry in self.location.entries() if entry.is_directory]
+        found = [Parameter(tuple(name.split(".")), "unknown") for name in folders]
+        parameters = [p for p in found if any((self.location / p.name / file).exists() for file in _ARRAY_FILES)]
+        if not parameters:
+            raise DamagedCheckpointError(
+                f"{self.location / TREE_FILE} is missing: without it, the arrays in this folder have no names"
+            )
+        zarr3 = (self.location / parameters[0].name / _ARRAY_FILES[1]).exists()
+        return TreeMetadata(parameters, zarr3, complete=False)
+
+    def _from_aggregate(self, decoded: Decoded) -> TreeMetadata:
+        kinds = {kind: name for name, kind in EMPTY_KINDS.items() if name != "NamedTuple"}
+        parameters = [Parameter(path, kinds[kind]) for path, kind in decoded.empties]
+        for path, value in decoded.values:
+            if value is None:
+                parameters.append(Parameter(path, NONE))
+                continue
+            name = _placeholder(value)
+            if name is None:
+                self._aggregated[path] = value
+            elif name != ".".join(map(str, path)):
+                leaf = format_path(storage_name(path))
+                raise DamagedCheckpointError(
+                    f"{self.location / AGGREGATE_FILE}: leaf {leaf} has the name of another leaf, {name!r:.200}"
+                )
+            parameters.append(Parameter(path, "unknown"))
+        return TreeMetadata(parameters, use_zarr3=False, complete=False)
+
+    def _spec(self, name: str) -> dict[str, Any]:
+        base = directory_spec(self.location)
+        if self._ocdbt:
+            kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/" if name else ""}
+        else:
+            if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
+                raise DamagedCheckpointError(f"a leaf is called {name!r:.200}, which is not the name of a folder")
+            kvstore = {**base, "path": f"{base['path']}{name}/"}
+        return {
+            "driver": "zarr3" if self._metadata.use_zarr3 else "zarr",
+            "kvstore": kvstore,
+            "fill_missing_data_reads": not self._metadata.complete,
+        }
+
+    def _describe(self, parameters: Sequence[Parameter]) -> list[SavedLeaf]:
+        keys = read_key_kinds(self.location)
+        shardings = read_shardings(self.location)
+        strings = read_optional(self.location / STRINGS_FILE) if any(p.value_type == STRING for p in parameters) else {}
+        return [self._leaf(parameter, keys, shardings, strings) for parameter in parameters]
+
+    def _not_read(self, name: str, why: str, what: str = "damaged") -> SavedLeaf:
+        self.unreadable[name] = why
+        return SavedLeaf(name, not_read(what))
+
+    def _leaf(
+        self, parameter: Parameter, keys: Mapping[str, str], shardings: Mapping[str, Details], strings: dict[str, Any]
+    ) -> SavedLeaf:
+        name, stored = storage_name(parameter.path), self._stored[parameter.path]
+        if parameter.path in self._aggregated:
+            return leaf_of(parameter.path, self._aggregated[parameter.path])
+        if parameter.value_type == NONE:
+            # Orbax writes empty namedtuples, such as the states of many optax transformations, in the same way.
+            return SavedLeaf(name, Saved({"kind": "none", OPTIONAL: True}))
+        if parameter.value_type == WITHOUT_DATA:
+            return SavedLeaf(name, Saved({"kind": PLACEHOLDER}))
+        if parameter.value_type == STRING:
+            text = find_string(strings, stored)
+            if text is None:
+                why = f"{STRINGS_FILE} has no text for leaf {format_path(name)}: it is missing, or another has its name"
+                return self._not_read(name, why)
+            return SavedLeaf(name, Saved({"kind": "str", "value": text}))
+        if stored in self._arrays.failed:
+            if parameter.value_type in _OWN_TYPES:
+                return self._not_read(name, self._arrays.failed[stored])
+            self._foreign.add(name)
+            what = f"a {parameter.value_type!r:.40} of the program"
+            return self._not_read(name, f"{what}, which only its handler reads", what)
+        dtype, shape = self._arrays.dtypes[stored], self._arrays.shapes[stored]
+        if self._typed_key and dtype == np.uint32 and shape and shape[-1] in _KEY_KINDS:
+            keys = {stored: _KEY_KINDS[shape[-1]]}
+        return SavedLeaf(name, Saved(_details(parameter, stored, dtype, shape, keys, shardings), dtype, shape))
+
+
+def _details(
+    parameter: Parameter,
+    stored: str,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    keys: Mapping[str, str],
+    shardings: Mapping[str, Details],
+) -> Details:
+    if stored in keys:
+        details: Details = {"kind": "key", "impl": keys[stored]}
+    elif parameter.value_type == SCALAR and shape == ():
+        return {"kind": number_kind(dtype) or "numpy_scalar"}
+    else:
+        details = {"kind": "jax" if parameter.value_type == "jax.Array" else "numpy"}
+    if stored in shardings:
+        details["sharding"] = shardings[stored]
+    return details
+
+
+def _placeholder(value: Any) -> str | None:
+    """Return the name in place of a leaf that is stored elsewhere, or None for a leaf that is stored here."""
+    if isinstance(value, str):
+        for prefix in _PLACEHOLDERS:
+            if value.startswith(prefix):
+                return value[len(prefix) :]
+    return None

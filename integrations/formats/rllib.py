@@ -1,0 +1,231 @@
+"""Directories that RLlib wrote (versions 1.1 to 2.1 of its checkpoints), read without running anything.
+
+Each component's directory holds its state, ``state.pkl`` or ``state.msgpack``, under a name that ``metadata.json``
+(``rllib_checkpoint.json`` for algorithms) may give, and the pickled class and constructor arguments. Subdirectories are
+the components below. See https://docs.ray.io/en/latest/rllib/checkpoints.html
+
+A tree of components reads them one by one (``integrations/components/rllib.py``). Here, a directory is one tree: the
+state of its component, and under their names the states of the components below.
+
+Pickles are interpreted by :mod:`~holdfast.integrations.formats.torch.pickles`, which knows arrays and Python's plain
+types; all other objects are left out. In msgpack (https://github.com/msgpack/msgpack/blob/master/spec.md), arrays of
+numpy are maps as the package msgpack-numpy defines them: ``{b"nd": True, b"type": "<f4", b"shape": [2], b"data": ...}``
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+
+from ...engine.arrays import TreeSource, read_checked
+from ...engine.checkpoint import ITEM
+from ...engine.errors import CheckpointNotFoundError, DamagedCheckpointError
+from ...engine.format import array_of, decode_msgpack
+from ...engine.pytree import escape_key
+from ...engine.sources import TREE, CheckpointSource, StepDirectories, StoredTree, read_json, total_bytes
+from ...engine.storage import Entry, Location
+from .torch.files import without_objects
+from .torch.objects import BUILDERS as _BUILDERS
+from .torch.pickles import Builder, Name, unpickle
+
+_DTYPE = re.compile(r"[<>|=]?[biufcSU][0-9]{1,9}|\?")
+
+
+def decode_state(content: bytes) -> Any:
+    return decode_msgpack(content, mapping=_numpy_value)
+
+
+def _numpy_value(found: dict[Any, Any]) -> Any:
+    """Return the array, scalar or complex number that a map of msgpack-numpy describes, or the map itself."""
+    if b"nd" in found:
+        return _array(found)
+    if b"complex" not in found:
+        return found
+    try:
+        return complex(found[b"data"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedCheckpointError(f"a complex number is not valid: {error!r}") from error
+
+
+def _array(found: dict[Any, Any]) -> Any:
+    name, data, shape = found.get(b"type"), found.get(b"data"), found.get(b"shape", [])
+    name = name.decode("ascii", "replace") if isinstance(name, bytes) else name
+    if found.get(b"kind", b"") not in (b"", "") or not isinstance(name, str) or not _DTYPE.fullmatch(name):
+        raise DamagedCheckpointError(f"an array of numpy has the type {name!r:.80}, which is not plain data")
+    try:
+        dtype = np.dtype(name)
+    except (TypeError, ValueError) as error:
+        raise DamagedCheckpointError(f"an array of numpy has the type {name!r:.80}") from error
+    if not dtype.itemsize:
+        raise DamagedCheckpointError(f"an array of numpy has the type {name!r:.80}, which has no bytes")
+    is_array = found[b"nd"] is True
+    array = array_of(shape if is_array else [], dtype, data)
+    return array.copy() if is_array else array[()]
+
+
+_logger = logging.getLogger("holdfast")
+
+_METADATA = ("metadata.json", "rllib_checkpoint.json")
+CONSTRUCTOR = "class_and_ctor_args.pkl"
+_LIMIT = 1 << 34  # bytes of a state, all of which is held in memory
+_SMALL = 16 << 20
+_STEP = re.compile(r"checkpoint_([0-9]{1,18})")
+_LEVELS = 32
+
+
+class RLlibDirectory:
+    """The directory of one component; ``path`` is the escaped names of the directories above, from the one opened."""
+
+    def __init__(self, location: Location, path: tuple[str, ...] = ()) -> None:
+        self.location = location
+        self.path = path
+        self.names = {entry.name: entry.is_directory for entry in location.entries()}
+        self.metadata = self._read_metadata()
+
+    @cached_property
+    def children(self) -> Mapping[tuple[str, ...], Self]:
+        found: dict[tuple[str, ...], Self] = {}
+        for name, is_directory in self.names.items():
+            if is_directory and looks_like_rllib(self.location / name):
+                if len(self.path) >= _LEVELS:
+                    raise DamagedCheckpointError(f"{self.location}: components are nested too deeply")
+                segment = escape_key(name)
+                found[(segment,)] = type(self)(self.location / name, (*self.path, segment))
+        return found
+
+    def state(self) -> Any:
+        """Read its own state, without those of the components below; log what is left out."""
+        left_out: list[str] = []
+        found = self._read(left_out)
+        if left_out:
+            _logger.warning(
+                "%s: left out objects that are not data: %s",
+                self.location / self._state_file(),
+                "; ".join(left_out[:20]),
+            )
+        return found
+
+    def _read(self, left_out: list[str]) -> Any:
+        place = self.location / self._state_file()
+        content = read_checked(place, None, limit=_LIMIT)
+        try:
+            if place.name.endswith(".msgpack"):
+                return decode_state(content)
+            return plain_state(content, left_out)
+        except DamagedCheckpointError as error:
+            raise DamagedCheckpointError(f"{place}: {error}") from error
+
+    def full_state(self, left_out: list[str], prefix: str = "") -> Any:
+        """Read its state with those of all components below."""
+        lines: list[str] = []
+        found = without_objects(self._read(lines), lines, _SMALL, needed=())
+        left_out += [f"{prefix}{line}" for line in lines]
+        for child in self.children.values():
+            if not isinstance(found, dict):
+                raise DamagedCheckpointError(f"{self.location}: its state is not a dictionary, but it has components")
+            name = child.location.name
+            found[name] = child.full_state(left_out, f"{prefix}{name}/")
+        return found
+
+    def _state_file(self) -> str:
+        base = self.metadata.get("state_file")
+        bases = [base] if isinstance(base, str) and "/" not in base else []
+        found = [name for name in self.names if _is_state(name)]
+        named = [name for name in found for base in bases if name.rpartition(".")[0] == base]
+        chosen = named or found
+        if len(chosen) > 1:
+            # RLlib leaves the old file in place when it saves in another form, and nothing says which one is newer.
+            raise DamagedCheckpointError(
+                f"{self.location} holds the states {', '.join(sorted(chosen))}, which were saved at different times; "
+                "remove all but one"
+            )
+        if not chosen:
+            raise CheckpointNotFoundError(f"{self.location}: there is no file of a state here")
+        return chosen[0]
+
+    def _read_metadata(self) -> dict[str, Any]:
+        for name in _METADATA:
+            if name in self.names:
+                found = read_json(self.location / name)
+                return found if isinstance(found, dict) else {}
+        return {}
+
+
+def plain_state(content: bytes, left_out: list[str]) -> dict[Any, Any]:
+    """Read a pickled state; add what is not data to ``left_out``."""
+    found = without_objects(unpickle(content, BUILDERS), left_out, len(content), needed=())
+    if not isinstance(found, dict):
+        raise DamagedCheckpointError("it is not a dictionary of data")
+    return found
+
+
+def looks_like_rllib(location: Location) -> bool:
+    return any(_is_state(entry.name) for entry in location.entries() if not entry.is_directory)
+
+
+def _is_state(name: str) -> bool:
+    base, _, form = name.rpartition(".")
+    return form in ("pkl", "msgpack") and (base == "state" or base.endswith("_state"))
+
+
+def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
+    """Make an array as numpy's pickles of protocol 5 describe it."""
+    array = _BUILDERS[Name("numpy.core.multiarray", "_reconstruct")](None, (0,), b"b")
+    array.set_state((1, shape, dtype, order == "F", bytes(data) if isinstance(data, bytes | bytearray) else data))
+    return array
+
+
+BUILDERS: dict[Name, Builder] = {
+    **_BUILDERS,
+    **{Name(f"numpy.{core}.numeric", "_frombuffer"): _from_buffer for core in ("core", "_core")},
+    Name("collections", "deque"): lambda items=(), _length=None: list(items),
+    Name("collections", "Counter"): lambda counts=None: OrderedDict(counts or {}),
+}
+
+
+class RLlibCheckpoint(CheckpointSource):
+    """The directory of a component as one tree."""
+
+    format = "RLlib"
+
+    def __init__(self, location: Location) -> None:
+        self.location = location
+        self.items = {ITEM: TREE}
+        match = _STEP.fullmatch(location.name)
+        self.step = None if match is None else int(match[1])
+
+    @cached_property
+    def nbytes(self) -> int:
+        return total_bytes(self.location)
+
+    def tree(self, item: str) -> TreeSource:
+        return self._tree
+
+    @cached_property
+    def _tree(self) -> TreeSource:
+        left_out: list[str] = []
+        state = RLlibDirectory(self.location).full_state(left_out)
+        return StoredTree.of(self.location, state, self.nbytes, left_out=left_out)
+
+
+def recognise(location: Location, names: frozenset[str]) -> RLlibCheckpoint | None:
+    is_one = any(map(_is_state, names)) and not names.isdisjoint((*_METADATA, CONSTRUCTOR))
+    return RLlibCheckpoint(location) if is_one else None
+
+
+def recognise_steps(location: Location, entries: Sequence[Entry]) -> StepDirectories | None:
+    """Find the directories ``checkpoint_000012`` that Ray Tune makes of a trial."""
+    steps = {}
+    for entry in entries:
+        match = _STEP.fullmatch(entry.name) if entry.is_directory else None
+        if match is not None:
+            place = location / entry.name
+            if recognise(place, frozenset(one.name for one in place.entries() if not one.is_directory)) is not None:
+                steps[int(match[1])] = place
+    return StepDirectories(RLlibCheckpoint.format, dict(sorted(steps.items()))) if steps else None

@@ -1,0 +1,395 @@
+"""Safetensors, read and written: single files, and folders with an index of the file of every tensor.
+
+A file is the length of the header (8 bytes, little endian), the header (a JSON object), and the tensors' bytes, little
+endian and in C order, without gaps (https://huggingface.co/docs/safetensors, "Format").
+
+A tensor's name becomes a path, cut at its dots: ``layers.0.weight`` is the leaf ``layers/0/weight``, with text keys.
+Where the names do not fit into one tree (``a`` beside ``a.b``, or ``a..b``), the tree is one dictionary of whole names.
+A file that holdfast exported notes in its metadata the containers, and the values that are not tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ...engine.arrays import SavedLeaf, TreeSource, batches
+from ...engine.clock import UNHEARD
+from ...engine.errors import DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
+from ...engine.pytree import Saved, format_path, from_document, split, to_document
+from ...engine.sources import (
+    SingleTree,
+    StoredArray,
+    StoredPart,
+    StoredTree,
+    check_destination,
+    nested,
+    read_object,
+    replacing,
+)
+from ...engine.storage import DataReader, Location, Segment
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+TREE_NOTE = "holdfast.tree"  # the member of the metadata in which an exported file notes its tree
+BARE_LEAF = "value"  # the name of the tensor of a tree that is one bare leaf
+_BATCH = 64 << 20  # bytes of leaves that are read together
+_STEP = 1 << 20  # bytes that are written at a time
+_PT = {"format": "pt"}  # metadata that other libraries expect
+_LENGTH_BYTES = 8
+_HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation
+_METADATA = "__metadata__"
+_ALIGNMENT = 8  # bytes: where the reference implementation lets the tensors begin
+_LARGEST_SIZE = 1 << 62
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype(np.uint16),
+    "I16": np.dtype(np.int16),
+    "U32": np.dtype(np.uint32),
+    "I32": np.dtype(np.int32),
+    "U64": np.dtype(np.uint64),
+    "I64": np.dtype(np.int64),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "C64": np.dtype(np.complex64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+# Two numbers in a byte. Neither numpy nor torch computes with them; torch's name for a byte of them is this.
+_PACKED = {"F4": "float4_e2m1fn_x2"}
+
+
+class Header(NamedTuple):
+    """The header of a file: its tensors by name, in order, and the writer's notes, text by name."""
+
+    tensors: dict[str, StoredArray]
+    metadata: Mapping[str, str]
+
+
+def read_header(reader: DataReader, file: str, begin: int = 0) -> Header:
+    """Read the header of what begins at a byte of a file and goes on to its end."""
+    size = reader.size - begin
+    length = _header_length(reader.read(begin, min(_LENGTH_BYTES, size)).tobytes(), size)
+    content = reader.read(begin + _LENGTH_BYTES, length).tobytes()
+    try:
+        document = json.loads(content, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(f"the header is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise DamagedCheckpointError("the header is not a JSON object")
+    metadata = document.pop(_METADATA, None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise DamagedCheckpointError(f"{_METADATA} of the header does not map names to text")
+    end = begin + _LENGTH_BYTES + length
+    tensors = {name: _tensor(name, facts, file, end) for name, facts in document.items()}
+    parts = [(tensor.whole(), name) for name, tensor in tensors.items()]
+    for part, name in sorted(parts, key=lambda one: (one[0].offset, one[0].length)):
+        if part.offset != end:
+            what = "overlaps the one before" if part.offset < end else "leaves a gap before it"
+            raise DamagedCheckpointError(f"tensor {name!r:.200} {what}: it begins at byte {part.offset}")
+        end += part.length
+    if end != reader.size:
+        raise DamagedCheckpointError(f"the tensors end at byte {end}, the file has {reader.size} bytes")
+    return Header(tensors, metadata)
+
+
+def _header_length(prefix: bytes, file_size: int) -> int:
+    if len(prefix) != _LENGTH_BYTES:
+        raise DamagedCheckpointError(f"a safetensors file has at least {_LENGTH_BYTES} bytes, this has {file_size}")
+    length: int = struct.unpack("<Q", prefix)[0]
+    if length > _HEADER_LIMIT:
+        raise DamagedCheckpointError(f"the header claims {length} bytes, more than the {_HEADER_LIMIT} allowed")
+    if length > file_size - _LENGTH_BYTES:
+        raise DamagedCheckpointError(f"the header claims {length} bytes, the whole file has {file_size}")
+    return length
+
+
+def encode_header(
+    tensors: Iterable[tuple[str, np.dtype[Any], tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, list[int]]:
+    """Return a header with its length in front, and the size of every tensor in bytes."""
+    document: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    position, lengths = 0, []
+    for name, dtype, shape in tensors:
+        if name == _METADATA:
+            raise UnsupportedLeafError(f"a tensor of a safetensors file cannot be called {name!r}")
+        length = math.prod(shape) * dtype.itemsize
+        document[name] = {
+            "dtype": dtype_name(dtype),
+            "shape": list(shape),
+            "data_offsets": [position, position + length],
+        }
+        lengths.append(length)
+        position += length
+    content = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    content += b" " * (-(_LENGTH_BYTES + len(content)) % _ALIGNMENT)
+    if len(content) > _HEADER_LIMIT:
+        raise UnsupportedLeafError(
+            f"the header of the safetensors file would have {len(content)} bytes, more than the {_HEADER_LIMIT} allowed"
+        )
+    return struct.pack("<Q", len(content)) + content, lengths
+
+
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    name = _NAMES.get(dtype.newbyteorder("="))
+    if name is None:
+        raise UnsupportedLeafError(f"safetensors has no {dtype}")
+    return name
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _tensor(name: str, facts: Any, file: str, begin: int) -> StoredArray:
+    where = f"tensor {name!r:.200}"
+    if not isinstance(facts, dict):
+        raise DamagedCheckpointError(f"{where}: the header does not describe it")
+    shape, offsets, kind = facts.get("shape"), facts.get("data_offsets"), facts.get("dtype")
+    if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2 or len(shape) > 64:
+        raise DamagedCheckpointError(f"{where}: the header has no shape or no offsets for it")
+    torch_dtype = _PACKED.get(kind) if isinstance(kind, str) else None
+    dtype = _DTYPES.get(kind) if isinstance(kind, str) else None
+    if torch_dtype is not None:
+        dtype = np.dtype(np.uint8)
+        if not shape or shape[-1] % 2:
+            raise DamagedCheckpointError(f"{where}: {kind} of shape {shape} does not fill whole bytes")
+        shape = [*shape[:-1], shape[-1] // 2]
+    if dtype is None:
+        raise DamagedCheckpointError(f"{where} has the dtype {kind!r:.80}, which holdfast does not read")
+    length = math.prod(shape) * dtype.itemsize
+    if offsets[1] - offsets[0] != length or length > _LARGEST_SIZE:
+        raise DamagedCheckpointError(
+            f"{where}: {dtype}{shape} takes {length} bytes, the header gives it those from {offsets[0]} to {offsets[1]}"
+        )
+    details = {"kind": "numpy"} if torch_dtype is None else {"kind": "torch", "torch_dtype": torch_dtype}
+    start = (0,) * len(shape)
+    part = StoredPart(start, tuple(shape), file, begin + offsets[0], length, dtype.newbyteorder("<"))
+    return StoredArray(dtype, part.shape, details, lambda: [part])
+
+
+def _sizes(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item <= _LARGEST_SIZE for item in value)
+
+
+Tensors = Mapping[str, StoredArray]
+
+
+def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
+    if not names:
+        if not location.exists() or location.is_directory() or not _looks_right(location):
+            return None
+        return _open(location, {"": location})
+    indexes = sorted(name for name in names if name.endswith(INDEX_SUFFIX))
+    if indexes:
+        return _open(location, *_indexed(location, indexes[0]))
+    files = [name for name in names if name.endswith(SUFFIX)]
+    return _open(location, {files[0]: location / files[0]}) if len(files) == 1 else None
+
+
+def _open(location: Location, files: Mapping[str, Location], weight_map: Mapping[str, str] | None = None) -> SingleTree:
+    tensors: dict[str, StoredArray] = {}
+    note, nbytes = None, 0
+    for path, file in files.items():
+        header, size = _header(file, path)
+        nbytes += size
+        note = header.metadata.get(TREE_NOTE)
+        tensors |= {
+            name: tensor
+            for name, tensor in header.tensors.items()
+            if weight_map is None or weight_map.get(name) == path
+        }
+    if weight_map is not None:
+        missing = sorted(weight_map.keys() - tensors.keys())
+        if missing:
+            more = f"; and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise DamagedCheckpointError(
+                f"{location}: the index names {missing[0]!r:.200} in {weight_map[missing[0]]}, which does not "
+                f"hold it{more}"
+            )
+        tensors = {name: tensors[name] for name in weight_map}
+    tree = _noted(location, note, tensors, nbytes) if note is not None and len(files) == 1 else None
+    return SingleTree("safetensors", location, tree or _cut(location, tensors, nbytes), nbytes)
+
+
+def tensor_name(leaf_name: str) -> str:
+    """Return the name of the tensor of a leaf: the keys of its path, joined by dots."""
+    return ".".join(split(leaf_name)) if leaf_name else BARE_LEAF
+
+
+def _indexed(location: Location, index: str) -> tuple[dict[str, Location], dict[str, str]]:
+    """Read the index of a folder; return its files by name, and the file of every tensor."""
+    place = location / index
+    weight_map = read_object(place).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise DamagedCheckpointError(f"{place} does not give the file of every tensor")
+    files = {}
+    for file in sorted(set(weight_map.values())):
+        if "/" in file or "\\" in file or file in ("", ".", "..") or not file.endswith(SUFFIX):
+            raise DamagedCheckpointError(f"{place} names {file!r:.200}, which is not a file of its folder")
+        files[file] = location / file
+    return files, weight_map
+
+
+def _looks_right(file: Location) -> bool:
+    """Whether the name or the first bytes of a file are those of this format."""
+    if file.name.endswith(SUFFIX):
+        return True
+    with file.open_data() as reader:
+        if reader.size <= _LENGTH_BYTES:
+            return False
+        begin = reader.read(0, _LENGTH_BYTES + 1).tobytes()
+        try:
+            _header_length(begin[:_LENGTH_BYTES], reader.size)
+        except DamagedCheckpointError:
+            return False
+        return begin.endswith(b"{")
+
+
+def _header(file: Location, path: str) -> tuple[Header, int]:
+    try:
+        with file.open_data() as reader:
+            return read_header(reader, path), reader.size
+    except ObjectNotFoundError as error:
+        raise DamagedCheckpointError(f"{file} is missing, although the index of its folder names it") from error
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{file} is not a whole safetensors file: {error}") from error
+
+
+def _cut(location: Location, tensors: Tensors, nbytes: int) -> StoredTree:
+    """Make a tree from the names of the tensors."""
+    paths = [tuple(name.split(".")) for name in tensors]
+    try:
+        if not all(map(all, paths)):
+            raise DamagedCheckpointError("an empty key")
+        tree = nested(zip(paths, tensors.values(), strict=True))
+    except DamagedCheckpointError:
+        tree = dict(tensors)
+    return StoredTree.of(location, tree, nbytes)
+
+
+def _noted(location: Location, note: str, tensors: Tensors, nbytes: int) -> StoredTree | None:
+    """Make the tree that an exported file notes; return None where it does not fit the tensors any more."""
+    try:
+        document = json.loads(note, parse_constant=_refuse)
+        names, details, tree = from_document(document)
+    except (ValueError, RecursionError, AttributeError, DamagedCheckpointError):
+        return None
+    leaves: list[SavedLeaf] = []
+    values: dict[str, StoredArray | None] = {}
+    for name, facts in zip(names, details, strict=True):
+        saved, stored = Saved(facts), None
+        if "value" not in facts and "base64" not in facts and saved.kind != "none":
+            stored = tensors.get(tensor_name(name))
+            if stored is None:
+                return None
+            saved = Saved(facts, stored.dtype, stored.shape)
+        leaves.append(SavedLeaf(name, saved))
+        values[name] = stored
+    if {tensor_name(name) for name, stored in values.items() if stored is not None} != set(tensors):
+        return None
+    return StoredTree(location, tree, leaves, values, nbytes)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def export_safetensors(
+    source: TreeSource,
+    destination: Location,
+    *,
+    overwrite: bool = False,
+    advance: Callable[[int], None] = UNHEARD.advance,
+) -> int:
+    """Write a tree as a safetensors file, atomically and durably.
+
+    Python's numbers become tensors without axes. Text, bytes, None and the containers are noted in the file's metadata,
+    which only holdfast reads. Leaves are read in batches, so that only some are in memory.
+    """
+    check_destination(destination, overwrite=overwrite)
+    arrays = [leaf for leaf in source.leaves if leaf.saved.dtype is not None]
+    _check(source, arrays)
+    note = to_document(source.tree.structure, [leaf.saved.details for leaf in source.leaves])
+
+    def contents() -> Iterator[NDArray[Any]]:
+        for batch in batches(arrays, lambda leaf: leaf.nbytes, _BATCH):
+            for array in source.read(batch):
+                assert array is not None
+                yield array
+                advance(array.nbytes)
+
+    return write_tensors(
+        destination,
+        [(tensor_name(leaf.name), _dtype(leaf), leaf.saved.shape or ()) for leaf in arrays],
+        {TREE_NOTE: json.dumps(note, separators=(",", ":"))},
+        contents,
+    )
+
+
+def write_tensors(
+    destination: Location,
+    tensors: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]],
+    metadata: Mapping[str, str],
+    contents: Callable[[], Iterable[NDArray[Any]]],
+) -> int:
+    """Write tensors with these names, dtypes and shapes, in their order; return the size of the file in bytes."""
+    header, lengths = encode_header(tensors, {**_PT, **metadata})
+
+    def parts() -> Iterator[NDArray[np.uint8]]:
+        yield np.frombuffer(header, np.uint8)
+        for array in contents():
+            flat = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
+            for start in range(0, len(flat), _STEP):
+                yield flat[start : start + _STEP]
+
+    size = len(header) + sum(lengths)
+    with replacing(destination) as partial:
+        partial.write_data(size, [Segment(0, size, parts)])
+    return size
+
+
+def _dtype(leaf: SavedLeaf) -> np.dtype[Any]:
+    assert leaf.saved.dtype is not None
+    return leaf.saved.dtype
+
+
+def _check(source: TreeSource, leaves: Sequence[SavedLeaf]) -> None:
+    problems = []
+    taken: dict[str, str] = {}
+    for leaf in leaves:
+        name = tensor_name(leaf.name)
+        if name in taken:
+            problems.append(
+                f"{format_path(leaf.name)}: its tensor would have the name {name!r} of {format_path(taken[name])}"
+            )
+        taken.setdefault(name, leaf.name)
+        try:
+            if (variant := leaf.saved.details.get("torch_dtype")) is not None:
+                raise UnsupportedLeafError(f"safetensors has no {variant}")
+            dtype_name(_dtype(leaf))
+        except UnsupportedLeafError as error:
+            problems.append(f"{format_path(leaf.name)}: {error}")
+    if problems:
+        raise UnsupportedLeafError(
+            "\n  ".join([f"{source.location} cannot be stored in a safetensors file; nothing was written:", *problems])
+        )

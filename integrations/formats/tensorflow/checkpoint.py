@@ -1,0 +1,218 @@
+"""Checkpoints that TensorFlow wrote, found by prefix, by file or by directory.
+
+A checkpoint is named by its prefix, ``dir/ckpt-5``, as TensorFlow itself names it, or by one of its files. TensorFlow
+notes the newest of a directory in the file ``checkpoint``: the message ``CheckpointState`` of
+``tensorflow/python/training/checkpoint_state.proto`` as text. The paths in it may be those of another machine: only
+their last part counts, as the name of a checkpoint in the same directory.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ....engine.arrays import TreeSource
+from ....engine.checkpoint import ITEM
+from ....engine.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
+from ....engine.sources import TREE, CheckpointSource, StepDirectories, last_bytes
+from ....engine.storage import Entry, Location
+from .bundle import INDEX
+from .index import MAGIC
+from .tree import BundleTree
+
+STATE = "checkpoint"  # name of the file in which TensorFlow lists the checkpoints of a directory
+_STATE_LIMIT = 64 << 20  # bytes
+_NUMBERED = re.compile(r"(.+)-([0-9]{1,18})", re.DOTALL)
+_LINE = re.compile(
+    r"""^\s*(\w+)\s*:\s*(?:"((?:[^"\\\n]|\\.)*)"|'((?:[^'\\\n]|\\.)*)'|([-+0-9.eE]+))\s*$""", re.MULTILINE
+)
+_ESCAPE = re.compile(rb"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{1,2})|(.))", re.DOTALL)
+_LETTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"v": b"\v"}
+
+_logger = logging.getLogger("holdfast")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointState:
+    """The notes of TensorFlow: the newest checkpoint, and the times of checkpoints in seconds since 1970-01-01 UTC."""
+
+    newest: str | None = None
+    times: Mapping[str, float] = field(default_factory=dict)
+
+
+def number_of(prefix: str) -> int | None:
+    match = _NUMBERED.fullmatch(prefix)
+    return None if match is None else int(match[2])
+
+
+def numbered(found: Iterable[str], newest: str | None) -> dict[int, str]:
+    """Return the numbered checkpoints with the prefix of the newest one, or else with the most frequent prefix."""
+    families: dict[str, dict[int, str]] = {}
+    of_newest = ""
+    for prefix in sorted(found):
+        match = _NUMBERED.fullmatch(prefix)
+        if match is not None:
+            families.setdefault(match[1], {}).setdefault(int(match[2]), prefix)
+            of_newest = match[1] if prefix == newest else of_newest
+    if not families:
+        return {}
+    chosen = of_newest or max(sorted(families), key=lambda name: len(families[name]))
+    return dict(sorted(families[chosen].items()))
+
+
+def read_state(directory: Location) -> CheckpointState:
+    """Read the notes of TensorFlow in a directory; they are empty where they are missing or cannot be read."""
+    place = directory / STATE
+    try:
+        text = place.read_bytes(limit=_STATE_LIMIT).decode("utf-8")
+    except (DamagedCheckpointError, UnicodeDecodeError) as error:
+        _logger.warning("%s cannot be read; the highest number counts as the newest: %s", place, error)
+        return CheckpointState()
+    except StorageError:
+        return CheckpointState()
+    newest: str | None = None
+    names: list[str] = []
+    times: list[float] = []
+    for match in _LINE.finditer(text):
+        key, value = match[1], match[2] if match[2] is not None else match[3]
+        if value is not None and key == "model_checkpoint_path":
+            newest = _last_part(value)
+        elif value is not None and key == "all_model_checkpoint_paths":
+            names.append(_last_part(value))
+        elif match[4] is not None and key == "all_model_checkpoint_timestamps":
+            times.append(_seconds(match[4]))
+    if newest is None:
+        _logger.warning("%s names no checkpoint; the highest number counts as the newest", place)
+    known = zip(names, times, strict=True) if len(names) == len(times) else ()
+    return CheckpointState(newest, {name: time for name, time in known if time > 0})
+
+
+def _last_part(text: str) -> str:
+    return _ESCAPE.sub(_unescaped, text.encode()).decode("utf-8", "replace").replace("\\", "/").rpartition("/")[2]
+
+
+def _unescaped(found: re.Match[bytes]) -> bytes:
+    if found[1] or found[2]:
+        return bytes([int(found[1] or found[2], 8 if found[1] else 16) & 255])
+    return _LETTERS.get(found[3], found[3])
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+_DATA = re.compile(r"(.+)\.data-[0-9]{5,}-of-[0-9]{5,}", re.DOTALL)
+_SAVED_MODEL = "saved_model.pb"
+
+
+class BundleCheckpoint(CheckpointSource):
+    """One checkpoint, named by its prefix."""
+
+    format = "TensorFlow"
+
+    def __init__(self, prefix: Location) -> None:
+        self.location = prefix
+        self.items = {ITEM: TREE}
+        self.step = number_of(prefix.name)
+
+    @functools.cached_property
+    def time(self) -> float | None:
+        folder = self.location.parent
+        return read_state(folder).times.get(self.location.name) if (folder / STATE).exists() else None
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        return sum(
+            entry.size or 0
+            for entry in self.location.parent.entries()
+            if entry.name == f"{self.location.name}{INDEX}"
+            or ((match := _DATA.fullmatch(entry.name)) and match[1] == self.location.name)
+        )
+
+    def tree(self, item: str) -> TreeSource:
+        return self._tree
+
+    @functools.cached_property
+    def _tree(self) -> BundleTree:
+        return BundleTree.open(self.location)
+
+
+def recognise(location: Location, names: frozenset[str]) -> BundleCheckpoint | None:
+    if not names:
+        return _recognise_prefix(location)
+    if _SAVED_MODEL in names:
+        return _recognise_prefix(location / "variables" / "variables")
+    found = _prefixes(location, names)
+    newest = _newest(location, names, found)
+    if newest is not None and number_of(newest) is None:
+        return BundleCheckpoint(location / newest)
+    if not found or numbered(found, newest):
+        return None
+    if len(found) > 1:
+        raise CheckpointNotFoundError(
+            f"{location} holds the TensorFlow checkpoints {', '.join(found[:8])}: give the path of one, "
+            f"such as {location / found[0]}"
+        )
+    return BundleCheckpoint(location / found[0])
+
+
+def recognise_steps(location: Location, entries: Sequence[Entry]) -> StepDirectories | None:
+    names = frozenset(entry.name for entry in entries)
+    found = _prefixes(location, names)
+    newest = _newest(location, names, found)
+    if newest is not None and number_of(newest) is None:
+        return None
+    steps = {number: location / name for number, name in numbered(found, newest).items()}
+    return (
+        StepDirectories(BundleCheckpoint.format, steps, None if newest is None else number_of(newest))
+        if steps
+        else None
+    )
+
+
+def _recognise_prefix(location: Location) -> BundleCheckpoint | None:
+    """Open a checkpoint by its prefix or by the path of one of its files."""
+    name, folder = location.name, location.parent
+    match = _DATA.fullmatch(name)
+    if name.endswith(INDEX) and name != INDEX:
+        prefix = name.removesuffix(INDEX)
+    elif match is not None:
+        prefix = match[1]
+    elif name and not location.exists():
+        prefix = name
+    else:
+        return None
+    index = folder / f"{prefix}{INDEX}"
+    if not index.exists() or index.is_directory():
+        return None
+    names = [entry.name for entry in folder.entries()]
+    return BundleCheckpoint(folder / prefix) if _prefixes(folder, names, prefix) else None
+
+
+def _newest(location: Location, names: frozenset[str], found: list[str]) -> str | None:
+    """Return the checkpoint that TensorFlow noted as the newest, if it exists."""
+    newest = read_state(location).newest if found and STATE in names else None
+    return newest if newest in found else None
+
+
+def _prefixes(folder: Location, names: Iterable[str], only: str | None = None) -> list[str]:
+    """Return the names of the checkpoints in a directory, including damaged ones that data files reveal."""
+    names = list(names)
+    with_data = {match[1] for name in names if (match := _DATA.fullmatch(name))}
+    named = sorted(name.removesuffix(INDEX) for name in names if name.endswith(INDEX) and name != INDEX)
+    wanted = named if only is None else [only]
+    return [name for name in wanted if name in with_data or ends_as_table(folder / f"{name}{INDEX}")]
+
+
+def ends_as_table(place: Location) -> bool:
+    """Whether a file ends as the index of a checkpoint does."""
+    try:
+        return last_bytes(place, len(MAGIC)) == MAGIC
+    except StorageError:
+        return False

@@ -1,0 +1,414 @@
+"""The index file of a TensorFlow checkpoint: a table of messages, one for each tensor. Pure: bytes in, entries out.
+
+A message of protocol buffers is a sequence of fields, each a number with a wire type, then a value
+(https://protobuf.dev/programming-guides/encoding). The messages are ``BundleHeaderProto`` and ``BundleEntryProto`` of
+``tensorflow/core/protobuf/tensor_bundle.proto``, and those of ``tensor_shape.proto``, ``tensor_slice.proto`` and
+``versions.proto`` in ``tensorflow/core/framework``.
+
+The table is one of LevelDB (https://github.com/google/leveldb/blob/main/doc/table_format.md): blocks of entries, each
+with a checksum, a block that locates them, and a footer that locates that block. Old checkpoints compress blocks with
+snappy: the length of the content, then literals and copies of earlier bytes
+(https://github.com/google/snappy/blob/main/format_description.txt).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from ....engine.errors import DamagedCheckpointError, FormatVersionError
+from ....engine.format import DType, crc32c, encode_varint
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_FIXED = {_FIXED64: 8, _FIXED32: 4}
+_LARGEST_FIELD = (1 << 29) - 1
+FOOTER_BYTES = 48
+MAGIC = bytes.fromhex("57fb808b247547db")  # the last bytes of a table
+_TRAILER_BYTES = 5
+_RAW, _SNAPPY = 0, 1
+_KEYS_AMPLIFICATION = 64  # times the bytes of the file: the most that keys with shared beginnings may come to
+_KEYS_SMALL = 1 << 20  # bytes of keys that are accepted for files of any size
+_RATIO = 24  # bytes that one compressed byte can stand for: a copy of 64 bytes takes three
+STRING, VARIANT = 7, 21
+_VERSION = 1  # of the format, as the header counts
+_LARGEST = 1 << 62
+_ESCAPES = {0: b"\0\xff", 0xFF: b"\xff\0"}
+_MOST_AXES = 32  # of arrays of numpy 1; TensorFlow's tensors may have up to 254
+
+Value = int | bytes  # the value of a field: a number without a sign, or bytes, which may be text or a message
+
+
+def read_varint(data: bytes, position: int) -> tuple[int, int]:
+    """Read a number of up to 64 bits; return it and the position behind it."""
+    value = 0
+    for count in range(10):
+        if position + count >= len(data):
+            raise DamagedCheckpointError(f"a number at byte {position} is cut off")
+        byte = data[position + count]
+        value |= (byte & 127) << (7 * count)
+        if byte < 128:
+            if value >> 64:
+                break
+            return value, position + count + 1
+    raise DamagedCheckpointError(f"the number at byte {position} does not fit 64 bits")
+
+
+def fields(message: bytes) -> Iterator[tuple[int, Value]]:
+    """Yield the numbers and values of a message's fields in their order."""
+    position = 0
+    while position < len(message):
+        tag, position = read_varint(message, position)
+        number, wire_type = tag >> 3, tag & 7
+        if not 1 <= number <= _LARGEST_FIELD:
+            raise DamagedCheckpointError(f"a message has the invalid field number {number}")
+        if wire_type == _VARINT:
+            value, position = read_varint(message, position)
+            yield number, value
+            continue
+        if wire_type == _BYTES:
+            length, position = read_varint(message, position)
+        elif wire_type in _FIXED:
+            length = _FIXED[wire_type]
+        else:
+            raise DamagedCheckpointError(f"field {number} of a message has the unknown wire type {wire_type}")
+        if length > len(message) - position:
+            raise DamagedCheckpointError(f"field {number} of a message claims {length} bytes of {len(message)}")
+        content = message[position : position + length]
+        position += length
+        yield number, content if wire_type == _BYTES else int.from_bytes(content, "little")
+
+
+def unsigned(value: Value) -> int:
+    if not isinstance(value, int):
+        raise DamagedCheckpointError("a message has bytes where a number belongs")
+    return value
+
+
+def signed(value: Value) -> int:
+    """Return the number of a field, in two's complement of 64 bits."""
+    number = unsigned(value)
+    return number - (1 << 64) if number >> 63 else number
+
+
+def content(value: Value) -> bytes:
+    if not isinstance(value, bytes):
+        raise DamagedCheckpointError("a message has a number where bytes belong")
+    return value
+
+
+def text(value: Value) -> str:
+    try:
+        return content(value).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DamagedCheckpointError(f"a message has bytes that are not text: {error}") from error
+
+
+_SCALARS = {
+    1: "float32",
+    2: "float64",
+    3: "int32",
+    4: "uint8",
+    5: "int16",
+    6: "int8",
+    8: "complex64",
+    9: "int64",
+    10: "bool_",
+    11: "int8",  # 11 to 16 except 14 are quantised: numbers whose scale is stored elsewhere
+    12: "uint8",
+    13: "int32",
+    14: "bfloat16",
+    15: "int16",
+    16: "uint16",
+    17: "uint16",
+    18: "complex128",
+    19: "float16",
+    22: "uint32",
+    23: "uint64",
+    24: "float8_e5m2",
+    25: "float8_e4m3fn",
+    26: "float8_e4m3fnuz",
+    27: "float8_e4m3b11fnuz",
+    28: "float8_e5m2fnuz",
+    29: "int4",  # these and the following have a byte for each element
+    30: "uint4",
+    31: "int2",
+    32: "uint2",
+    33: "float4_e2m1fn",
+}
+_DTYPES: dict[int, DType] = {
+    number: np.dtype(scalar)
+    for number, name in _SCALARS.items()
+    if (scalar := getattr(np, name, None) or getattr(ml_dtypes, name, None)) is not None
+}
+
+
+class BundleHeader(NamedTuple):
+    """The number of data files, and whether their numbers are big endian."""
+
+    shards: int
+    big_endian: bool
+
+
+class BundleSlice(NamedTuple):
+    """A part of a tensor: for each axis the first index and the number of indexes, or None for all of the axis."""
+
+    extents: tuple[tuple[int, int] | None, ...]
+
+    def box(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the index of its first element in a tensor of a shape, and its own shape."""
+        if len(self.extents) != len(shape):
+            raise DamagedCheckpointError(f"a slice has {len(self.extents)} axes, its tensor {len(shape)}")
+        found = [(0, size) if extent is None else extent for extent, size in zip(self.extents, shape, strict=True)]
+        for (first, length), size in zip(found, shape, strict=True):
+            if first < 0 or length < 0 or first + length > size:
+                raise DamagedCheckpointError(f"a slice begins at {first} and has {length} of {size}")
+        return tuple(first for first, _ in found), tuple(length for _, length in found)
+
+
+@dataclass(frozen=True, slots=True)
+class BundleEntry:
+    """One tensor, or one slice of a tensor."""
+
+    kind: int  # TensorFlow's number for the type of its elements
+    shape: tuple[int, ...]
+    shard: int  # the number of the data file
+    offset: int  # its first byte there
+    size: int  # its size there in bytes
+    checksum: int  # the masked CRC-32C of its bytes
+    slices: tuple[BundleSlice, ...]  # the slices of a tensor that is stored in slices; else empty
+
+    @property
+    def dtype(self) -> DType | None:
+        """The type of its elements; None for text, variants and unknown types."""
+        return _DTYPES.get(self.kind)
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+
+def decode_header(message: bytes) -> BundleHeader:
+    shards, big_endian = 0, 0
+    for number, value in fields(message):
+        if number == 1:
+            shards = signed(value)
+        elif number == 2:
+            big_endian = unsigned(value)
+        elif number == 3:
+            _check_version(content(value))
+    if shards < 0 or big_endian not in (0, 1):
+        raise DamagedCheckpointError(f"its header claims {shards} data files of byte order {big_endian}")
+    return BundleHeader(shards, big_endian == 1)
+
+
+def decode_entry(message: bytes, header: BundleHeader) -> BundleEntry:
+    numbers = dict.fromkeys((1, 3, 4, 5, 6), 0)
+    shape: tuple[int, ...] = ()
+    slices = []
+    for number, value in fields(message):
+        if number in numbers:
+            numbers[number] = signed(value)
+        elif number == 2:
+            shape = _shape(content(value))
+        elif number == 7:
+            extents = (_extent(content(inner)) for one, inner in fields(content(value)) if one == 1)
+            slices.append(BundleSlice(tuple(extents)))
+    kind, shard, offset, size, checksum = numbers.values()
+    entry = BundleEntry(kind, shape, shard, offset, size, checksum, tuple(slices))
+    if not (0 <= shard < max(header.shards, 1) and 0 <= offset <= _LARGEST and 0 <= size <= _LARGEST):
+        raise DamagedCheckpointError(f"it claims {size} bytes at offset {offset} of file {shard} of {header.shards}")
+    dtype = entry.dtype
+    if dtype is not None and not slices and size != entry.count * dtype.itemsize:
+        raise DamagedCheckpointError(f"{dtype} of shape {list(shape)} does not take {size} bytes, as its entry claims")
+    return entry
+
+
+def slice_key(name: bytes, extents: BundleSlice) -> bytes:
+    """Return the key under which a slice is stored, in the encoding of ``core/lib/strings/ordered_code.cc``.
+
+    >>> slice_key(b"w", BundleSlice(((64, 2), None))).hex()
+    '007700010102c04082807f'
+    """
+    key = b"\0" + b"".join(_ESCAPES.get(byte, bytes([byte])) for byte in name) + b"\0\1"
+    rank = len(extents.extents)
+    key += bytes([1, rank]) if rank else b"\0"
+    for extent in extents.extents:
+        first, length = (0, -1) if extent is None else extent
+        key += ordered(first) + ordered(length)
+    return key
+
+
+def ordered(number: int) -> bytes:
+    """Encode a number with a sign as in the keys of slices: sorted as bytes, shorter for small numbers."""
+    bits = (~number if number < 0 else number).bit_length()
+    length = bits // 7 + 1
+    marks = ((1 << length) - 1) << (7 * length)  # as many ones as there are bytes, at the upper end
+    return ((number & ((1 << 8 * length) - 1)) ^ marks).to_bytes(length, "big")
+
+
+def _check_version(message: bytes) -> None:
+    needed, bad = 0, []
+    for number, value in fields(message):
+        if number == 2:
+            needed = signed(value)
+        elif number == 3:
+            bad += [signed(value)] if isinstance(value, int) else list(value)
+    if needed > _VERSION or _VERSION in bad:
+        raise FormatVersionError(
+            f"it needs version {needed} of the format of TensorFlow's checkpoints; this version of holdfast reads "
+            f"{_VERSION}: update holdfast, or save it again with an older TensorFlow"
+        )
+
+
+def _shape(message: bytes) -> tuple[int, ...]:
+    sizes = []
+    for number, value in fields(message):
+        if number == 2:
+            sizes.append(signed(dict(fields(content(value))).get(1, 0)))
+        elif number == 3 and unsigned(value):
+            raise DamagedCheckpointError("its shape is unknown")
+    if len(sizes) > _MOST_AXES or min(sizes, default=0) < 0 or math.prod(size or 1 for size in sizes) > _LARGEST >> 4:
+        raise DamagedCheckpointError(f"{sizes[:_MOST_AXES]} is not the shape of an array")
+    return tuple(sizes)
+
+
+def _extent(message: bytes) -> tuple[int, int] | None:
+    parts = dict(fields(message))
+    return (signed(parts.get(1, 0)), signed(parts[2])) if 2 in parts else None
+
+
+def uncompress(data: bytes) -> bytes:
+    """Decompress a stream of snappy."""
+    size, position = read_varint(data, 0)
+    if size > _RATIO * len(data):
+        raise DamagedCheckpointError(f"{len(data)} compressed bytes claim a content of {size}")
+    out = bytearray()
+    while position < len(data):
+        tag = data[position]
+        position += 1
+        kind, upper = tag & 3, tag >> 2
+        if kind == 0:
+            if upper >= 60:
+                upper, position = _number(data, position, upper - 59)
+            length = upper + 1
+            if length > len(data) - position:
+                raise DamagedCheckpointError("a compressed block is cut off")
+            out += data[position : position + length]
+            position += length
+        else:
+            if kind == 1:
+                low, position = _number(data, position, 1)
+                offset, length = (tag >> 5 << 8) | low, (upper & 7) + 4
+            else:
+                offset, position = _number(data, position, 2 if kind == 2 else 4)
+                length = upper + 1
+            if not 1 <= offset <= len(out):
+                raise DamagedCheckpointError("a compressed block copies bytes before its beginning")
+            if offset >= length:
+                begin = len(out) - offset
+                out += out[begin : begin + length]
+            else:  # the copy overlaps its own result
+                out += (bytes(out[-offset:]) * (length // offset + 1))[:length]
+        if len(out) > size:
+            break
+    if len(out) != size:
+        raise DamagedCheckpointError(f"a compressed block claims {size} bytes, found {len(out)}")
+    return bytes(out)
+
+
+def _number(data: bytes, position: int, count: int) -> tuple[int, int]:
+    if count > len(data) - position:
+        raise DamagedCheckpointError("a compressed block is cut off")
+    return int.from_bytes(data[position : position + count], "little"), position + count
+
+
+class _Handle(NamedTuple):
+    offset: int
+    size: int
+
+
+def masked(crc: int) -> int:
+    """Return a checksum as it is stored: rotated, so that checksums of bytes with checksums stay strong."""
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def read_table(content: bytes) -> list[tuple[bytes, bytes]]:
+    """Read all entries of a table and verify every block of it."""
+    if len(content) < FOOTER_BYTES or not content.endswith(MAGIC):
+        raise DamagedCheckpointError("it does not end as an index file does: it is cut off, or not an index file")
+    end = len(content) - FOOTER_BYTES
+    footer = content[end : -len(MAGIC)]
+    metaindex, position = _handle(footer, 0)
+    index, position = _handle(footer, position)
+    if footer != b"".join(map(encode_varint, (*metaindex, *index))).ljust(len(footer), b"\0"):
+        raise DamagedCheckpointError("its footer is not as TensorFlow writes it")
+    _block(content, metaindex, end)
+    budget = _KEYS_AMPLIFICATION * len(content) + _KEYS_SMALL
+    found: list[tuple[bytes, bytes]] = []
+    reached, last = 0, None
+    for _, value in _entries(_block(content, index, end)):
+        handle, rest = _handle(value, 0)
+        if rest != len(value) or handle.offset < reached:
+            raise DamagedCheckpointError(f"the block at byte {handle.offset} overlaps another one")
+        reached = handle.offset + handle.size
+        before = len(found)
+        for key, entry in _entries(_block(content, handle, end)):
+            if last is not None and key <= last:
+                raise DamagedCheckpointError(f"the keys of the block at byte {handle.offset} are not in order")
+            last = key
+            budget -= len(key)
+            if budget < 0:
+                raise DamagedCheckpointError("its keys are far longer than the whole file")
+            found.append((key, entry))
+        if len(found) == before:
+            raise DamagedCheckpointError(f"the block at byte {handle.offset} holds no entry")
+    return found
+
+
+def _handle(data: bytes, position: int) -> tuple[_Handle, int]:
+    offset, position = read_varint(data, position)
+    size, position = read_varint(data, position)
+    return _Handle(offset, size), position
+
+
+def _block(content: bytes, handle: _Handle, end: int) -> bytes:
+    """Return the content of a block; verify its checksum."""
+    stop = handle.offset + handle.size
+    if stop + _TRAILER_BYTES > end:
+        raise DamagedCheckpointError(
+            f"the block at byte {handle.offset} claims {handle.size} bytes, more than the file has"
+        )
+    kind = content[stop]
+    stored = int.from_bytes(content[stop + 1 : stop + _TRAILER_BYTES], "little")
+    if masked(crc32c(content[handle.offset : stop + 1])) != stored:
+        raise DamagedCheckpointError(f"the block at byte {handle.offset} does not have the checksum in the file")
+    data = content[handle.offset : stop]
+    if kind == _RAW:
+        return data
+    if kind == _SNAPPY:
+        return uncompress(data)
+    raise DamagedCheckpointError(f"the block at byte {handle.offset} has the unknown compression {kind}")
+
+
+def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
+    if len(block) < 4:
+        raise DamagedCheckpointError("a block is shorter than its end")
+    restarts = int.from_bytes(block[-4:], "little")
+    end = len(block) - 4 - 4 * restarts
+    if end < 0:
+        raise DamagedCheckpointError(f"a block of {len(block)} bytes claims {restarts} restarts")
+    position, key = 0, b""
+    while position < end:
+        shared, position = read_varint(block, position)
+        added, position = read_varint(block, position)
+        size, position = read_varint(block, position)
+        if shared > len(key) or added + size > end - position:
+            raise DamagedCheckpointError("an entry of a block is longer than the block")
+        key = key[:shared] + block[position : position + added]
+        position += added + size
+        yield key, block[position - size : position]

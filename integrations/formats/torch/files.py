@@ -1,0 +1,438 @@
+"""Files of ``torch.save``, Lightning's ``.ckpt`` among them: written, and read without torch or running anything.
+
+They are zip archives with records that are not compressed, one for the pickle (``data.pkl``) and one for each storage
+(``data/0``, ...), below a folder whose name does not matter (``torch.serialization`` describes them).
+
+Containers come back as they are, tensors as arrays; a module's state dict keeps its keys, such as ``layers.0.weight``,
+whole. Objects of other classes could only be made by running their code. In a Lightning checkpoint they are left out,
+and named, outside of the weights and the states of the optimizers; anywhere else, loading them is an error.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import struct
+import zipfile
+import zlib
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....engine.arrays import PartialTree, Problem, SavedLeaf, TreeSource, batches, load_tree
+from ....engine.clock import UNHEARD
+from ....engine.errors import DamagedCheckpointError, OptionError, UnsupportedLeafError, shortened
+from ....engine.pytree import MAX_DEPTH, NUMBERS, Box, format_path, tensor_like
+from ....engine.sources import (
+    SingleTree,
+    StepDirectories,
+    StoredArray,
+    StoredTree,
+    Unreadable,
+    check_destination,
+    first_bytes,
+    replacing,
+)
+from ....engine.storage import DataReader, Entry, Location, os_errors
+from .objects import BUILDERS, ByteOrder, Record, plain_array, storage_finder, torch_dtype
+from .pickles import Inert, Name, shown, unpickle
+
+ZIP_MAGIC = b"PK\x03\x04"
+_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_LIGHTNING_VERSION = "pytorch-lightning_version"
+_NEEDED = ("state_dict", "optimizer_states")  # the members of a Lightning checkpoint that are never pruned
+_VISITS = 200_000  # nodes of a tree, besides one for each byte of its pickle: shared containers count each time
+_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+_GONE = object()
+_NUMBERS = ("bool", "int", "float", "complex")
+_PICKLE = "data.pkl"
+_PICKLE_LIMIT = 512 << 20  # bytes
+_RECORDS_LIMIT = 1 << 22
+_BLOCK = 256 << 10  # bytes read around a small request, as the next one is likely to be near
+_STEP = 16 << 20
+_BATCH = 256 << 20  # bytes of leaves that are read together
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+
+
+class NoArchive(DamagedCheckpointError):  # noqa: N818 - a kind of damage, unless the caller expects another format
+    """The first bytes are not those of an archive."""
+
+
+class TorchArchive:
+    """An archive inside a file."""
+
+    def __init__(self, reader: DataReader, offset: int = 0, length: int | None = None) -> None:
+        window = Window(reader, offset, reader.size - offset if length is None else length)
+        if window.at(0, len(ZIP_MAGIC)) != ZIP_MAGIC:
+            raise NoArchive("it does not begin as an archive of torch.save does")
+        try:
+            with zipfile.ZipFile(window) as archive:
+                found = archive.infolist()
+        except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError, UnicodeDecodeError) as error:
+            raise DamagedCheckpointError(f"it is not a whole zip archive: {error}") from error
+        if len(found) > _RECORDS_LIMIT or sum(one.file_size for one in found) > window.size:
+            raise DamagedCheckpointError("its records claim more bytes than the archive has")
+        if any(one.filename.endswith("/constants.pkl") or "/code/" in one.filename for one in found):
+            raise DamagedCheckpointError("it is a TorchScript archive, which holds code; save its state_dict() instead")
+        self.records: dict[str, Record] = {}  # by their names, without the folder
+        for one in found:
+            _, _, name = one.filename.partition("/")
+            if one.compress_type != zipfile.ZIP_STORED or one.flag_bits & 1 or one.compress_size != one.file_size:
+                raise DamagedCheckpointError(f"record {one.filename!r:.200} is compressed or encrypted")
+            if name in self.records:
+                raise DamagedCheckpointError(f"record {one.filename!r:.200} occurs twice")
+            self.records[name] = _record(window, one)
+        if _PICKLE not in self.records:
+            raise DamagedCheckpointError(
+                f"it is a zip archive of {shortened([one.filename for one in found], 4) or 'nothing'}, without the "
+                f"{_PICKLE} of torch.save"
+            )
+        self.pickle = self._small(window, _PICKLE, _PICKLE_LIMIT)
+        order = self._small(window, "byteorder", 16) if "byteorder" in self.records else b"little"
+        self.byte_order: ByteOrder = ">" if order == b"big" else "<"
+
+    def _small(self, window: Window, name: str, limit: int) -> bytes:
+        record = self.records[name]
+        if record.length > limit:
+            raise DamagedCheckpointError(f"record {name} has {record.length} bytes, more than the {limit} allowed")
+        content = window.at(record.offset - window.offset, record.length)
+        if record.crc32 is not None and zlib.crc32(content) != record.crc32:
+            raise DamagedCheckpointError(f"record {name} does not have the checksum in the archive")
+        return content
+
+
+def check_records(reader: DataReader, archive: TorchArchive) -> list[tuple[str, str]]:
+    """Compare every record with its checksum; return the names of records that differ, with the reason."""
+    problems = []
+    for name, record in archive.records.items():
+        checksum = 0
+        try:
+            for start in range(0, record.length, _STEP):
+                data = reader.read(record.offset + start, min(_STEP, record.length - start))
+                checksum = zlib.crc32(data.data, checksum)
+        except DamagedCheckpointError as error:
+            problems.append((name, str(error)))
+            continue
+        if record.crc32 is not None and checksum != record.crc32:
+            problems.append((name, f"expected the checksum {record.crc32:08x}, found {checksum:08x}"))
+    return problems
+
+
+def _record(window: Window, info: zipfile.ZipInfo) -> Record:
+    """Locate the bytes of a record: behind a header of its own, whose length only that header gives."""
+    header = window.at(info.header_offset, _LOCAL_HEADER.size)
+    if len(header) < _LOCAL_HEADER.size or header[:4] != ZIP_MAGIC:
+        raise DamagedCheckpointError(f"record {info.filename!r:.200} does not begin where the archive says")
+    _, name, extra = _LOCAL_HEADER.unpack(header)
+    begin = info.header_offset + _LOCAL_HEADER.size + name + extra
+    if begin + info.file_size > window.size:
+        raise DamagedCheckpointError(f"record {info.filename!r:.200} ends after the archive")
+    # Writers that compute no checksums, to save time, leave a zero.
+    return Record(window.offset + begin, info.file_size, info.CRC or None)
+
+
+class Window:
+    """A stretch of a file as a file of its own, for libraries that read files of Python."""
+
+    def __init__(self, reader: DataReader, offset: int, size: int) -> None:
+        self.offset = offset
+        self.size = size
+        self._reader = reader
+        self._position = 0
+        self._block = b""
+        self._block_start = 0
+        if offset + size > reader.size:
+            raise DamagedCheckpointError(f"it is cut off: expected {offset + size} bytes, found {reader.size}")
+
+    def at(self, position: int, count: int) -> bytes:
+        """Return the bytes from a position of the window on; fewer where it ends."""
+        if position < 0:
+            raise DamagedCheckpointError("a record begins before the archive")
+        count = max(0, min(count, self.size - position))
+        start = position - self._block_start
+        if not 0 <= start <= start + count <= len(self._block):
+            if count >= _BLOCK:
+                return self._reader.read(self.offset + position, count).tobytes()
+            self._block_start = position if self.size > _BLOCK else 0
+            length = min(_BLOCK, self.size - self._block_start)
+            self._block = self._reader.read(self.offset + self._block_start, length).tobytes()
+            start = position - self._block_start
+        return self._block[start : start + count]
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
+        if base + offset < 0:
+            raise ValueError("a place before the archive")
+        self._position = base + offset
+        return self._position
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        content = self.at(self._position, self.size if size < 0 else size)
+        self._position += len(content)
+        return content
+
+
+def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
+    if names or not location.exists() or location.is_directory():
+        return None
+    with location.open_data() as reader:
+        magic = reader.read(0, min(reader.size, len(_LEGACY_MAGIC))).tobytes()
+        if magic == _LEGACY_MAGIC:
+            raise DamagedCheckpointError(
+                f"{location} is in the format of torch before 1.6; load it with torch.load and save it again"
+            )
+        if not magic.startswith(ZIP_MAGIC):
+            return None
+        size = reader.size
+        try:
+            archive = TorchArchive(reader)
+            tree = read_object(archive)
+        except DamagedCheckpointError as error:
+            raise DamagedCheckpointError(f"{location} cannot be read as a file of torch.save: {error}") from error
+    is_lightning = isinstance(tree, dict) and _LIGHTNING_VERSION in tree and "state_dict" in tree
+    left: list[str] = []
+    tree = without_objects(tree, left, len(archive.pickle), _NEEDED if is_lightning else None)
+
+    def check() -> list[Problem]:
+        with location.open_data() as reader:
+            return [Problem(location.name, "", f"{name}: {what}") for name, what in check_records(reader, archive)]
+
+    source = StoredTree.of(location, tree, size, check=check, left_out=left)
+    step = tree.get("global_step") if is_lightning else None
+    step = step if type(step) is int and step >= 0 else None
+    return SingleTree("Lightning" if is_lightning else "torch", location, source, size, step)
+
+
+_LIGHTNING_FILE = ".ckpt"
+_STEP_IN_NAME = re.compile(r"(?:^|.*[-_])step=([0-9]{1,18})(?:[-_.].*|)", re.DOTALL)
+_DISTRIBUTED = ".metadata"  # name of the file in the directory that several processes saved as one ``.ckpt``
+
+
+def recognise_steps(location: Location, entries: Sequence[Entry]) -> StepDirectories | None:
+    """Find the ``.ckpt`` files of a Lightning run: by the step in the name, or else by that in the file.
+
+    Of several files with one step, a name with the step wins over others such as ``last.ckpt``, and the longest name
+    over the others, as Lightning adds ``-v1`` to a name that is taken.
+    """
+    found: dict[int, tuple[bool, int, str]] = {}
+    for entry in entries:
+        if not entry.name.endswith(_LIGHTNING_FILE):
+            continue
+        place = location / entry.name
+        match = _STEP_IN_NAME.fullmatch(entry.name)
+        if match is not None:
+            is_one = (place / _DISTRIBUTED).is_there() if entry.is_directory else _begins_as_archive(place)
+            step = int(match[1]) if is_one else None
+        else:
+            step = None if entry.is_directory else _step_in(place)
+        if step is not None:
+            candidate = (match is not None, len(entry.name), entry.name)
+            found[step] = max(candidate, found.get(step, candidate))
+    if not found:
+        return None
+    return StepDirectories("Lightning", {step: location / name for step, (_, _, name) in sorted(found.items())})
+
+
+def _begins_as_archive(place: Location) -> bool:
+    return first_bytes(place, len(_LEGACY_MAGIC)).startswith((ZIP_MAGIC, _LEGACY_MAGIC))
+
+
+def _step_in(place: Location) -> int | None:
+    try:
+        checkpoint = recognise(place, frozenset())
+    except DamagedCheckpointError:  # which step it was is lost
+        return None
+    return None if checkpoint is None else checkpoint.step
+
+
+def read_object(archive: TorchArchive, file: str = "") -> Any:
+    """Read the object of an archive: containers of :class:`StoredArray`, plain values, and inert objects."""
+    return unpickle(archive.pickle, BUILDERS, storage_finder(archive.records, file, archive.byte_order))
+
+
+def without_objects(tree: Any, left_out: list[str], pickle_bytes: int, needed: tuple[str, ...] | None = None) -> Any:
+    """Replace objects that are not data by `Unreadable`; outside of the needed members, leaves them out."""
+    walk = _Walk(left_out, _VISITS + pickle_bytes)
+    if needed is None or not isinstance(tree, dict):
+        return walk.visit(tree, "", 0)
+    found = {}
+    for key, value in tree.items():
+        if not _is_key(key):
+            left_out.append(f"an entry with the key {shown(key)}")
+        elif key in needed:
+            found[key] = walk.visit(value, str(key), 1)
+        elif (kept := walk.prune(walk.visit(value, str(key), 1), str(key))) is not _GONE:
+            found[key] = kept
+    return found
+
+
+class _Walk:
+    def __init__(self, left_out: list[str], visits: int) -> None:
+        self.left_out = left_out
+        self.visits = visits
+
+    def visit(self, value: Any, path: str, depth: int) -> Any:
+        self.visits -= 1
+        if depth > MAX_DEPTH or self.visits < 0:
+            raise DamagedCheckpointError(f"the tree is nested too deeply, or repeats itself too often, at {path:.200}")
+        kind = type(value)
+        if kind in _SCALARS or kind is StoredArray:
+            return value
+        if kind is dict or kind is OrderedDict:
+            odd = next((key for key in value if not _is_key(key)), None)
+            if odd is not None:
+                return Unreadable(f"a dictionary with the key {shown(odd)}")
+            return kind((key, self.visit(item, f"{path}/{key}", depth + 1)) for key, item in value.items())
+        if kind in (list, tuple):
+            return kind([self.visit(item, f"{path}/{index}", depth + 1) for index, item in enumerate(value)])
+        if kind in (set, frozenset):
+            return value if all(type(item) in _SCALARS for item in value) else Unreadable("a set of objects")
+        if isinstance(value, np.generic):
+            return value
+        return _leaf(plain_array(value))
+
+    def prune(self, value: Any, path: str) -> Any:
+        """Leave out entries of dictionaries that are, or hold, objects; a sequence is left out as a whole."""
+        if isinstance(value, Unreadable):
+            self.left_out.append(f"{path.lstrip('/')} ({value.what})")
+            return _GONE
+        if isinstance(value, dict):
+            pairs = ((key, self.prune(item, f"{path}/{key}")) for key, item in value.items())
+            return type(value)((key, item) for key, item in pairs if item is not _GONE)
+        if isinstance(value, list | tuple) and (what := _object_in(value)) is not None:
+            self.left_out.append(f"{path.lstrip('/')} (it holds {what})")
+            return _GONE
+        return value
+
+
+def _object_in(value: Any) -> str | None:
+    if isinstance(value, Unreadable):
+        return value.what
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return next((what for item in inner if (what := _object_in(item)) is not None), None)
+
+
+def _is_key(key: Any) -> bool:
+    return type(key) in (str, bool) or (type(key) is int and -(1 << 63) <= key < 1 << 63)
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value
+    if isinstance(value, Name):
+        try:
+            torch_dtype(value)
+        except DamagedCheckpointError:
+            return Unreadable(f"the class or function {value}")
+        return str(value)  # a dtype
+    return Unreadable(f"an object of {_described(value)}")
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Inert):
+        return str(value.name)
+    return type(value).__name__.lower().lstrip("_")
+
+
+def export_torch(
+    source: TreeSource,
+    destination: Location,
+    *,
+    overwrite: bool = False,
+    advance: Callable[[int], None] = UNHEARD.advance,
+) -> int:
+    """Write a tree with ``torch.save``, atomically and durably; all of it is in memory meanwhile.
+
+    Arrays of every library become tensors, containers become dictionaries, lists and tuples.
+    """
+    check_destination(destination, overwrite=overwrite)
+    try:
+        import torch
+    except ImportError as error:
+        raise OptionError("exporting for torch needs torch: pip install torch, or export safetensors") from error
+    template = source.tree.build(_templates(source))
+    tree = _plain(torch, load_tree(_InBatches(source, advance), like=template))
+    if not destination.is_local:
+        buffer = io.BytesIO()
+        torch.save(tree, buffer)
+        destination.write_bytes(buffer.getvalue())
+        return buffer.tell()
+    with replacing(destination) as partial, os_errors(str(destination), "write"), open(partial, "xb") as file:
+        try:
+            torch.save(tree, file)
+        except RuntimeError as error:  # torch's archive, closed after the file has failed
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+        file.flush()
+        os.fsync(file.fileno())
+        return file.tell()
+
+
+class _InBatches(PartialTree):
+    """A tree that is read in batches, and says how far it is."""
+
+    def __init__(self, source: TreeSource, advance: Callable[[int], None]) -> None:
+        super().__init__(source, {leaf.name: leaf for leaf in source.leaves}, source.tree)
+        self._advance = advance
+
+    def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+        found = []
+        for batch in batches(leaves, lambda leaf: leaf.nbytes, _BATCH):
+            found += super().read(batch)
+            self._advance(sum(leaf.nbytes for leaf in batch))
+        return found
+
+    def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
+        found = []
+        for batch in batches(list(zip(leaves, boxes, strict=True)), lambda pair: pair[0].nbytes, _BATCH):
+            found += super().read_boxes([leaf for leaf, _ in batch], [wanted for _, wanted in batch])
+            self._advance(sum(leaf.nbytes for leaf, _ in batch))
+        return found
+
+
+def _templates(source: TreeSource) -> list[Any]:
+    """Return a tensor without memory for every array, and ``...`` for every other leaf."""
+    problems: list[str] = []
+    templates = [_template(leaf, problems) for leaf in source.leaves]
+    if problems:
+        headline = f"{source.location} cannot be stored in a file of torch; nothing was written:"
+        raise UnsupportedLeafError("\n  ".join([headline, *problems]))
+    return templates
+
+
+def _template(leaf: SavedLeaf, problems: list[str]) -> Any:
+    saved = leaf.saved
+    if saved.dtype is None or saved.shape is None or saved.kind in (*_NUMBERS, "str", "bytes", "key", NUMBERS):
+        return ...
+    like = tensor_like(saved)
+    if like is None:
+        name = saved.details.get("torch_dtype") or saved.dtype.newbyteorder("=").name
+        problems.append(f"{format_path(leaf.name)}: torch cannot store elements of type {name}")
+        return ...
+    return like
+
+
+def _plain(torch: Any, value: Any) -> Any:
+    """Replace what ``weights_only`` refuses: factories of dictionaries, deques, and what is numpy's."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)  # the data of keys
+    if isinstance(value, np.generic):
+        return value.item()  # of a sequence of numbers
+    if isinstance(value, dict):
+        kind: Any = dict if isinstance(value, defaultdict) else type(value)
+        return kind({key: _plain(torch, item) for key, item in value.items()})
+    if isinstance(value, list | tuple | deque):
+        kind = list if isinstance(value, deque) else type(value)
+        return kind([_plain(torch, item) for item in value])
+    return value

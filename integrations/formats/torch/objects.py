@@ -1,0 +1,331 @@
+"""The objects in pickles of torch: tensors over storages, and the few other classes that are data.
+
+The functions in such pickles mean what `torch._utils` and `torch._weights_only_unpickler` define.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ....engine.errors import DamagedCheckpointError
+from ....engine.sources import StoredArray, StoredPart
+from .pickles import Builder, Inert, Name, Stateful, shown
+
+ByteOrder = Literal["<", ">"]
+_LARGEST = 1 << 62
+_AXES = 64
+_PAIRED = {"complex32": "float16"}  # real and imaginary part, in one more axis
+_DTYPES: dict[str, np.dtype[Any]] = {
+    name: np.dtype(name)
+    for name in (
+        ("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "bool")
+        + ("float16", "float32", "float64", "complex64", "complex128")
+    )
+} | {
+    name: np.dtype(getattr(ml_dtypes, name))
+    for name in ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+}
+# Packed elements, as bytes; torch does not compute with them either.
+_BYTES = {"float4_e2m1fn_x2", "bits8", "quint8", "qint8", "quint4x2", "quint2x4"}
+_STORAGES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64",
+    "UntypedStorage": "uint8",
+}
+_ARRAY_CONSTRUCTORS = [Name(f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")]
+_SCALAR_CONSTRUCTORS = [Name(f"numpy.{core}.multiarray", "scalar") for core in ("core", "_core")]
+
+
+class TorchDType(NamedTuple):
+    """A torch dtype in memory."""
+
+    dtype: np.dtype[Any]  # the numpy dtype of the same bytes
+    paired: bool  # whether an element is two of them
+    details: Mapping[str, Any]  # the description of a leaf of this type, as in `tree.json`
+
+
+def torch_dtype(dtype: object) -> TorchDType:
+    name = dtype.attribute if isinstance(dtype, Name) and dtype.module == "torch" else ""
+    if name in _DTYPES:
+        return TorchDType(_DTYPES[name], False, {"kind": "torch"})
+    if name in _PAIRED:
+        return TorchDType(np.dtype(_PAIRED[name]), True, {"kind": "torch", "torch_dtype": name})
+    if name in _BYTES:
+        return TorchDType(np.dtype(np.uint8), False, {"kind": "torch", "torch_dtype": name})
+    raise DamagedCheckpointError(f"{shown(dtype)} is not a dtype of torch that holdfast knows")
+
+
+class Record(NamedTuple):
+    """One record of an archive: its first byte in the file, its size in bytes, its checksum if it has one."""
+
+    offset: int
+    length: int
+    crc32: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A stretch of memory that tensors are views of."""
+
+    record: Record
+    file: str
+    elements: TorchDType
+    byte_order: ByteOrder
+
+    def tensor(
+        self,
+        elements: TorchDType,
+        offset: Any,
+        size: Any,
+        stride: Any,
+        requires_grad: Any = False,
+        metadata: Any = None,
+    ) -> StoredArray:
+        """Return a tensor that is a view of this memory, with all numbers checked."""
+        shape, strides = sizes(size), sizes(stride)
+        if len(shape) != len(strides) or type(offset) is not int or not 0 <= offset <= _LARGEST:
+            raise DamagedCheckpointError("a tensor has strides that do not fit its shape")
+        if elements.paired:
+            shape, strides, offset = (*shape, 2), (*(2 * step for step in strides), 1), 2 * offset
+        count = math.prod(shape)
+        if count > _LARGEST:
+            raise DamagedCheckpointError(f"a tensor of shape {shape} is too large for any memory")
+        last = sum((length - 1) * step for length, step in zip(shape, strides, strict=True)) if count else -1
+        itemsize = elements.dtype.itemsize
+        if (offset + last + 1) * itemsize > self.record.length and count:
+            raise DamagedCheckpointError(
+                f"a tensor of shape {shape} takes {(offset + last + 1) * itemsize} bytes of a storage of "
+                f"{self.record.length}"
+            )
+        length = (last + 1) * itemsize
+        details = {**elements.details, "requires_grad": True} if requires_grad is True else elements.details
+        crc32 = self.record.crc32 if length == self.record.length else None
+        part = StoredPart(
+            start=(0,) * len(shape),
+            shape=shape,
+            file=self.file,
+            offset=self.record.offset + offset * itemsize,
+            length=length,
+            dtype=elements.dtype.newbyteorder(self.byte_order),
+            strides=None if _is_contiguous(shape, strides) else strides,
+            is_intact=None if crc32 is None else lambda data: zlib.crc32(data.data) == crc32,
+            finish=_finish(metadata),
+        )
+        return StoredArray(elements.dtype, shape, details, lambda: [part])
+
+
+def storage_finder(records: Mapping[str, Record], file: str, byte_order: ByteOrder) -> Callable[[Any], Storage]:
+    """Return the function that finds the storages to which a pickle refers."""
+
+    def find(identity: Any) -> Storage:
+        if type(identity) is not tuple or len(identity) < 5 or identity[0] != "storage":
+            raise DamagedCheckpointError("the pickle refers to an object that is not a storage")
+        _, kind, key, _, count = identity[:5]
+        record = records.get(f"data/{key}") if type(key) is str else None
+        if record is None:
+            raise DamagedCheckpointError(f"storage {shown(key)} is missing")
+        name = _STORAGES.get(kind.attribute) if isinstance(kind, Name) else None
+        elements = (
+            torch_dtype(Name("torch", name)) if name else TorchDType(np.dtype(np.uint8), False, {"kind": "torch"})
+        )
+        if type(count) is not int or (name and count * elements.dtype.itemsize > record.length):
+            raise DamagedCheckpointError(
+                f"storage {shown(key)} has {record.length} bytes, too few for {shown(count)} elements"
+            )
+        return Storage(record, file, elements, byte_order)
+
+    return find
+
+
+def _tensor_2(
+    storage: Storage, offset: Any, size: Any, stride: Any, grad: Any = False, _hooks: Any = None, metadata: Any = None
+) -> Any:
+    return storage.tensor(storage.elements, offset, size, stride, grad, metadata)
+
+
+def _tensor_3(
+    storage: Storage, offset: Any, size: Any, stride: Any, grad: Any, _hooks: Any, dtype: Any, metadata: Any = None
+) -> Any:
+    return storage.tensor(torch_dtype(dtype), offset, size, stride, grad, metadata)
+
+
+def _parameter(data: Any, requires_grad: Any, *_: Any) -> Any:
+    if isinstance(data, StoredArray):
+        details = {key: value for key, value in data.details.items() if key != "requires_grad"}
+        data.details = {**details, "requires_grad": True} if requires_grad is True else details
+    return data
+
+
+def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def sizes(value: Any) -> tuple[int, ...]:
+    found = tuple(value) if isinstance(value, tuple | list) else None
+    if found is None or len(found) > _AXES or any(type(one) is not int or not 0 <= one <= _LARGEST for one in found):
+        raise DamagedCheckpointError(f"{shown(value)} is not a shape or an offset")
+    return found
+
+
+def _finish(metadata: Any) -> Callable[[NDArray[Any]], NDArray[Any]] | None:
+    """Return the function for elements that torch stores conjugated or negated, or None."""
+    marks = metadata if isinstance(metadata, dict) else {}
+    conjugate, negate = marks.get("conj") is True, marks.get("neg") is True
+    if not conjugate and not negate:
+        return None
+
+    def finish(array: NDArray[Any]) -> NDArray[Any]:
+        found = np.conjugate(array) if conjugate else array
+        return -found if negate else found
+
+    return finish
+
+
+class _Array(Stateful):
+    """A numpy array in a pickle: created empty, filled by ``BUILD``."""
+
+    def __init__(self, *_: Any) -> None:
+        self.value: NDArray[Any] | None = None
+
+    def set_state(self, state: Any) -> None:
+        _, shape, dtype, fortran, data = state
+        shape = sizes(shape)
+        if not isinstance(dtype, _DType) or type(data) is not bytes:
+            raise ValueError("an array of numpy has elements that are not plain data")
+        if math.prod(shape) * dtype.value.itemsize != len(data):
+            raise ValueError(f"an array of numpy of shape {shape} has {len(data)} bytes")
+        self.value = np.frombuffer(data, dtype.value).reshape(shape, order="F" if fortran is True else "C").copy()
+
+
+class _DType(Stateful):
+    """A numpy dtype in a pickle: of numbers, text or bytes."""
+
+    def __init__(self, code: Any, *_: Any) -> None:
+        if type(code) is not str or len(code) > 12 or not code[:1].isalpha() or not code[1:].isdecimal():
+            raise ValueError(f"{shown(code)} is not a dtype")
+        self.value = np.dtype(code)
+        if self.value.kind not in "biufcSU":
+            raise ValueError(f"arrays of the dtype {code} are not read")
+
+    def set_state(self, state: Any) -> None:
+        order = state[1]
+        if order in ("<", ">"):
+            self.value = self.value.newbyteorder(order)
+
+
+def _scalar(dtype: Any, data: Any = None) -> Any:
+    if not isinstance(dtype, _DType) or type(data) is not bytes or len(data) != dtype.value.itemsize:
+        raise ValueError("a number of numpy has a value that is not plain data")
+    return np.frombuffer(data, dtype.value)[0]
+
+
+def _encode(text: Any, encoding: Any = None) -> bytes:
+    if type(text) is not str or encoding != "latin1":
+        raise ValueError("bytes are written in an unknown encoding")
+    return text.encode("latin1")
+
+
+def plain_array(value: Any) -> Any:
+    """Return the numpy array that a pickle described, or any other value itself."""
+    if isinstance(value, _Array):
+        if value.value is None:
+            raise DamagedCheckpointError("an array of numpy has no elements")
+        return value.value
+    return value
+
+
+def _attributes(_state: Any = None, **_: Any) -> dict[str, Any]:
+    return {}
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"{shown(value)} is not text")
+    return value
+
+
+def _device(kind: Any, index: Any = None) -> str:
+    return _text(kind) if index is None else f"{_text(kind)}:{shown(index)}"
+
+
+def _typed(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    """A tensor with attributes: plain tensor types lose them, other types stay inert."""
+    builder = BUILDERS.get(function) if isinstance(function, Name) else None
+    if builder is None or kind not in _TENSOR_TYPES:
+        return Inert(kind if isinstance(kind, Name) else Name("torch", "Tensor"), (arguments, state))
+    return builder(*arguments)
+
+
+_TENSOR_TYPES = {Name("torch", "Tensor"), Name("torch.nn.parameter", "Parameter"), Name("torch.nn.parameter", "Buffer")}
+BUILDERS: Mapping[Name, Builder] = {
+    Name("torch._utils", "_rebuild_tensor"): _tensor_2,
+    Name("torch._utils", "_rebuild_tensor_v2"): _tensor_2,
+    Name("torch._utils", "_rebuild_tensor_v3"): _tensor_3,
+    Name("torch._utils", "_rebuild_parameter"): _parameter,
+    Name("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+    Name("torch._tensor", "_rebuild_from_type_v2"): _typed,
+    Name("torch", "Size"): lambda numbers=(): sizes(numbers),
+    Name("torch", "device"): _device,
+    Name("torch.serialization", "_get_layout"): lambda name: _text(name),
+    Name("collections", "OrderedDict"): lambda pairs=(): OrderedDict(_pairs(pairs)),
+    Name("collections", "defaultdict"): lambda *_: {},
+    Name("builtins", "dict"): lambda pairs=(): dict(_pairs(pairs)),
+    Name("builtins", "set"): lambda items=(): set(_scalars(items)),
+    Name("builtins", "frozenset"): lambda items=(): frozenset(_scalars(items)),
+    Name("builtins", "bytearray"): lambda text=b"", encoding=None: (
+        text if type(text) is bytes else _encode(text, encoding.replace("-", "") if encoding else None)
+    ),
+    Name("builtins", "complex"): lambda real, imaginary: complex(float(real), float(imaginary)),
+    Name("_codecs", "encode"): _encode,
+    Name("numpy", "dtype"): _DType,
+    **dict.fromkeys(_ARRAY_CONSTRUCTORS, _Array),
+    **dict.fromkeys(_SCALAR_CONSTRUCTORS, _scalar),
+    **{
+        Name(module, "AttributeDict"): _attributes
+        for module in (
+            "lightning.fabric.utilities.data",
+            "lightning_fabric.utilities.data",
+            "lightning.pytorch.utilities.parsing",
+            "pytorch_lightning.utilities.parsing",
+        )
+    },
+}
+
+
+def _pairs(value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        return list(value.items())
+    pairs = [(key, item) for key, item in value]
+    _scalars([key for key, _ in pairs])
+    return pairs
+
+
+def _scalars(items: Any) -> list[Any]:
+    found = list(items) if isinstance(items, list | tuple | set | frozenset) else None
+    if found is None or any(isinstance(one, tuple | frozenset) for one in found):
+        raise ValueError("a key or element is a container")
+    return found

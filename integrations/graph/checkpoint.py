@@ -1,0 +1,353 @@
+"""The checkpoint object: the objects attached to it are saved, and restored by name."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Protocol, Self
+
+from ...engine.arrays import Layout
+from ...engine.checkpoint import ITEM, AsyncCheckpointer, ItemToSave, Place, Save
+from ...engine.distributed import current_coordinator
+from ...engine.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    OptionError,
+    SaveFailedError,
+    TreeMismatchError,
+)
+from ...engine.format import RECORD, CheckpointRecord, ItemRecord
+from ...engine.pytree import Patterns, collection_paused
+from ...engine.storage import Location, as_location
+from .capture import CapturedGraph, capture
+from .paths import Path, format_node_path
+from .reader import locate, numbers_of
+from .restoration import Restoration, RestoreStatus, check_restored, describe_no_match
+from .saved import Rename
+from .stored import GraphCheckpointHandler, StoredGraph, open_graph
+from .tracked import Node
+from .views import COUNTER, root_view
+from .walk import walk
+
+_logger = logging.getLogger("holdfast")
+
+
+class _Manager(Protocol):
+    """A manager that has to know what was restored."""
+
+    def note_restore(self, stored: StoredGraph) -> None: ...
+
+
+class Checkpoint(Node):
+    """Saves and restores the objects that are attached to it, by the names of the attributes that lead to them.
+
+    Objects are torch modules and optimizers, flax nnx modules and optimizers, pytrees such as a ``TrainState``, arrays,
+    numbers and text, lists, dictionaries, plain objects with attributes, and objects with ``get_state`` and
+    ``set_state`` or ``state_dict`` and ``load_state_dict``, such as data iterators. An object that can be reached in
+    several ways is saved once.
+
+    Args:
+        root: An object whose own attributes are saved as if they were the checkpoint's; or a weak reference to one.
+        **objects: The objects to attach, by name.
+
+    Raises:
+        OptionError: A name is taken: by the root, or by a method of this class.
+
+    >>> import tempfile, numpy as np
+    >>> weights, loaded = np.arange(3.0), np.zeros(3)
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = Checkpoint(net=Node(weights=weights), step=7).save(f"{directory}/ckpt")
+    ...     restored = Checkpoint(net=Node(weights=loaded), step=0)
+    ...     _ = restored.restore(path).assert_consumed()
+    >>> loaded, restored.step
+    (array([0., 1., 2.]), 7)
+    """
+
+    __slots__ = ("_holdfast_managers", "_holdfast_reported", "_holdfast_restorations", "_holdfast_saver")
+    _holdfast_managers: weakref.WeakSet[_Manager]
+    _holdfast_reported: dict[Path, str]
+    _holdfast_restorations: list[Restoration]
+    _holdfast_saver: _GraphSaver | None
+
+    def __init__(self, /, root: Any = None, **objects: Any) -> None:
+        object.__setattr__(self, "_holdfast_root", root)
+        if root is not None:
+            known = {edge.segment: edge.value for edge in root_view(self).edges}
+            for name, value in objects.items():
+                if known.get(name, value) is not value:
+                    raise OptionError(f"{name}= is another object than the root's own {name!r}; choose another name")
+        super().__init__(**objects)
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        found = super().__new__(cls)
+        for name, value in (("managers", weakref.WeakSet()), ("restorations", []), ("saver", None), ("reported", {})):
+            object.__setattr__(found, f"_holdfast_{name}", value)
+        return found
+
+    # ---- saving
+
+    @property
+    def save_counter(self) -> int:
+        """The number of the last numbered save; 0 before the first."""
+        return self._holdfast_counter or 0
+
+    def save(self, prefix: Place, *, background: bool = False, layout: Layout | None = None) -> str:
+        """Save to ``<prefix>-<number>``, with the next number that is free.
+
+        Args:
+            prefix: A path or URL whose last part is the beginning of a name.
+            background: Return as soon as the objects may change again, and write then.
+            layout: Sizes of chunks, segments and data files.
+
+        Returns:
+            The path of the checkpoint.
+
+        Raises:
+            UnsupportedLeafError: An attached object cannot be saved; nothing was written.
+            StateError: Values of an earlier restore still wait for their objects, or objects for their values.
+            SaveFailedError: The background save before this one failed; this one is done nevertheless.
+        """
+        place = as_location(prefix, writes=True)
+        before = self._holdfast_counter
+        number = self._saving().next_number(place, self.save_counter)
+        object.__setattr__(self, "_holdfast_counter", number)
+        location = place.parent / f"{place.name}-{number}"
+        try:
+            return self._saving().put(location, self._capture(), number, background=background, layout=layout)
+        except BaseException as error:
+            earlier = isinstance(error, SaveFailedError) and self._saving().began  # the save before this one failed
+            if not earlier:
+                object.__setattr__(self, "_holdfast_counter", before)
+            raise
+
+    def write(
+        self, path: Place, *, overwrite: bool = False, background: bool = False, layout: Layout | None = None
+    ) -> str:
+        """Save to exactly this path; nothing is numbered.
+
+        Args:
+            path: A path or URL.
+            overwrite: Replace a checkpoint that is there.
+            background: Return as soon as the objects may change again, and write then.
+            layout: Sizes of chunks, segments and data files.
+
+        Returns:
+            The path.
+
+        Raises:
+            CheckpointExistsError: Something is there already.
+            UnsupportedLeafError: An attached object cannot be saved; nothing was written.
+            StateError: Values of an earlier restore still wait for their objects, or objects for their values.
+            SaveFailedError: The background save before this one failed; this one is done nevertheless.
+        """
+        location = as_location(path, writes=True)
+        saving = self._saving()
+        return saving.put(location, self._capture(), overwrite=overwrite, background=background, layout=layout)
+
+    def unsaved(self) -> Mapping[str, str]:
+        """Return the objects that can be reached from here and are not saved, each with the reason."""
+        return {format_node_path(path): reason for path, reason in walk(self, strict=False).skipped.items()}
+
+    def wait_until_finished(self) -> None:
+        """Wait for the save that is under way; raise SaveFailedError if it failed."""
+        self._saving().wait_until_finished()
+
+    def close(self) -> None:
+        """Wait for the save that is under way; raise SaveFailedError if it failed."""
+        self._saving().close()
+
+    # ---- restoring
+
+    def restore(
+        self,
+        path: Place | None,
+        *,
+        partial: bool = False,
+        rename: Rename | None = None,
+        select: Patterns | None = None,
+        exclude: Patterns | None = None,
+    ) -> RestoreStatus:
+        """Restore the objects that are attached now, and those attached later as soon as they are.
+
+        Tensors, numpy arrays and nnx variables change in place; a value that cannot change is replaced where it is
+        attached. Shapes and dtypes are validated before anything is changed.
+
+        Args:
+            path: A checkpoint, or a directory of numbered ones, whose newest is taken; None restores nothing.
+            partial: As `RestoreStatus.expect_partial`; and finding nothing at all is no error.
+            rename: For paths in the checkpoint, such as ``"net/l1"``, the paths in the program; or a path and a
+                function of the array, such as ``("net/l1/kernel", np.transpose)``.
+            select: Patterns of paths such as ``"net/**"``; only values that match are restored.
+            exclude: Patterns of paths; values that match stay as they are.
+
+        Returns:
+            The status: assertions about the match, and the report.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            DamagedCheckpointError: It does not verify; nothing was changed.
+            TreeMismatchError: Objects have other shapes or dtypes than their values, or nothing at all was found in the
+                checkpoint; nothing was changed.
+        """
+        if path is None:
+            return RestoreStatus(None, self)
+        stored = self._open(path)
+        return self._restore(stored, partial=partial, counts=True, rename=rename, select=select, exclude=exclude)
+
+    def read(
+        self,
+        path: Place,
+        *,
+        partial: bool = False,
+        rename: Rename | None = None,
+        select: Patterns | None = None,
+        exclude: Patterns | None = None,
+    ) -> RestoreStatus:
+        """Restore without touching the number of the next save: the counterpart of :meth:`write`.
+
+        Args, result and errors are those of :meth:`restore`.
+        """
+        stored = self._open(path)
+        return self._restore(stored, partial=partial, counts=False, rename=rename, select=select, exclude=exclude)
+
+    # ---- internal
+
+    def _open(self, path: Place) -> StoredGraph:
+        self._saving().join()
+        try:
+            with collection_paused():
+                return open_graph(locate(path))
+        except CheckpointNotFoundError as error:
+            location = as_location(path)
+            if not numbers_of(location.parent, location.name):
+                raise
+            raise CheckpointNotFoundError(f"{error}; do you mean {location.name}-1 or the like?") from error
+
+    def _restore(
+        self,
+        stored: StoredGraph,
+        *,
+        counts: bool,
+        partial: bool = False,
+        rename: Rename | None = None,
+        select: Patterns | None = None,
+        exclude: Patterns | None = None,
+    ) -> RestoreStatus:
+        has_counter = COUNTER in stored.graph.nodes[0].edges
+        ignore: set[Path] = set() if counts and has_counter else {(COUNTER,)}
+        before = self._holdfast_counter
+        if counts and before is None:
+            object.__setattr__(self, "_holdfast_counter", 0)
+        try:
+            restoration = Restoration(stored, self, rename=rename, select=select, exclude=exclude, ignore=ignore)
+            restoration.progress.partial = True  # as long as it may still fail
+            restoration.advance()
+            status = RestoreStatus(restoration, self)
+            if not partial and not restoration.found_anything and restoration.progress.unrestored():
+                report = status.report
+                if report.missing:
+                    raise TreeMismatchError(f"{describe_no_match(report)}\nIf that is intended, pass partial=True")
+        except BaseException:
+            object.__setattr__(self, "_holdfast_counter", before)
+            raise
+        if not partial:
+            restoration.warn_of_missing(self)
+        restoration.progress.partial = partial
+        for other in self._holdfast_restorations:
+            if set(other.progress.unrestored()) <= restoration.wanted():
+                other.retire()  # the newer one restores all that it waits for
+        waiting = [other for other in self._holdfast_restorations if not other.done]
+        object.__setattr__(self, "_holdfast_restorations", [*waiting, restoration])
+        for manager in self._holdfast_managers if counts else ():
+            manager.note_restore(stored)
+        return status
+
+    def _capture(self) -> CapturedGraph:
+        check_restored(self._holdfast_restorations)
+        with collection_paused():
+            found = capture(walk(self), apart=current_coordinator().process_count > 1)
+        reported = {**found.skipped, **found.notes}
+        for path, reason in reported.items():
+            if self._holdfast_reported.get(path) != reason:
+                if path in found.skipped:
+                    _logger.warning("%s: not saved: %s", format_node_path(path), reason)
+                else:
+                    _logger.info("%s: %s", format_node_path(path), reason)
+        object.__setattr__(self, "_holdfast_reported", reported)
+        return found
+
+    def _saving(self) -> _GraphSaver:
+        saver = self._holdfast_saver or _GraphSaver()
+        object.__setattr__(self, "_holdfast_saver", saver)
+        return saver
+
+
+class _GraphSaver(AsyncCheckpointer):
+    """Saves graphs, numbered or not, at once or in the background."""
+
+    def __init__(self) -> None:
+        super().__init__(GraphCheckpointHandler())
+        self.background = False
+        self.began = False  # whether the last save got as far as to take its snapshot
+        self._number: int | None = None
+
+    def put(
+        self,
+        location: Location,
+        item: CapturedGraph,
+        number: int | None = None,
+        *,
+        overwrite: bool = False,
+        background: bool,
+        layout: Layout | None,
+    ) -> str:
+        kwargs = {} if layout is None else {"layout": layout}
+        self.join()
+        self.began = False
+        self.background, self._number = background, number
+        try:
+            if background:
+                self.save(location, item, force=overwrite, **kwargs)
+                return str(location)
+            self._begin(location, item, overwrite, kwargs).complete()
+        except CheckpointExistsError as error:
+            if overwrite or not (location / RECORD).exists():
+                raise
+            what = "choose another path, or replace it with write(path, overwrite=True)"
+            if number is not None:
+                what = "another program has saved under this number since; save again"
+            raise CheckpointExistsError(f"{location}: a checkpoint is there already; {what}") from error
+        self._save.check()
+        return str(location)
+
+    def next_number(self, prefix: Location, counter: int) -> int:
+        """Return the next free number, the same on all processes."""
+        number: int = self._processes.decide(
+            f"number {prefix.url}", lambda: max([counter, *numbers_of(prefix.parent, prefix.name)]) + 1
+        )
+        return number
+
+    def join(self) -> None:
+        """Wait for the save that is under way; its error is kept and raised later."""
+        self._save.join()
+
+    def _begin(self, path: Place, item: Any, force: bool, kwargs: Mapping[str, Any]) -> Save:
+        location, number = as_location(path, writes=True), self._number
+
+        def record(items: Mapping[str, ItemRecord]) -> CheckpointRecord:
+            found = CheckpointRecord(items=items, time=self._clock.now(), step=number)
+            # Retention policies are for checkpoints of a manager; these stay until a person removes them.
+            return found if number is None else replace(found, pinned=True, reason="saved by Checkpoint.save")
+
+        save = Save(
+            location,
+            {ITEM: ItemToSave(self.handler, item, self.background, kwargs)},
+            overwrite=force,
+            record=record,
+            rendezvous=self._processes.rendezvous(location.url),
+            timeout=self._timeout,
+        )
+        self.began = True
+        return save

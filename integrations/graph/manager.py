@@ -1,0 +1,329 @@
+"""A manager of the numbered checkpoints of one checkpoint object in one directory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from ...engine.arrays import Layout
+from ...engine.checkpoint import AsyncCheckpointer, Checkpointer, Place
+from ...engine.clock import Clock, SystemClock
+from ...engine.errors import CheckpointExistsError, OptionError, SaveFailedError
+from ...engine.manager import CheckpointManager as StepManager
+from ...engine.manager import CheckpointManagerOptions, Mirror, Rule, StepInfo, list_steps
+from ...engine.storage import as_location
+from .checkpoint import Checkpoint
+from .reader import numbers_of
+from .restoration import RestoreStatus
+from .stored import GraphCheckpointHandler, StoredGraph
+
+_logger = logging.getLogger("holdfast")
+_PRESERVED = "preserved for good"
+_SINCE = "preserve_since"
+
+
+class CheckpointManager:
+    """Keeps numbered checkpoints of one checkpoint object in one directory: ``<directory>/<name>-<number>``.
+
+    It writes an ordinary directory of steps, which ``holdfast ls`` lists and one run at a time writes to.
+
+    Args:
+        checkpoint: The checkpoint object to save.
+        directory: A path or URL.
+        max_to_keep: How many of the newest checkpoints to keep; None keeps all.
+        keep_checkpoint_every_n_hours: Keep one of the other checkpoints in every so many hours for good.
+        checkpoint_name: The name before the number.
+        step_counter: The step of the program: a number that changes in place, such as a `Value` or a tensor, or a
+            function that returns it.
+        checkpoint_interval: Save only where the step counter has advanced by this much since the last save.
+        init_fn: Called by `restore_or_initialize` where there is no checkpoint.
+        last_checkpoint_step: The step of a checkpoint that was saved before, to count the interval from.
+        background: Return from `save` as soon as the objects may change again, and write then.
+        layout: Sizes of chunks, segments and data files.
+        clock: The source of the time.
+        mirror: A second place, such as ``s3://bucket/run``, or a `holdfast.Mirror`: checkpoints are copied there in the
+            background, and `restore_or_initialize` takes the newest of both places.
+
+    Raises:
+        OptionError: An option is not valid.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     checkpoint = Checkpoint(step=0)
+    ...     with CheckpointManager(checkpoint, directory, max_to_keep=2) as manager:
+    ...         for checkpoint.step in (10, 20, 30):
+    ...             path = manager.save()
+    ...         names = [path.rpartition("/")[2] for path in manager.checkpoints]
+    >>> names
+    ['ckpt-2', 'ckpt-3']
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: Place,
+        max_to_keep: int | None,
+        keep_checkpoint_every_n_hours: float | None = None,
+        checkpoint_name: str = "ckpt",
+        step_counter: Any = None,
+        checkpoint_interval: int | None = None,
+        init_fn: Callable[[], Any] | None = None,
+        last_checkpoint_step: int | None = None,
+        *,
+        background: bool = False,
+        layout: Layout | None = None,
+        clock: Clock | None = None,
+        mirror: Place | Mirror | None = None,
+    ) -> None:
+        if checkpoint_interval is not None and step_counter is None:
+            raise OptionError("checkpoint_interval= counts steps: pass step_counter=, too")
+        if not isinstance(checkpoint, Checkpoint):
+            raise OptionError(f"checkpoint={checkpoint!r:.80} must be a Checkpoint that the objects are attached to")
+        if checkpoint_interval is not None and not (isinstance(checkpoint_interval, int) and checkpoint_interval >= 1):
+            raise OptionError(f"checkpoint_interval={checkpoint_interval!r} must be at least 1 step, or None")
+        hours = keep_checkpoint_every_n_hours
+        if hours is not None and not (isinstance(hours, int | float) and hours > 0):
+            raise OptionError(f"keep_checkpoint_every_n_hours={hours!r} must be above 0, or None")
+        self._checkpoint = checkpoint
+        self._directory = as_location(directory, writes=True)
+        self._name = checkpoint_name
+        self._counter = step_counter
+        self._interval = checkpoint_interval
+        self._init = init_fn
+        self._last = last_checkpoint_step
+        self._saving: tuple[int, int | None] | None = None  # the number of the last save, and `_last` before it
+        self._clock = clock or SystemClock()
+        self._kwargs = {} if layout is None else {"layout": layout}
+        self.status: RestoreStatus | None = None
+        since, fresh = self._since()
+        handler = GraphCheckpointHandler()
+        self._steps = StepManager(
+            self._directory,
+            AsyncCheckpointer(handler) if background else Checkpointer(handler),
+            _Options(
+                step_prefix=f"{checkpoint_name}-",
+                max_to_keep=max_to_keep,
+                preserve_secs=None if hours is None else 3600.0 * hours,
+                preserve_since=since,
+                mirror=mirror,
+            ),
+            metadata={_SINCE: since} if fresh else None,
+            clock=self._clock,
+        )
+        self._protected = self._ahead_of_the_clock()
+        checkpoint._holdfast_managers.add(self)
+
+    @property
+    def directory(self) -> str:
+        """The path or URL of the directory."""
+        return str(self._directory)
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint object."""
+        return self._checkpoint
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The path of the newest checkpoint that is committed, or None."""
+        step = self._steps.latest_step()
+        return None if step is None else self._path(step)
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The paths of the checkpoints from the oldest to the newest, without those that are kept for good."""
+        listed = []
+        for step in self._steps.all_steps():
+            why = set(self._steps.why_kept(step))
+            if step not in self._protected and "pinned" not in why and why != {_PRESERVED}:
+                listed.append(self._path(step))
+        return listed
+
+    def save(self, checkpoint_number: Any = None, check_interval: bool = True) -> str | None:
+        """Save, unless it is too early.
+
+        Args:
+            checkpoint_number: The number for the name instead of the next one; a counter of any library.
+            check_interval: Whether to wait for `checkpoint_interval`. A step that was just saved is never saved again.
+
+        Returns:
+            The path of the checkpoint, or None where it is too early. A background save is not committed yet.
+
+        Raises:
+            CheckpointExistsError: The number is taken.
+            StateError: Values of an earlier restore still wait for their objects, or objects for their values.
+            SaveFailedError: The background save before this one failed; this one is done nevertheless.
+            OwnershipError: Another run writes to this directory.
+        """
+        step = None if self._counter is None else _number(self._counter)
+        self._forget_failed()
+        if step is not None and self._is_early(step, check_interval):
+            return None
+        before = self._checkpoint._holdfast_counter
+        wanted = None if checkpoint_number is None else _number(checkpoint_number)
+        # Process 0 reads the directory and the clock: another process may see an older directory.
+        counter, number, protected = self._steps._processes.decide("number", lambda: self._next(before or 0, wanted))
+        for one in protected:
+            self._steps.pin(one)
+        self._protected.clear()
+        object.__setattr__(self._checkpoint, "_holdfast_counter", counter)
+        try:
+            reason = f"number {number}" if step is None else f"step {step}"
+            item = self._checkpoint._capture()
+            self._steps.save(number, item, force=True, save_kwargs=self._kwargs, reason=reason)
+        except SaveFailedError:  # the save before; this one is under way
+            self._saving, self._last = (number, self._last), step
+            raise
+        except BaseException:
+            object.__setattr__(self._checkpoint, "_holdfast_counter", before)
+            raise
+        self._saving, self._last = (number, self._last), step
+        return self._path(number)
+
+    def restore_or_initialize(self, **options: Any) -> str | None:
+        """Restore the newest checkpoint that is whole, or call `init_fn` if there is none.
+
+        Damaged checkpoints are passed over with a warning.
+
+        Args:
+            **options: As for `Checkpoint.restore`: ``partial``, ``rename``, ``select``, ``exclude``.
+
+        Returns:
+            The path of the checkpoint, or None. The status of the restore is in `status`.
+
+        Raises:
+            NoWholeCheckpointError: There are checkpoints, and all of them are damaged.
+            TreeMismatchError: Objects have other shapes or dtypes than their values; nothing was changed.
+        """
+        restored = self._steps.restore_latest(partial(self._checkpoint._restore, counts=True, **options))
+        if restored is None:
+            if self._init is not None:
+                self._init()
+            return None
+        self.status = restored.items
+        return self._path(restored.step)
+
+    def note_restore(self, stored: StoredGraph) -> None:
+        """Count the interval from a checkpoint that was restored, if it is one of this directory."""
+        place = stored.checkpoint
+        if self._counter is not None and str(place) == str(self._directory / place.name):
+            self._saving, self._last = None, _number(self._counter)
+
+    def wait_until_finished(self) -> None:
+        """Wait for the save that is under way; raise SaveFailedError if it failed."""
+        self._steps.wait_until_finished()
+
+    def close(self) -> None:
+        """Wait for the save that is under way and give the directory back; raise SaveFailedError if it failed."""
+        self._steps.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- internal
+
+    def _next(self, counter: int, wanted: int | None) -> list[Any]:
+        """Return the next counter, the number to save under, and the steps to keep for good from now on."""
+        if wanted is not None and wanted in self._steps.all_steps():
+            raise CheckpointExistsError(
+                f"{self._path(wanted)} exists already; nothing is overwritten. Choose another number"
+            )
+        taken = [] if wanted is not None else numbers_of(self._directory, self._name)
+        following = max([counter, *taken]) + 1
+        return [following, following if wanted is None else wanted, sorted(self._protected)]
+
+    def _forget_failed(self) -> None:
+        """Count the interval from the save before, if the last one has failed; a process alone knows that at once."""
+        if self._saving is None or self._steps.is_saving_in_progress() or not self._steps.alone:
+            return
+        (number, before), self._saving = self._saving, None
+        if number not in self._steps.all_steps():
+            self._last = before
+
+    def _is_early(self, step: int, check_interval: bool) -> bool:
+        if self._last is None:
+            return False
+        return step == self._last or (check_interval and step < self._last + (self._interval or 0))
+
+    def _path(self, number: int) -> str:
+        return str(self._directory / f"{self._name}-{number}")
+
+    def _since(self) -> tuple[float, bool]:
+        """Return the beginning of the first interval of preservation, and whether that is new."""
+        stored = StepManager(
+            self._directory, options=_Options(step_prefix=f"{self._name}-", read_only=True), clock=self._clock
+        )
+        known = stored.metadata()
+        if known is None:
+            return (-1.0 if stored.all_steps() else self._clock.now() - 1.0), True
+        since = known.get(_SINCE)
+        return (float(since) if isinstance(since, int | float) else -1.0), False
+
+    def _ahead_of_the_clock(self) -> set[int]:
+        """Return all steps if the newest was saved later than the clock shows now: the clock may be wrong."""
+        known = [entry.info for entry in list_steps(self._directory, f"{self._name}-") if entry.record is not None]
+        behind = max((info.time for info in known), default=0.0) - self._clock.now()
+        if behind <= 0 or not known:
+            return set()
+        _logger.warning(
+            "%s: the clock is %.0f seconds behind the newest checkpoint; all existing checkpoints are kept for good",
+            self._directory,
+            behind,
+        )
+        return {info.step for info in known}
+
+
+def _number(counter: Any) -> int:
+    value = counter() if callable(counter) and not hasattr(counter, "__int__") else counter
+    try:
+        return int(value)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"{value!r:.80} is not a whole number, as a counter must be") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options(CheckpointManagerOptions):
+    """Options that also preserve a step in every interval."""
+
+    preserve_secs: float | None = None  # the interval in seconds; None preserves nothing
+    preserve_since: float = 0.0  # the beginning of the first interval, in seconds since 1970-01-01 UTC
+
+    def rules(self) -> tuple[Rule, ...]:
+        rules = super().rules()
+        if self.preserve_secs is None or self.max_to_keep is None:
+            return rules
+        return (*rules, _KeepPreserved(self.preserve_secs, self.preserve_since, self.max_to_keep))
+
+    def to_document(self) -> dict[str, Any]:
+        interval: Mapping[str, Any] = {} if self.preserve_secs is None else {"keep_time_interval": self.preserve_secs}
+        return {**super().to_document(), **interval}
+
+
+@dataclass(frozen=True)
+class _KeepPreserved(Rule):
+    """Keeps each step for good that was committed at least an interval after the last one so kept.
+
+    Only steps that are no longer among the newest are judged, the oldest first; deleted steps do not count.
+    """
+
+    seconds: float
+    since: float
+    newest: int  # how many of the newest steps are not judged yet
+
+    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
+        kept: dict[int, str] = {}
+        last = self.since
+        for info in sorted(steps, key=lambda info: info.step)[: -self.newest]:
+            if info.time - self.seconds >= last:
+                kept[info.step] = _PRESERVED
+                last = info.time
+        return kept

@@ -1,0 +1,401 @@
+"""Matching of the program's objects with a checkpoint's nodes: both graphs are walked together, edge by edge.
+
+Values and options of torch optimizers follow the parameters they belong to, as far as both sides know those.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ...engine.pytree import is_python_value, is_torch_tensor, unescape_key
+from .frameworks import OptimizerSlot, OptionSlot, group_options, is_optimizer
+from .paths import Path, format_node_path
+from .saved import SavedGraph
+from .slots import Assignment, EntrySlot, Slot
+from .tracked import Node
+from .values import PlainValues, is_plain
+from .views import Branch, Leaf, Position, View, classify, edge_at, is_growing, root_view, sequence_slot
+from .walk import GROUPS, OPTIMIZER_SLOTS
+
+_logger = logging.getLogger("holdfast")
+
+
+class _Visit(NamedTuple):
+    """An object that may stand for a node."""
+
+    number: int
+    value: Any
+    view: View
+    path: Path
+    within: frozenset[int] = frozenset()  # the immutable containers around it
+    position: Position | None = None  # None for a root
+    only: str | None = None  # the one edge to follow; None for all of them
+
+
+class Matching:
+    """The objects found for the nodes of a checkpoint."""
+
+    def __init__(self, graph: SavedGraph, plain: PlainValues) -> None:
+        self.graph = graph
+        self.plain = plain
+        self.bindings = Bindings(graph)
+        self.unused: dict[int, Path] = {}  # values in whose place there is an object that cannot take them
+        self.waiting: list[Any] = []  # holders below which values are missing an object
+        self.has_unmatched = False  # whether an object of the program was met that the checkpoint does not have
+        self._optimizers = OptimizerMatching(graph, self.bindings, self.unused)
+
+    def from_root(self, root: Node) -> Iterator[Assignment]:
+        self.bindings.begin()
+        yield from self._match(_Visit(0, root, root_view(root), ()), anew=True)
+        yield from self._optimizers.everything()
+
+    def from_holder(self, holder: Any, key: object = None) -> Iterator[Assignment]:
+        """Generate the values for new objects below a holder that is known already."""
+        self.bindings.begin()
+        edge = None if key is None else edge_at(holder, key)
+        only = None if edge is None else edge.segment
+        for number, binding in self.bindings.of(holder):
+            target = None if binding.reference is None else binding.reference()
+            target = holder if target is None else target  # the checkpoint that it was the root of may be gone
+            position = Position(target, (), None)
+            # With thousands of children, classifying all of them whenever one is added takes minutes.
+            view = classify(target, position) if edge is None else Branch("", [edge])
+            visit = _Visit(number, target, view, binding.path, position=position, only=only)
+            yield from self._match(visit, anew=False)
+        yield from self._optimizers.of(self.bindings.fresh)
+
+    def undo(self) -> None:
+        """Take back all bindings since the last call of `from_root` or `from_holder`."""
+        self.bindings.undo()
+        self.waiting.clear()
+
+    def node_at(self, holder: Any, segment: str) -> int | None:
+        for number, _ in self.bindings.of(holder):
+            if segment in self.graph.nodes[number].edges:
+                return self.graph.nodes[number].edges[segment]
+        return None
+
+    def _match(self, start: _Visit, *, anew: bool) -> Iterator[Assignment]:
+        queue = deque([start])
+        seen: set[tuple[int, int]] = set()
+        kept = []  # so that no other object gets the id of one that was seen
+        first = True
+        while queue:
+            visit = queue.popleft()
+            number, value, view = visit.number, visit.value, visit.view
+            if isinstance(view, Leaf) and view.opened is not None and not self._holds_numbers(number):
+                view = view.opened()
+            if isinstance(view, Leaf):
+                yield from self._leaf(visit, view)
+            # The parts of an immutable container are visited wherever they are, as each place is built anew.
+            if not isinstance(view, Branch) or id(value) in visit.within:
+                continue
+            if not (anew or first) and self.bindings.binds(number, value):
+                continue
+            first = False
+            if not view.functional and (number, id(value)) in seen:
+                continue
+            if not self.bindings.bind(number, value, visit.path, fixed=not view.functional):
+                continue
+            seen.add((number, id(value)))
+            kept.append(value)
+            if self.graph.nodes[number].value is None:
+                yield from self._branch(visit, view, queue)
+            elif self.plain.is_packed(number) and (slot := _slot_of_elements(visit)) is not None:
+                yield Assignment(number, slot, visit.path, covers=[(number, ())])
+            else:
+                self.unused[number] = visit.path
+
+    def _holds_numbers(self, number: int) -> bool:
+        """Whether a node may be the elements of a sequence, packed or one by one."""
+        return self.plain.is_packed(number) or (self.plain.is_sequence(number) and self.plain.below(number) is not None)
+
+    def _leaf(self, visit: _Visit, leaf: Leaf) -> Iterator[Assignment]:
+        if not self.bindings.bind(visit.number, visit.value, visit.path, fixed=leaf.in_place):
+            return
+        if self.graph.nodes[visit.number].value is not None:
+            yield Assignment(visit.number, leaf.slot, visit.path)
+        elif (visit.value is None or leaf.opened) and (covers := self.plain.below(visit.number)) is not None:
+            yield Assignment(visit.number, leaf.slot, visit.path, covers=covers)
+
+    def _branch(self, visit: _Visit, view: Branch, queue: deque[_Visit]) -> Iterator[Assignment]:
+        """Follow the edges that both graphs have; plain values need none in the program."""
+        value, path = visit.value, visit.path
+        grows = None if view.functional else visit.position
+        if self.plain.is_sequence(visit.number) and (slot := _slot_of_elements(visit)) is not None:
+            covers, changes = self.plain.below(visit.number), len(value) != len(self.graph.nodes[visit.number].edges)
+            # Elements that other objects hold, too, have to stay the same objects, as far as they exist; so do those
+            # of a tuple, which is a part of something.
+            if covers is not None and (changes or not (self.plain.shares(visit.number) or isinstance(value, tuple))):
+                yield Assignment(visit.number, slot, path, covers=covers)
+                return
+        edges = {edge.segment: edge for edge in view.edges}
+        special = {GROUPS} if view.optimizer is not None else frozenset()
+        within = visit.within | {id(value)} if view.functional else frozenset()
+        saved = self.graph.nodes[visit.number].edges
+        if not self.has_unmatched:
+            new = (edge.value for segment, edge in edges.items() if segment not in saved)
+            self.has_unmatched = any(not is_python_value(one) for one in new)
+        if visit.only is not None:
+            saved = {visit.only: saved[visit.only]} if visit.only in saved else {}
+        for segment, child in saved.items():
+            below = (*path, segment)
+            if segment in edges:
+                edge = edges[segment]
+                found = classify(edge.value, edge.position)
+                queue.append(_Visit(child, edge.value, found, below, within, edge.position))
+            elif grows is not None and isinstance(value, dict) and (covers := self.plain.below(child)) is not None:
+                entry = EntrySlot(value, grows.anchor, (*grows.trail, segment), visit.number)
+                yield Assignment(child, entry, below, covers=covers)
+            elif segment not in special and child in self.graph.with_values:
+                self.waiting.append(value)
+
+
+def _slot_of_elements(visit: _Visit) -> Slot | None:
+    """Return the slot of all elements of a plain sequence of the program; None for anything else."""
+    value, position = visit.value, visit.position
+    if position is None or not isinstance(value, list | tuple | deque) or not is_plain(value, {}):
+        return None
+    return sequence_slot(value, position) if is_growing(value, position) else position.slot(value)
+
+
+# ---- bindings
+
+
+@dataclass(slots=True, eq=False)
+class Binding:
+    """An object that stands for a node."""
+
+    identity: int | None  # None for an object that may be another one after every restore
+    path: Path
+    reference: Callable[[], Any] | None  # None for an object without weak references
+    root: Callable[[], Any] | None = None  # of the object that it stands for in the program, if any
+
+    @property
+    def lives(self) -> bool:
+        """Whether the object still exists, as far as one can tell."""
+        return self.reference is None or self.reference() is not None
+
+
+class Bindings:
+    """The objects that stand for nodes; the additions of a pass over them can be taken back."""
+
+    def __init__(self, graph: SavedGraph) -> None:
+        # Nodes that two different objects stand for, with the paths of both.
+        self.conflicts: dict[int, tuple[Path, Path]] = {}
+        self.fresh: list[int] = []  # nodes that objects have been bound to since the pass began
+        self._graph = graph
+        self._by_number: dict[int, list[Binding]] = {}
+        self._by_identity: dict[int, list[tuple[int, Binding]]] = {}
+        self._before: list[tuple[int, list[Binding]]] = []
+
+    def begin(self) -> None:
+        self.fresh.clear()
+        self._before.clear()
+
+    def undo(self) -> None:
+        for number, bindings in reversed(self._before):
+            for binding in self._by_number[number]:
+                if binding not in bindings and binding.identity is not None:
+                    self._by_identity[binding.identity].remove((number, binding))
+            self._by_number[number] = bindings
+        self.begin()
+
+    def numbers(self) -> list[int]:
+        return list(self._by_number)
+
+    def objects(self, number: int) -> list[tuple[Any, Path]]:
+        """Return the live objects that stand for a node, with their paths."""
+        known = self._by_number.get(number, [])
+        found = [(binding.reference(), binding.path) for binding in known if binding.reference is not None]
+        return [(thing, path) for thing, path in found if thing is not None]
+
+    def of(self, holder: Any) -> list[tuple[int, Binding]]:
+        known = self._by_identity.get(_identity(holder), ())
+        # Another object may have the id of one that is gone.
+        return [(number, one) for number, one in known if one.lives or (one.root is not None and one.root() is holder)]
+
+    def binds(self, number: int, value: Any) -> bool:
+        identity = _identity(value)
+        return any(one.identity == identity and one.lives for one in self._by_number.get(number, []))
+
+    def bind(self, number: int, value: Any, path: Path, *, fixed: bool) -> bool:
+        """Note that an object stands for a node; return whether no other object does."""
+        bindings = self._by_number.setdefault(number, [])
+        identity = _identity(value) if fixed else None
+        if any(one.identity == identity and one.path == path and one.lives for one in bindings):
+            return True
+        kept = [binding for binding in bindings if binding.path != path]  # by now another object is at that path
+        others = [one for one in kept if one.identity not in (None, identity) and one.lives] if fixed else []
+        if others:
+            if self.conflicts.get(number) != (others[0].path, path):
+                _logger.warning(
+                    "%s is one object in the checkpoint, but %s and %s are two; only the first of them is restored",
+                    format_node_path(self._graph.path(number)),
+                    format_node_path(others[0].path),
+                    format_node_path(path),
+                )
+            self.conflicts[number] = others[0].path, path
+            return False
+        found = Binding(None, path, None)
+        if identity is not None:
+            root = value.__holdfast_root__() if isinstance(value, Node) else None
+            found = Binding(identity, path, _reference(value), None if root is None else _reference(root))
+        self._before.append((number, bindings))
+        self._by_number[number] = [*kept, found]
+        self.fresh.append(number)
+        if identity is not None:
+            self._by_identity.setdefault(identity, []).append((number, found))
+        return True
+
+
+def _identity(value: Any) -> int:
+    """Return the id of an object; a checkpoint is one with the object that it stands for."""
+    root = value.__holdfast_root__() if isinstance(value, Node) else None
+    return id(value if root is None else root)
+
+
+def _reference(value: Any) -> Callable[[], Any] | None:
+    return weakref.ref(value) if type(value).__weakrefoffset__ != 0 else None
+
+
+# ---- torch optimizers
+
+_TORCH = "torch.optim."
+_SCHEDULED = "initial_lr"  # an option that schedulers add to groups of any optimizer
+
+
+class OptimizerMatching:
+    """The values and options of a checkpoint's optimizers, and the slots they belong in."""
+
+    def __init__(self, graph: SavedGraph, bindings: Bindings, unused: dict[int, Path]) -> None:
+        self._graph = graph
+        self._bindings = bindings
+        self._unused = unused
+        self._values: dict[tuple[int, int], list[tuple[str, int]]] = {}
+        self._group_of: dict[tuple[int, int], int] = {}
+        self._parameters_of: dict[int, dict[int, None]] = {}
+        self._optimizers_of: dict[int, dict[int, None]] = {}
+        for number, node in enumerate(graph.nodes):
+            for parameter, segment, value in node.optimizer_slots:
+                self._values.setdefault((number, parameter), []).append((segment, value))
+                self._pair(number, parameter)
+            for group, parameters in enumerate(node.groups):
+                for parameter in parameters:
+                    self._group_of[number, parameter] = group
+                    self._pair(number, parameter)
+        self._live: dict[int, _LiveOptimizer] = {}
+
+    def _pair(self, number: int, parameter: int) -> None:
+        self._parameters_of.setdefault(number, {})[parameter] = None
+        self._optimizers_of.setdefault(parameter, {})[number] = None
+
+    def everything(self) -> Iterator[Assignment]:
+        """Generate all values and options whose slots are known."""
+        self._live.clear()
+        return self.of(self._parameters_of)
+
+    def of(self, fresh: Iterable[int]) -> Iterator[Assignment]:
+        """Generate the values and options for optimizers and parameters that are new."""
+        new = dict.fromkeys(fresh)
+        for number in new:
+            if number in self._parameters_of:
+                yield from self._assignments(number, self._parameters_of[number])
+        for parameter in new:
+            for number in self._optimizers_of.get(parameter, ()):
+                if number not in new:
+                    yield from self._assignments(number, [parameter])
+
+    def _assignments(self, number: int, parameters: Iterable[int]) -> Iterator[Assignment]:
+        """Generate an optimizer's values for parameters, and the options of their groups."""
+        for optimizer, path in self._bindings.objects(number):
+            if not is_optimizer(optimizer):
+                continue
+            known = self._live.get(id(optimizer))
+            if known is None or known.outdated(optimizer):
+                known = self._live[id(optimizer)] = _LiveOptimizer(optimizer, self._graph, number)
+            touched: dict[int, Any] = {}
+            for saved_parameter in parameters:
+                parameter, parameter_path = self._tensor(saved_parameter)
+                if parameter is None:
+                    continue
+                group = known.group_of.get(id(parameter))
+                for segment, value in self._values.get((number, saved_parameter), ()):
+                    where = (*path, OPTIMIZER_SLOTS, *parameter_path, segment)
+                    name = unescape_key(segment)
+                    if group is None or not (known.related or name in optimizer.state.get(parameter, {})):
+                        self._unused[value] = where
+                        continue
+                    likeness = (parameter, name, optimizer.param_groups[group])
+                    yield Assignment(value, OptimizerSlot(optimizer, parameter, name), where, likeness)
+                if group is not None and (number, saved_parameter) in self._group_of:
+                    known.origins.setdefault(group, set()).add(self._group_of[number, saved_parameter])
+                    touched[group] = parameter
+            for group, parameter in touched.items():
+                yield from self._options(known, optimizer, group, (*path, GROUPS, str(group)), parameter)
+
+    def _options(
+        self, known: _LiveOptimizer, optimizer: Any, group: int, path: Path, parameter: Any
+    ) -> Iterator[Assignment]:
+        """Generate the options of a group, which is known by its parameters, not by its number."""
+        if len(known.origins[group]) != 1:
+            return  # its parameters were in several groups: its options stay as they are
+        (origin,) = known.origins[group]
+        options = optimizer.param_groups[group]
+        for segment, value in known.saved_options.get(origin, {}).items():
+            name = unescape_key(segment)
+            if known.related or name in options or name == _SCHEDULED:
+                slot = OptionSlot(optimizer, group, name)
+                yield Assignment(value, slot, (*path, segment), (parameter, name, options))
+            else:
+                self._unused[value] = (*path, segment)
+
+    def _tensor(self, number: int) -> tuple[Any, Path]:
+        return next(((one, path) for one, path in self._bindings.objects(number) if is_torch_tensor(one)), (None, ()))
+
+
+class _LiveOptimizer:
+    """An optimizer of the program that stands for one of the checkpoint."""
+
+    def __init__(self, optimizer: Any, graph: SavedGraph, number: int) -> None:
+        groups = [group["params"] for group in optimizer.param_groups]
+        self.group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
+        # For each of its groups the groups of the checkpoint that its parameters were in.
+        self.origins: dict[int, set[int]] = {}
+        self._reference = weakref.ref(optimizer)
+        self._sizes = [len(group) for group in groups]
+        holder = graph.nodes[number].edges.get(GROUPS)
+        options = {} if holder is None else graph.nodes[holder].edges
+        self.saved_options = {
+            int(group): graph.nodes[node].edges for group, node in options.items() if group.isdecimal()
+        }
+        # Whether the saved one is of the same kind.
+        self.related = self._is_related(optimizer, graph.nodes[number].type)
+
+    def outdated(self, optimizer: Any) -> bool:
+        """Whether this is about another optimizer, or parameters have been added to it since."""
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        return self._reference() is not optimizer or self._sizes != sizes
+
+    def _is_related(self, optimizer: Any, saved: str) -> bool:
+        """Whether the saved optimizer is of the same class, a base or derived one, or has the same options at least."""
+        kind = type(optimizer)
+        if not (saved.startswith(_TORCH) and kind.__module__.startswith(_TORCH)):
+            return True  # classes of the program, which may have been moved or renamed
+        kinds = [*kind.__mro__, *_derived(kind)]
+        if saved in {f"{one.__module__}.{one.__qualname__}" for one in kinds}:
+            return True
+        options = self.saved_options.get(0, {})
+        return bool(self.saved_options) and options.keys() == group_options(optimizer.param_groups[0]).keys()
+
+
+def _derived(kind: type) -> list[type]:
+    found: list[type] = kind.__subclasses__()
+    for one in found:
+        found += one.__subclasses__()
+    return found

@@ -1,0 +1,42 @@
+"""Paths through an object graph, in their three written forms.
+
+An edge is named by the escaped form of its key, as in the names of leaves (:mod:`~holdfast.engine.pytree.names`); a
+path is the names of the edges from the root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...engine.errors import OptionError, shortened
+from ...engine.pytree import format_path, unescape_key
+
+Path = tuple[str, ...]  # the names of the edges from the root to a node, each escaped
+
+
+def storage_name(path: Path) -> str:
+    """Return a path as leaves are named: ``net.l1.weight``."""
+    return ".".join(path)
+
+
+def format_node_path(path: Path) -> str:
+    """Format a path for people: ``net/l1/weight``; the root is ``(root)``."""
+    return format_path(storage_name(path))
+
+
+def parse_path(text: str) -> Path:
+    """Read a path that a person wrote: as it is formatted (``net/l1/weight``) or as a leaf is named (``net.l1``)."""
+    if not isinstance(text, str) or not text:
+        raise OptionError(f"{text!r} is not a path; write 'net/l1/weight' or 'net.l1.weight'")
+    path = tuple(key.replace(".", "%2E") for key in text.split("/")) if "/" in text else tuple(text.split("."))
+    try:
+        for key in path:
+            unescape_key(key)
+    except ValueError as error:
+        raise OptionError(f"{text!r} is not a path: {error}") from error
+    return path
+
+
+def format_section(what: str, names: Sequence[str]) -> list[str]:
+    """Format the line of a report for a list of paths; nothing for an empty list."""
+    return [f"  {what} ({len(names)}): {shortened(names, 10)}"] if names else []

@@ -1,0 +1,245 @@
+"""Checkpoints read without the program that wrote them, and the newest of the numbered ones in a directory.
+
+Nothing is written down about the newest one: each call lists the directory, so that it can be moved, copied and tidied.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from ...engine.checkpoint import Place, has_record
+from ...engine.errors import DamagedCheckpointError, ObjectNotFoundError, OptionError, shortened
+from ...engine.sources import find_steps, recognise
+from ...engine.storage import Location, as_location
+from .paths import Path, format_node_path, parse_path
+from .saved import SavedGraph
+from .stored import StoredGraph, open_graph
+
+_logger = logging.getLogger("holdfast")
+
+
+class GraphView:
+    """The objects of a checkpoint and the edges between them.
+
+    Args:
+        graph: The nodes and edges.
+    """
+
+    def __init__(self, graph: SavedGraph) -> None:
+        self._graph = graph
+
+    def children(self, path: str = "") -> dict[str, str]:
+        """Return the edges of an object, each with the shortest path to the object it leads to.
+
+        Args:
+            path: Any path to the object; ``""`` is the root.
+        """
+        edges = self._graph.nodes[self._find(path)].edges
+        return {
+            format_node_path((segment,)): format_node_path(self._graph.path(child)) for segment, child in edges.items()
+        }
+
+    def slots(self, path: str) -> dict[str, dict[str, str]]:
+        """Return the paths of the values of an optimizer: by the parameter's path, and by name.
+
+        Args:
+            path: Any path to the optimizer.
+        """
+        found: dict[str, dict[str, str]] = {}
+        for parameter, name, value in self._graph.nodes[self._find(path)].optimizer_slots:
+            of_parameter = found.setdefault(format_node_path(self._graph.path(parameter)), {})
+            of_parameter[format_node_path((name,))] = format_node_path(self._graph.path(value))
+        return found
+
+    def type_of(self, path: str) -> str:
+        """Return the name of an object's type, for people; ``""`` for most values."""
+        return self._graph.nodes[self._find(path)].type
+
+    def same(self, one: str, other: str) -> bool:
+        """Return whether two paths lead to one object."""
+        return self._find(one) == self._find(other)
+
+    def _find(self, path: str) -> int:
+        number = self._graph.find(parse_path(path) if path else ())
+        if number is None:
+            raise ObjectNotFoundError(f"the checkpoint has nothing at {path!r}")
+        return number
+
+
+class CheckpointReader:
+    """One checkpoint, opened for reading.
+
+    Values have their paths as names. Those that TensorFlow wrote have TensorFlow's names, such as
+    ``net/l1/kernel/.ATTRIBUTES/VARIABLE_VALUE``, and can be read by their paths as well.
+
+    Args:
+        stored: Its graph, opened for reading.
+
+    Attributes:
+        path: The path of the checkpoint.
+        graph: The objects and the edges between them.
+    """
+
+    def __init__(self, stored: StoredGraph) -> None:
+        self._stored = stored
+        self.path = str(stored.checkpoint)
+        self.graph = GraphView(stored.graph)
+        self._values = dict(self._leaves())
+        self._named = frozenset(() if stored.variables is None else stored.variables.shapes())
+
+    def get_variable_to_shape_map(self) -> dict[str, list[int]]:
+        """Return the shapes of all values by their paths, such as ``net/l1/weight``, or TensorFlow's names."""
+        if self._stored.variables is not None:
+            return self._stored.variables.shapes()
+        return {path: list(self._stored.leaves[name].saved.shape or ()) for path, name in self._values.items()}
+
+    def get_variable_to_dtype_map(self) -> dict[str, np.dtype[Any] | None]:
+        """Return the dtypes of all values; None for values that are no arrays, such as text.
+
+        Text of TensorFlow has the object dtype, as it is read into arrays of objects.
+        """
+        if self._stored.variables is not None:
+            return self._stored.variables.dtypes()
+        return {path: self._stored.leaves[name].saved.dtype for path, name in self._values.items()}
+
+    def has_tensor(self, path: str) -> bool:
+        """Return whether any path, or a name of TensorFlow's, leads to a value."""
+        return path in self._named or path in self._values or (path != "" and self._name(path) is not None)
+
+    def get_tensor(self, path: str) -> Any:
+        """Read a value.
+
+        Args:
+            path: Any path that leads to it, also to the whole state of an iterator and the like; or TensorFlow's name.
+
+        Returns:
+            A numpy array or a Python value; a tree of those for a state.
+
+        Raises:
+            ObjectNotFoundError: Nothing is there.
+            DamagedCheckpointError: It does not verify.
+        """
+        if self._stored.variables is not None and path in self._named:
+            return self._stored.variables.read(path)
+        name = self._values.get(path) or self._name(path)
+        if name is None:
+            some = shortened(self._named or self._values)
+            raise ObjectNotFoundError(f"{self.path} has no value at {path!r}; it has {some}")
+        return self._stored.load([name])[0]
+
+    def _name(self, path: str) -> str | None:
+        number = self._stored.graph.find(parse_path(path))
+        return None if number is None else self._stored.graph.nodes[number].value
+
+    def _leaves(self) -> Iterator[tuple[str, str]]:
+        """Generate the paths and storage names of all leaves."""
+        for number, node in self._stored.graph.values():
+            path = self._stored.graph.path(number)
+            value = str(node.value)
+            for name in self._stored.leaves_of(value):
+                below: Path = () if name == value else tuple(name.removeprefix(f"{value}.").split("."))
+                yield format_node_path((*path, *below)), name
+
+
+def load_checkpoint(path: Place) -> CheckpointReader:
+    """Open a checkpoint for reading.
+
+    Args:
+        path: A checkpoint, or a directory of numbered ones, whose newest is opened.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        DamagedCheckpointError: It does not verify.
+    """
+    return CheckpointReader(open_graph(locate(path)))
+
+
+def numbers_of(directory: Location, name: str) -> list[int]:
+    """Return the numbers of all entries called ``<name>-<number>``, checkpoints or not: they are taken."""
+    pattern = re.compile(re.escape(name) + r"-(0|[1-9][0-9]*)")
+    return [int(match[1]) for entry in directory.entries() if (match := pattern.fullmatch(entry.name))]
+
+
+def latest_checkpoint(directory: Place) -> str | None:
+    """Return the path of the newest numbered checkpoint in a directory, or None.
+
+    Of checkpoints with the same name, that is the one with the highest number; of several names, the one whose newest
+    checkpoint was committed last. Damaged checkpoints are passed over, with a warning.
+
+    Args:
+        directory: Where numbered checkpoints are: those of ``Checkpoint.save`` or of a `CheckpointManager`, or those of
+            another library.
+    """
+    location = as_location(directory)
+    if not location.is_directory():
+        return None
+    try:
+        steps = find_steps(location)
+        for entry in steps.entries:
+            if entry.error is not None:
+                _logger.warning("%s is damaged and passed over: %s", entry.location, entry.error)
+        newest = steps.newest(whole=True)
+        if newest is not None or steps.entries:
+            return None if newest is None else str(newest.location)
+        found = recognise(location)  # a directory of TensorFlow may name its newest checkpoint
+    except DamagedCheckpointError as error:
+        _logger.warning("%s is damaged and passed over: %s", location, error)
+        return None
+    return str(found.location) if found is not None and found.location != location else None
+
+
+def locate(path: Place) -> Location:
+    """Return the location of a checkpoint; for a directory of numbered ones, that of the newest."""
+    if isinstance(path, int):
+        raise OptionError(
+            f"{path}: a number alone does not name a checkpoint; give its path, such as "
+            f"'directory/ckpt-{path}', or its directory for the newest"
+        )
+    location = as_location(path)
+    if has_record(location) or (location.exists() and not location.is_directory()):
+        return location
+    newest = latest_checkpoint(location)
+    return location if newest is None else as_location(newest)
+
+
+def checkpoints_iterator(
+    directory: Place,
+    *,
+    min_interval_secs: float = 0.0,
+    timeout: float | None = None,
+    timeout_fn: Callable[[], bool] | None = None,
+    poll_secs: float = 1.0,
+) -> Iterator[str]:
+    """Generate every new checkpoint of a directory, for programs that evaluate a model while another program trains it.
+
+    Args:
+        directory: Where numbered checkpoints are, or will be.
+        min_interval_secs: How long to wait at least from one to the next, in seconds.
+        timeout: How long to wait for a new one, in seconds; None waits for ever.
+        timeout_fn: Called when that time is over; True ends the iteration, anything else waits again. None ends it.
+        poll_secs: How long to wait before looking again, in seconds.
+
+    Yields:
+        The path of the newest checkpoint; one that is outdated before it is seen is left out.
+    """
+    seen: str | None = None
+    while True:
+        began = time.monotonic()
+        while (found := latest_checkpoint(directory)) is None or found == seen:
+            left = float("inf") if timeout is None else began + timeout - time.monotonic()
+            if left <= 0:
+                if timeout_fn is None or timeout_fn():
+                    return
+                began = time.monotonic()
+                continue
+            time.sleep(min(poll_secs, left))
+        seen = found
+        offered = time.monotonic()
+        yield found
+        time.sleep(max(0.0, offered + min_interval_secs - time.monotonic()))

@@ -1,0 +1,514 @@
+"""One restore: values are validated, read and written, now for the objects that exist, later for those that are new.
+
+A save restores nothing: the state of an object since it was built is the program's, and is saved as it is or not at
+all. :func:`check_restored` refuses a save that would lose values of a restore.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from ...engine.distributed import current_coordinator
+from ...engine.errors import StateError, TreeMismatchError, UnmatchedObjectsError, shortened
+from ...engine.pytree import KeyProblem, PathFilter, Patterns, collection_paused, key_segments
+from .capture import PER_PROCESS
+from .matching import Matching
+from .paths import Path, format_node_path, format_section
+from .saved import Rename
+from .slots import Assignment, Proxy, StateSlot, last_writer, note_writer, restore_numbers, write_slots
+from .stored import StoredGraph
+from .tracked import Node, expect, forget
+from .values import PLAIN_KINDS, PlainValues, ValueReader
+from .views import COUNTER, Leaf
+from .walk import LiveNode, walk
+
+_logger = logging.getLogger("holdfast")
+_NO_STREAM = "keeps its fresh state: the checkpoint has none of this process"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """The state of a restore at one moment. Paths are formatted for people: ``net/l1/weight``.
+
+    Attributes:
+        checkpoint: Where the values come from; ``""`` where no checkpoint was given.
+        restored: Values in the program that were restored.
+        missing: Values in the program for which the checkpoint has none.
+        pending: Values of the checkpoint that wait for an object.
+        unused: Values of the checkpoint in whose place the program has something that has no such value.
+        conflicts: Objects of the checkpoint that are two different objects in the program: the path in the checkpoint,
+            and both paths in the program.
+        skipped: Objects in the program that are neither saved nor restored, each with the reason.
+        nontrivial: Whether anything but the root was found in the checkpoint.
+    """
+
+    checkpoint: str = ""
+    restored: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    pending: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    conflicts: tuple[tuple[str, str, str], ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
+    nontrivial: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether program and checkpoint match exactly."""
+        return not (self.missing or self.pending or self.unused or self.conflicts)
+
+    def __str__(self) -> str:
+        parts = [f"{self.checkpoint or 'no checkpoint'}: {len(self.restored)} values restored"]
+        parts += format_section("in the program, not in the checkpoint", self.missing)
+        parts += format_section("in the checkpoint, not in the program", self.pending)
+        parts += format_section("in the checkpoint; in the program something else is in its place", self.unused)
+        conflicts = [f"{saved}: {one} and {other}" for saved, one, other in self.conflicts]
+        parts += format_section("one object in the checkpoint, two in the program", conflicts)
+        return "\n".join(parts)
+
+
+class RestoreStatus:
+    """The progress of a restore; later calls may see more objects.
+
+    Values for objects that are built later are restored at the latest by `try_complete` and the assertions, never by a
+    save.
+
+    Args:
+        restoration: The restore, or None where no checkpoint was given.
+        root: The object that was restored into; it is kept alive.
+    """
+
+    def __init__(self, restoration: Restoration | None, root: Node) -> None:
+        self._restoration = restoration
+        self._root = root
+
+    @property
+    def report(self) -> RestoreReport:
+        """The restored values and the others, for the objects that the program has now."""
+        return RestoreReport() if self._restoration is None else self._restoration.report(self._root)
+
+    def try_complete(self) -> Self:
+        """Restore objects that have been built since, wherever they were attached.
+
+        Objects that are attached to a `Node` or a tracked list or dictionary are restored at once. This is for objects
+        that are attached elsewhere, such as a layer that is assigned to a module. The assertions do the same. Values
+        that are restored already stay as they are.
+
+        Raises:
+            TreeMismatchError: An object does not fit its value; nothing was changed.
+        """
+        if self._restoration is not None and not self._restoration.retired:
+            self._restoration.advance()
+        return self
+
+    def assert_consumed(self) -> Self:
+        """Check that program and checkpoint match exactly.
+
+        Raises:
+            UnmatchedObjectsError: A value is in one of them only.
+        """
+        report = self._checked()
+        if not report.complete:
+            raise UnmatchedObjectsError(f"program and checkpoint do not match exactly: {report}", report)
+        return self
+
+    def assert_existing_objects_matched(self) -> Self:
+        """Check that every value that is in the program now was restored.
+
+        Raises:
+            UnmatchedObjectsError: One was not.
+        """
+        report = self._checked()
+        if report.missing or report.conflicts:
+            raise UnmatchedObjectsError(f"not everything in the program was restored: {report}", report)
+        return self
+
+    def assert_nontrivial_match(self) -> Self:
+        """Check that anything at all was found in the checkpoint.
+
+        Raises:
+            UnmatchedObjectsError: Nothing but the root was.
+        """
+        report = self._checked()
+        if not report.nontrivial:
+            raise UnmatchedObjectsError(describe_no_match(report), report)
+        return self
+
+    def expect_partial(self) -> Self:
+        """Declare that values of the checkpoint may stay unrestored.
+
+        No warning is logged for them, and a save leaves them behind: it saves the values of the program, and warns of
+        objects that exist by now and have not got theirs. An object that is attached to a `Node` is restored
+        nevertheless.
+        """
+        if self._restoration is not None:
+            self._restoration.progress.partial = True
+        return self
+
+    def _checked(self) -> RestoreReport:
+        if self._restoration is None:
+            raise UnmatchedObjectsError("no checkpoint was given: restore(None) restores nothing", self.report)
+        if self._restoration.progress.unrestored():
+            self.try_complete()
+        return self.report
+
+
+def describe_no_match(report: RestoreReport) -> str:
+    """Describe a restore that found nothing, and what there was to find."""
+    if not report.missing and not set(report.restored) - {COUNTER}:
+        what = f"{report.checkpoint}: nothing was restored, as nothing has been attached yet"
+    else:
+        what = (
+            f"{report.checkpoint}: nothing was restored. Names in the program and in the checkpoint differ from the "
+            "first key on: Checkpoint(model) and Checkpoint(model=model) are two different things, for example"
+        )
+    sections = format_section("in the program", report.missing) + format_section("in the checkpoint", report.pending)
+    return "\n".join([what, *sections])
+
+
+@dataclass(slots=True)
+class RestoreProgress:
+    """The values of a checkpoint that were restored; outlives the restore, to warn of those that never were."""
+
+    wanted: dict[int, Path]  # the nodes of the values to restore, with their paths
+    where: str
+    restored: set[int] = field(default_factory=set)  # the nodes of the values that were restored
+    partial: bool = False  # whether some of them may never be
+
+    def left(self) -> list[int]:
+        return [number for number in self.wanted if number not in self.restored]
+
+    def unrestored(self) -> list[Path]:
+        return [self.wanted[number] for number in self.left()]
+
+    def warn(self) -> None:
+        """Log the values that were never restored, once the checkpoint object is gone."""
+        left = [] if self.partial else self.unrestored()
+        if left:
+            _logger.warning(
+                "a checkpoint object is gone, and values of %s were never restored; call expect_partial() if that is "
+                "intended:\n%s",
+                self.where,
+                "\n".join(format_section("not restored", list(map(format_node_path, left)))),
+            )
+
+
+_waiting: weakref.WeakSet[Restoration] = weakref.WeakSet()
+
+
+class Restoration:
+    """A restore into a root and everything that can be reached from it."""
+
+    def __init__(
+        self,
+        stored: StoredGraph,
+        root: Node,
+        *,
+        rename: Rename | None = None,
+        select: Patterns | None = None,
+        exclude: Patterns | None = None,
+        ignore: Iterable[Path] = (),
+    ) -> None:
+        self._root = weakref.ref(root)
+        self._number = next(restore_numbers)
+        graph = stored.graph.unwrapped()
+        graph = graph.renamed(rename) if rename else graph
+        plain = {
+            number: leaf.saved.kind
+            for number, node in graph.values()
+            if (leaf := stored.leaves.get(str(node.value))) is not None
+            and leaf.saved.kind in PLAIN_KINDS
+            and not str(node.value).startswith(PER_PROCESS)
+            and node.transform is None
+            and not node.type  # no box, which the program has to make
+        }
+        self._matching = Matching(graph, PlainValues(graph, plain))
+        self._reader = ValueReader(stored, graph, self._matching.plain, str(stored.checkpoint))
+        self._has_own = stored.has_own
+        self._ignored = frozenset(ignore)
+        self._filter = PathFilter(select, exclude)
+        paths = {number: graph.path(number) for number, _ in graph.values()}
+        self._filter.check(paths.values())
+        self._wanted = {number: path for number, path in paths.items() if self._chooses(path)}
+        self.progress = RestoreProgress(self._wanted, str(stored.checkpoint))
+        weakref.finalize(self, self.progress.warn).atexit = False
+        self._proxies: list[Proxy] = []
+        self._settled: set[Path] = set()
+        self._fresh: set[Path] = set()  # streams of this process, for which the checkpoint has none
+        self.retired = False  # whether a later restore has taken over all that it waits for
+        self.reported: set[Path] = set()  # values whose objects a save has found
+        self._holders: list[weakref.ref[Any]] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether everything was restored, and no other restore depends on what this one wrote."""
+        return self.retired or not (self.progress.unrestored() or self._proxies)
+
+    def retire(self) -> None:
+        """End the restore: objects that are built later belong to another one."""
+        self.retired = True
+        self.progress.partial = True
+        self._stop_waiting()
+
+    def advance(self) -> None:
+        """Restore everything that can be reached from the root and was not restored yet."""
+        root = self._root()
+        if root is not None:
+            with collection_paused():
+                self._apply(self._matching.from_root(root))
+
+    def prepare(self, root: Node, misfits: dict[str, str] | None = None) -> Callable[[], None]:
+        """Read everything, as `advance` does, and return the function that restores it.
+
+        Program and checkpoint have to match exactly. With ``misfits``, what fits is restored, and a line is added by
+        its path for each value that does not.
+        """
+        with collection_paused():
+            restore, assigned = self._read(self._matching.from_root(root), misfits)
+        for one in assigned:
+            self._note(one)
+        report = self.report(root)
+        if misfits is None and not report.complete:
+            raise TreeMismatchError(
+                f"{report.checkpoint}: program and checkpoint differ; nothing was changed:",
+                [
+                    *(f"{path}: in the program, not in the checkpoint" for path in report.missing),
+                    *(f"{path}: in the checkpoint, not in the program" for path in report.pending),
+                    *(f"{path}: in the checkpoint; something else is there in the program" for path in report.unused),
+                    *(f"{path}: one object, but {one} and {two} are two" for path, one, two in report.conflicts),
+                ],
+            )
+        return restore
+
+    def resume(self, holder: object, key: object = None) -> None:
+        self._apply(self._matching.from_holder(holder, key))
+
+    def awaited(self) -> list[Path]:
+        """Return the paths of values that `advance` would restore now; they stay as they are."""
+        root = self._root()
+        if root is None:
+            return []
+        due, known = self._sorted(self._matching.from_root(root))
+        for one in known:
+            self._note(one)
+        self._wait()
+        return [path for one in due for _, path in _values(one)]
+
+    def expects_below(self, holder: object, key: object) -> bool:
+        try:
+            (segment,) = [str(key)] if isinstance(key, int) else key_segments([key])
+        except KeyProblem:
+            return False
+        number = self._matching.node_at(holder, segment)
+        return number is not None and bool(self._matching.graph.nodes[number].edges)
+
+    @property
+    def found_anything(self) -> bool:
+        """Whether anything but the root was found in the checkpoint."""
+        graph = self._matching.graph
+        return any(
+            number in self._wanted or graph.nodes[number].value is None
+            for number in self._matching.bindings.numbers()
+            if number != 0 and graph.path(number) != (COUNTER,)
+        )
+
+    def wanted(self) -> set[Path]:
+        return set(self._wanted.values())
+
+    def report(self, root: Node) -> RestoreReport:
+        live = walk(root, strict=False)
+        restored, missing = [], []
+        for node in live.leaves():
+            if node.path in self._fresh:
+                live.skipped[node.path] = _NO_STREAM
+            elif self._is_restored(node):
+                restored.append(format_node_path(node.path))
+            elif self._chooses(node.path):
+                missing.append(format_node_path(node.path))
+        graph, unused = self._matching.graph, self._matching.unused
+        left = self.progress.left()
+        return RestoreReport(
+            checkpoint=self.progress.where,
+            restored=tuple(restored),
+            missing=tuple(missing),
+            pending=tuple(format_node_path(self._wanted[number]) for number in left if number not in unused),
+            unused=tuple(format_node_path(self._wanted[number]) for number in left if number in unused),
+            conflicts=tuple(
+                (format_node_path(graph.path(number)), format_node_path(one), format_node_path(other))
+                for number, (one, other) in self._matching.bindings.conflicts.items()
+            ),
+            skipped=tuple((format_node_path(path), reason) for path, reason in live.skipped.items()),
+            nontrivial=self.found_anything,
+        )
+
+    def _is_restored(self, node: LiveNode) -> bool:
+        if isinstance(node.view, Leaf) and node.view.opened is not None and (*node.path, "0") in self._settled:
+            return True  # element by element
+        return node.path in self._settled or last_writer(node.slot) >= self._number
+
+    def warn_of_missing(self, root: Node) -> None:
+        """Log the objects of the program, such as parameters, that the checkpoint has no values for."""
+        if not (self._matching.has_unmatched or self._matching.unused):
+            return
+        missing = [
+            format_node_path(node.path)
+            for node in walk(root, strict=False).leaves()
+            if isinstance(node.view, Leaf) and node.view.shared
+            if not self._is_restored(node) and node.path not in self._fresh and self._chooses(node.path)
+        ]
+        if missing:
+            lines = format_section("in the program, not in the checkpoint", missing)
+            lines += format_section(
+                "in the checkpoint, not in the program", list(map(format_node_path, self.progress.unrestored()))
+            )
+            _logger.warning(
+                "%s has no values for objects of the program, which keep those they have; pass partial=True if that "
+                "is intended:\n%s",
+                self.progress.where,
+                "\n".join(lines),
+            )
+
+    def _chooses(self, path: Path) -> bool:
+        return path not in self._ignored and self._filter.chooses(path)
+
+    # ---- from values to slots
+
+    def _apply(self, found: Iterable[Assignment]) -> None:
+        write, _ = self._read(found)
+        write()
+
+    def _read(
+        self, found: Iterable[Assignment], misfits: dict[str, str] | None = None
+    ) -> tuple[Callable[[], None], list[Assignment]]:
+        """Validate and read all values, before anything changes; return the function that writes them, and for what."""
+        try:
+            due, known = self._sorted(found)
+            values = self._reader.read(due, misfits)
+        except BaseException:
+            self._matching.undo()
+            raise
+
+        def write() -> None:
+            try:
+                write_slots(values)
+            except BaseException:
+                self._matching.undo()
+                raise
+            for one in due:
+                note_writer(one.slot, self._number)
+                if isinstance(one.slot.anchor, Proxy):
+                    self._proxies.append(one.slot.anchor)  # the note about its last writer lives as long as it does
+            for one in due + known:
+                self._note(one)
+            self._wait()
+
+        return write, due + known
+
+    def _sorted(self, found: Iterable[Assignment]) -> tuple[list[Assignment], list[Assignment]]:
+        """Return the assignments to do, and those done by a later restore or by way of another path.
+
+        Streams of which the checkpoint has none of this process are done as well: they stay as they are.
+        """
+        due: list[Assignment] = []
+        known: list[Assignment] = []
+        fresh: list[Path] = []
+        taken: dict[tuple[int, Path], Assignment] = {}
+        for one in found:
+            if one.path in self._settled or not all(
+                number in self._wanted and self._chooses(path) for number, path in _values(one)
+            ):
+                continue
+            if not self._has_own and isinstance(one.slot, StateSlot) and one.slot.is_stream:
+                known.append(one)
+                fresh.append(one.path)
+                continue
+            place = id(one.slot.anchor), one.slot.trail
+            if last_writer(one.slot) >= self._number or place in taken:
+                known.append(one)
+                if (first := taken.get(place)) and first.saved != one.saved:
+                    what = "%s and %s are one object, and two in the checkpoint; it gets the value of the first"
+                    _logger.warning(what, format_node_path(first.path), format_node_path(one.path))
+                continue
+            taken[place] = one
+            due.append(one)
+        if fresh:
+            what = "%s has no random streams and places in the data of process %d, which keeps its fresh ones: %s"
+            names = shortened(map(format_node_path, fresh))
+            _logger.warning(what, self.progress.where, current_coordinator().process_index, names)
+            self._fresh.update(fresh)
+        return due, known
+
+    def _note(self, one: Assignment) -> None:
+        self._settled.add(one.path)
+        for number, path in _values(one):
+            self.progress.restored.add(number)
+            self._settled.add(path)
+            self._matching.unused.pop(number, None)
+
+    def _wait(self) -> None:
+        """Have holders report new objects, as long as values wait for them."""
+        left = len(self.progress.restored) < len(self._wanted)
+        for holder in self._matching.waiting:
+            for target in (holder, holder.__holdfast_root__() if isinstance(holder, Node) else None):
+                if left and not self.retired and expect(target, self):
+                    self._holders.append(weakref.ref(target))
+        self._matching.waiting.clear()
+        if left and not self.retired:
+            _waiting.add(self)
+        else:
+            self._stop_waiting()
+            others_wait = any(other is not self for other in _waiting)
+            self._proxies = self._proxies if others_wait else []
+
+    def _stop_waiting(self) -> None:
+        for reference in self._holders:
+            forget(reference(), self)
+        self._holders.clear()
+        _waiting.discard(self)
+
+
+def _values(one: Assignment) -> list[tuple[int, Path]]:
+    """Return the values that an assignment restores, each with its path in the program."""
+    if one.covers is None:
+        return [(one.saved, one.path)]
+    return [(number, (*one.path, *below)) for number, below in one.covers]
+
+
+def check_restored(restorations: Sequence[Restoration]) -> None:
+    """Raise StateError if a save would lose values that a restore was asked for."""
+    lost: list[str] = []
+    unrestored: list[str] = []
+    for place, restoration in enumerate(restorations):
+        progress = restoration.progress
+        if not progress.unrestored():
+            continue
+        superseded: set[Path] = set().union(*(other.wanted() for other in restorations[place + 1 :]))
+        late = [path for path in restoration.awaited() if path not in superseded]
+        settled = superseded.union(late)
+        if progress.partial:
+            new = [format_node_path(path) for path in late if path not in restoration.reported]
+            if new:
+                what = "objects that were built since the restore from %s keep the values of the program:\n%s"
+                _logger.warning(what, progress.where, "\n".join(format_section("not restored", new)))
+        else:
+            unrestored += [f"{format_node_path(path)} ({progress.where})" for path in late]
+            lost += [
+                f"{format_node_path(path)} ({progress.where})" for path in progress.unrestored() if path not in settled
+            ]
+        restoration.reported.update(late)
+    if lost or unrestored:
+        raise StateError(
+            "\n".join(
+                [
+                    "a restore is not complete, and nothing was written:",
+                    *format_section("values waiting for their objects, which a save would lose", lost),
+                    *format_section("objects built since the restore, without their values", unrestored),
+                    "Build the objects and call try_complete() on the status that the restore returned, to take the "
+                    "values of the checkpoint (a manager has the status of restore_or_initialize as manager.status); "
+                    "or call expect_partial() on it, to leave them behind and save the values of the program",
+                ]
+            )
+        )

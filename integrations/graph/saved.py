@@ -1,0 +1,271 @@
+"""A graph as a checkpoint describes it: nodes, named edges, and which value belongs to which node."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...engine.errors import DamagedCheckpointError, OptionError, TreeMismatchError
+from ...engine.pytree import unescape_key
+from .paths import Path, format_node_path, parse_path, storage_name
+from .walk import OPTIMIZER_SLOTS
+from .wrappers import wrapped_nodes
+
+Transform = Callable[[Any], Any]  # makes the array that is restored from the one that was saved
+
+Rename = Mapping[str, str | tuple[str, Transform]]
+"""For paths in the checkpoint the paths in the program, or those with a function that is applied to the array; the
+objects below a path go with it."""
+
+
+_MOVED = re.compile(r"holdfast\.engine\.(?=(?:graph|components|formats)\.)")
+
+
+def current_name(name: str) -> str:
+    """Return the name of a class or function; checkpoints of 0.1.0 name those of holdfast by the modules of then."""
+    return _MOVED.sub("holdfast.integrations.", name, count=1) if name.startswith("holdfast.") else name
+
+
+@dataclass(slots=True)
+class SavedNode:
+    edges: dict[str, int] = field(default_factory=dict)
+    value: str | None = None  # the storage name of its value, or of the container that is its value
+    type: str = ""  # the name of the object's type; empty for values, except boxes for numbers
+    # The parameter's node, the name, the value's node.
+    optimizer_slots: list[tuple[int, str, int]] = field(default_factory=list)
+    groups: list[list[int]] = field(default_factory=list)  # the parameters of an optimizer's groups
+    transform: Transform | None = None  # None restores the value as it is
+
+
+class SavedGraph:
+    """The graph of a checkpoint; its root is node 0."""
+
+    def __init__(self, nodes: Sequence[SavedNode], before: SavedGraph | None = None) -> None:
+        self.nodes = list(nodes)
+        self._before = before
+        # Not the paths themselves: in a forged graph they may be as long as there are nodes.
+        self._above: dict[int, tuple[int, str]] = {0: (0, "")}
+        self._slots: dict[int, tuple[int, int, str]] = {}
+        queue = [0]
+        for number in queue:
+            for segment, child in self.nodes[number].edges.items():
+                if child not in self._above:
+                    self._above[child] = number, segment
+                    queue.append(child)
+        for number in queue:
+            for parameter, name, value in self.nodes[number].optimizer_slots:
+                if parameter in self._above and value not in self._above:
+                    self._slots.setdefault(value, (number, parameter, name))
+
+    def path(self, number: int) -> Path:
+        """Return the shortest path to a node; for a value of an optimizer, the path it is stored under."""
+        if number in self._slots:
+            optimizer, parameter, name = self._slots[number]
+            return (*self.path(optimizer), OPTIMIZER_SLOTS, *self.path(parameter), name)
+        keys: list[str] = []
+        while number:
+            number, segment = self._above[number]
+            keys.append(segment)
+        return tuple(reversed(keys))
+
+    def above(self, number: int) -> tuple[int, str] | None:
+        """Return the last edge of the shortest path to a node: the node it begins at, and its name."""
+        return self._above.get(number)
+
+    def values(self) -> Iterator[tuple[int, SavedNode]]:
+        for number in [*self._above, *self._slots]:
+            if self.nodes[number].value is not None:
+                yield number, self.nodes[number]
+
+    def find(self, path: Path) -> int | None:
+        """Return the node that a path, short or long, leads to, or None."""
+        number: int | None = 0
+        for segment in path:
+            number = None if number is None else self.nodes[number].edges.get(segment)
+        if number is None and OPTIMIZER_SLOTS in path:
+            number = next((value for value in self._slots if self.path(value) == path), None)
+        return number
+
+    def container_name(self, number: int) -> str:
+        """Return the storage name of the container that a node was saved as, before it was renamed."""
+        return storage_name(self.path(number)) if self._before is None else self._before.container_name(number)
+
+    def unwrapped(self) -> SavedGraph:
+        """Return the graph with the paths that wrapped modules have without their wrappers, besides their own."""
+        nodes, found = list(self.nodes), False
+        for number in reversed(self._above):  # those inside first
+            for child in wrapped_nodes(nodes[number].type, nodes[number].edges):
+                nodes[number] = replace(nodes[number], edges={**nodes[child].edges, **nodes[number].edges})
+                found = True
+        return SavedGraph(nodes, self) if found else self
+
+    def renamed(self, table: Rename) -> SavedGraph:
+        nodes = [replace(node, edges=dict(node.edges)) for node in self.nodes]
+        moved: list[tuple[Path, int]] = []
+        for old_text, entry in table.items():
+            new_text, transform = (entry, None) if isinstance(entry, str) else _pair(entry)
+            old, new = parse_path(old_text), parse_path(new_text)
+            number = self.find(old)
+            holder = self.find(old[:-1])
+            if number is None or holder is None or old[-1] not in nodes[holder].edges:
+                raise TreeMismatchError(f"rename: the checkpoint has no {format_node_path(old)}")
+            if transform is not None and nodes[number].value is None:
+                raise OptionError(f"rename: {format_node_path(old)} is no array; a function can change arrays only")
+            nodes[number].transform = transform
+            del nodes[holder].edges[old[-1]]
+            moved.append((new, number))
+        for new, number in sorted(moved, key=lambda move: len(move[0])):
+            below = _walk_down(nodes, 0, new[:-1])
+            if below is None:
+                raise TreeMismatchError(f"rename: {format_node_path(new)} is below a value; choose another path")
+            if new[-1] in nodes[below].edges:
+                raise TreeMismatchError(
+                    f"rename: the checkpoint has something at {format_node_path(new)} already; rename that, too"
+                )
+            nodes[below].edges[new[-1]] = number
+        return SavedGraph(nodes, self)
+
+    @functools.cached_property
+    def shared(self) -> frozenset[int]:
+        """The nodes that several edges lead to."""
+        seen: set[int] = set()
+        found: set[int] = set()
+        for node in self.nodes:
+            for child in node.edges.values():
+                (found if child in seen else seen).add(child)
+        return frozenset(found)
+
+    @functools.cached_property
+    def with_values(self) -> set[int]:
+        """The nodes that have a value, or have some below them."""
+        above: dict[int, list[int]] = {}
+        for number, node in enumerate(self.nodes):
+            for child in node.edges.values():
+                above.setdefault(child, []).append(number)
+        queue = [number for number, node in enumerate(self.nodes) if node.value is not None or node.optimizer_slots]
+        found = set(queue)
+        for number in queue:
+            for holder in above.get(number, ()):
+                if holder not in found:
+                    found.add(holder)
+                    queue.append(holder)
+        return found
+
+    @classmethod
+    def of_names(cls, names: Iterable[str], kinds: Mapping[str, str]) -> SavedGraph:
+        """Return the graph of a plain tree, whose containers are the nodes.
+
+        Where the keys of a container are paths themselves, as in a flat ``state_dict``, these paths lead to the same
+        values.
+        """
+        nodes = [SavedNode(type=kinds.get("", ""))]
+        names = list(names)
+        filled = {name.rpartition(".")[0] for name in (*names, *kinds)}
+        leaves = frozenset(names)
+        for name in [*names, *(name for name in kinds if name not in filled)]:
+            number = 0
+            segments = name.split(".") if name else []
+            for depth, segment in enumerate(segments, 1):
+                edges = nodes[number].edges
+                if segment not in edges:
+                    edges[segment] = len(nodes)
+                    nodes.append(SavedNode(type=kinds.get(".".join(segments[:depth]), "")))
+                number = edges[segment]
+            nodes[number].value = name if name in leaves else None
+        _split_keys(nodes)
+        return cls(nodes)
+
+    @classmethod
+    def of_document(cls, document: Any, names: Sequence[str], source: str) -> SavedGraph:
+        """Read a graph from a document, which is not trusted in any way."""
+        nodes = document.get("nodes") if isinstance(document, dict) else None
+        if not isinstance(nodes, list) or not nodes:
+            raise DamagedCheckpointError(f"{source} has no list of nodes")
+        known = frozenset(names)
+        used: set[str] = set()
+        read = []
+        for number, node in enumerate(nodes):
+            try:
+                read.append(_read_node(node, len(nodes)))
+            except (ValueError, TypeError, AttributeError) as error:
+                raise DamagedCheckpointError(f"{source}: node {number} is not valid: {error}") from error
+            value = read[-1].value
+            if value is not None and (value not in known or value in used):
+                what = "is the value of another node, too" if value in used else "is not in the checkpoint"
+                raise DamagedCheckpointError(f"{source}: the value of node {number}, {value!r:.100}, {what}")
+            if value is not None:
+                used.add(value)
+        if read[0].value is not None:
+            raise DamagedCheckpointError(f"{source}: its root has a value")
+        return cls(read)
+
+
+def _split_keys(nodes: list[SavedNode]) -> None:
+    """Add the edges that keys with dots in them stand for, where those lead nowhere else."""
+    for number in range(len(nodes)):
+        for segment, child in list(nodes[number].edges.items()):
+            *keys, last = segment.split("%2E")
+            if keys and last and all(keys) and nodes[child].value is not None:
+                holder = _walk_down(nodes, number, keys)
+                if holder is not None:
+                    nodes[holder].edges.setdefault(last, child)
+
+
+def _walk_down(nodes: list[SavedNode], start: int, path: Sequence[str]) -> int | None:
+    """Return the node at a path, after adding the nodes that are missing; None if a value is on the way."""
+    for segment in path:
+        edges = nodes[start].edges
+        if segment not in edges:
+            edges[segment] = len(nodes)
+            nodes.append(SavedNode())
+        start = edges[segment]
+        if nodes[start].value is not None:
+            return None
+    return start
+
+
+def _pair(entry: Any) -> tuple[str, Transform]:
+    if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) and callable(entry[1]):
+        return entry
+    raise OptionError(f"rename: {entry!r:.100} must be a path, or a path and a function of the array")
+
+
+def _read_node(document: Any, count: int) -> SavedNode:
+    if not isinstance(document, dict):
+        raise TypeError(f"{document!r:.80}")
+    value, label = document.get("value"), document.get("type", "")
+    if not isinstance(value, str | None) or not isinstance(label, str):
+        raise TypeError(f"value {value!r:.80}, type {label!r:.80}")
+    node = SavedNode({}, value, current_name(label))
+    if "edges" in document:
+        node.edges = {_segment(name): _number(child, count) for name, child in document["edges"].items()}
+    if node.edges and value is not None:
+        raise ValueError("it has both a value and edges")
+    for entry in _list(document.get(OPTIMIZER_SLOTS, [])):
+        parameter, name, child = _list(entry)
+        node.optimizer_slots.append((_number(parameter, count), _segment(name), _number(child, count)))
+    groups = map(_list, _list(document.get("groups", [])))
+    node.groups = [[_number(parameter, count) for parameter in group] for group in groups]
+    return node
+
+
+def _number(value: Any, count: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < count:
+        raise ValueError(f"{value!r:.80} is not the number of a node")
+    return value
+
+
+def _segment(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.80} is not the name of an edge")
+    unescape_key(value)
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"expected a list, found {value!r:.80}")
+    return value

@@ -1,0 +1,185 @@
+"""Slots: the places in live objects that hold one value each, from which it is saved and into which it is restored.
+
+Objects that change in place are their own slots (tensors, writable numpy arrays, boxes, objects with a state). Every
+other value is replaced where it is attached: an attribute, an entry, or a part of an immutable container that is
+built anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ...engine.pytree import expand, key_segments, pack_tree
+from ...engine.stateful import begins_epoch, is_stream, restore_state, state_of
+from .paths import Path
+
+
+class Slot(Protocol):
+    anchor: Any  # the object whose lifetime bounds that of the slot
+    trail: Path  # the path from the anchor to the slot
+
+    def get(self) -> Any:
+        """Return the value; ``...`` where the slot is still empty."""
+        ...
+
+    def set(self, value: Any) -> None:
+        """Change the value; it has the kind, dtype and shape of what `get` returns."""
+        ...
+
+
+@dataclass(eq=False)
+class BoxSlot:
+    """A value that one function reads and another replaces."""
+
+    anchor: Any
+    trail: Path
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+
+
+@dataclass(eq=False)
+class StateSlot:
+    """An object with a state of its own (see :mod:`~holdfast.engine.stateful`); its value is a tree."""
+
+    thing: Any
+    anchor: Any
+    trail: Path
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether each process has to have its own."""
+        return is_stream(self.thing)
+
+    def get(self) -> Any:
+        return pack_tree(state_of(self.thing))
+
+    def set(self, value: Any) -> None:
+        restore_state(self.thing, value)
+
+
+class PartSlot:
+    """A part of an immutable container, which is built anew to change the part."""
+
+    def __init__(self, owner: Slot, below: Path, value: Any) -> None:
+        self._value = value
+        self.owner = owner
+        self.below = below
+        self.anchor = owner.anchor
+        self.trail: Path = (*owner.trail, *below)
+
+    def get(self) -> Any:
+        return self._value
+
+    def set(self, value: Any) -> None:
+        self.owner.set(_replaced(self.owner.get(), {self.below: value}))
+
+
+@dataclass(eq=False)
+class EntrySlot:
+    """An entry that a dictionary lacks as yet."""
+
+    entries: dict[Any, Any]
+    anchor: Any
+    trail: Path
+    holder: int  # the dictionary's node in the checkpoint
+    key: Any = None  # the entry's key, set before the entry is
+
+    def get(self) -> Any:
+        return ...
+
+    def set(self, value: Any) -> None:
+        dict.__setitem__(self.entries, self.key, value)
+
+
+@dataclass(slots=True, eq=False)
+class Assignment:
+    """A value of the checkpoint and the slot it belongs in."""
+
+    saved: int  # the value's node in the checkpoint
+    slot: Slot
+    path: Path  # the slot's path in the program
+    # Of a tensor that an optimizer has yet to create: parameter, name, group.
+    likeness: tuple[Any, str, dict[str, Any]] | None = None
+    covers: list[tuple[int, Path]] | None = None  # of a container of plain values: its values and their paths from it
+
+
+def write_slots(changes: list[tuple[Slot, Any]]) -> None:
+    """Change slots; an immutable container is built anew once for all of its parts."""
+    parts: dict[tuple[int, Path], tuple[Slot, dict[Path, Any]]] = {}
+    for slot, value in sorted(changes, key=lambda change: not _begins_epoch(change[0])):
+        if isinstance(slot, PartSlot):
+            owner = (id(slot.owner.anchor), slot.owner.trail)
+            parts.setdefault(owner, (slot.owner, {}))[1][slot.below] = value
+        else:
+            slot.set(value)
+    for owner_slot, updates in parts.values():
+        owner_slot.set(_replaced(owner_slot.get(), updates))
+
+
+def _begins_epoch(slot: Slot) -> bool:
+    return isinstance(slot, StateSlot) and begins_epoch(slot.thing)
+
+
+def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
+    """Return a container with parts replaced; it shares all other children with the old one."""
+    if () in updates:
+        return updates[()]
+    contents = expand(value)
+    assert contents is not None
+    segments = key_segments(contents.keys, len(contents.values))
+    below: dict[str, dict[Path, Any]] = {}
+    for path, update in updates.items():
+        below.setdefault(path[0], {})[path[1:]] = update
+    values = [
+        _replaced(child, below[segment]) if segment in below else child
+        for segment, child in zip(segments, contents.values, strict=True)
+    ]
+    return contents.build(values)
+
+
+# ---- the last writer of each slot: the restore that was called last wins, in any order of objects
+
+restore_numbers = itertools.count(1)
+_writers: dict[int, tuple[weakref.ref[object], dict[Path, int]]] = {}
+_proxies: weakref.WeakValueDictionary[int, Proxy] = weakref.WeakValueDictionary()
+
+
+class Proxy:
+    """Stands for an object that has no weak references, and keeps it alive as long as the proxy itself lives."""
+
+    __slots__ = ("__weakref__", "thing")
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+
+def proxy(thing: Any) -> Proxy:
+    """Return the one live proxy of an object."""
+    found = _proxies.get(id(thing))
+    if found is None or found.thing is not thing:
+        found = _proxies[id(thing)] = Proxy(thing)
+    return found
+
+
+def last_writer(slot: Slot) -> int:
+    """Return the number of the restore that wrote to a slot last; 0 if none did."""
+    reference, numbers = _writers.get(id(slot.anchor), (None, {}))
+    return numbers.get(slot.trail, 0) if reference is not None and reference() is slot.anchor else 0
+
+
+def note_writer(slot: Slot, number: int) -> None:
+    key = id(slot.anchor)
+    entry = _writers.get(key)
+    if entry is None or entry[0]() is not slot.anchor:
+        entry = _writers[key] = (weakref.ref(slot.anchor, lambda gone: _forget(key, gone)), {})
+    entry[1][slot.trail] = number
+
+
+def _forget(key: int, gone: weakref.ref[object]) -> None:
+    entry = _writers.get(key)
+    if entry is not None and entry[0] is gone:
+        del _writers[key]

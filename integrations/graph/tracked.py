@@ -1,0 +1,360 @@
+"""Holders of objects that restore what is attached to them later, and boxes for values."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, SupportsIndex
+
+from ...engine.errors import OptionError, UnsupportedLeafError
+from ...engine.pytree import loaded, opens_as
+from .wrappers import unwrapped
+
+
+class Resumable(Protocol):
+    """A restore that has values for objects which do not exist yet."""
+
+    def resume(self, holder: object, key: object = None) -> None:
+        """Restore new objects below a holder: under one key, or anywhere."""
+        ...
+
+    def expects_below(self, holder: object, key: object) -> bool:
+        """Whether there are values for objects below a key of a holder."""
+        ...
+
+
+class Untracked:
+    """Marks a value that belongs to a `Node` and is neither saved nor restored.
+
+    Args:
+        value: The value of the attribute.
+
+    >>> node = Node(weights=Untracked("not saved"))
+    >>> node.weights
+    'not saved'
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Value:
+    """A box for a number or another plain value that changes, such as a counter of steps.
+
+    Args:
+        value: A bool, int, float, complex, str, bytes or None.
+
+    Attributes:
+        value: The value in the box.
+
+    >>> step = Value(1)
+    >>> step.assign_add(1)
+    >>> int(step)
+    2
+    """
+
+    def __init__(self, value: Any = 0) -> None:
+        self.value = value
+
+    def assign(self, value: Any) -> None:
+        """Change the value."""
+        self.value = value
+
+    def assign_add(self, amount: Any) -> None:
+        """Add to the value."""
+        self.value = self.value + amount
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+    def __index__(self) -> int:
+        return int(self.value.__index__())
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __repr__(self) -> str:
+        return f"Value({self.value!r})"
+
+
+class Node:
+    """A holder of named objects: a part of a checkpoint, or a stand-in for a part of one.
+
+    Everything that is assigned to an attribute is saved with it. After a restore, an object that is attached under a
+    name for which the checkpoint has values gets them at once.
+
+    Args:
+        **objects: The objects it holds, by name.
+
+    >>> node = Node(bias=[0.0, 0.0])
+    >>> node.bias
+    [0.0, 0.0]
+    """
+
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_holdfast_counter",
+        "_holdfast_pending",
+        "_holdfast_root",
+        "_holdfast_untracked",
+    )
+    _holdfast_pending: list[Resumable]
+    _holdfast_untracked: set[str]
+    _holdfast_root: Any
+    _holdfast_counter: int | None
+    # Whether moments of optax are kept whose parameters are not below it.
+    _holdfast_keeps_moments: ClassVar[bool] = False
+
+    def __init__(self, /, **objects: Any) -> None:
+        for name, value in objects.items():
+            setattr(self, name, value)
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        node = super().__new__(cls)
+        for name, value in (("pending", []), ("untracked", set()), ("root", None), ("counter", None)):
+            object.__setattr__(node, f"_holdfast_{name}", value)
+        return node
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _reserved(type(self)):  # type: ignore[arg-type]  # mypy takes the class for an instance
+            raise OptionError(
+                f"{name!r} is a name that {type(self).__name__} needs for itself; attach the object under another one"
+            )
+        if isinstance(value, Untracked):
+            self._holdfast_untracked.add(name)
+            object.__setattr__(self, name, value.value)
+            return
+        before, hidden = vars(self).get(name, _NOTHING), name in self._holdfast_untracked
+        self._holdfast_untracked.discard(name)
+        object.__setattr__(self, name, _tracked(self, name, value))
+
+        def undo() -> None:
+            if before is _NOTHING:
+                object.__delattr__(self, name)
+            else:
+                object.__setattr__(self, name, before)
+                self._holdfast_untracked.update([name] if hidden else [])
+
+        _resume(self, name, undo)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...  # any attached object
+
+    def __delattr__(self, name: str) -> None:
+        object.__delattr__(self, name)
+        self._holdfast_untracked.discard(name)
+
+    def __holdfast_root__(self) -> Any:
+        """Return the object whose edges this node has besides its own, or None."""
+        root = self._holdfast_root
+        return unwrapped(root() if isinstance(root, weakref.ref) else root)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "objects": dict(vars(self)),
+            "untracked": sorted(self._holdfast_untracked),
+            "root": self.__holdfast_root__(),
+            "counter": self._holdfast_counter,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state["objects"])
+        self._holdfast_untracked.update(state["untracked"])
+        object.__setattr__(self, "_holdfast_root", state["root"])
+        object.__setattr__(self, "_holdfast_counter", state["counter"])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(vars(self))})"
+
+
+class TrackedList(list[Any]):
+    """A list that restores each new element for which a restored checkpoint has values.
+
+    A plain list that is attached to a `Node` while values for its elements are pending becomes one of these.
+
+    Args:
+        elements: Its elements.
+    """
+
+    def __init__(self, elements: Iterable[Any] = ()) -> None:
+        _register_pytrees()
+        super().__init__(elements)
+        self._holdfast_pending: list[Resumable] = []
+        self._holdfast_origin = (elements, _contents(self)) if type(elements) is list else None
+
+    def append(self, element: Any) -> None:
+        """Add an element, and restore it."""
+        super().append(_tracked(self, len(self), element))
+        _resume(self, len(self) - 1, super().pop)
+
+    def extend(self, elements: Iterable[Any]) -> None:
+        """Add elements, and restore them."""
+        for element in elements:
+            self.append(element)
+
+    def insert(self, index: SupportsIndex, element: Any) -> None:
+        """Add an element in between, and restore the elements whose index is new."""
+        before = list(self)
+        super().insert(index, element)
+        _resume(self, None, partial(super().__setitem__, slice(None), before))
+
+    def __setitem__(self, index: Any, element: Any) -> None:
+        before = list(self) if self._holdfast_pending else []
+        super().__setitem__(index, element)
+        _resume(self, None, partial(super().__setitem__, slice(None), before))
+
+    def __iadd__(self, elements: Iterable[Any]) -> Self:  # type: ignore[misc]  # as list's own is
+        self.extend(elements)
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+
+class TrackedDict(dict[Any, Any]):
+    """A dictionary that restores each new entry for which a restored checkpoint has values.
+
+    Args:
+        entries: Its entries.
+    """
+
+    def __init__(self, entries: Mapping[Any, Any] | Iterable[tuple[Any, Any]] = ()) -> None:
+        _register_pytrees()
+        super().__init__(entries)
+        self._holdfast_pending: list[Resumable] = []
+        self._holdfast_origin = (entries, _contents(self)) if type(entries) is dict else None
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        undo = partial(super().__setitem__, key, self[key]) if key in self else partial(super().__delitem__, key)
+        super().__setitem__(key, _tracked(self, key, value))
+        _resume(self, key, undo)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """Return an entry, after making and restoring it where there is none."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *entries: Any, **more: Any) -> None:
+        """Set entries, and restore them."""
+        for key, value in dict(*entries, **more).items():
+            self[key] = value
+
+    def __ior__(self, entries: Any) -> Self:  # type: ignore[misc]  # as wide as `update`
+        self.update(entries)
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+opens_as(TrackedList, "list")
+opens_as(TrackedDict, "dict")
+
+
+def _register_pytrees() -> None:
+    """Make tracked containers pytrees of the frameworks that the program has: parameters in them are trained."""
+    if "jax" not in _registered and (jax := loaded("jax")) is not None:
+        _registered.add("jax")
+        util = jax.tree_util
+        util.register_pytree_with_keys(TrackedList, lambda one: _keyed(one, range(len(one)), util.SequenceKey), _list)
+        util.register_pytree_with_keys(TrackedDict, lambda one: _keyed(one, _sorted(one), util.DictKey), _dict)
+    if "torch" not in _registered and (torch := loaded("torch")) is not None:
+        _registered.add("torch")
+        register = torch.utils._pytree.register_pytree_node
+        register(TrackedList, lambda one: (list(one), None), lambda children, _: TrackedList(iter(children)))
+        register(
+            TrackedDict, lambda one: (list(one.values()), tuple(one)), lambda children, keys: _dict(keys, children)
+        )
+
+
+def _keyed(one: Any, keys: Iterable[Any], kind: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    keys = tuple(keys)
+    return [(kind(key), one[key]) for key in keys], keys
+
+
+def _sorted(one: TrackedDict) -> list[Any]:
+    try:
+        return sorted(one)  # as jax does with dictionaries
+    except TypeError:
+        return list(one)
+
+
+def _list(_: Any, children: Iterable[Any]) -> TrackedList:
+    return TrackedList(iter(children))
+
+
+def _dict(keys: Iterable[Any], children: Iterable[Any]) -> TrackedDict:
+    return TrackedDict(zip(keys, children, strict=True))
+
+
+_registered: set[str] = set()
+
+
+def tracked_attributes(value: object) -> list[tuple[str, Any]]:
+    """Return an object's attributes without those that its class, or a base, names in ``__untracked__``."""
+    untracked = {name for kind in type(value).__mro__ for name in vars(kind).get("__untracked__", ())}
+    return [(name, child) for name, child in getattr(value, "__dict__", {}).items() if name not in untracked]
+
+
+def check_origin(container: object, path: str) -> None:
+    """Raise UnsupportedLeafError if the plain container behind a tracked one has been changed."""
+    if not isinstance(container, TrackedList | TrackedDict) or container._holdfast_origin is None:
+        return
+    origin, contents = container._holdfast_origin  # the contents are kept alive, so that no other object gets their ids
+    if [*map(id, _contents(origin))] != [*map(id, contents)]:
+        kind = type(origin).__name__
+        raise UnsupportedLeafError(
+            f"{path}: the {kind} that was attached here was changed later through another reference, which the "
+            f"checkpoint does not see; nothing was written. Change it through the object that it was attached to, "
+            f"or attach a Tracked{kind.title()} from the start"
+        )
+
+
+def _contents(container: Any) -> list[Any]:
+    return [item for pair in container.items() for item in pair] if isinstance(container, dict) else list(container)
+
+
+def expect(holder: object, restore: Resumable) -> bool:
+    """Make a holder report new objects to a restore; return whether it can and did not do so before."""
+    if not isinstance(holder, Node | TrackedList | TrackedDict) or restore in holder._holdfast_pending:
+        return False
+    holder._holdfast_pending.append(restore)
+    return True
+
+
+def forget(holder: object, restore: Resumable) -> None:
+    """End what :func:`expect` began."""
+    if isinstance(holder, Node | TrackedList | TrackedDict) and restore in holder._holdfast_pending:
+        holder._holdfast_pending.remove(restore)
+
+
+def _resume(holder: Node | TrackedList | TrackedDict, key: object, undo: Callable[[], Any]) -> None:
+    """Report a new object to all restores that wait for its holder, the latest first."""
+    try:
+        for restore in reversed(list(holder._holdfast_pending)):
+            restore.resume(holder, key)
+    except BaseException:  # an object that does not fit is not attached
+        undo()
+        raise
+
+
+def _tracked(holder: Node | TrackedList | TrackedDict, key: object, value: Any) -> Any:
+    """Return a tracked container in the place of a plain one that values wait for."""
+    if type(value) in (list, dict) and any(restore.expects_below(holder, key) for restore in holder._holdfast_pending):
+        return TrackedList(value) if type(value) is list else TrackedDict(value)
+    return value
+
+
+_NOTHING = object()
+
+
+@cache
+def _reserved(kind: type) -> frozenset[str]:
+    """Return the names that a class derived from `Node` needs for itself."""
+    bases = [base for base in kind.__mro__ if base not in (Node, object)]
+    names = frozenset(name for base in bases for name in vars(base)).union(Node.__slots__)
+    return names - {"__dict__", "__weakref__", "__doc__", "__module__"}

@@ -1,0 +1,318 @@
+"""Classification of live objects: a branch with named edges, a leaf with a value, or an object that is not saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...engine.errors import OptionError
+from ...engine.pytree import (
+    KeyProblem,
+    PackedNumbers,
+    class_name,
+    expand,
+    is_jax_abstract,
+    is_jax_array,
+    is_nnx,
+    is_python_value,
+    is_torch_tensor,
+    key_segments,
+    pack_numbers,
+)
+from ...engine.stateful import is_stateful
+from .frameworks import (
+    TensorSlot,
+    is_module,
+    is_nnx_variable,
+    is_optimizer,
+    is_uninitialized,
+    module_children,
+    nnx_children,
+    variable_accessors,
+)
+from .paths import Path
+from .slots import BoxSlot, PartSlot, Slot, StateSlot, proxy
+from .tracked import Node, TrackedDict, TrackedList, Untracked, Value, tracked_attributes
+from .wrappers import unwrapped
+
+COUNTER = "save_counter"  # name of the edge to the number of a checkpoint's last numbered save
+_LIBRARIES = {"torch", "jax", "jaxlib", "flax", "optax", "numpy", "lightning", "pytorch_lightning"}
+_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, staticmethod)
+
+
+@dataclass(slots=True)
+class Position:
+    """Where a value hangs, with all that is needed to replace it."""
+
+    anchor: Any  # the nearest object above that can be referred to weakly
+    trail: Path  # the path from there
+    change: Callable[[Any], None] | None  # puts another value in its place; None where that is impossible
+    part: PartSlot | None = None  # the slot, for a part of an immutable container
+
+    def slot(self, value: Any) -> Slot:
+        if self.part is not None:
+            return self.part
+        return BoxSlot(self.anchor, self.trail, lambda: value, self.change or _refuse)
+
+
+@dataclass(slots=True)
+class Edge:
+    segment: str  # its name: the key, escaped
+    key: Any
+    value: Any  # never a wrapper around a module, but the module
+    position: Position
+
+    def __post_init__(self) -> None:
+        self.value = unwrapped(self.value)
+
+
+@dataclass(slots=True)
+class Branch:
+    label: str  # the name of its type
+    edges: list[Edge]  # in the object's own order
+    sequence: bool = False  # whether the keys are 0, 1, 2, ...
+    functional: bool = False  # whether it is built anew, so that it may be another object after every restore
+    optimizer: Any = None  # the torch optimizer, if it is one
+    lenient: bool = False  # whether objects below that cannot be saved are reported instead of being errors
+    notes: dict[str, str] = field(default_factory=dict)  # for people, by edge
+
+
+@dataclass(slots=True)
+class Leaf:
+    """An object with a value."""
+
+    slot: Slot
+    shared: bool  # whether it is one object wherever it is reached, to be stored once
+    ready: bool = True  # whether it has a value already; parameters of lazy modules do not
+    in_place: bool = True  # whether a restore changes the object itself, not the place where it hangs
+    # Of a long sequence of numbers, which is one value: its elements, and what opens it as a container instead.
+    packed: PackedNumbers | None = None
+    opened: Callable[[], View] | None = None
+
+
+@dataclass(slots=True)
+class Unsaved:
+    reason: str
+    intended: bool = False  # whether its owner wants that: it is marked as untracked, or is code
+
+
+View = Branch | Leaf | Unsaved
+
+
+def classify(value: Any, position: Position) -> View:
+    if isinstance(value, np.ndarray):
+        if value.flags.writeable and value.dtype != object:
+            return Leaf(BoxSlot(value, (), lambda: value, partial(value.__setitem__, ...)), shared=True)
+        return Leaf(position.slot(value), shared=True, in_place=False)
+    if is_torch_tensor(value):
+        return Leaf(TensorSlot(value), shared=True, ready=not is_uninitialized(value))
+    if is_jax_array(value) or is_jax_abstract(value):
+        return Leaf(position.slot(value), shared=True, in_place=False)
+    if is_python_value(value) or isinstance(value, np.generic):
+        return Leaf(position.slot(value), shared=False, in_place=False)
+    if isinstance(value, Value):
+        return Leaf(BoxSlot(value, (), lambda: value.value, value.assign), shared=True)
+    if isinstance(value, Untracked):
+        return Unsaved("is marked as untracked", intended=True)
+    return _classify_object(value, position)
+
+
+def root_view(root: Node) -> Branch:
+    view = classify(root, Position(root, (), None))
+    if not isinstance(view, Branch):
+        raise OptionError(view.reason if isinstance(view, Unsaved) else "the root is a value; give it a name")
+    return view
+
+
+def edge_at(holder: Any, key: object) -> Edge | None:
+    """Return one edge of a node or tracked container, as `classify` would, or None where only that can tell."""
+    position = Position(holder, (), None)
+    if isinstance(holder, Node) and isinstance(key, str):
+        if holder.__holdfast_root__() is not None or key in holder._holdfast_untracked or key not in vars(holder):
+            return None
+        return _attributes(holder, [(key, vars(holder)[key])], position)[0]
+    if isinstance(holder, TrackedList) and isinstance(key, int) and not is_python_value(holder[key]):
+        segment = str(key)
+    elif isinstance(holder, TrackedDict) and type(key) is str and not key.lstrip("-").isdigit():
+        (segment,) = key_segments([key])
+    else:
+        return None
+    return Edge(segment, key, holder[key], Position(holder, (segment,), partial(_set_item, holder, key)))
+
+
+def _classify_object(value: Any, position: Position) -> View:
+    if isinstance(value, Node):
+        return _node(value, position)
+    if (packed := _packed(value)) is not None:
+        return _numbers(value, packed, position)
+    if isinstance(value, dict | list) and expand(value) is not None and position.part is None:
+        return _container(value, position)
+    if is_module(value):
+        children, notes = module_children(value)
+        return Branch(class_name(value), _attributes(value, children, position), lenient=True, notes=notes)
+    if is_optimizer(value):
+        return Branch(class_name(value), [], optimizer=value)
+    if is_nnx_variable(value):
+        return _variable(value)
+    if is_nnx(value):
+        return Branch(class_name(value), _attributes(value, nnx_children(value), position), lenient=True)
+    if isinstance(value, _CODE):
+        return Unsaved(f"is code ({type(value).__name__})", intended=True)
+    if isinstance(value, StateSlot):  # the extra state of a module
+        return Leaf(value, shared=True)
+    if is_stateful(value):
+        return Leaf(StateSlot(value, *_anchor(value, position)), shared=True)
+    if _is_mutable_dataclass(value):
+        names = [entry.name for entry in dataclasses.fields(value) if hasattr(value, entry.name)]
+        pairs = [(name, getattr(value, name)) for name in names]
+        return Branch(class_name(value), _attributes(value, pairs, position))
+    if expand(value) is not None:
+        return _container(value, position)
+    return _plain_object(value, position)
+
+
+def _node(node: Node, position: Position) -> View:
+    """Return the edges of a node, and those of the object that it stands for, if there is one."""
+    own = [(name, child) for name, child in vars(node).items() if name not in node._holdfast_untracked]
+    edges = _attributes(node, own, position)
+    if node._holdfast_counter is not None:
+        change = partial(object.__setattr__, node, "_holdfast_counter")
+        edges.append(Edge(COUNTER, COUNTER, node._holdfast_counter, Position(node, (COUNTER,), change)))
+    root = node.__holdfast_root__()
+    if root is None:
+        return Branch(class_name(node), edges)
+    view = classify(root, Position(node, (), None))
+    if not isinstance(view, Branch) or view.optimizer is not None or view.functional:
+        return Unsaved(f"the root is a {class_name(root)}, which cannot hold other objects; give it a name instead")
+    names = {edge.segment for edge in view.edges}
+    return replace(view, edges=[*view.edges, *(edge for edge in edges if edge.segment not in names)])
+
+
+def _attributes(holder: Any, children: Iterable[tuple[str, Any]], position: Position) -> list[Edge]:
+    """Return edges to children that are attributes, which can be set."""
+    pairs = list(children)
+    anchor, trail = _anchor(holder, position)
+    return [
+        Edge(segment, name, child, Position(anchor, (*trail, segment), partial(_set_attribute, holder, name)))
+        for (name, child), segment in zip(pairs, key_segments([name for name, _ in pairs]), strict=True)
+    ]
+
+
+def _container(value: Any, position: Position) -> View:
+    """Return the edges of a container: entries that can be set, or parts of a container that is built anew."""
+    contents = expand(value)
+    assert contents is not None
+    keys = contents.keys if contents.keys is not None else list(range(len(contents.values)))
+    try:
+        segments = key_segments(contents.keys, len(keys))
+    except KeyProblem as problem:
+        return Unsaved(f"is a {class_name(value)} that {problem}")
+    mutable = position.part is None and isinstance(value, dict | list | deque) and contents.kind != "node"
+    positions = []
+    if mutable:
+        anchor, trail = _anchor(value, position)
+        for key, segment in zip(keys, segments, strict=True):
+            positions.append(Position(anchor, (*trail, segment), partial(_set_item, value, key)))
+    else:
+        owner = position.part.owner if position.part is not None else position.slot(value)
+        below = position.part.below if position.part is not None else ()
+        for segment, child in zip(segments, contents.values, strict=True):
+            part = PartSlot(owner, (*below, segment), child)
+            positions.append(Position(part.anchor, part.trail, None, part))
+    edges = list(map(Edge, segments, keys, contents.values, positions))
+    return Branch(class_name(value), edges, sequence=contents.keys is None, functional=not mutable)
+
+
+def _packed(value: Any) -> PackedNumbers | None:
+    return pack_numbers(list(value) if type(value) is TrackedList else value)
+
+
+def _numbers(value: Any, packed: PackedNumbers, position: Position) -> Leaf:
+    """Return a long sequence of numbers as one value."""
+    opened = partial(_container, value, position)
+    if not is_growing(value, position):
+        shared = type(value) is not tuple
+        return Leaf(position.slot(value), shared=shared, in_place=False, packed=packed, opened=opened)
+    return Leaf(sequence_slot(value, position), shared=True, packed=packed, opened=opened)
+
+
+def is_growing(value: Any, position: Position) -> bool:
+    """Whether a value is a list or deque that takes other elements in place."""
+    return isinstance(value, list | deque) and position.part is None
+
+
+def sequence_slot(value: Any, position: Position) -> BoxSlot:
+    """Return the slot of all elements of a list or deque, which stays the same object."""
+    anchor, trail = _anchor(value, position)
+    return BoxSlot(anchor, trail, lambda: value, partial(_refill, value))
+
+
+def _refill(sequence: Any, elements: Any) -> None:
+    if isinstance(sequence, list):
+        list.__setitem__(sequence, slice(None), elements)
+    else:
+        sequence.clear()
+        sequence.extend(elements)
+
+
+def _variable(value: Any) -> View:
+    get, change = variable_accessors(value)
+    slot = BoxSlot(value if _can_be_anchor(value) else proxy(value), (), get, change)
+    view = classify(get(), Position(slot.anchor, slot.trail, change))
+    return Leaf(slot, shared=True) if isinstance(view, Leaf) else view
+
+
+def _plain_object(value: Any, position: Position) -> View:
+    """Return the attributes of an object of a class of the program."""
+    library = type(value).__module__.partition(".")[0]
+    if isinstance(value, enum.Enum):
+        return Unsaved("is a member of an enumeration; keep its value, which is a number or text")
+    if isinstance(value, types.SimpleNamespace):
+        return Branch(class_name(value), _attributes(value, vars(value).items(), position))
+    if not hasattr(value, "__dict__") or library in _LIBRARIES or library in sys.stdlib_module_names:
+        return Unsaved(
+            f"is of type {class_name(value)}; give it get_state() and set_state(state), or state_dict() and "
+            "load_state_dict(state), or mark it with Untracked"
+        )
+    return Branch(class_name(value), _attributes(value, tracked_attributes(value), position), lenient=True)
+
+
+def _anchor(value: object, position: Position) -> tuple[Any, Path]:
+    """Return the anchor for what is below an object, and the path from there to the object."""
+    return (value, ()) if _can_be_anchor(value) else (position.anchor, position.trail)
+
+
+def _can_be_anchor(value: object) -> bool:
+    return type(value).__weakrefoffset__ != 0
+
+
+def _is_mutable_dataclass(value: Any) -> bool:
+    parameters = getattr(type(value), "__dataclass_params__", None)
+    contents = None if parameters is None or parameters.frozen else expand(value)
+    return contents is not None and contents.kind == "dataclass"  # jax builds all others
+
+
+def _set_attribute(holder: Any, name: str, value: Any) -> None:
+    # Not the class's own assignment: a Node would take the value for a new object.
+    if isinstance(holder, Node):
+        vars(holder)[name] = value
+    else:
+        setattr(holder, name, value)
+
+
+def _set_item(container: Any, key: Any, value: Any) -> None:
+    kind: Any = dict if isinstance(container, dict) else list if isinstance(container, list) else deque
+    kind.__setitem__(container, key, value)
+
+
+def _refuse(_: Any) -> None:
+    raise TypeError("this value cannot be replaced where it is")

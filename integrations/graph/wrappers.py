@@ -1,0 +1,42 @@
+"""Wrappers around one module: DDP, ``torch.compile``, Fabric. A graph has the module in their place.
+
+So a path does not depend on how a program runs its module, and what was saved bare restores wrapped and the other way
+round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from ...engine.pytree import WRAPPED
+
+# The attributes that hold the module, by the names of the wrappers' classes.
+_CLASSES = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "_FabricModule": "_original_module",
+}
+_DICTIONARIES = {"", "dict", "ordered_dict", "OrderedDict", "collections.OrderedDict"}
+_LIBRARIES = {"torch", "lightning", "lightning_fabric", "pytorch_lightning"}
+
+
+def unwrapped(value: Any) -> Any:
+    """Return the module inside wrappers; any other object as it is."""
+    while (name := _attribute(type(value))) is not None:  # type: ignore[arg-type]  # mypy takes the class for an instance
+        value = getattr(value, name)
+    return value
+
+
+@lru_cache(maxsize=1024)  # of thousands of objects, few are of different types
+def _attribute(kind: Any) -> str | None:
+    names = (_CLASSES.get(base.__name__) for base in kind.__mro__ if base.__module__.partition(".")[0] in _LIBRARIES)
+    return next((name for name in names if name is not None), None)
+
+
+def wrapped_nodes(label: str, edges: Mapping[str, int]) -> list[int]:
+    """Return the nodes of the modules in a saved node: a wrapper, or a dictionary of values of one."""
+    inside = [edges[name] for name in WRAPPED if name in edges]
+    return inside if inside and (label in _DICTIONARIES or label.rpartition(".")[2] in _CLASSES) else []
