@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 REPOSITORY = "https://github.com/holdfast-ml/holdfast/blob/main/"
 
-# Pages of the reference of names: the file, its title, and the rooms of the engine whose public names are on it.
+# Pages of the reference of names: the file, its title, and the rooms whose public names are on it.
 SUBJECTS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "callback": ("The callback for loops", "For any training loop.", ("integrations.loop", "engine.stateful")),
     "files": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -83,29 +84,29 @@ def test_tensorstore_opens_an_array(examples: Examples, tmp_path: Path) -> None:
     assert (names["kernel"][...].read().result() == np.arange(6.0).reshape(2, 3)).all()
 
 
-def test_tree_lists_the_rooms_in_the_order_of_imports() -> None:
+def below(folder: str) -> list[str]:
+    """The names that the tree lists below a folder at the top."""
     lines = drawing("The house")
-    engine = next(index for index, line in enumerate(lines) if line.startswith("engine/"))
-    listed = [name for line in lines[engine + 1 :] for name in rooms(line)]
+    start = next(index for index, line in enumerate(lines) if line.startswith(f"{folder}/")) + 1
+    return [name for line in itertools.takewhile(lambda line: line[0] == " ", lines[start:]) for name in rooms(line)]
+
+
+@pytest.mark.parametrize("folder", LAYERS)
+def test_tree_lists_the_rooms_in_the_order_of_imports(folder: str) -> None:
+    listed = below(folder)
     for name in listed:
-        assert (ROOT / "engine" / name).is_dir() if name.endswith("/") else (ROOT / "engine" / f"{name}.py").is_file()
+        assert (ROOT / folder / name).is_dir() if name.endswith("/") else (ROOT / folder / f"{name}.py").is_file()
     order = [name.strip("/") for name in listed]
-    layers = [[name for name in layer if not name.startswith("_")] for layer in LAYERS]
+    layers = [[name for name in layer if not name.startswith("_")] for layer in LAYERS[folder]]
     assert sorted(order) == sorted(name for layer in layers for name in layer)
     height = {name: number for number, layer in enumerate(layers) for name in layer}
     assert [height[name] for name in order] == sorted((height[name] for name in order), reverse=True)
 
 
 def test_tree_lists_the_folders_around_the_engine() -> None:
-    parent = ""
-    for line in drawing("The house"):
-        if line.startswith("engine/"):
-            break
-        inside = line.startswith(" ")
-        for name in rooms(line):
-            assert name.endswith("/"), line
-            assert (ROOT / (parent if inside else "") / name).is_dir(), line
-            parent = parent if inside else name
+    folders = [name for line in drawing("The house") if not line.startswith(" ") for name in rooms(line)]
+    assert {*LAYERS} < {name.strip("/") for name in folders}
+    assert [name for name in folders if not (name.endswith("/") and (ROOT / name).is_dir())] == []
 
 
 @pytest.mark.parametrize("title", ["The house", "How a save and a load flow"])
