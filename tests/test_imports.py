@@ -110,10 +110,10 @@ def test_the_engine_names_what_is_built_on_it_in_one_table() -> None:
     assert all(find_spec(f"holdfast.integrations.formats.{module}") for module in recognising)
 
 
-def unit(name: str, house: str) -> str | None:
-    """The module or folder of a house that an imported name belongs to."""
+def unit(name: str, house: str) -> str:
+    """The module or folder of a house that an imported name belongs to; "" for other names."""
     parts = name.split(".")
-    return parts[2] if parts[:2] == ["holdfast", house] and len(parts) > 2 else None
+    return parts[2] if parts[:2] == ["holdfast", house] and len(parts) > 2 else ""
 
 
 def unit_of(path: Path) -> str:
@@ -133,7 +133,7 @@ def test_layers_import_downwards(house: str) -> None:
         f"{path.relative_to(ROOT)} imports {name}"
         for path in sources(house)
         for name in imports(path)
-        if (other := unit(name, house)) is not None and other != (own := unit_of(path))
+        if (other := unit(name, house)) and other != (own := unit_of(path))
         if layer[other] > layer[own] or (own in PURE and other not in SHARED)
     ]
     assert wrong == []
@@ -144,7 +144,7 @@ def test_there_are_no_cycles(house: str) -> None:
     graph: dict[str, set[str]] = {}
     for path in sources(house):
         graph.setdefault(unit_of(path), set()).update(
-            other for name in imports(path) if (other := unit(name, house)) is not None and other != unit_of(path)
+            other for name in imports(path) if (other := unit(name, house)) and other != unit_of(path)
         )
     while leaves := {name for name, others in graph.items() if not others & graph.keys()}:
         graph = {name: others for name, others in graph.items() if name not in leaves}
