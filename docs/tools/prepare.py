@@ -53,7 +53,8 @@ MODULES = {  # modules with public names of their own
 def integrations() -> list[str]:
     """Return the modules of ``holdfast.integrations`` with public names; ``loop`` has those of ``holdfast`` itself."""
     package = importlib.import_module("holdfast.integrations")
-    found = [f"{package.__name__}.{one.name}" for one in pkgutil.iter_modules(package.__path__) if one.name != "loop"]
+    names = [one.name for one in pkgutil.iter_modules(package.__path__) if one.name != "loop" and one.name[0] != "_"]
+    found = [f"{package.__name__}.{name}" for name in names]
     return [name for name in found if hasattr(importlib.import_module(name), "__all__")]
 
 
