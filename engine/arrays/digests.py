@@ -109,6 +109,18 @@ class FileCheck:
     lengths: NDArray[np.int64] = field(default_factory=_no_chunks)  # how many bytes they have
     checksums: NDArray[np.int64] = field(default_factory=_no_chunks)  # as the index has them; -1 where it has none
 
+    def covers(self, other: FileCheck) -> bool:
+        """Whether a file of which this is known has all that the other says; the checksums tell."""
+        if self.known != other.known:
+            return False
+        if not len(other.offsets):
+            return other.known.crc32c is not None
+        places = np.searchsorted(self.offsets, other.offsets)
+        if not len(self.offsets) or places.max() == len(self.offsets) or other.checksums.min() < 0:
+            return False
+        here, there = (self.offsets, self.lengths, self.checksums), (other.offsets, other.lengths, other.checksums)
+        return all(np.array_equal(one[places], two) for one, two in zip(here, there, strict=True))
+
     def spans(self, alignment: int, least: int) -> list[tuple[int, int]]:
         """Divide the file at chunks that begin at a multiple of ``alignment``, into spans of at least so many bytes."""
         if self.known.crc32c is not None:

@@ -2,13 +2,13 @@
 
 Equal bytes are the evidence, by a digest of 128 bits over exactly what would be written: neither torch's version
 counters nor the identity of jax's arrays says that bytes are equal. The digest of a chunk is taken as it is written.
-Later saves compute that of what they hold, and link each file of an earlier step of which enough is unchanged.
+Later saves compute that of what they hold, and share each file of an earlier step of which enough is unchanged.
 
 Digests are kept in memory, for the lifetime of a manager. What changes from save to save costs next to nothing: a few
 bytes of each chunk are compared first, and chunks that change elsewhere are looked at less and less often.
 
 A step shares no file with the step before it, so that one bad sector never takes the newest step and the one to fall
-back to. There are thus two lineages of files.
+back to. There are thus two lineages of files. An object store copies the files, and a copy may carry damage on.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from ..format import content_digest
-from ..storage import FileIdentity, Location, file_identity, parallel_map, share_file
+from ..storage import FileIdentity, Location, max_concurrency, parallel_map
 from .encode import Digests, Source, chunk_bytes, chunk_view
 from .plan import Bytes, Catalog, Integers
 
 _logger = logging.getLogger("holdfast")
 
 ChunkKey = tuple[str, int]  # all that describes an array, its name included, and the number of a chunk of it
+_Held = tuple[tuple[int, int], bytes]  # a chunk of the tree, by the number of its array and its own, and its digest
 
 _SMALLEST_CHUNK = 64 << 10  # bytes; smaller ones are written faster than they are looked up
 _SMALLEST_FILE = 1 << 20  # bytes; a smaller one is written again
@@ -93,6 +94,14 @@ class SharedFiles:
     rows: list[tuple[int, ...]] = field(default_factory=list)
     digests: Digests = field(default_factory=dict)  # of written chunks whose digest is worth knowing
     keys: dict[tuple[int, int], ChunkKey] = field(default_factory=dict)
+
+
+class _Unchanged(NamedTuple):
+    """A file of an earlier step, and the unchanged chunks in it."""
+
+    source: Location
+    file: WrittenFile
+    chunks: dict[ChunkKey, _Held]
 
 
 class WrittenSteps:
@@ -230,40 +239,64 @@ class WrittenSteps:
             known.rest, known.digest = min(2**known.changes, _LONGEST_REST), None
         return False
 
-    def _link(
-        self, new: _WrittenStep, shared: SharedFiles, held: dict[ChunkKey, tuple[tuple[int, int], bytes]]
-    ) -> None:
-        """Link files of which enough is unchanged, from the newest step that shares none with the newest of all."""
+    def _link(self, new: _WrittenStep, shared: SharedFiles, held: dict[ChunkKey, _Held]) -> None:
+        """Share files of which enough is unchanged, from the newest step that shares none with the newest of all."""
         apart = {path for step in self._apart if step in self._steps for path in self._steps[step].files} | {*new.files}
+        tried: set[Location] = set()
+
+        def share(one: _Unchanged) -> FileIdentity | None:
+            return self._share(one.source, new.folder / one.file.path, one.file)
+
+        while not self._off and (chosen := list(self._choose(apart, tried, held))):
+            given = parallel_map(share, chosen, max_concurrency(new.folder), name="holdfast-share")
+            for one, identity in zip(chosen, given, strict=True):
+                if identity is None:
+                    held.update(one.chunks)  # another file may have them
+                    continue
+                apart.add(one.file.path)
+                number = len(shared.linked)
+                shared.linked.append(replace(one.file, identity=identity))
+                for written in one.file.chunks:
+                    if written.key in one.chunks:
+                        chunk, _ = one.chunks[written.key]
+                        shared.rows.append((*chunk, number, written.offset, written.length, written.checksum))
+
+    def _choose(
+        self, apart: Collection[str], tried: set[Location], held: dict[ChunkKey, _Held]
+    ) -> Iterator[_Unchanged]:
+        """Generate the files of earlier steps to share, and take out of ``held`` the chunks that they have."""
+        chosen: set[str] = set()
         for step in reversed(self._steps.values()):
             for file in step.files.values():
-                if file.path in apart or file.path in self._refused or file.size < _SMALLEST_FILE:
+                if file.path in apart or file.path in self._refused or file.path in chosen:
+                    continue
+                source = step.folder / file.path
+                if file.size < _SMALLEST_FILE or source in tried:
                     continue
                 found = [chunk for chunk in file.chunks if held.get(chunk.key, (None, b""))[1] == chunk.digest]
                 if sum(chunk.length for chunk in found) < _LIVE * file.size:
                     continue
-                source, target = step.folder / file.path, new.folder / file.path
-                try:
-                    identity = share_file(os.fspath(source), os.fspath(target), file.identity)
-                except OSError as error:
-                    if error.errno not in _OF_ONE_FILE:
-                        self._off = True
-                        _logger.warning(
-                            "%s: unchanged arrays are written again, as their files cannot be shared: %s",
-                            new.folder,
-                            error.strerror or error,
-                        )
-                        return
-                    if error.errno != errno.ENOENT:  # which says nothing of the other names of the file
-                        self._refused.add(file.path)
-                        _logger.info("%s: written again, as it cannot be shared: %s", source, error.strerror or error)
-                    continue
-                apart.add(file.path)
-                number = len(shared.linked)
-                shared.linked.append(replace(file, identity=identity))
-                for one in found:
-                    chunk, _ = held.pop(one.key)
-                    shared.rows.append((*chunk, number, one.offset, one.length, one.checksum))
+                chosen.add(file.path)
+                tried.add(source)
+                yield _Unchanged(source, file, {chunk.key: held.pop(chunk.key) for chunk in found})
+
+    def _share(self, source: Location, target: Location, file: WrittenFile) -> FileIdentity | None:
+        """Give a file a name in the new step; None if that is refused."""
+        if self._off:
+            return None
+        try:
+            return source.share(target, file.identity)
+        except OSError as error:
+            reason = error.strerror or error
+            if error.errno not in _OF_ONE_FILE:
+                self._off = True
+                _logger.warning(
+                    "%s: unchanged arrays are written again, as their files cannot be shared: %s", target, reason
+                )
+            elif error.errno != errno.ENOENT:  # which says nothing of the other names of the file
+                self._refused.add(file.path)
+                _logger.info("%s: written again, as it cannot be shared: %s", source, reason)
+            return None
 
     def note(self, shared: SharedFiles, paths: Sequence[str], sizes: Sequence[int], table: Integers) -> None:
         """Note the new files, with rows of array, number in the array, file, offset, length and checksum."""
@@ -278,7 +311,7 @@ class WrittenSteps:
                 self._seen[key].digest = digest
                 chunks.setdefault(file, []).append(WrittenChunk(key, offset, length, checksum, digest))
         for number, found in chunks.items():
-            identity = file_identity(os.fspath(step.folder / paths[number]))
+            identity = (step.folder / paths[number]).identity()
             step.files[paths[number]] = WrittenFile(paths[number], sizes[number], identity, found)
         step.files.update({file.path: file for file in shared.linked})
 

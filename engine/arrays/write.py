@@ -151,7 +151,6 @@ class TreeWriter:
         token = short_token(member.token or secrets.token_hex(16))
         chunks = self._chunks_of(member)
         sources = self._sources(chunks)
-        reuse = self._reuse if location.is_local else None
         linked: list[WrittenFile] = []
         sizes: list[int] = []
         tables: list[Integers] = []
@@ -162,11 +161,11 @@ class TreeWriter:
 
         for group in self._in_turn(chunks):
             shared = SharedFiles((group,))
-            if reuse is not None:
-                shared = reuse.share(location, self._catalog, sources, group)
+            if self._reuse is not None:
+                shared = self._reuse.share(location, self._catalog, sources, group)
             table = self._write_chunks(location, path, shared, sources, sizes)
-            if reuse is not None:
-                reuse.note(shared, [path(number) for number in range(len(sizes))], sizes, table)
+            if self._reuse is not None:
+                self._reuse.note(shared, [path(number) for number in range(len(sizes))], sizes, table)
             tables.append(table)
             rows += [(*row[:2], len(linked) + row[2], *row[3:]) for row in shared.rows]
             linked += shared.linked

@@ -18,6 +18,6 @@ from .commit import (
     sweep,
     write_record,
 )
-from .copying import CopyProgress, Throttle, copy_step
+from .copying import CopiedFiles, CopyProgress, Throttle, copy_step
 from .replicas import check_replicas
 from .save import ItemToSave, Save, SaveReport

@@ -4,14 +4,17 @@ Nothing is written anew: the files go along with their checksums, and every byte
 destination is written by the commit protocol, so half a copy is no checkpoint. What an interrupted copy has left is
 recognised by the fingerprint of the original in the marker: files that are whole are not sent again. On a disk, a file
 is whole if its bytes have their checksums; an object of the right size is whole, because stores show no half objects.
+A store that copies objects itself gets the files of unchanged arrays once, not with every step (`CopiedFiles`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -33,6 +36,7 @@ _SMALL = 1 << 20  # bytes; a smaller file is written in one go
 _UPLOADS = 4  # how many files are on their way at a time, if they are small enough
 BESIDE = 16e6  # bytes a second that pass while a throttle gives way: little for a disk, and what waits arrives in time
 _IN_MEMORY = 256 << 20  # bytes of files that are uploaded at a time, if each is smaller
+_REMEMBERED = 4  # copies
 _SUFFIX = re.compile(r"\.[0-9a-f]{8}")  # of folders whose save could not take the plain name
 
 
@@ -102,9 +106,35 @@ class CopyProgress:
 
 
 class _File(NamedTuple):
+    key: tuple[str, str]  # its item, and its path there
     source: Location
     destination: Location
     check: FileCheck
+
+
+class CopiedFiles:
+    """The large files that the last copies have brought to a store, which copies them itself for the next steps.
+
+    A file is known again by its path, in which every save has a name of its own, its size and its checksums. It never
+    comes from the copy before, so that an object that is damaged unseen does not take both.
+    """
+
+    def __init__(self) -> None:
+        self._copies: deque[dict[tuple[str, str], _File]] = deque(maxlen=_REMEMBERED)
+
+    def note(self, files: Iterable[_File]) -> None:
+        """Note the files of a copy that is committed."""
+        self._copies.append({file.key: file for file in files if file.check.known.size > _SMALL})
+
+    def give(self, file: _File) -> bool:
+        """Let the store make a file out of one that it has; return whether it did."""
+        for files in list(self._copies)[-2::-1]:
+            known = files.get(file.key)
+            if known is not None and known.check.covers(file.check):
+                with contextlib.suppress(OSError):  # it was deleted, or the service refuses
+                    known.destination.share(file.destination, known.destination.identity())
+                    return True
+        return False
 
 
 class _CopiedFolders(CommitParts):
@@ -136,6 +166,7 @@ def copy_step(
     overwrite: bool = False,
     throttle: Throttle | None = None,
     progress: CopyProgress | None = None,
+    copied: CopiedFiles | None = None,
     check: Callable[[], None] = lambda: None,
     last_check: Callable[[], None] = lambda: None,
 ) -> CheckpointRecord:
@@ -148,6 +179,7 @@ def copy_step(
         overwrite: Whether to replace a checkpoint at the destination.
         throttle: The limit of the bandwidth, or None.
         progress: Is kept up to date.
+        copied: What copies to the same place have brought there before; this one is added.
         check: Called between pieces; may raise an error, which ends the copy.
         last_check: The same right before the commit.
 
@@ -160,12 +192,16 @@ def copy_step(
     pending = PendingCheckpoint(destination, record.items, overwrite=overwrite, parts=parts, copies=record.fingerprint)
     progress = progress or CopyProgress()
     progress.total, progress.done, progress.sent = record.nbytes, 0, 0
-    copy = _Copy(throttle or Throttle(None), progress, check)
+    if copied is None or not (destination.is_remote and destination.can_share()):
+        copied = CopiedFiles()
+    copy = _Copy(throttle or Throttle(None), progress, copied, check)
     try:
         pending.begin()
         checks = file_checks(source, record)
         files = [
-            _File(source / item.folder / path, pending.folders[name] / path, checks[f"{item.folder}/{path}"])
+            _File(
+                (name, path), source / item.folder / path, pending.folders[name] / path, checks[f"{item.folder}/{path}"]
+            )
             for name, item in record.items.items()
             for path in item.files
         ]
@@ -173,8 +209,8 @@ def copy_step(
         _sync_folders(files)
         last_check()
         items = {name: replace(item, folder=pending.paths[name]) for name, item in record.items.items()}
-        copied = replace(record, items=items, replaced=())
-        pending.commit(copied)
+        result = replace(record, items=items, replaced=())
+        pending.commit(result)
     except BaseException as error:
         failure = copy.failure or error  # a store may report the end of its upload instead
         if isinstance(failure, DamagedCheckpointError):
@@ -184,7 +220,8 @@ def copy_step(
         if failure is error:
             raise
         raise failure from error
-    return copied
+    copied.note(files)
+    return result
 
 
 def file_checks(location: Location, record: CheckpointRecord) -> dict[str, FileCheck]:
@@ -211,9 +248,12 @@ def _tree_checks(location: Location, tree: ItemRecord) -> dict[str, FileCheck]:
 class _Copy:
     """One copy: its files on their way."""
 
-    def __init__(self, throttle: Throttle, progress: CopyProgress, check: Callable[[], None]) -> None:
+    def __init__(
+        self, throttle: Throttle, progress: CopyProgress, copied: CopiedFiles, check: Callable[[], None]
+    ) -> None:
         self._throttle = throttle
         self._progress = progress
+        self._copied = copied
         self._check = check
         self._lock = threading.Lock()
         self.failure: Exception | None = None  # of the original, or of a check
@@ -237,6 +277,9 @@ class _Copy:
             self._passed(size, sent=False)
             return
         self._check()
+        if self._copied.give(file):
+            self._passed(size, sent=False)
+            return
         with required(file.source):
             opened = file.source.open_data(size=size)
         with opened as reader:

@@ -55,7 +55,8 @@ class SaveReport:
         path: The checkpoint's directory.
         reason: Why it was saved.
         bytes: Bytes written.
-        shared_bytes: Bytes of data files that were not written, as an earlier step has them already.
+        shared_bytes: Bytes of data files that were not written, as an earlier step has them already: shared with it on
+            a disk, copied by the service of an object store.
         blocked_seconds: How long the training loop waited.
         total_seconds: From the call until the checkpoint was durable.
     """
@@ -76,7 +77,7 @@ class SaveReport:
     def __str__(self) -> str:
         what = self.path if self.step is None else f"step {self.step}"
         why = f" ({self.reason})" if self.reason else ""
-        shared = f" (and {format_size(self.shared_bytes)} shared with earlier steps)" if self.shared_bytes else ""
+        shared = f" (and {format_size(self.shared_bytes)} unchanged since earlier steps)" if self.shared_bytes else ""
         return (
             f"saved {what}{why}: {format_size(self.bytes)}{shared}, blocked {self.blocked_seconds:.3f} s, "
             f"{self.total_seconds:.3f} s in all, {self.gigabytes_per_second:.2f} GB/s"

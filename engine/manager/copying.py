@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..checkpoint import CopyProgress, Place, Throttle, copy_step, read_record, read_steadily, write_record
+from ..checkpoint import CopiedFiles, CopyProgress, Place, Throttle, copy_step, read_record, read_steadily, write_record
 from ..clock import UNHEARD, Portion, Progress, Rate, SystemClock, bytes_per_second
 from ..distributed import Coordinator, run_on_primary
 from ..errors import (
@@ -32,7 +32,7 @@ class CopyReport:
         path: The copy.
         step: Its step, or None for a checkpoint outside a manager.
         bytes: Bytes of all its files.
-        sent: Bytes of those that this call copied; the others were there already.
+        sent: Bytes of those that this call copied; the others were there already, or were copied by the store.
     """
 
     source: str
@@ -117,11 +117,16 @@ def _copy(
         return _copy_run(source, destination, steps, overwrite, throttle, progress)
     progress.expect(record.nbytes)
     with Portion(progress, record.nbytes, record.nbytes) as portion:
-        return [_copy_one(source, destination, overwrite, throttle, portion)]
+        return [_copy_one(source, destination, overwrite, throttle, portion, CopiedFiles())]
 
 
 def _copy_one(
-    source: Location, destination: Location, overwrite: bool, throttle: Throttle, portion: Portion
+    source: Location,
+    destination: Location,
+    overwrite: bool,
+    throttle: Throttle,
+    portion: Portion,
+    copied: CopiedFiles,
 ) -> CopyReport:
     progress = CopyProgress(advance=portion.advance)
 
@@ -134,7 +139,7 @@ def _copy_one(
             raise CheckpointExistsError(
                 f"{destination}: another checkpoint is there; choose another path, or replace it (overwrite=True)"
             )
-        copy_step(source, destination, record, overwrite=overwrite, throttle=throttle, progress=progress)
+        copy_step(source, destination, record, overwrite=overwrite, throttle=throttle, progress=progress, copied=copied)
         return CopyReport(
             source=str(source), path=str(destination), step=record.step, bytes=record.nbytes, sent=progress.sent
         )
@@ -170,6 +175,7 @@ def _copy_run(
     ownership = Ownership(destination, SystemClock(), writer.drain)
     ownership.take()
     done, damaged = [], []
+    copied_files = CopiedFiles()
     sizes = [0 if entry.record is None else entry.record.nbytes for entry in steps]
     progress.expect(sum(sizes))
     try:
@@ -180,7 +186,7 @@ def _copy_run(
                         raise entry.error
                     ownership.check()
                     target = destination / entry.location.name
-                    done.append(_copy_one(entry.location, target, overwrite, throttle, portion))
+                    done.append(_copy_one(entry.location, target, overwrite, throttle, portion, copied_files))
                     copied = found_at(target)
                     if copied is not None and entry.record is not None:  # which has the metrics of other programs, too
                         follow(target, copied, replace(copied, metrics=entry.record.metrics))

@@ -114,7 +114,7 @@ class CheckpointManager:
         self.directory: Location = as_location(directory, writes=not self.options.read_only)
         if rehearsal is not None:
             self.options = rehearsal.options(self.options)
-        reuse = self.options.reuse_unchanged and self.directory.is_local
+        reuse = self.options.reuse_unchanged and self.directory.can_share()
         mirror = self.options.mirror_options()
         mirrored = None if mirror is None else as_location(mirror.url)
         uploads = mirrored is not None and not mirrored.is_local

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..checkpoint import CopyProgress, Throttle, copy_step
+from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copy_step
 from ..clock import Clock, bytes_per_second, seconds
 from ..errors import (
     CheckpointNotFoundError,
@@ -151,6 +151,7 @@ class RunMirror:
         self._warned: set[str] = set()  # kinds of errors
         self._error: str | None = None
         self._copying: int | None = None
+        self._copied = CopiedFiles()
         self._progress = CopyProgress()
         self._pace = _Pace(self._progress)
         self._rate: float | None = None  # bytes a second
@@ -452,6 +453,7 @@ class RunMirror:
                     overwrite=True,
                     throttle=self._throttle,
                     progress=progress,
+                    copied=self._copied,
                     check=check,
                     last_check=last_check,
                 )

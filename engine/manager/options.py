@@ -252,8 +252,8 @@ class CheckpointOptions:
     reuse_unchanged: bool = field(
         default=True,
         metadata=documentation(
-            "On a local disk, do not write arrays again that have not changed: a step shares their data files, by hard "
-            "links, with the step before the last one. Every step stays whole and can be copied or deleted alone."
+            "Do not write arrays again that have not changed: a step shares their data files, by hard links, with the "
+            "step before the last one; S3 and Google copy them. Every step stays whole and can be copied or deleted alone."
         ),
     )
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .backend import DataFile, DataReader, Entry, Segment
+from .backend import DataFile, DataReader, Entry, FileIdentity, Segment
 from .buffers import PAGE, Buffer, aligned_empty, round_up
-from .local import TEMPORARY_PREFIX, FileIdentity, LocalBackend, append_line, file_identity, share_file
+from .local import TEMPORARY_PREFIX, LocalBackend, append_line
 from .location import DRILL, Location, as_location, max_concurrency
 from .lock import FileLock, SaveLock
 from .object_store import shared_context, store_spec

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,14 @@ class DataFile:
     name: str  # its path relative to the directory it belongs to
     size: int  # its length in bytes
     segments: Sequence[Segment]  # its content, in ascending order; gaps are zero
+
+
+class FileIdentity(NamedTuple):
+    """What a data file is recognised by later: that it is the same file, and was not written to."""
+
+    inode: int
+    size: int  # in bytes
+    modified: int  # in nanoseconds
 
 
 class DataReader(Protocol):
@@ -140,3 +148,9 @@ class Backend(Protocol):
         """
 
     def open_data(self, key: str, size: int | None) -> DataReader: ...
+
+    def can_share(self) -> bool: ...
+
+    def identity(self, key: str) -> FileIdentity: ...
+
+    def share(self, key: str, target: str, known: FileIdentity) -> FileIdentity: ...

@@ -18,13 +18,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError
-from .backend import DataReader, Entry, Segment
+from .backend import DataReader, Entry, FileIdentity, Segment
 from .buffers import PAGE, BlockPool, Buffer, aligned_empty, round_up
 from .parallel import CORES, parallel_map
 from .status import check_extent, os_errors, truncated
@@ -200,81 +199,59 @@ class LocalBackend:
     def open_data(self, key: str, size: int | None) -> DataReader:
         return LocalDataReader(key)
 
+    def can_share(self) -> bool:
+        return True
+
+    def identity(self, key: str) -> FileIdentity:
+        status = os.lstat(key)
+        return FileIdentity(status.st_ino, status.st_size, status.st_mtime_ns)
+
+    def share(self, key: str, target: str, known: FileIdentity) -> FileIdentity:
+        """Link a file, or else clone it: a clone shares its blocks, and is durable on return, the name of neither is.
+
+        The file becomes read-only, as a change through one name would show through all.
+        """
+        if self.identity(key) != known:
+            raise OSError(errno.ESTALE, "it was changed after it was written", key)
+        try:
+            os.link(key, target, follow_symlinks=False)
+        except OSError as refusal:
+            if refusal.errno in (errno.ENOENT, errno.EEXIST):
+                raise
+            return self._cloned(key, target, known, refusal)
+        found = self.identity(target)
+        if found != known:  # replaced meanwhile; or a file system that copies where it should link
+            os.unlink(target)
+            raise OSError(errno.ESTALE, "the link leads to another file", target)
+        with contextlib.suppress(OSError):
+            os.chmod(target, 0o444 & stat.S_IMODE(os.stat(target).st_mode))
+        return found
+
+    def _cloned(self, source: str, target: str, known: FileIdentity, refusal: OSError) -> FileIdentity:
+        """Clone a file where the file system can; otherwise raise the error of the link."""
+        with open(source, "rb", buffering=0) as read:
+            written = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.ioctl(written, _FICLONE, read.fileno())
+                os.fsync(written)
+                status = os.fstat(read.fileno())
+            except OSError:
+                os.unlink(target)
+                raise refusal from None
+            finally:
+                os.close(written)
+        found = self.identity(target)
+        if (status.st_ino, status.st_size, status.st_mtime_ns) != known or found.size != known.size:
+            os.unlink(target)
+            raise OSError(errno.ESTALE, "the clone differs from the file", target)
+        return found
+
     def _stat(self, key: str) -> os.stat_result | None:
         with os_errors(key, "access"):
             try:
                 return os.stat(key)
             except (FileNotFoundError, NotADirectoryError):
                 return None
-
-
-class FileIdentity(NamedTuple):
-    """What a data file is recognised by later: that it is the same file, and was not written to."""
-
-    inode: int
-    size: int  # in bytes
-    modified: int  # in nanoseconds
-
-
-def file_identity(path: str | os.PathLike[str]) -> FileIdentity:
-    """Return the identity of a file; raise OSError if there is none."""
-    status = os.lstat(path)
-    return FileIdentity(status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-def share_file(source: str, target: str, known: FileIdentity) -> FileIdentity:
-    """Give the content of a file another name, without a copy: a hard link, or else a clone, which shares its blocks.
-
-    A clone is durable on return; the name of either is not. The file becomes read-only, as a change through one name
-    would show through all.
-
-    Args:
-        source: The file.
-        target: The new name.
-        known: What the file was when it was written.
-
-    Returns:
-        The identity of the file under its new name.
-
-    Raises:
-        OSError: The file system refused (the error of the link), or the file is not what it was (ESTALE). There is no
-            file of the new name then.
-    """
-    if file_identity(source) != known:
-        raise OSError(errno.ESTALE, "it was changed after it was written", source)
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError as refusal:
-        if refusal.errno in (errno.ENOENT, errno.EEXIST):
-            raise
-        return _cloned(source, target, known, refusal)
-    found = file_identity(target)
-    if found != known:  # replaced meanwhile; or a file system that copies where it should link
-        os.unlink(target)
-        raise OSError(errno.ESTALE, "the link leads to another file", target)
-    with contextlib.suppress(OSError):
-        os.chmod(target, 0o444 & stat.S_IMODE(os.stat(target).st_mode))
-    return found
-
-
-def _cloned(source: str, target: str, known: FileIdentity, refusal: OSError) -> FileIdentity:
-    """Clone a file where the file system can; otherwise raise the error of the link."""
-    with open(source, "rb", buffering=0) as read:
-        written = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.ioctl(written, _FICLONE, read.fileno())
-            os.fsync(written)
-            status = os.fstat(read.fileno())
-        except OSError:
-            os.unlink(target)
-            raise refusal from None
-        finally:
-            os.close(written)
-    found = file_identity(target)
-    if (status.st_ino, status.st_size, status.st_mtime_ns) != known or found.size != known.size:
-        os.unlink(target)
-        raise OSError(errno.ESTALE, "the clone differs from the file", target)
-    return found
 
 
 class LocalDataReader(DataReader):

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ..errors import InvalidLocationError
-from .backend import Backend, DataFile, DataReader, Entry, Segment
+from .backend import Backend, DataFile, DataReader, Entry, FileIdentity, Segment
 from .buffers import PAGE
 from .local import LocalBackend
 from .object_store import ObjectStoreBackend, ObjectStoreSnapshot, open_backend
@@ -360,6 +360,36 @@ class Location:
             ObjectNotFoundError: There is no such file or object.
         """
         return self._backend.open_data(self._key, size)
+
+    def can_share(self) -> bool:
+        """Return whether :meth:`share` can work here: on a disk, and in a store whose service copies objects itself."""
+        return self._backend.can_share()
+
+    def identity(self) -> FileIdentity:
+        """Return by what :meth:`share` recognises this data file later; raise OSError if there is none on the disk.
+
+        Objects are recognised by their names: no two data files ever have the same one.
+        """
+        return self._backend.identity(self._key)
+
+    def share(self, target: Location, known: FileIdentity) -> FileIdentity:
+        """Give the content of this data file another name in the same system, without passing on a byte of it.
+
+        A disk makes a link, or else a clone. The service of an object store makes a copy, which takes its space.
+
+        Args:
+            target: The new name.
+            known: What the file was when it was written.
+
+        Returns:
+            The identity of the file under its new name.
+
+        Raises:
+            OSError: The system refused, or the file is not what it was (ESTALE). On a disk, there is no file of the new
+                name then.
+        """
+        assert type(self._backend) is type(target._backend)
+        return self._backend.share(self._key, target._key, known)
 
 
 def _check_segments(size: int, segments: Sequence[Segment]) -> None:

@@ -8,6 +8,7 @@ Every request ends, and its error names the object, the action and what may help
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import io
 import itertools
@@ -32,7 +33,7 @@ from ..errors import (
     StoragePermissionError,
     StorageUnavailableError,
 )
-from .backend import DataReader, Entry, Segment
+from .backend import DataReader, Entry, FileIdentity, Segment
 from .buffers import Buffer, aligned_empty
 from .parallel import REQUESTS, parallel_map
 from .status import check_extent, map_status
@@ -55,6 +56,8 @@ _LIST_PAGE = 1000  # how many names stores list at a time
 _UNKNOWN_SIZE = 32 << 20  # bytes that the time limit allows for an object of unknown length
 
 _TRUSTED = 256 << 20  # bytes that are allocated for a range before the store has shown that it is there
+
+_BY_NAME = FileIdentity(0, 0, 0)  # of any object
 
 _CONFLICTS = 5  # answers that ask to repeat a conditional request, S3's 409, after which it has failed
 
@@ -284,6 +287,19 @@ class ObjectStoreBackend:
         if size is None and not self.is_there(key):
             raise ObjectNotFoundError(f"cannot open {self.url(key)}: there is no such object")
         return ObjectReader(self, key, size)
+
+    def can_share(self) -> bool:
+        transfer = self._transfer()
+        return transfer is not None and transfer.copies
+
+    def identity(self, key: str) -> FileIdentity:
+        return _BY_NAME
+
+    def share(self, key: str, target: str, known: FileIdentity) -> FileIdentity:
+        transfer = self._transfer()
+        if transfer is None or not transfer.copy(key, target, self._patience(key, "copy", _UNKNOWN_SIZE)):
+            raise OSError(errno.EAGAIN, "the service did not copy it", self.url(key))
+        return _BY_NAME
 
     def read_range(self, key: str, byte_range: slice | None) -> bytes:
         length = _UNKNOWN_SIZE if byte_range is None else byte_range.stop - byte_range.start

@@ -1,6 +1,7 @@
 """Bulk data to and from S3: where the service is, and the signatures of requests.
 
 Signatures: https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html
+Copies: https://docs.aws.amazon.com/AmazonS3/latest/API/API_CopyObject.html
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ _EMPTY = hashlib.sha256(b"").hexdigest()
 class S3Transfer(Transfer):
     """Requests for objects of one bucket of S3."""
 
-    def __init__(self, url: str, verify: ssl.SSLContext | None, region: str) -> None:
+    def __init__(self, url: str, verify: ssl.SSLContext | None, bucket: str, region: str) -> None:
         super().__init__(url, verify)
+        self._bucket = bucket
         self._region = region
 
     @classmethod
@@ -42,7 +44,7 @@ class S3Transfer(Transfer):
             url = f"https://{bucket}.s3.{region}.amazonaws.com"
         else:
             url = f"{endpoint}/{bucket}"
-        return cls._at(url, region)
+        return cls._at(url, bucket, region)
 
     def _put_target(self, key: str) -> tuple[str, str]:
         return "PUT", self._get_target(key)
@@ -60,6 +62,13 @@ class S3Transfer(Transfer):
 
     def _is_stored(self, answer: bytes, size: int) -> bool:
         return b"<Error>" not in answer  # some services answer an error with the status of success
+
+    def _copy_request(self, key: str, target: str) -> tuple[str, str, dict[str, str]]:
+        source = quote(f"{self._bucket}/{key}", safe="/-_.~", errors="surrogateescape")
+        return "PUT", self._get_target(target), {"x-amz-copy-source": source}
+
+    def _is_copied(self, answer: bytes) -> bool:
+        return b"<CopyObjectResult" in answer  # an error may have the status of success
 
     def _authorized(self, method: str, target: str, headers: Mapping[str, str], digest: str) -> dict[str, str] | None:
         key_id, secret = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")

@@ -1,4 +1,4 @@
-"""Bulk data to and from object stores without copies: one attempt at an upload or a ranged GET.
+"""Bulk data to and from object stores without copies: one attempt at an upload, a ranged GET, or a copy by the service.
 
 TensorStore's client gathers an object three times on its way and, for S3, hashes it on every attempt, several processor
 seconds for a gigabyte. This one sends arrays from where they are and receives into the memory that the caller keeps. It
@@ -19,7 +19,7 @@ import threading
 import time
 import urllib.request
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
@@ -56,6 +56,9 @@ class Transfer:
     Args:
         url: What the target of every request begins with.
         verify: How to verify the service, for ``https``.
+
+    Attributes:
+        copies: Whether the service makes copies, as far as it is known.
     """
 
     def __init__(self, url: str, verify: ssl.SSLContext | None) -> None:
@@ -63,6 +66,7 @@ class Transfer:
         self._host, self._port, self._prefix = parts.hostname or "", parts.port, parts.path.rstrip("/")
         self._netloc = parts.netloc
         self._verify = verify
+        self.copies = True
         self._idle: list[tuple[float, http.client.HTTPConnection]] = []
         weakref.finalize(self, _close_all, self._idle)
         self._process = os.getpid()
@@ -106,6 +110,14 @@ class Transfer:
 
     def _is_stored(self, answer: bytes, size: int) -> bool:
         """Return whether an answer with the status of success says that an object of this size was stored."""
+        raise NotImplementedError
+
+    def _copy_request(self, key: str, target: str) -> tuple[str, str, dict[str, str]]:
+        """Return the method, the target and headers of the request for a copy."""
+        raise NotImplementedError
+
+    def _is_copied(self, answer: bytes) -> bool:
+        """Return whether an answer with the status of success says that the copy was made."""
         raise NotImplementedError
 
     # ---- requests
@@ -169,6 +181,24 @@ class Transfer:
         headers = {"range": f"bytes={offset}-{end - 1}"}
         return self._attempt("GET", self._get_target(key), headers, str, None, receive, patience)
 
+    def copy(self, key: str, target: str, patience: Patience) -> bool:
+        """Let the service copy an object to another name; return whether it said so."""
+        if not self.copies:
+            return False
+
+        def receive(response: http.client.HTTPResponse, check: Callable[[], None]) -> bool:
+            check()
+            body = response.read(_ANSWER)
+            if response.status in (403, 405, 501) or (response.status == 200 and not body):
+                self.copies = False  # it must not, cannot, or takes the request for an upload of nothing
+                _logger.info("%s: the service does not copy objects", self._netloc)
+            return response.status == 200 and response.isclosed() and self._is_copied(body)
+
+        method, path, headers = self._copy_request(key, target)
+        headers["content-length"] = "0"
+        # What the service refuses is no failure of it.
+        return self._attempt(method, path, headers, str, None, receive, patience, works={*range(400, 500), 501})
+
     def _attempt(
         self,
         method: str,
@@ -178,6 +208,7 @@ class Transfer:
         send: Callable[[http.client.HTTPConnection, Callable[[], None]], None] | None,
         receive: Callable[[http.client.HTTPResponse, Callable[[], None]], bool],
         patience: Patience,
+        works: Container[int] = (404, 416),  # statuses of a service that works: missing, or shorter than it should be
     ) -> bool:
         if time.monotonic() < self._paused:
             return False
@@ -221,7 +252,7 @@ class Transfer:
                     self._keep(connection)
                 else:
                     connection.close()
-            if done or status in (404, 416):  # missing, or shorter than it should be
+            if done or status in works:
                 self._failures = 0
                 return done
             break

@@ -591,7 +591,7 @@ def test_reports_and_lists(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "holdfast"), hf.CheckpointManager(run) as writer:
         for step in range(4):
             report = save(writer, step, tree(step))
-    assert "shared with earlier steps" in str(report)
+    assert "unchanged since earlier steps" in str(report)
     assert str(report) in caplog.text
     listed = {summary.step: summary for summary in hf.list_checkpoints(run)}
     assert [listed[step].shared_bytes > 4 * BASE for step in range(4)] == [True] * 4

@@ -16,6 +16,7 @@ from tests.object_stores.store_server import Answer, Request, StoredObject, Stor
 TOKEN = "a-token-for-tests"
 
 _OBJECT = re.compile(r"/storage/v1/b/([^/]+)/o(?:/([^/]+))?")
+_REWRITE = re.compile(r"/storage/v1/b/([^/]+)/o/([^/]+)/rewriteTo/b/([^/]+)/o/([^/]+)")
 _UPLOAD = re.compile(r"/upload/storage/v1/b/([^/]+)/o")
 
 
@@ -39,6 +40,9 @@ class GcsServer(StoreServer):
         """Answers a request."""
         if request.headers.get("authorization") != f"Bearer {TOKEN}":
             return self.error(401 if "authorization" not in request.headers else 403, "forbidden")
+        rewrite = _REWRITE.fullmatch(request.path)
+        if rewrite is not None:
+            return self._rewrite(*map(unquote, rewrite.groups()))
         match = _UPLOAD.fullmatch(request.path) if request.method == "POST" else _OBJECT.fullmatch(request.path)
         if match is None:
             return self.error(400, "invalid")
@@ -66,6 +70,13 @@ class GcsServer(StoreServer):
             return self.error(416, "requestedRangeNotSatisfiable")
         headers = {"x-goog-generation": str(found.generation), "x-goog-stored-content-length": str(len(found.content))}
         return Answer(part[0], part[1], headers | part[2])
+
+    def _rewrite(self, bucket: str, key: str, target_bucket: str, target: str) -> Answer:
+        found = self.buckets.get(bucket, {}).get(key)
+        if found is None:
+            return self.error(404, "notFound")
+        self.put(target_bucket, target, found.content)
+        return _json(200, {"kind": "storage#rewriteResponse", "objectSize": str(len(found.content)), "done": True})
 
     def _upload(self, bucket: str, request: Request) -> Answer:
         key = request.query["name"]

@@ -76,6 +76,8 @@ class S3Server(StoreServer):
             return self.error(411, "MissingContentLength")
         if request.headers.get("x-amz-content-sha256") != hashlib.sha256(request.body).hexdigest():
             return self.error(400, "XAmzContentSHA256Mismatch")
+        if "x-amz-copy-source" in request.headers:
+            return self._copy(bucket, key, request)
         old = self.buckets[bucket].get(key)
         if not self.conditions:
             return Answer(200, headers={"ETag": _tag(self.put(bucket, key, request.body))})
@@ -85,6 +87,14 @@ class S3Server(StoreServer):
         if wanted is not None and (old is None or _tag(old) != wanted):
             return self.error(404, "NoSuchKey") if old is None else self.error(412, "PreconditionFailed")
         return Answer(200, headers={"ETag": _tag(self.put(bucket, key, request.body))})
+
+    def _copy(self, bucket: str, key: str, request: Request) -> Answer:
+        source_bucket, _, source = unquote(request.headers["x-amz-copy-source"]).lstrip("/").partition("/")
+        found = self.buckets.get(source_bucket, {}).get(source)
+        if found is None:
+            return self.error(404, "NoSuchKey")
+        tag = _tag(self.put(bucket, key, found.content))
+        return Answer(200, f"<CopyObjectResult><ETag>{escape(tag)}</ETag></CopyObjectResult>".encode())
 
     def _list(self, bucket: str, query: Mapping[str, str]) -> Answer:
         prefix = query.get("prefix", "")

@@ -46,7 +46,9 @@ class Request:
         ranges = "".join(
             f" {name}={self.query[name]}" for name in ("prefix", "startOffset", "name") if name in self.query
         )
-        return f"{self.method} {unquote(self.path)}{ranges}"
+        source = self.headers.get("x-amz-copy-source")
+        copied = f" from {unquote(source)} copy" if source else " copy" if "/rewriteTo/" in self.path else ""
+        return f"{self.method} {unquote(self.path)}{ranges}{copied}"
 
 
 @dataclass(frozen=True)

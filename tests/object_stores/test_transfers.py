@@ -92,6 +92,34 @@ def test_there_and_back(store: Store, client: Transfer, key: str) -> None:
     assert not client.get(key, DATA.size - 10, [memory], PATIENT, nothing), "the object ends before the range"
 
 
+@pytest.mark.parametrize("key", ["a/b", "a b/größe", "+&=~'()*!@,;:$%41"])
+def test_a_copy_that_the_service_makes(store: Store, client: Transfer, key: str) -> None:
+    assert client.put(key, DATA.size, parts, PATIENT)
+    assert client.copy(key, f"copy of {key}", PATIENT)
+    assert store.server.buckets[store.bucket][f"copy of {key}"].content == DATA.tobytes()
+    assert store.server.log[-1].body == b""
+
+
+@pytest.mark.parametrize(
+    ("status", "asked"),
+    [(404, 5), (412, 5), (503, 4), (200, 4), (403, 1), (501, 1), ("empty", 1)],
+    ids=["gone", "changed", "busy", "an error with the status of success", "forbidden", "not there", "an upload"],
+)
+def test_a_copy_that_is_not_made(store: Store, client: Transfer, status: int | str, asked: int) -> None:
+    """A service that cannot copy is asked once, and one in trouble is left alone for a while, as with data."""
+    assert client.put("object", DATA.size, parts, PATIENT)
+    if isinstance(status, int):
+        answer = Answer(status, store.server.error(status, "SomethingElse").body)
+    else:
+        answer = Answer(200)
+    store.server.fail(" copy$", answer=answer, times=10)
+    for _ in range(5):
+        assert not client.copy("object", "copy", PATIENT)
+    assert len([what for what in store.server.sent() if what.endswith(" copy")]) == asked
+    assert client.copies == (asked > 1)
+    assert client.put("object", DATA.size, parts, PATIENT) == (asked != 4)
+
+
 def test_a_role_has_a_token(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of a role")
     write(as_location(f"{s3.url}/data"))

@@ -67,6 +67,20 @@ class BackendConformance:
         root.remove()
         root.remove_tree()
 
+    def test_a_shared_file_is_whole_without_the_other(self, folder: Location) -> None:
+        one, other = folder / "one", folder / "other"
+        data = noise(3 * MIB)
+        one.write_data(data.size, [segment(0, data)])
+        if not folder.can_share():
+            pytest.skip("this store makes no copies itself")
+        assert one.share(other, one.identity()) == other.identity()
+        known = one.identity()
+        one.remove()
+        assert other.read_bytes() == data.tobytes()
+        with pytest.raises(OSError, match=r"No such file|did not copy"):
+            one.share(folder / "third", known)
+        assert not (folder / "third").exists()
+
     @pytest.mark.parametrize("atomic", [True, False], ids=["atomic", "plain"])
     @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 40], ids=["empty", "one", "many"])
     def test_bytes_come_back(self, folder: Location, data: bytes, atomic: bool) -> None:

@@ -1,0 +1,182 @@
+"""Arrays that have not changed are sent twice: the store copies their objects for the steps after these two."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.equality import assert_same
+from tests.object_stores.conftest import Store
+from tests.object_stores.store_server import Answer
+
+import holdfast as hf
+
+Tree = dict[str, Any]
+
+FROZEN = np.random.default_rng(0).standard_normal(1 << 20, dtype=np.float32)  # 4 MiB
+SMALL = 400_000  # bytes; the adapter and all documents of a step take less
+LAYOUT = hf.Layout(upload_bytes=2 << 20)  # the frozen array takes several objects
+STEPS = 6
+AFTER_TWO = [False, False, True, True, True, True]
+
+
+def tree(step: int) -> Tree:
+    return {"frozen": FROZEN.copy(), "adapter": np.full(30_000, step, np.float32), "step": step}
+
+
+def sent(store: Store) -> int:
+    """Return the bytes of all bodies since the last call."""
+    found = sum(len(request.body) for request in store.server.log if request.method in ("PUT", "POST"))
+    store.server.log.clear()
+    return found
+
+
+def save(run: hf.CheckpointManager, step: int, items: Tree) -> hf.SaveReport:
+    reports: list[hf.SaveReport] = []
+    run._listeners[:] = [reports.append]
+    run.save(step, items)
+    run.wait_until_finished()
+    return reports[-1]
+
+
+@contextlib.contextmanager
+def manager(directory: str | Path, **options: Any) -> Iterator[hf.CheckpointManager]:
+    checkpointer = hf.Checkpointer(hf.PyTreeCheckpointHandler(layout=LAYOUT))
+    with hf.CheckpointManager(directory, checkpointer, options=hf.CheckpointManagerOptions(**options)) as run:
+        yield run
+
+
+def check(directory: str, steps: list[int]) -> None:
+    """Compare each step, alone."""
+    with hf.CheckpointManager(directory) as run:
+        assert run.all_steps() == steps
+        for step in steps[:-1]:
+            assert_same(run.restore(step), tree(step))
+            run.delete(step)
+    assert hf.verify(directory).ok
+    assert_same(hf.load(directory), tree(steps[-1]))
+
+
+def test_a_run_in_a_bucket(store: Store) -> None:
+    """From the third save on, only what has changed is sent."""
+    with manager(f"{store.url}/run", max_to_keep=4) as run:
+        shares, sizes = [], []
+        for step in range(STEPS):
+            report = save(run, step, tree(step))
+            sizes.append(sent(store))
+            shares.append(report.shared_bytes)
+            assert report.bytes + report.shared_bytes > FROZEN.nbytes
+    assert [size < SMALL for size in sizes] == AFTER_TWO
+    assert [size >= FROZEN.nbytes for size in shares] == AFTER_TWO
+    check(f"{store.url}/run", [2, 3, 4, 5])
+
+
+def test_no_object_is_copied_from_the_step_before(store: Store, tmp_path: Path) -> None:
+    """One that is damaged unseen must not take the newest step and the one to fall back to; with one step, none is."""
+    for name, options in [("run", {"max_to_keep": 3}), ("one", {"max_to_keep": 1}), ("mirror", {})]:
+        store.server.log.clear()
+        far = (
+            {}
+            if name != "mirror"
+            else {"mirror": hf.Mirror(f"{store.url}/mirror", save_interval_steps=2, max_to_keep=9)}
+        )
+        with manager(f"{store.url}/{name}" if not far else tmp_path / "run", **options, **far) as run:
+            for step in range(9):
+                save(run, step, tree(step))
+                if far and step % 2 == 0:
+                    wait_for_mirror(run, step)
+        copies = [what for what in store.server.sent() if what.endswith(" copy")]
+        between = {max(steps) - min(steps) for steps in map(steps_of, copies)}
+        assert between == {"run": {2}, "one": set(), "mirror": {4}}[name], name
+
+
+def steps_of(what: str) -> set[int]:
+    """Return the steps of the objects that a request names, by their keys: ``run/4/state/d/...``."""
+    return {int(step) for step in re.findall(r"(?:run|one|mirror)/(\d+)/", what)}
+
+
+def wait_for_mirror(run: hf.CheckpointManager, step: int) -> None:
+    mirror = run._mirror
+    assert mirror is not None
+    with mirror._wake:
+        assert mirror._wake.wait_for(lambda: mirror.status().step == step, 30)
+
+
+def test_a_change_is_sent(store: Store) -> None:
+    items = tree(0)
+    with manager(f"{store.url}/run", max_to_keep=None) as run:
+        for step in range(8):
+            items["adapter"][:] = items["step"] = step
+            if step == 5:
+                items["frozen"][777_777] += 1
+            save(run, step, items)
+            if step < 5:
+                assert_same(run.restore(step), tree(step))
+        changed = items["frozen"]
+        assert all(np.array_equal(run.restore(step)["frozen"], changed) for step in (5, 6, 7))
+        assert all(np.array_equal(run.restore(step)["frozen"], FROZEN) for step in range(5))
+
+
+TROUBLE: list[tuple[str, Callable[[Store], object]]] = [
+    (
+        "the service does not copy",
+        lambda store: fail(store, Answer(501, b"<Error><Code>NotImplemented</Code></Error>")),
+    ),
+    ("it takes a copy for an empty object", lambda store: fail(store, Answer(200))),
+    ("it is busy", lambda store: fail(store, store.server.error(503, "SlowDown"))),
+    ("some copies fail", lambda store: fail(store, store.server.error(503, "SlowDown"), times=3)),
+    ("the objects are gone", lambda store: fail(store, store.server.error(404, "NoSuchKey"))),
+    ("answers are lost", lambda store: store.server.fail(" copy$", how="reset", times=1000)),
+]
+
+
+def fail(store: Store, answer: Answer, times: int = 1000) -> None:
+    store.server.fail(" copy$", answer=answer, times=times)
+
+
+@pytest.mark.parametrize("trouble", [act for _, act in TROUBLE], ids=[name for name, _ in TROUBLE])
+def test_what_is_not_copied_is_sent(store: Store, trouble: Callable[[Store], object]) -> None:
+    trouble(store)
+    with manager(f"{store.url}/run", max_to_keep=None) as run:
+        for step in range(STEPS):
+            save(run, step, tree(step))
+    check(f"{store.url}/run", list(range(STEPS)))
+
+
+@pytest.mark.parametrize("copies", [True, False], ids=["the store copies", "it does not"])
+def test_the_mirror_of_a_run_gets_them_once(store: Store, tmp_path: Path, copies: bool) -> None:
+    if not copies:
+        fail(store, Answer(501, b"<Error><Code>NotImplemented</Code></Error>"))
+    mirror = f"{store.url}/mirror"
+    with manager(tmp_path / "run", mirror=hf.Mirror(mirror, max_to_keep=STEPS), max_to_keep=2) as run:
+        sizes = []
+        for step in range(STEPS):
+            save(run, step, tree(step))
+            wait_for_mirror(run, step)
+            sizes.append(sent(store))
+    assert [size < SMALL for size in sizes] == (AFTER_TWO if copies else [False] * STEPS)
+    check(mirror, list(range(STEPS)))
+
+
+@pytest.mark.parametrize("damage", [True, False], ids=["a file was damaged", "whole"])
+def test_a_run_that_is_copied(store: Store, tmp_path: Path, damage: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    with manager(tmp_path / "run", max_to_keep=None) as run:
+        for step in range(STEPS):
+            save(run, step, tree(step))
+    if damage:  # a copy that the store has is whole all the same
+        data = max((tmp_path / "run" / "3").rglob("d/*.*.*"), key=lambda path: path.stat().st_size)
+        content = bytearray(data.read_bytes())
+        content[1_000_000] ^= 1
+        data.unlink()
+        data.write_bytes(content)
+    reports = hf.copy_checkpoint(tmp_path / "run", f"{store.url}/copy")
+    assert sent(store) < 2 * FROZEN.nbytes + STEPS * SMALL
+    assert sum(report.sent for report in reports) < 2 * FROZEN.nbytes + STEPS * SMALL
+    check(f"{store.url}/copy", list(range(STEPS)))
