@@ -253,7 +253,7 @@ class CheckpointOptions:
         default=True,
         metadata=documentation(
             "Do not write arrays again that have not changed: a step shares their data files, by hard links, with the "
-            "step before the last one; S3 and Google copy them. Every step stays whole and can be copied or deleted alone."
+            "step before the last one; S3 and Google copy them. Every step stays whole and can be copied or deleted."
         ),
     )
 
