@@ -71,14 +71,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(f"{package} {version(package)} is installed, {needed} is needed"))
 
 
-# How modules name what starts connected processes, of tests/processes/harness.py and of the Lightning tests.
-CONNECTED = re.compile(r"\b(run_processes|run_outcomes|run_together)\b")
+# How modules name what starts connected processes, or takes seconds to start for the first of them.
+STARTED = re.compile(r"\b(run_process|run_processes|run_outcomes|run_together|job: Job)\b")
 
 
 @functools.cache
 def group_of(module: str) -> str:
     """Returns the group of a module, by its path: all tests of a group run on one worker."""
-    return "processes" if CONNECTED.search((ROOT / module).read_text(encoding="utf-8")) else module
+    return "processes" if STARTED.search((ROOT / module).read_text(encoding="utf-8")) else module
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,17 +1,13 @@
-"""Programs with worker processes, as their authors would write them, run as jobs of their own; served line by line.
+"""Programs with worker processes, as their authors would write them, run as jobs of their own.
 
-A request is a line of JSON: ``[kind of program, directory, number of the signal's step]``. The job is a session of its
-own, as a scheduler starts it. Before the batch that follows the given step it prints ``ready`` and its process group,
-and waits for a line: meanwhile the signal is sent. At its end the server prints its status.
+The job is a session of its own, as a scheduler starts it. Before the batch that follows the given step it prints
+``ready`` and its process group, and waits for a line: meanwhile the signal is sent.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import importlib
 import itertools
-import json
 import multiprocessing
 import os
 import sys
@@ -186,22 +182,12 @@ def train(kind: str, directory: str, signal_at: int | None) -> None:
     trainer.fit(program.Model(), make(data, 2, **shuffled), make(data, 2, **options))
 
 
-def serve() -> None:
-    for module in ("torchdata.stateful_dataloader", "tests.integrations.lightning.program"):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(module)
-    gc.freeze()  # what has been imported is not looked through at the end of each process
-    for line in iter(sys.stdin.readline, ""):
-        kind, directory, signal_at = json.loads(line)
-        job = os.fork()
-        if job == 0:
-            os.setsid()
-            packages = ("torchdata", "grain")
-            plain = loop_with_position if kind.startswith(packages) else loop
-            (train if kind.startswith("lightning") else plain)(kind, directory, signal_at)
-            return
-        print("ended", os.waitstatus_to_exitcode(os.waitpid(job, 0)[1]), flush=True)
-
-
-if __name__ == "__main__":
-    serve()
+def serve(kind: str, directory: str, signal_at: int | None) -> int:
+    """Runs a program as a job; returns its status."""
+    job = os.fork()
+    if job == 0:
+        os.setsid()
+        plain = loop_with_position if kind.startswith(("torchdata", "grain")) else loop
+        (train if kind.startswith("lightning") else plain)(kind, directory, signal_at)
+        sys.exit()
+    return os.waitstatus_to_exitcode(os.waitpid(job, 0)[1])

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import pytest
+from tests.integrations.served import Server
 
 import holdfast as hf
 
@@ -23,37 +22,21 @@ pytest.importorskip("lightning")
 Job = Callable[..., tuple[int, str]]
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+@pytest.fixture
+def job(server: Server) -> Job:
     """Runs a program as a job, which gets the signal in all its processes; returns its status and what it said."""
-    said = tmp_path_factory.mktemp("jobs") / "stderr"
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "tests.integrations.jobs"]
-    with said.open("w") as stderr:
-        server = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
-        )
 
-    def run(kind: str, directory: Path, signal_at: int | None = None, number: int = signal.SIGTERM) -> tuple[int, str]:
-        assert server.stdin is not None
-        assert server.stdout is not None
-        before = len(said.read_text())
-        _say(server.stdin, json.dumps([kind, str(directory), signal_at]))
-        word, found = server.stdout.readline().split()
-        if word == "ready":
-            os.killpg(int(found), number)
-            _say(server.stdin, "")
-            word, found = server.stdout.readline().split()
-        assert word == "ended"
-        return int(found), said.read_text()[before:]
+    def run(kind: str, directory: Path, signal_at: int | None = None) -> tuple[int, str]:
+        before = len(server.errors.read_text())
+        server.send("job", kind, str(directory), signal_at)
+        answer = server.receive().split()
+        if answer[0] == "ready":
+            os.killpg(int(answer[1]), signal.SIGTERM)
+            server.send()
+            answer = server.receive().split()
+        return int(answer[0]), server.errors.read_text()[before:]
 
-    with server:
-        yield run
-
-
-def _say(pipe: IO[str], line: str) -> None:
-    print(line, file=pipe, flush=True)
+    return run
 
 
 ONCE = {"a spawned process"}  # the others go on as the first does

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import os
 import signal
@@ -167,19 +166,10 @@ def main(directory: str, result: str, options: dict[str, Any]) -> None:
         json.dump({"final": outcome.final, "first_step": recorder.first_step}, file)
 
 
-def serve() -> None:
-    """Runs the program once for every line of input, each time in a process of its own, and prints its status.
-
-    Importing Lightning takes seconds, so it is done before the processes are split off.
-    """
-    gc.freeze()  # what has been imported is not looked through at the end of each process
-    for line in sys.stdin:
-        process = os.fork()
-        if process == 0:
-            main(*json.loads(line))
-            return
-        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
-
-
-if __name__ == "__main__":
-    serve()
+def serve(directory: str, result: str, options: dict[str, Any]) -> int:
+    """Runs the program in a process of its own; returns its status."""
+    process = os.fork()
+    if process == 0:
+        main(directory, result, options)
+        sys.exit()
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])

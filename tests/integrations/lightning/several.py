@@ -1,15 +1,12 @@
-"""The Lightning program in several processes, each of them real; served as ``program.py`` serves it in one.
+"""The Lightning program in several processes, each of them real.
 
-A request is a line of JSON: ``[directory, folder for results, number of processes, options]``. The processes are
-started as torchrun starts them; one process that is to be several starts the others itself, as Lightning does it: by
-running this file again, with arguments.
+The processes are started as torchrun starts them; one process that is to be several starts the others itself, as
+Lightning does it: by running this file, with arguments.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import gc
-import importlib
 import json
 import logging
 import os
@@ -133,7 +130,14 @@ def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict
 
 
 def launch(directory: str, results: str, count: int, options: dict[str, Any]) -> list[int]:
-    """Runs one program; returns the statuses of its processes, negative for signals."""
+    """Runs one program; returns the statuses of its processes, negative for signals.
+
+    Args:
+        directory: Of the checkpoints.
+        results: The folder for what the processes report and say.
+        count: How many processes.
+        options: Of `fit`.
+    """
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
@@ -142,6 +146,7 @@ def launch(directory: str, results: str, count: int, options: dict[str, Any]) ->
         child = os.fork()
         if child == 0 and "devices" in options:
             sys.argv[1:] = [directory, json.dumps(options)]
+            sys.modules["__main__"] = sys.modules[__name__]  # Lightning runs this again
             run(directory, Path(results), 0, options["devices"], options)
         if child == 0:
             environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "tests"}
@@ -176,18 +181,6 @@ def run(directory: str, results: Path, index: int, count: int, options: dict[str
     sys.exit()
 
 
-def serve() -> None:
-    importlib.import_module("torch._dynamo")  # what optimizers import when they are first used
-    gc.freeze()  # what has been imported is not looked through at the end of each process
-    for line in sys.stdin:
-        print(json.dumps(launch(*json.loads(line))), flush=True)
-
-
-if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        warnings.simplefilter("ignore")
-        fit(sys.argv[1], int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), json.loads(sys.argv[2]))
-        sys.exit()
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    os.environ.pop("PL_GLOBAL_SEED", None)  # of lightning.seed_everything: with it, all processes begin with one seed
-    serve()
+if __name__ == "__main__":  # as Lightning starts the other processes
+    warnings.simplefilter("ignore")
+    fit(sys.argv[1], int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), json.loads(sys.argv[2]))

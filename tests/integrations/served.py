@@ -1,0 +1,85 @@
+"""One process that has imported torch and Lightning, which takes seconds; the programs of tests are forked from it.
+
+A request is a line of JSON: the kind of the program (``KINDS``), and the arguments of the function that runs it. The
+answer is a line of JSON: what the function returns, the exit statuses of its processes, negative for signals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+KINDS = {
+    "program": ("tests.integrations.lightning.program", "serve"),
+    "several": ("tests.integrations.lightning.several", "launch"),
+    "job": ("tests.integrations.jobs", "serve"),
+}
+IMPORTS = [
+    *(module for module, _ in KINDS.values()),
+    # What their processes would import one by one: optimizers, trainers, and strategies of several processes.
+    "omegaconf",
+    "torch._dynamo",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.elastic.agent.server.api",
+    "torch.profiler._cupti_monitor",
+    "torchdata.stateful_dataloader",
+]
+
+
+@dataclass(frozen=True)
+class Server:
+    """The process, as tests see it: what it reads and writes, and what all its programs write to standard error."""
+
+    requests: IO[str]
+    answers: IO[str]
+    errors: Path
+
+    def send(self, *request: Any) -> None:
+        """Sends a line of JSON, or an empty line."""
+        print(json.dumps(request) if request else "", file=self.requests, flush=True)
+
+    def receive(self) -> str:
+        return self.answers.readline()
+
+
+@contextmanager
+def started(errors: Path) -> Iterator[Server]:
+    """Starts the process, for as long as the context lasts."""
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONWARNINGS": "ignore"}
+    environment["GLOO_SOCKET_IFNAME"] = "lo"
+    environment.pop("PL_GLOBAL_SEED", None)  # of lightning.seed_everything: with it, all processes have one seed
+    command, pipe = [sys.executable, "-m", __name__], subprocess.PIPE
+    with errors.open("w") as stderr:
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, text=True, env=environment)
+    with process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        yield Server(process.stdin, process.stdout, errors)
+
+
+def main() -> None:
+    for name in IMPORTS:
+        with contextlib.suppress(ImportError):  # not all of them are in all versions
+            importlib.import_module(name)
+    gc.freeze()  # what has been imported is not looked through at the end of each process
+    for line in iter(sys.stdin.readline, ""):
+        kind, *arguments = json.loads(line)
+        module, function = KINDS[kind]
+        print(json.dumps(getattr(importlib.import_module(module), function)(*arguments)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
