@@ -128,7 +128,9 @@ class Matching:
         value, path = visit.value, visit.path
         grows = None if view.functional else visit.position
         if self.plain.is_sequence(visit.number) and (slot := _slot_of_elements(visit)) is not None:
-            covers, changes = self.plain.below(visit.number), len(value) != len(self.graph.nodes[visit.number].edges)
+            # A list may wait for objects that the program has yet to append; of a deque, nothing would notice them.
+            covers = self.plain.below(visit.number, arrays=isinstance(value, deque) and not value)
+            changes = len(value) != len(self.graph.nodes[visit.number].edges)
             # Elements that other objects hold, too, have to stay the same objects, as far as they exist; so do those
             # of a tuple, which is a part of something.
             if covers is not None and (changes or not (self.plain.shares(visit.number) or isinstance(value, tuple))):

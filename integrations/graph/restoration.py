@@ -22,7 +22,7 @@ from .saved import Rename
 from .slots import Assignment, Proxy, StateSlot, last_writer, note_writer, restore_numbers, write_slots
 from .stored import StoredGraph
 from .tracked import Node, expect, forget
-from .values import PLAIN_KINDS, PlainValues, ValueReader
+from .values import MADE_KINDS, PLAIN_KINDS, PlainValues, ValueReader
 from .views import COUNTER, Leaf
 from .walk import LiveNode, walk
 
@@ -216,16 +216,19 @@ class Restoration:
         self._number = next(restore_numbers)
         graph = stored.graph.unwrapped()
         graph = graph.renamed(rename) if rename else graph
-        plain = {
-            number: leaf.saved.kind
+        values = {
+            number: leaf.saved
             for number, node in graph.values()
             if (leaf := stored.leaves.get(str(node.value))) is not None
-            and leaf.saved.kind in PLAIN_KINDS
             and not str(node.value).startswith(PER_PROCESS)
             and node.transform is None
             and not node.type  # no box, which the program has to make
         }
-        self._matching = Matching(graph, PlainValues(graph, plain))
+        plain = {number: saved.kind for number, saved in values.items() if saved.kind in PLAIN_KINDS}
+        arrays = frozenset(
+            number for number, saved in values.items() if saved.kind in MADE_KINDS and "sharding" not in saved.details
+        )
+        self._matching = Matching(graph, PlainValues(graph, plain, arrays))
         self._reader = ValueReader(stored, graph, self._matching.plain, str(stored.checkpoint))
         self._has_own = stored.has_own
         self._ignored = frozenset(ignore)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -129,14 +130,16 @@ class SavedGraph:
         return SavedGraph(nodes, self)
 
     @functools.cached_property
-    def shared(self) -> frozenset[int]:
-        """The nodes that several edges lead to."""
-        seen: set[int] = set()
-        found: set[int] = set()
+    def uses(self) -> Counter[int]:
+        """How often each node is an object's, an optimizer's parameter, or a value that an optimizer keeps."""
+        found: Counter[int] = Counter()
         for node in self.nodes:
-            for child in node.edges.values():
-                (found if child in seen else seen).add(child)
-        return frozenset(found)
+            found.update(node.edges.values())
+            for group in node.groups:
+                found.update(group)
+            for parameter, _, value in node.optimizer_slots:
+                found.update((parameter, value))
+        return found
 
     @functools.cached_property
     def with_values(self) -> set[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from ...engine.arrays import SavedLeaf, TreeReader, TreeSource, naming
 from ...engine.distributed import current_coordinator
 from ...engine.format import FileRecord, own_item
 from ...engine.handlers import Files, PreparedItem, ProcessShare, PyTreeCheckpointHandler, own_share
-from ...engine.pytree import TreeDef, key_segments, materialize, unflatten
+from ...engine.pytree import LeafRequest, TreeDef, key_segments, materialize, unflatten, with_request
 from ...engine.sources import GRAPH, CheckpointSource, NativeTree, PreparedGraph, read_checkpoint
 from ...engine.storage import Location
 from .capture import PER_PROCESS, CapturedGraph
@@ -87,13 +87,23 @@ class StoredGraph:
             given.add(name)
         return found
 
-    def load(self, names: Sequence[str]) -> list[Any]:
-        """Read values without a template: numpy arrays, Python values, or trees of those."""
+    def load(self, names: Sequence[str], *, as_tensors: Collection[str] = ()) -> list[Any]:
+        """Read values without a template: numpy arrays, Python values, or trees of those.
+
+        Those of ``as_tensors`` are of torch if they were saved from torch.
+        """
         leaves = [self.leaves_of(name) for name in names]
         every = [leaf for group in leaves for leaf in group]
         arrays = self.read(every)
+        saved = [self.leaves[leaf].saved for leaf in every]
+        templates = [
+            with_request(name, LeafRequest(kind="torch"), leaf, None)
+            if leaf.kind == "torch" and name in as_tensors
+            else None
+            for name, leaf in zip(every, saved, strict=True)
+        ]
         with naming(self.location):
-            values = iter(materialize([None] * len(every), [self.leaves[leaf].saved for leaf in every], arrays, every))
+            values = iter(materialize(templates, saved, arrays, every))
         return [
             next(values) if name in self.leaves else unflatten(self._containers[name], [next(values) for _ in group])
             for name, group in zip(names, leaves, strict=True)

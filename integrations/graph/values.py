@@ -1,12 +1,13 @@
 """Values of a checkpoint, made like the values in the program that they are for.
 
 Arrays change in place, so the program must have theirs before they can be restored. Plain values do not: a list or
-dictionary that holds nothing else, such as a history of losses, takes all values that were saved, however many.
+dictionary that holds nothing else, such as a history of losses, takes all values that were saved, however many. An
+empty deque, such as a replay buffer, takes arrays, too.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,6 +38,8 @@ from .tracked import TrackedDict, TrackedList
 
 # Kinds of leaves that need no object of the program.
 PLAIN_KINDS = NUMBER_KINDS | {NUMBERS, "str", "bytes", "none", "set", "frozenset", "numpy_scalar"}
+# Kinds of arrays that can be made without an array of the program; those of jax have a place on devices.
+MADE_KINDS = frozenset({"numpy", "torch"})
 
 _CONTAINERS = (list, dict, tuple, deque, TrackedList, TrackedDict)
 _SEQUENCES: dict[str, Any] = {
@@ -52,18 +55,23 @@ _LABELS = frozenset({*_SEQUENCES, "dict", f"{TrackedDict.__module__}.{TrackedDic
 class PlainValues:
     """The nodes of a checkpoint that are plain values, or containers of nothing else."""
 
-    def __init__(self, graph: SavedGraph, kinds: Mapping[int, str]) -> None:
+    def __init__(self, graph: SavedGraph, kinds: Mapping[int, str], arrays: frozenset[int]) -> None:
         self._graph = graph
         self._values = kinds  # of the values, by their nodes
-        self._known: dict[int, list[tuple[int, Path]] | None] = {}
+        self._arrays = arrays  # nodes of arrays that can be made without an array of the program
+        self._known: dict[tuple[int, bool], list[tuple[int, Path]] | None] = {}
         self._sharing: set[int] = set()
 
-    def below(self, number: int) -> list[tuple[int, Path]] | None:
-        """Return the values in a container and their paths from it; None if it holds anything else, too."""
-        if number not in self._known:
-            self._known[number] = None  # during the search, for containers that hold themselves
-            self._known[number] = self._search(number)
-        return self._known[number]
+    def below(self, number: int, *, arrays: bool = False) -> list[tuple[int, Path]] | None:
+        """Return the values in a container and their paths from it; None if it holds anything else, too.
+
+        With ``arrays``, arrays are values, too, if nothing outside of the container holds them.
+        """
+        key = number, arrays
+        if key not in self._known:
+            self._known[key] = None  # during the search, for containers that hold themselves
+            self._known[key] = self._search(number, self._arrays if arrays else frozenset())
+        return self._known[key]
 
     def is_packed(self, number: int) -> bool:
         """Whether a value is a sequence of numbers."""
@@ -94,11 +102,12 @@ class PlainValues:
             for segment in order
         }
 
-    def _search(self, number: int) -> list[tuple[int, Path]] | None:
+    def _search(self, number: int, arrays: frozenset[int]) -> list[tuple[int, Path]] | None:
         found: list[tuple[int, Path]] = []
+        met: Counter[int] = Counter()  # arrays
         queue: list[tuple[int, Path]] = [(number, ())]
         for node, path in queue:
-            if node in self._values:
+            if node in self._values or node in arrays:
                 found.append((node, path))
                 continue
             known = self._graph.nodes[node]
@@ -107,12 +116,16 @@ class PlainValues:
             if known.type in _SEQUENCES and not all(edge.isascii() and edge.isdigit() for edge in known.edges):
                 return None  # renamed
             for segment, child in known.edges.items():
-                if self._graph.above(child) != (node, segment):
+                if child in arrays:
+                    met[child] += 1
+                    if met[child] > 1:
+                        continue  # one array in two places
+                elif self._graph.above(child) != (node, segment):
                     return None  # stored elsewhere, or a container that holds itself
-                if child in self._graph.shared and child not in self._values:
+                elif self._graph.uses[child] > 1 and child not in self._values:
                     self._sharing.add(number)
                 queue.append((child, (*path, segment)))
-        return found
+        return found if all(self._graph.uses[child] == count for child, count in met.items()) else None
 
 
 def is_plain(value: Any, known: dict[int, bool], depth: int = 0) -> bool:
@@ -173,7 +186,8 @@ class ValueReader:
         """Return states of objects, plain values, and containers of plain values."""
         numbers = [[one.saved] if one.covers is None else [number for number, _ in one.covers] for one in due]
         names = [str(self._graph.nodes[number].value) for group in numbers for number in group]
-        loaded = iter(self._stored.load(names))
+        elements = {str(self._graph.nodes[number].value) for one in due for number, _ in one.covers or ()}
+        loaded = iter(self._stored.load(names, as_tensors=elements))
         found = []
         for one, group in zip(due, numbers, strict=True):
             if isinstance(one.slot, EntrySlot):

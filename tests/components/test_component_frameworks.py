@@ -270,6 +270,20 @@ def test_histories_that_the_program_begins_anew(place: str, kind: Callable[[Any]
     assert getattr(running.value, "maxlen", None) == getattr(kind([]), "maxlen", None)
 
 
+def test_replay_buffers_that_the_program_begins_anew(place: str) -> None:
+    arrays = [np.full(2, number) for number in range(3)]
+    saved = deque([(arrays[0], 0.5, arrays[1]), (arrays[1], 1.5, arrays[2])], maxlen=5)
+    running: Any = One(deque(maxlen=5))
+    buffer = running.value
+    assert running.restore_from_path(One(saved).save_to_path(f"{place}/x"), strict=True).complete
+    assert running.value is buffer
+    assert [(one.tolist(), reward, other.tolist()) for one, reward, other in buffer] == [
+        ([0, 0], 0.5, [1, 1]),
+        ([1, 1], 1.5, [2, 2]),
+    ]
+    assert buffer[0][2] is buffer[1][0]
+
+
 def test_constructors_that_take_objects(place: str) -> None:
     made = Configured(
         Config(0.5, (3,)), 1, np.float32(2), limits=Limits(0, 1), part=Statistics(3), extra={"t": torch.float16}
