@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -49,8 +50,13 @@ def sources(room: str) -> list[Path]:
     return sorted(path for path in (ROOT / room).rglob("*.py") if "__pycache__" not in path.parts)
 
 
-def imports(path: Path, *, everywhere: bool = True) -> Iterator[str]:
-    """Generates the full names of what a file imports; without ``everywhere``, only what it does when it is loaded."""
+@cache
+def imports(path: Path, *, everywhere: bool = True) -> tuple[str, ...]:
+    """Returns the full names of what a file imports; without ``everywhere``, only what it does when it is loaded."""
+    return tuple(_imports(path, everywhere))
+
+
+def _imports(path: Path, everywhere: bool) -> Iterator[str]:
     package = ["holdfast", *path.relative_to(ROOT).parts[:-1]]
     if path.name == "_package.py":
         package = ["holdfast"]  # seen as holdfast/__init__.py

@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tests.cli.commands import output_of
 from tests.documents.examples import Examples
 from tests.documents.starts import Start, start
 
@@ -25,6 +26,7 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.xdist_group("programs")
 @pytest.mark.examples("README.md", "python 1", "python 2", "python 3")
 def test_the_programs_run_twice(examples: Examples, tmp_path: Path) -> None:
     programs = dict(examples.items())
@@ -32,15 +34,19 @@ def test_the_programs_run_twice(examples: Examples, tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.py").write_text(program, encoding="utf-8")
     twice: list[Start] = [(tmp_path / name, [], "", 0, 0) for name in programs for _ in range(2)]
-    start(*twice, modules=["lightning.pytorch", "flax", "optax"])
+    start(*twice)
     for name in programs:
         assert any((tmp_path / name / "runs").rglob("checkpoint.json"))
 
 
 @pytest.mark.examples("README.md", "console 2", "console 3")
-def test_the_commands_run_in_their_order(examples: Examples, tmp_path: Path) -> None:
-    holdfast = [sys.executable, "-m", "holdfast.cli.main"]
-    outputs = [run([*holdfast, *shlex.split(command)[1:]], tmp_path) for command in examples.commands()]
+def test_the_commands_run_in_their_order(
+    examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    commands = [shlex.split(command) for command in examples.commands()]
+    assert {name for name, *_ in commands} == {"holdfast"}
+    outputs = [output_of(capsys, *arguments) for _, *arguments in commands]
     assert "flax_text" in outputs[0]
     assert "600" in outputs[3]
 

@@ -18,6 +18,7 @@ import sysconfig
 import time
 from collections import deque
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import FrameType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
@@ -127,6 +128,7 @@ def _modules() -> Iterator[_Space]:
             yield "", "the program", dict(vars(module))
 
 
+@cache  # asked for every module, at every step
 def _is_own(file: str) -> bool:
     path = os.path.abspath(file)
     return not (file.startswith("<frozen") or path.startswith(_LIBRARIES) or f"{os.sep}site-packages{os.sep}" in path)

@@ -10,29 +10,54 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks import runner, worker
+from benchmarks.compare import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+TINY = ["--workload", "tiny", "--rounds", "1"]
+
+
 def _compare(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.compare", "--workload", "tiny", "--rounds", "1", *arguments]
+    command = [sys.executable, "-m", "benchmarks.compare", *TINY, *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
 
 
-@pytest.mark.parametrize(
-    "peers",
-    [
-        pytest.param([], id="holdfast"),
-        pytest.param(["safetensors"], marks=pytest.mark.sweep, id="safetensors"),
-    ],
-)
-def test_tiny_run(peers: list[str], tmp_path: Path) -> None:
-    contenders = ["raw disk", "holdfast (torch)", *peers]
+@pytest.mark.sweep  # each of its processes imports torch
+def test_tiny_run(tmp_path: Path) -> None:
+    contenders = ["raw disk", "holdfast (torch)", "safetensors"]
     chosen = [argument for name in contenders for argument in ("--only", name)]
     finished = _compare(*chosen, "--directory", str(tmp_path), "--json", str(tmp_path / "all.json"))
     assert finished.returncode == 0, finished.stderr
     for contender in contenders:
         assert any(line.startswith(contender) for line in finished.stdout.splitlines()), finished.stdout
+    check_values(tmp_path)
+
+
+def test_tiny_run_in_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The raw disk is measured by processes of its own here, as everything is outside of tests."""
+    real = runner._run_worker
+
+    def run_worker(contender: str, workload: str, operation: str, path: Path, reserve: Any) -> dict[str, Any]:
+        if contender == "raw disk":
+            return real(contender, workload, operation, path, reserve)
+        return worker.measure(contender, workload, operation, path)
+
+    monkeypatch.setattr(runner, "_run_worker", run_worker)
+    monkeypatch.setattr(worker, "_wait_for_start", lambda: None)
+    contenders = ["raw disk", "holdfast (torch)"]
+    chosen = [argument for name in contenders for argument in ("--only", name)]
+    assert main([*TINY, *chosen, "--directory", str(tmp_path), "--json", str(tmp_path / "all.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for contender in contenders:
+        assert any(line.startswith(contender) for line in lines), lines
+    check_values(tmp_path)
+
+
+def check_values(tmp_path: Path) -> None:
     values = json.loads((tmp_path / "all.json").read_text())["workloads"]["tiny"]["values"]
     assert values["holdfast (torch)"].keys() >= {
         "save_seconds",

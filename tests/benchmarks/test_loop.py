@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from benchmarks.loop import CONTENDERS, QUICK
+from benchmarks.loop import CONTENDERS, QUICK, runner
 from benchmarks.loop.report import goals, relative, report
 from benchmarks.loop.stopwatch import Stopwatch
 from benchmarks.results import Measurements, Results
@@ -17,29 +21,49 @@ from benchmarks.results import Measurements, Results
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def quick(framework: str, *peers: str, directory: Path) -> list[str]:
+    arguments = ["--quick", "--framework", framework, "--only", "holdfast"]
+    arguments += [text for peer in peers for text in ("--only", peer)]
+    return [*arguments, "--directory", str(directory), "--json", str(directory / "all.json")]
+
+
+@pytest.mark.sweep  # each of its processes imports a framework
 @pytest.mark.parametrize(
     ("framework", "peers"),
     [
-        pytest.param("jax", (), id="jax"),
-        pytest.param("jax", ("orbax", "orbax (tuned)"), marks=pytest.mark.sweep, id="jax, peers"),
-        pytest.param(
-            "lightning",
-            ("ModelCheckpoint", "AsyncCheckpointIO", "torch dcp", "torch dcp (process)"),
-            marks=pytest.mark.sweep,
-            id="lightning, peers",
-        ),
+        ("jax", ("orbax", "orbax (tuned)")),
+        ("lightning", ("ModelCheckpoint", "AsyncCheckpointIO", "torch dcp", "torch dcp (process)")),
     ],
 )
 def test_a_quick_run(framework: str, peers: tuple[str, ...], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.loop", "--quick", "--framework", framework, "--only", "holdfast"]
-    command += [text for peer in peers for text in ("--only", peer)]
-    command += ["--directory", str(tmp_path), "--json", str(tmp_path / "all.json")]
+    command = [sys.executable, "-m", "benchmarks.loop", *quick(framework, *peers, directory=tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # tests run beside each other
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
+    check_report(framework, peers, done.stdout, tmp_path)
+
+
+def test_a_quick_run_in_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_here(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        python, option, module, *arguments = command
+        assert (python, option) == (sys.executable, "-m")
+        printed = io.StringIO()
+        with monkeypatch.context() as patch, contextlib.redirect_stdout(printed):
+            patch.setattr(sys, "argv", [module, *arguments])
+            runpy.run_module(module, run_name="__main__")
+        return subprocess.CompletedProcess(command, 0, printed.getvalue(), "")
+
+    monkeypatch.setattr(runner, "subprocess", SimpleNamespace(run=run_here))
+    assert runner.main(quick("jax", directory=tmp_path)) == 0
+    check_report("jax", (), capsys.readouterr().out, tmp_path)
+
+
+def check_report(framework: str, peers: tuple[str, ...], printed: str, tmp_path: Path) -> None:
     values = json.loads((tmp_path / "all.json").read_text())["workloads"][framework]["values"]
     assert values.keys() == {"no saving", "holdfast", *peers}
-    rows = [line.split("  ")[0] for line in done.stdout.splitlines()]
+    rows = [line.split("  ")[0] for line in printed.splitlines()]
     assert values.keys() <= set(rows)
     for measured in values.values():
         assert measured.keys() == {"worst_seconds", "mean_seconds", "total_seconds", "cpu_seconds"}
@@ -103,7 +127,5 @@ def test_goals(ours: float, met: list[bool]) -> None:
 
 
 def test_check_fails_without_measurements(tmp_path: Path) -> None:
-    from benchmarks.loop.runner import main
-
     (tmp_path / "none.json").write_text(json.dumps({"rounds": 1, "machine": {}, "workloads": {}}))
-    assert main(["--report", str(tmp_path / "none.json"), "--check"]) == 1
+    assert runner.main(["--report", str(tmp_path / "none.json"), "--check"]) == 1

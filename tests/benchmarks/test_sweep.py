@@ -3,47 +3,51 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from benchmarks.sweep.cases import Case, first_difference, judge
 from benchmarks.sweep.runner import summary
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.documents.starts import start
 
 PERSISTENT = "lightning/persistent/default"
 LIVE_ACROSS_EPOCHS = "the workers of a data loader live across epochs"
 
 
+PROGRAM = "import sys; from benchmarks.sweep.runner import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.mark.xdist_group("programs")
 @pytest.mark.needs("flax", "0.11")  # whose optimizers take the module
 def test_a_few_cases(tmp_path: Path) -> None:
-    report = tmp_path / "cases.json"
+    folder, report = tmp_path / "sweep", tmp_path / "cases.json"
+    folder.mkdir()
+    (folder / "train.py").write_text(PROGRAM)
     only = [
         f"{PERSISTENT}/error after",
         "lightning/stateful and plain/validation across epochs/error after step 8",
         "lightning/shuffled/default/longer with the same trainer",
         "jax/nnx/adam/SIGTERM in step 4",
     ]
-    command = [sys.executable, "-m", "benchmarks.sweep", "--processes", "1", "--json", str(report)]
+    arguments = ["--processes", "1", "--json", str(report)]
     for text in only:
-        command += ["--only", text]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+        arguments += ["--only", text]
+    start((folder, arguments, "", 0, 0))
     cases = {case["name"]: case for case in json.loads(report.read_text())}
     assert {case["verdict"] for case in cases.values()} == {"equal"}
     assert {name for text in only for name in cases if name.startswith(text)} == cases.keys()
     assert len(cases) == 7  # the first of them stands for four
-    assert "7 of 7 cases equal bit for bit, 0 refused with a message, 0 not equal" in done.stdout
+    assert (
+        "7 of 7 cases equal bit for bit, 0 refused with a message, 0 not equal" in (tmp_path / "sweep.log").read_text()
+    )
     # Only where the workers have lived through an epoch before, their random generators are lost.
-    said = {
+    warned = {
         int(name.rpartition(" ")[2]): any(LIVE_ACROSS_EPOCHS in warning for warning in case["warnings"])
         for name, case in cases.items()
         if name.startswith(PERSISTENT) and name[-1].isdecimal()
     }
-    assert said == {step: step >= 5 for step in said}
-    assert len(said) == 3
+    assert warned == {step: step >= 5 for step in warned}
+    assert len(warned) == 3
 
 
 def test_judging() -> None:

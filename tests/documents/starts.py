@@ -1,21 +1,25 @@
 """Starts programs of the documentation, each time in a process of its own, forked from one that has their imports.
 
+That one is shared by all tests of the group ``programs``, which run on one worker: its imports take seconds.
 A program can be sent a signal in the middle of an update of Adam, which is counted over all jobs of a multirun.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
+MODULES = ("flax", "hydra", "lightning.pytorch.cli", "optax", "torch._dynamo")
 STARTS = """
 import gc, importlib, json, os, runpy, signal, sys
 
-modules, starts = map(json.loads, sys.argv[1:])
-for name in modules:
+sys.path.append(os.getcwd())  # for benchmarks
+for name in sys.argv[1:]:
     importlib.import_module(name)
 gc.freeze()
 
@@ -44,22 +48,42 @@ def run(directory, arguments, name, at):
     sys.path[0] = directory
     runpy.run_path("train.py", run_name="__main__")
 
-for directory, arguments, name, at, expected in starts:
+for line in sys.stdin:
+    directory, arguments, name, at = json.loads(line)
     process = os.fork()
     if process == 0:
+        os.close(0)
+        os.open(os.devnull, os.O_RDONLY)
+        signal.alarm(240)
         run(directory, arguments, name, at)
         sys.exit()
-    found = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    if found != expected:
-        sys.exit(f"status {found}, expected {expected}: {open(directory + '.log').read()}")
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
 """
 # In which directory a program starts with which arguments, the signal that it gets and in which update, its status.
 Start = tuple[Path, list[str], str, int, int]
 
 
-def start(*starts: Start, modules: Sequence[str]) -> None:
+def start(*starts: Start) -> None:
     """Runs programs, one after the other; what they say is in a file beside the directory of each."""
-    given = [[str(directory), *others] for directory, *others in starts]
-    command = [sys.executable, "-W", "ignore", "-c", STARTS, json.dumps(modules), json.dumps(given)]
-    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    for directory, arguments, name, at, expected in starts:
+        server.stdin.write(json.dumps([str(directory), arguments, name, at]) + "\n")
+        server.stdin.flush()
+        found = server.stdout.readline()
+        assert found, f"the process that starts programs ended with {server.wait(30)}"
+        assert int(found) == expected, f"status {found}, expected {expected}: {Path(f'{directory}.log').read_text()}"
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "ignore", "-c", STARTS, *MODULES]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    atexit.register(_end, server)
+    return server
+
+
+def _end(server: subprocess.Popen[str]) -> None:
+    with server:
+        pass  # its input ends, and so does it

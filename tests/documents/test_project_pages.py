@@ -28,6 +28,7 @@ def commands(examples: Examples) -> list[list[str]]:
     return [command.split()[2:] for command in examples.commands()]
 
 
+@pytest.mark.xdist_group("programs")
 @pytest.mark.examples("docs/hydra.md")
 def test_a_hydra_multirun_is_interrupted_and_repeated(
     examples: Examples, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -39,7 +40,6 @@ def test_a_hydra_multirun_is_interrupted_and_repeated(
         (interrupted, multirun, "SIGTERM", 300 + 130, 75),  # in the second job
         (interrupted, multirun, "", 0, 0),
         (whole, alone, "", 0, 0),
-        modules=["hydra", "torch._dynamo"],
     )
     said = (tmp_path / "interrupted.log").read_text()
     assert "preempted" in said
@@ -52,6 +52,7 @@ def test_a_hydra_multirun_is_interrupted_and_repeated(
     assert hf.list_checkpoints(whole / "runs" / "width=16" / "checkpoints")[-1].step == 300
 
 
+@pytest.mark.xdist_group("programs")
 @pytest.mark.examples("docs/lightning_cli.md")
 def test_a_cli_program_is_killed_twice(examples: Examples, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments, appended = commands(examples)
@@ -66,7 +67,6 @@ def test_a_cli_program_is_killed_twice(examples: Examples, tmp_path: Path, capsy
         (killed, arguments, "SIGTERM", 30, 143),
         (killed, arguments, "", 0, 0),
         (without, appended, "", 0, 0),
-        modules=["lightning.pytorch.cli"],
     )
 
     runs = [directory / "runs" / "line" / "checkpoints" for directory in (whole, killed, without)]

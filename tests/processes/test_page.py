@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,25 +13,38 @@ from tests.processes.harness import Process, run_processes
 
 import holdfast as hf
 
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
-
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+def run_program(process: Process, directory: str, program: str, *arguments: str) -> None:
+    """Runs the program in one of several processes that are connected already, as imports take long."""
+    os.chdir(directory)
+    sys.argv = ["train.py", *arguments]
+    sys.stdout = open("output", "a", buffering=1)  # noqa: SIM115 - the process ends with the program
+    try:
+        exec(compile(program, "train.py", "exec"), {"__name__": "__main__"})
+    except SystemExit as end:
+        if end.code:
+            raise AssertionError(f"status {end.code}") from end
 
 
 def train(process: Process, directory: str, program: str) -> None:
-    """Runs the program in one of several processes that are connected already, as imports take long."""
     import torch.distributed
 
-    os.chdir(directory)
-    sys.stdout = open("output", "a", buffering=1)  # noqa: SIM115 - the process ends with the program
     distributed: Any = torch.distributed
     distributed.init_process_group = lambda backend: None
     distributed.destroy_process_group = lambda: None
-    exec(compile(program, "train.py", "exec"), {"__name__": "__main__"})
+    run_program(process, directory, program)
+
+
+def train_jax(process: Process, directory: str, program: str) -> None:
+    import jax
+
+    distributed: Any = jax.distributed
+
+    def initialize(address: str, *numbers: int) -> None:
+        assert (address, numbers) == ("localhost:29517", (process.count, process.index))
+
+    distributed.initialize = initialize
+    run_program(process, directory, program, str(process.index), str(process.count))
 
 
 @pytest.mark.examples("docs/several_processes.md", "python 1", "console 1")
@@ -52,25 +63,12 @@ def test_torch(examples: Examples, tmp_path: Path) -> None:
 @pytest.mark.examples("docs/several_processes.md", "python 2")
 def test_jax(examples: Examples, tmp_path: Path) -> None:
     pytest.importorskip("jax")
-    one_device = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
-    environment = {**ONE_THREAD, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": one_device}
-    for start in (0, 20):
-        (tmp_path / "train_jax.py").write_text(examples["python 2"].replace("29517", str(port())))
-        programs = [
-            subprocess.Popen(
-                [sys.executable, "train_jax.py", str(index), "2"],
-                cwd=tmp_path,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for index in range(2)
-        ]
-        for index, program in enumerate(programs):
-            output, errors = program.communicate(timeout=120)
-            assert program.returncode == 0, output + errors
-            assert output.splitlines()[-1] == f"process {index}: steps {start} to {start + 20}"
+    for _ in range(2):
+        run_processes(train_jax, 2, str(tmp_path), examples["python 2"])
+    lines = (tmp_path / "output").read_text().splitlines()
+    assert [sorted(lines[:2]), sorted(lines[2:])] == [
+        [f"process {index}: steps {start} to {start + 20}" for index in range(2)] for start in (0, 20)
+    ]
     found = hf.load(tmp_path / "runs" / "jax")
     assert found["state"]["w"].shape == (12,)
     assert found["process/0"]["batches"] != found["process/1"]["batches"]
