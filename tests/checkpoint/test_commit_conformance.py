@@ -39,10 +39,11 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return KINDS[request.param]
 
 
-def _instants(every: bool, stride: int, kind: Kind, first: int) -> Iterator[int]:
-    """Numbers the instants to try: all of them, or one of ``stride``, among them the first ones."""
+def _instants(every: bool, stride: int, kind: Kind, old: int | None, case: int, first: int) -> Iterator[int]:
+    """Numbers the instants to try: the first two, and all others or one of ``stride``, others in every case."""
     yield from range(first, first + 2)
-    yield from itertools.count(first + 2 + (0 if every else list(KINDS).index(kind.name)), 1 if every else stride)
+    shift = (list(KINDS).index(kind.name) + 3 * bool(old) + 5 * case) % stride
+    yield from itertools.count(first + 2 + (0 if every else shift), 1 if every else stride)
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -101,7 +102,7 @@ def test_killed_at_any_operation(
 ) -> None:
     """There is the old checkpoint or the new one."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # this is about programs, not about power
-    for number in _instants(every, 8, kind, 1):
+    for number in _instants(every, 16, kind, old, hf.as_location(store).is_local, 1):
         place = f"{store}/{number}"
         if old:
             kind.save(place, old)
@@ -159,7 +160,7 @@ def test_killed_between_the_record_and_those_of_parts(
 def test_cut_off_at_any_call(disk: Disk, kind: Kind, old: int | None, every: bool, power: str, first: int) -> None:
     generator = random.Random(0)
     clean = None
-    for number in _instants(every, 12, kind, first):
+    for number in _instants(every, 20, kind, old, first, first):
         place = str(disk.root / str(number))
         if old:
             kind.save(place, old)
@@ -202,20 +203,28 @@ def test_folders_that_come_back_without_a_marker_are_removed_by_the_next_save(di
 
 
 @pytest.mark.parametrize(
-    ("error", "calls", "times"),
+    ("error", "calls", "times", "case"),
     [
-        pytest.param(errno.ENOSPC, NEEDS_SPACE, 1 << 30, id="the disk is full"),
-        pytest.param(errno.ENOSPC, NEEDS_SPACE, 1, id="the disk is full for a moment"),
-        pytest.param(errno.EIO, CHANGES, 1, id="one call fails"),
-        pytest.param(errno.EACCES, CHANGES, 1 << 30, id="nothing is allowed any more"),
+        pytest.param(errno.ENOSPC, NEEDS_SPACE, 1 << 30, 0, id="the disk is full"),
+        pytest.param(errno.ENOSPC, NEEDS_SPACE, 1, 1, id="the disk is full for a moment"),
+        pytest.param(errno.EIO, CHANGES, 1, 2, id="one call fails"),
+        pytest.param(errno.EACCES, CHANGES, 1 << 30, 3, id="nothing is allowed any more"),
     ],
 )
 def test_failure_at_any_call(
-    root: Path, fault: Fault, kind: Kind, old: int | None, every: bool, error: int, calls: tuple[str, ...], times: int
+    root: Path,
+    fault: Fault,
+    kind: Kind,
+    old: int | None,
+    every: bool,
+    error: int,
+    calls: tuple[str, ...],
+    times: int,
+    case: int,
 ) -> None:
     """A save that fails leaves what was there; one that reports success has left the new checkpoint."""
     clean = None
-    for number in _instants(every, 8, kind, 0):
+    for number in _instants(every, 16, kind, old, case, 0):
         place = str(root / str(number))
         if old:
             kind.save(place, old)
@@ -255,7 +264,7 @@ def test_failure_at_any_operation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    for number in _instants(every, 8, kind, 1):
+    for number in _instants(every, 16, kind, old, 2 * hf.as_location(store).is_local + (times == 1), 1):
         place = f"{store}/{number}"
         if old:
             kind.save(place, old)
