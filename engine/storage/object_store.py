@@ -59,6 +59,9 @@ _TRUSTED = 256 << 20  # bytes that are allocated for a range before the store ha
 
 _BY_NAME = FileIdentity(0, 0, 0)  # of any object
 
+_LARGE = 256 << 20  # bytes of a file whose upload is repeated before TensorStore has all of it in memory
+_AGAIN = (1.0, 5.0, 20.0)  # seconds to wait before each repetition
+
 _CONFLICTS = 5  # answers that ask to repeat a conditional request, S3's 409, after which it has failed
 
 _context_lock = threading.Lock()
@@ -271,11 +274,15 @@ class ObjectStoreBackend:
     def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
         transfer = self._transfer()
         if transfer is not None and transfer.put(
-            key, size, lambda sent: _parts(size, segments, sent), self._patience(key, "write", size)
+            key,
+            size,
+            lambda sent: _parts(size, segments, sent),
+            self._patience(key, "write", size),
+            again=_AGAIN if size > _LARGE else (),
         ):
             return
-        # TensorStore takes a value as a whole. The stream returns its bytes without a copy, because they have their
-        # final length from the start.
+        # TensorStore takes a value as a whole, and copies it twice. The stream returns its bytes without a copy,
+        # because they have their final length from the start.
         stream = io.BytesIO(bytes(size))
         for part in _parts(size, segments, sent=True):
             stream.write(part.data)

@@ -2,8 +2,8 @@
 
 TensorStore's client gathers an object three times on its way and, for S3, hashes it on every attempt, several processor
 seconds for a gigabyte. This one sends arrays from where they are and receives into the memory that the caller keeps. It
-knows no retries and explains no errors: a request that does not succeed at once goes to TensorStore, whose answer
-counts.
+explains no errors: a request that does not succeed at once (of a large file, after some repetitions) goes to
+TensorStore, whose answer counts.
 """
 
 from __future__ import annotations
@@ -122,7 +122,15 @@ class Transfer:
 
     # ---- requests
 
-    def put(self, key: str, size: int, parts: Callable[[bool], Iterator[Part]], patience: Patience) -> bool:
+    def put(
+        self,
+        key: str,
+        size: int,
+        parts: Callable[[bool], Iterator[Part]],
+        patience: Patience,
+        *,
+        again: Sequence[float] = (),
+    ) -> bool:
         """Store an object; return whether the service said so.
 
         Args:
@@ -131,6 +139,7 @@ class Transfer:
             parts: Generates its bytes, each time it is called, to send them or only to hash them; a part is used before
                 the next one is requested.
             patience: How long to wait.
+            again: Seconds to wait before each repetition, where the service did not answer, or was busy.
 
         Raises:
             ValueError: ``parts`` raised it.
@@ -146,9 +155,13 @@ class Transfer:
 
         method, target = self._put_target(key)
         headers = {"content-length": str(size)}
-        return self._attempt(
-            method, target, headers, lambda: self._digest(lambda: parts(False)), send, receive, patience
-        )
+        digest = lambda: self._digest(lambda: parts(False))  # noqa: E731
+        for pause in (*again, None):
+            done = self._attempt(method, target, headers, digest, send, receive, patience)
+            if done is not None or pause is None:
+                break
+            time.sleep(pause)
+        return bool(done)
 
     def get(
         self, key: str, offset: int, memory: Sequence[Part], patience: Patience, answered: Callable[[], None]
@@ -179,7 +192,7 @@ class Transfer:
             return response.isclosed() or not response.read(1)
 
         headers = {"range": f"bytes={offset}-{end - 1}"}
-        return self._attempt("GET", self._get_target(key), headers, str, None, receive, patience)
+        return bool(self._attempt("GET", self._get_target(key), headers, str, None, receive, patience))
 
     def copy(self, key: str, target: str, patience: Patience) -> bool:
         """Let the service copy an object to another name; return whether it said so."""
@@ -197,7 +210,7 @@ class Transfer:
         method, path, headers = self._copy_request(key, target)
         headers["content-length"] = "0"
         # What the service refuses is no failure of it.
-        return self._attempt(method, path, headers, str, None, receive, patience, works={*range(400, 500), 501})
+        return bool(self._attempt(method, path, headers, str, None, receive, patience, works={*range(400, 500), 501}))
 
     def _attempt(
         self,
@@ -209,7 +222,8 @@ class Transfer:
         receive: Callable[[http.client.HTTPResponse, Callable[[], None]], bool],
         patience: Patience,
         works: Container[int] = (404, 416),  # statuses of a service that works: missing, or shorter than it should be
-    ) -> bool:
+    ) -> bool | None:
+        """Return whether a request succeeded; None if it failed in a way that may pass."""
         if time.monotonic() < self._paused:
             return False
         known = digest()
@@ -219,6 +233,7 @@ class Transfer:
             if time.monotonic() > deadline:
                 raise TimeoutError
 
+        status = 0
         reused = True
         while reused:  # the service may have closed a connection that was idle
             authorized = self._authorized(method, target, headers, known)
@@ -242,9 +257,11 @@ class Transfer:
                 status = response.status
                 done = receive(response, check)
             except TimeoutError:
+                status = 0
                 break
             except (OSError, http.client.HTTPException):
                 if status:
+                    status = 0  # the rest of the answer is missing
                     break
                 continue
             finally:
@@ -260,7 +277,7 @@ class Transfer:
         if self._failures >= _ATTEMPTS:
             self._failures, self._paused = 0, time.monotonic() + _PAUSE
             _logger.info("%s: requests for data failed; TensorStore takes over for %.0f s", self._netloc, _PAUSE)
-        return False
+        return None if status in (0, 408, 429) or status >= 500 else False
 
     def _connection(self, timeout: float) -> tuple[http.client.HTTPConnection, bool]:
         """Return a connection, and whether it has been used before."""

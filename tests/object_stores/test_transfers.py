@@ -189,6 +189,44 @@ def test_after_failures_in_a_row_tensorstore_takes_over_for_a_while(
     assert np.array_equal(np.frombuffer(place.read_bytes(), np.uint8), DATA)
 
 
+@pytest.mark.parametrize(
+    ("status", "how", "times", "requests", "in_memory"),
+    [
+        (503, "whole", 2, 3, False),
+        (429, "whole", 2, 3, False),
+        (None, "reset", 1, 2, False),
+        (503, "whole", 4, 5, True),
+        (403, "whole", 1, 2, True),
+    ],
+    ids=["busy", "too many requests", "reset", "busy for long", "refused"],
+)
+def test_large_files_are_sent_again_before_tensorstore_has_them_in_memory(
+    store: Store,
+    status: int | None,
+    how: str,
+    times: int,
+    requests: int,
+    in_memory: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(object_store, "_LARGE", DATA.size - 1)
+    monkeypatch.setattr(object_store, "_AGAIN", (0.0, 0.0, 0.0))
+    taken: list[str] = []
+    real: Any = object_store.ObjectStoreBackend._write
+
+    def take(self: Any, key: str, content: list[bytes]) -> None:
+        taken.append(key)
+        real(self, key, content)
+
+    monkeypatch.setattr(object_store.ObjectStoreBackend, "_write", take)
+    answer = None if status is None else store.server.error(status, "SlowDown")
+    store.server.fail("PUT|POST", times=times, answer=answer, how=how)
+    place = as_location(f"{store.url}/data")
+    write(place)
+    assert (len(store.server.log), taken != []) == (requests, in_memory)
+    assert np.array_equal(np.frombuffer(place.read_bytes(), np.uint8), DATA)
+
+
 def test_parts_that_are_too_short(store: Store) -> None:
     with pytest.raises(ValueError, match="should have 500 bytes, but its parts have 100"):
         as_location(f"{store.url}/data").write_data(500, [Segment(0, 500, lambda: iter([DATA[:100]]))])
