@@ -163,7 +163,7 @@ def main(directory: str, result: str, options: dict[str, Any]) -> None:
     recorder = Recorder(**{name: options.pop(name) for name in list(options) if name.endswith("_after")})
     outcome = run(directory, recorder=recorder, **options)
     with open(result, "w", encoding="utf-8") as file:
-        json.dump({"final": outcome.final, "first_step": recorder.first_step}, file)
+        json.dump({"final": outcome.final, "first_step": recorder.first_step, "events": recorder.events}, file)
 
 
 def serve(directory: str, result: str, options: dict[str, Any]) -> int:

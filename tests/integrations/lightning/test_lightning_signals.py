@@ -61,6 +61,20 @@ def test_killed_twice(
     assert result["first_step"] in ({saved - 1, saved} if killed else {saved})
 
 
+def test_a_loader_with_workers(run_process: Callable[..., tuple[int, Any, str]], tmp_path: Path, every: bool) -> None:
+    options = {"loader": "workers", "checkpoint": NEVER}
+    _, whole, _ = run_process(tmp_path / "whole", **options)
+    for step in (2, 4, 5, 7, 9, 10) if every else (2, 5, 9):
+        directory = tmp_path / str(step)
+        status, _, said = run_process(directory, signal_after=step - 1, **options)
+        assert status == 143, said
+        status, resumed, said = run_process(directory, seed=step, **options)
+        assert (status, resumed["first_step"]) == (0, step), said
+        assert resumed["final"] == whole["final"]
+        # The validation after the last step of an epoch is left to the run that goes on.
+        assert resumed["events"] == [event for event in whole["events"] if event[1] >= step]
+
+
 def test_preemption_ends_with_the_status_of_sigterm(program: Any, new_directory: NewDirectory) -> None:
     handler = signal.getsignal(signal.SIGTERM)
     directory = new_directory()
