@@ -95,12 +95,14 @@ class CopyProgress:
     Attributes:
         total: Bytes of all files.
         done: Bytes that are at the destination.
-        sent: Bytes of those that were sent now, not by an earlier copy.
+        arrived: Bytes of those that arrived now, and not by an earlier copy.
+        sent: Bytes of those that were sent: the store copied the others itself.
         advance: Is told the bytes as they arrive.
     """
 
     total: int = 0
     done: int = 0
+    arrived: int = 0
     sent: int = 0
     advance: Callable[[int], None] = UNHEARD.advance
 
@@ -191,7 +193,7 @@ def copy_step(
     parts = _CopiedFolders(destination, record)
     pending = PendingCheckpoint(destination, record.items, overwrite=overwrite, parts=parts, copies=record.fingerprint)
     progress = progress or CopyProgress()
-    progress.total, progress.done, progress.sent = record.nbytes, 0, 0
+    progress.total, progress.done, progress.arrived, progress.sent = record.nbytes, 0, 0, 0
     if copied is None or not (destination.is_remote and destination.can_share()):
         copied = CopiedFiles()
     copy = _Copy(throttle or Throttle(None), progress, copied, check)
@@ -274,7 +276,7 @@ class _Copy:
     def _copy(self, file: _File, continues: bool) -> None:
         size = file.check.known.size
         if continues and self._is_there(file):
-            self._passed(size, sent=False)
+            self._passed(size, arrived=False, sent=False)
             return
         self._check()
         if self._copied.give(file):
@@ -312,7 +314,7 @@ class _Copy:
                 yield part
                 if sent:
                     position += len(part)
-                    self._passed(max(0, position - counted[0]), sent=True)
+                    self._passed(max(0, position - counted[0]))
                     counted[0] = max(counted[0], position)
         except Exception as error:
             self.failure = self.failure or error
@@ -323,9 +325,10 @@ class _Copy:
             return file.check.is_met(file.destination)
         return file.destination.is_there() and file.destination.has_size(file.check.known.size)
 
-    def _passed(self, count: int, *, sent: bool) -> None:
+    def _passed(self, count: int, *, arrived: bool = True, sent: bool = True) -> None:
         with self._lock:
             self._progress.done += count
+            self._progress.arrived += count if arrived else 0
             self._progress.sent += count if sent else 0
         self._progress.advance(count)
 

@@ -74,23 +74,23 @@ class _Pace:
 
     def __init__(self, progress: CopyProgress) -> None:
         self._progress = progress
-        self._since: tuple[float, int] | None = None  # the time, and what was sent then
-        self._seconds, self._sent = 0.0, 0
+        self._since: tuple[float, int] | None = None  # the time, and what had arrived then
+        self._seconds, self._bytes = 0.0, 0
 
     def go_on(self) -> None:
         if self._since is None:
-            self._since = time.monotonic(), self._progress.sent
+            self._since = time.monotonic(), self._progress.arrived
 
     def stop(self) -> None:
         if self._since is not None:
-            began, sent = self._since
+            began, arrived = self._since
             self._seconds += time.monotonic() - began
-            self._sent += self._progress.sent - sent
+            self._bytes += self._progress.arrived - arrived
             self._since = None
 
     @property
     def rate(self) -> float | None:
-        return self._sent / max(self._seconds, 1e-3) if self._sent else None
+        return self._bytes / max(self._seconds, 1e-3) if self._bytes else None
 
 
 class _Ended(Exception):  # noqa: N818 - no error: the mirror ends

@@ -312,7 +312,7 @@ def test_the_measured_rate_is_that_of_a_copy_that_does_not_give_way(monkeypatch:
     pace = mirrors._Pace(progress)
     rates = []
     for change, sent in ((pace.go_on, 0), (pace.stop, 500), (pace.go_on, 3), (pace.stop, 100), (pace.stop, 7)):
-        progress.sent += sent
+        progress.arrived += sent
         change()
         now[0] += 10
         rates.append(pace.rate)

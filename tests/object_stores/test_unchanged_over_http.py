@@ -160,6 +160,11 @@ def test_the_mirror_of_a_run_gets_them_once(store: Store, tmp_path: Path, copies
             save(run, step, tree(step))
             wait_for_mirror(run, step)
             sizes.append(sent(store))
+        # What the store copies counts: the same mix of bytes will take as long at a preemption.
+        assert run._mirror is not None
+        assert run._mirror._progress.arrived > FROZEN.nbytes
+        assert (run._mirror._progress.sent < SMALL) == copies
+        assert run._mirror._rate == run._mirror._pace.rate
     assert [size < SMALL for size in sizes] == (AFTER_TWO if copies else [False] * STEPS)
     check(mirror, list(range(STEPS)))
 
