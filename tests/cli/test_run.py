@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import logging
+import os
 import re
 import signal
 import subprocess
@@ -8,9 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.lightning_advice import ADVICE
 
 import holdfast as hf
 from holdfast.cli.main import main
+
+pytestmark = ADVICE
 
 SMALL = [
     "model.hidden=[8]",
@@ -67,7 +72,9 @@ def saved_steps(lines: list[str]) -> list[int]:
     return [int(found[1]) for line in lines if (found := re.match(r"saved step (\d+) \(", line))]
 
 
-def test_preempted_killed_and_resumed_by_the_same_command(tmp_path: Path) -> None:
+def test_preempted_killed_and_resumed_by_the_same_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     preempted = Command(tmp_path, "flax_digits", *SMALL)
     preempted.send_at(300, signal.SIGTERM)
     assert preempted.end() == (75, "")
@@ -87,23 +94,44 @@ def test_preempted_killed_and_resumed_by_the_same_command(tmp_path: Path) -> Non
     assert f"resumed from step {step} in {tmp_path}/runs/flax_digits/checkpoints" in killed.lines
     assert saved_steps(killed.lines)
 
-    resumed = Command(tmp_path, "flax_digits", *SMALL)
-    assert resumed.end() == (0, "")
-    start = int(next(line for line in resumed.lines if line.startswith("resumed from step ")).split()[3])
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "flax_digits", *SMALL]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    lines = [line.split(" ", 1)[1] for line in out.splitlines()]
+    start = int(next(line for line in lines if line.startswith("resumed from step ")).split()[3])
     assert start >= saved_steps(killed.lines)[-1]
-    assert resumed.lines[-1].endswith("step 4000 of 4000 is saved in runs/flax_digits/checkpoints")
+    assert lines[-1].endswith("step 4000 of 4000 is saved in runs/flax_digits/checkpoints")
     with hf.CheckpointManager(tmp_path / "runs/flax_digits/checkpoints") as manager:
         assert manager.all_steps() == [3600, 3800, 4000]
 
 
-def test_lightning_is_preempted_with_the_same_status(tmp_path: Path) -> None:
-    preempted = Command(tmp_path, "lightning_digits", *SMALL)
-    preempted.send_at(100, signal.SIGTERM)
-    status, err = preempted.end()
+class SignalAt(logging.Handler):
+    """Sends SIGTERM to this process when a step is reported."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def emit(self, record: logging.LogRecord) -> None:
+        found = re.match(r"step (\d+) of", record.getMessage())
+        if found and int(found[1]) == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_lightning_is_preempted_with_the_same_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.getLogger("holdfast.recipes"), "handlers", [SignalAt(100)])
+    status = main(["run", "lightning_digits", *SMALL])
+    out, err = capsys.readouterr()
 
     assert (status, err) == (75, "")
-    assert preempted.lines[-1].startswith("preempted after ")
-    assert re.search(r"goes on from step \d+ of 4000 in runs/lightning_digits/checkpoints$", preempted.lines[-1])
+    last = out.splitlines()[-1].split(" ", 1)[1]
+    assert last.startswith("preempted after ")
+    assert re.search(r"goes on from step \d+ of 4000 in runs/lightning_digits/checkpoints$", last)
 
 
 def test_a_disk_that_refuses_is_one_line_and_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
