@@ -23,9 +23,8 @@ import optax  # type: ignore[import-untyped]  # it ships no types
 import pytest
 from flax import nnx
 from flax.training import dynamic_scale, train_state
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tests.versions import nnx_list, nnx_update, older
+from tests.versions import nnx_list, nnx_update
 
 import holdfast as hf
 
@@ -295,30 +294,6 @@ def bits(tree: Any) -> dict[str, bytes]:
     return found
 
 
-@pytest.fixture
-def compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The processes of a test, one after the other, share what jax has compiled, where that is safe."""
-    if older("jax", "0.8"):  # what jax 0.5.3 reads from its cache writes to memory that is not its own
-        yield
-        return
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path / "compiled"),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    change: Any = jax.config.update  # unannotated in jax
-    for name, value in options.items():
-        monkeypatch.setenv(name.upper(), str(value))
-        change(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        change(name, value)
-    compilation_cache.reset_cache()
-
-
-@pytest.mark.usefixtures("compiled_once")
 def test_programs_that_are_killed_and_started_again_end_with_the_same_bits(tmp_path: Path, every: bool) -> None:
     for kill in (1, 4, 7) if every else (4,):  # before the first save, and after each save
         command = f"from {__name__} import train_until_killed; train_until_killed({str(tmp_path)!r}, {kill})"
