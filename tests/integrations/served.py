@@ -23,6 +23,7 @@ KINDS = {
     "program": ("tests.integrations.lightning.program", "serve"),
     "several": ("tests.integrations.lightning.several", "launch"),
     "job": ("tests.integrations.jobs", "serve"),
+    "processes": ("tests.processes.launcher", "launch"),
 }
 IMPORTS = [
     *(module for module, _ in KINDS.values()),
@@ -52,6 +53,12 @@ class Server:
 
     def receive(self) -> str:
         return self.answers.readline()
+
+    def launch(self, request: dict[str, Any]) -> list[int]:
+        """Runs processes that nothing connects, for `run_outcomes` of ``tests/processes/harness.py``."""
+        self.send("processes", "none", request)
+        statuses: list[int] = json.loads(self.receive())
+        return statuses
 
 
 @contextmanager

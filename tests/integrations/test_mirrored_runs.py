@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.integrations.mirrored import jax_loop, lightning_fit, wait_for
+from tests.integrations.served import Server
 from tests.processes.harness import run_outcomes, told
 
 import holdfast as hf
@@ -23,14 +24,26 @@ from holdfast.recipes.runner import run
 PROGRAMS = {"jax": jax_loop, "lightning": lightning_fit}
 
 
-@functools.cache
-def undisturbed(name: str) -> Any:
-    with tempfile.TemporaryDirectory() as place:
-        return outcome(PROGRAMS[name], f"{place}/run", f"{place}/mirror", {})["final"]
+@pytest.fixture(scope="module")
+def launch(server: Server) -> dict[str, Any]:
+    """Options of the processes of each program: a trainer's are forked from one that has imported it."""
+    return {"jax": {}, "lightning": {"launch": server.launch}}
 
 
-def outcome(program: Callable[..., Any], *arguments: Any) -> Any:
-    (found,) = run_outcomes(program, 1, *arguments, backend="none")
+@pytest.fixture(scope="module")
+def undisturbed(launch: dict[str, Any]) -> Callable[[str], Any]:
+    """Returns the end of a run of a program that nothing has killed."""
+
+    @functools.cache
+    def final(name: str) -> Any:
+        with tempfile.TemporaryDirectory() as place:
+            return outcome(PROGRAMS[name], f"{place}/run", f"{place}/mirror", {}, **launch[name])["final"]
+
+    return final
+
+
+def outcome(program: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    (found,) = run_outcomes(program, 1, *arguments, backend="none", **options)
     assert found.value is not None, told([found])
     return found.value
 
@@ -44,16 +57,18 @@ def outcome(program: Callable[..., Any], *arguments: Any) -> Any:
         ("lightning", "in the middle of an upload"),
     ],
 )
-def test_killed_and_started_on_another_machine(tmp_path: Path, name: str, instant: str) -> None:
+def test_killed_and_started_on_another_machine(
+    tmp_path: Path, launch: dict[str, Any], undisturbed: Callable[[str], Any], name: str, instant: str
+) -> None:
     program, directory, mirror = PROGRAMS[name], f"{tmp_path}/run", f"{tmp_path}/mirror"
-    run_outcomes(program, 1, directory, mirror, {}, kill=(0, instant), backend="none")
+    run_outcomes(program, 1, directory, mirror, {}, kill=(0, instant), backend="none", **launch[name])
     there = hf.list_checkpoints(mirror)
     assert there
     assert hf.verify(mirror).ok
     shutil.rmtree(directory)
 
     other = ("it has a step", 2) if name == "lightning" else ()  # what is drawn at the start is another
-    found = outcome(program, directory, mirror, {}, *other)
+    found = outcome(program, directory, mirror, {}, *other, **launch[name])
 
     assert found["start"] == there[-1].step
     assert found["final"] == undisturbed(name)

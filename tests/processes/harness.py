@@ -144,6 +144,7 @@ def run_outcomes(
     recoverable: bool = True,
     heartbeat: int = 10,
     store: Literal["tcp", "file"] = "tcp",
+    launch: Callable[[dict[str, Any]], list[int]] | None = None,
 ) -> list[Outcome]:
     """Runs a function in each of several processes, some of which may die.
 
@@ -158,6 +159,7 @@ def run_outcomes(
         recoverable: With jax, whether the others go on when one dies. Nothing makes them survive process 0.
         heartbeat: With jax, seconds until the others take notice of it.
         store: With torch, where the processes find each other: as torchrun does it, or in a file.
+        launch: Runs the request in another launcher than the backend's, and returns the statuses.
 
     Returns:
         How each process ended. Process 0 ends last, as the others need what it runs for them.
@@ -172,7 +174,7 @@ def run_outcomes(
             "folder": str(folder), "count": count, "devices": devices_per_process, "timeout": timeout, "kill": kill,
             "port": free_port(), "recoverable": recoverable, "heartbeat": heartbeat, "store": store,
         }  # fmt: skip
-        statuses = _launcher(backend).run(request)
+        statuses = (launch or _launcher(backend).run)(request)
         outcomes = [_outcome(folder, index, status) for index, status in enumerate(statuses)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
