@@ -9,8 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from tests.cli.commands import error_of
 
 from holdfast.cli.drill import KINDS, DrillOptions, Interruption, choose, places_to_save
 from holdfast.cli.findings import kind_of_state
-from holdfast.cli.main import main
 
 PROGRAM = [sys.executable, "-W", "error", str(Path(__file__).with_name("programs.py"))]
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -122,27 +119,21 @@ def test_arguments_that_are_refused(capsys: pytest.CaptureFixture[str], argument
 # ---- real programs
 
 
-Drill = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture
-def drill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Drill:
-    """Drills a program in the test's folder; returns the report, with what was said on standard error as ``said``."""
-    temporary = tmp_path / "tmp"
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-
-    def run(*arguments: object, status: int = 0) -> dict[str, Any]:
-        temporary.mkdir(exist_ok=True)
-        capsys.readouterr()
-        found = main(["drill", "--json", *map(str, arguments)])
-        out, err = capsys.readouterr()
-        assert found == status, out + err
-        assert list(temporary.glob("holdfast*")) == [], "a temporary directory is left"
-        return {**(json.loads(out) if out else {}), "said": err}
-
-    return run
+def drill(folder: Path, *arguments: object, status: int = 0) -> dict[str, Any]:
+    """Drills a program in a folder; returns the report, with what was said on standard error as ``said``."""
+    (folder / "tmp").mkdir(exist_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast.cli.main", "drill", "--json", *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "TMPDIR": str(folder / "tmp")},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    assert list((folder / "tmp").glob("holdfast*")) == [], "a temporary directory is left"
+    return {**(json.loads(done.stdout) if done.stdout else {}), "said": done.stderr}
 
 
 def contents(folder: Path) -> dict[str, tuple[str, int]]:
@@ -153,10 +144,10 @@ def contents(folder: Path) -> dict[str, tuple[str, int]]:
     }
 
 
-def test_a_program_that_survives_everything(tmp_path: Path, drill: Drill) -> None:
+def test_a_program_that_survives_everything(tmp_path: Path) -> None:
     subprocess.run([*PROGRAM, "run", "5"], cwd=tmp_path, check=True, capture_output=True, timeout=300)
     before = contents(tmp_path / "run")
-    report = drill("--steps", 13, "--keep", "kept", "--", *PROGRAM, "run", 40)
+    report = drill(tmp_path, "--steps", 13, "--keep", "kept", "--", *PROGRAM, "run", 40)
 
     assert (report["passed"], report["findings"], report["warnings"], report["notes"]) == (True, [], [], [])
     assert [one["step"] for one in report["compared"]] == report["steps"] == list(range(1, 14))
@@ -174,7 +165,7 @@ def test_a_program_that_survives_everything(tmp_path: Path, drill: Drill) -> Non
     assert {path.name for path in tmp_path.iterdir()} == {"run", "kept", "tmp"}
     kept = {path.name for path in (tmp_path / "kept").iterdir()}
     assert {"reference", "interrupted", "reference.log", "interrupted.log"} <= kept
-    error = drill("--keep", "kept", "--", *PROGRAM, "run", 40, status=2)["said"]
+    error = drill(tmp_path, "--keep", "kept", "--", *PROGRAM, "run", 40, status=2)["said"]
     assert "--keep kept: this exists already" in error
 
 
@@ -187,9 +178,9 @@ def test_a_program_that_survives_everything(tmp_path: Path, drill: Drill) -> Non
     ],
 )
 def test_the_cause_of_a_difference(
-    drill: Drill, mistake: str, cause: str, name: str | None, deterministic: bool
+    tmp_path: Path, mistake: str, cause: str, name: str | None, deterministic: bool
 ) -> None:
-    report = drill("--steps", 10, "--at", 3, "--", *PROGRAM, "run", 40, mistake, status=1)
+    report = drill(tmp_path, "--steps", 10, "--at", 3, "--", *PROGRAM, "run", 40, mistake, status=1)
     (finding,) = report["findings"]
     assert (finding["cause"], report["deterministic"]) == (cause, deterministic), report
     assert finding["names"] == ([] if name is None else [name])
@@ -201,27 +192,27 @@ def test_the_cause_of_a_difference(
         assert (first["step"], report["starts"][-1]["began"]) == (3, "from step 2")
 
 
-def test_a_program_that_begins_in_another_way_each_time(drill: Drill) -> None:
+def test_a_program_that_begins_in_another_way_each_time(tmp_path: Path) -> None:
     """What is not seeded and saved goes on exactly: the interrupted run begins with a checkpoint of the first."""
-    report = drill("--steps", 6, "--at", 4, "--", *PROGRAM, "run", 40, "unseeded")
+    report = drill(tmp_path, "--steps", 6, "--at", 4, "--", *PROGRAM, "run", 40, "unseeded")
     assert (report["passed"], report["unseeded"]) == (True, ["noise"])
     assert "(noise not seeded): the interrupted run began with the checkpoint of step 1" in report["warnings"][0]
     assert [one["began"] for one in report["starts"]] == ["from step 1", "from step 3", "from step 4"]
 
 
 @pytest.mark.sweep
-def test_an_unseeded_generator_that_is_not_saved(drill: Drill) -> None:
+def test_an_unseeded_generator_that_is_not_saved(tmp_path: Path) -> None:
     program = [*PROGRAM, "run", 40, "unseeded", "no-generator"]
-    report = drill("--steps", 5, "--at", 3, "--kinds", "kill", "--", *program, status=1)
+    report = drill(tmp_path, "--steps", 5, "--at", 3, "--kinds", "kill", "--", *program, status=1)
     (finding,) = report["findings"]
     assert (finding["cause"], finding["names"], report["deterministic"]) == ("unseeded", ["noise"], False)
 
 
-def test_a_program_that_ignores_the_signal(drill: Drill) -> None:
+def test_a_program_that_ignores_the_signal(tmp_path: Path) -> None:
     arguments = ["--steps", 6, "--at", 3, "--kinds", "term"]
-    report = drill(*arguments, "--", *PROGRAM, "run", 40, "deaf", status=1)
+    report = drill(tmp_path, *arguments, "--", *PROGRAM, "run", 40, "deaf", status=1)
     assert ([one["cause"] for one in report["findings"]], report["identical"]) == (["ignores_signal"], True)
-    report = drill(*arguments, "--signal", "usr1", "--", *PROGRAM, "run", 40)  # which ends it at once
+    report = drill(tmp_path, *arguments, "--signal", "usr1", "--", *PROGRAM, "run", 40)  # which ends it at once
     assert [one["status"] for one in report["starts"]] == [138, 75]
 
 
@@ -272,10 +263,10 @@ with hf.CheckpointManager("a", options=options) as a, hf.CheckpointManager(os.pa
     ],
     ids=["writes elsewhere", "never restores"],
 )
-def test_a_program_that_begins_anew(tmp_path: Path, drill: Drill, program: str, cause: str, said: str) -> None:
+def test_a_program_that_begins_anew(tmp_path: Path, program: str, cause: str, said: str) -> None:
     (tmp_path / "train.py").write_text(program)
     command = [sys.executable, "train.py"]
-    report = drill("--steps", 6, "--at", 4, "--kinds", "kill", "--", *command, status=1)
+    report = drill(tmp_path, "--steps", 6, "--at", 4, "--kinds", "kill", "--", *command, status=1)
     assert [one["cause"] for one in report["findings"]] == [cause]
     assert said in report["findings"][0]["text"]
     assert {path.name for path in tmp_path.iterdir()} == {"train.py", "tmp"}
@@ -349,26 +340,24 @@ sys.exit(checkpoint.exit_status)
     ],
     ids=["flax without its key", "lightning without a generator", "lightning without its place in the data"],
 )
-def test_mistakes_in_the_examples(
-    tmp_path: Path, drill: Drill, example: int, changes: dict[str, str], cause: str, name: str
-) -> None:
+def test_mistakes_in_the_examples(tmp_path: Path, example: int, changes: dict[str, str], cause: str, name: str) -> None:
     program = EXAMPLES[example]
     for old, new in changes.items():
         assert old in program
         program = program.replace(old, new, 1)
     (tmp_path / "train.py").write_text(program)
     command = [sys.executable, "-W", "ignore", "train.py"]
-    report = drill("--steps", 6, "--at", 3, "--kinds", "term", "--", *command, status=1)
+    report = drill(tmp_path, "--steps", 6, "--at", 3, "--kinds", "term", "--", *command, status=1)
     (finding,) = report["findings"]
     assert (finding["cause"], report["deterministic"]) == (cause, True), report
     assert finding["names"][0] == name
 
 
 @pytest.mark.sweep
-def test_torchrun(tmp_path: Path, drill: Drill) -> None:
+def test_torchrun(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TWO_PROCESSES)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"]
-    report = drill("--steps", 8, "--at", 4, "--", *command)
+    report = drill(tmp_path, "--steps", 8, "--at", 4, "--", *command)
     assert report["passed"], report
     assert [one["ended"].split()[0] for one in report["starts"]] == ["SIGKILL", "SIGTERM", "to"]
     assert {one["step"] for one in report["compared"]} >= {4, 5, 8}
@@ -387,7 +376,7 @@ sys.exit(max(abs(process.wait()) for process in both))
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("forgets", [False, True])
-def test_processes_of_jax(tmp_path: Path, drill: Drill, forgets: bool) -> None:
+def test_processes_of_jax(tmp_path: Path, forgets: bool) -> None:
     """A launcher starts both processes; they meet again after each interruption."""
     program = Path(__file__).with_name("launched.py").read_text(encoding="utf-8")
     change = "change = np.random.default_rng(step).normal(size=64)"
@@ -398,7 +387,7 @@ def test_processes_of_jax(tmp_path: Path, drill: Drill, forgets: bool) -> None:
     (tmp_path / "launched.py").write_text(program)
     (tmp_path / "launch.py").write_text(JAX_LAUNCHER)
     arguments = ("--steps", 60, "--at", 4, "--", sys.executable, "launch.py")
-    report = drill(*arguments, status=int(forgets))
+    report = drill(tmp_path, *arguments, status=int(forgets))
     if not forgets:
         assert report["passed"], report
         assert [one["ended"].split()[0] for one in report["starts"]] == ["SIGKILL", "SIGTERM", "to"]
@@ -409,21 +398,21 @@ def test_processes_of_jax(tmp_path: Path, drill: Drill, forgets: bool) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("recipe", ["flax_digits", "lightning_digits"])
-def test_recipes(tmp_path: Path, drill: Drill, recipe: str) -> None:
+def test_recipes(tmp_path: Path, recipe: str) -> None:
     command = [sys.executable, "-m", "holdfast", "run", recipe, "train.steps=400"]
-    report = drill("--steps", 6, "--at", 3, "--", *command)
+    report = drill(tmp_path, "--steps", 6, "--at", 3, "--", *command)
     assert report["passed"], report
     assert {path.name for path in tmp_path.iterdir()} == {"tmp"}
 
 
-def test_several_directories_in_another_working_directory(tmp_path: Path, drill: Drill) -> None:
+def test_several_directories_in_another_working_directory(tmp_path: Path) -> None:
     """The program runs to its end, reads back what it has written, and has a mirror, which stays empty."""
     (tmp_path / "train.py").write_text(TWO_RUNS)
     import holdfast as hf
 
     hf.save(tmp_path / "weights", {"w": 1.0})
     arguments = ["--at", 4, "--at", 6, "--kinds", "kill"]
-    report = drill(*arguments, "--", sys.executable, "train.py", tmp_path / "weights")
+    report = drill(tmp_path, *arguments, "--", sys.executable, "train.py", tmp_path / "weights")
     assert report["passed"], report
     assert report["steps"] == list(range(1, 9)), "it ended by itself"
     assert {one["directory"] for one in report["compared"]} == {"below/a", "below/b"}
@@ -450,8 +439,8 @@ def test_several_directories_in_another_working_directory(tmp_path: Path, drill:
     ],
     ids=["fails", "one step", "no steps", "no such step", "does not start again", "hangs", "does not start"],
 )
-def test_drills_that_cannot_be_carried_out(drill: Drill, arguments: list[object], said: str) -> None:
-    error = drill(*arguments, status=2)["said"]
+def test_drills_that_cannot_be_carried_out(tmp_path: Path, arguments: list[object], said: str) -> None:
+    error = drill(tmp_path, *arguments, status=2)["said"]
     assert re.search(said, error.partition("holdfast: ")[2], re.DOTALL), error
 
 
@@ -486,10 +475,10 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
         pytest.param(2, ["--at", 10, "--kinds", "term", "--steps", 11], marks=pytest.mark.sweep, id="lightning"),
     ],
 )
-def test_the_examples_of_the_readme(tmp_path: Path, drill: Drill, example: int, arguments: list[object]) -> None:
+def test_the_examples_of_the_readme(tmp_path: Path, example: int, arguments: list[object]) -> None:
     """The one for Lightning draws its weights without a seed; it is interrupted in the middle of its second epoch."""
     (tmp_path / "train.py").write_text(EXAMPLES[example])
-    report = drill("--steps", 5, *arguments, "--", sys.executable, "-W", "ignore", "train.py")
+    report = drill(tmp_path, "--steps", 5, *arguments, "--", sys.executable, "-W", "ignore", "train.py")
     assert report["passed"], report
     assert report["unseeded"] == ([] if example == 0 else ["torch's default generator"])
     assert [one["step"] for one in report["compared"]] == report["steps"]
