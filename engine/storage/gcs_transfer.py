@@ -10,6 +10,7 @@ https://cloud.google.com/docs/authentication/application-default-credentials
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import ssl
@@ -66,6 +67,9 @@ class GcsTransfer(Transfer):
         kind = {"content-type": "application/octet-stream"} if method == "POST" else {}
         return {"host": self._netloc, **kind, **headers, "authorization": f"Bearer {token}"}
 
+    def _refused(self, headers: Mapping[str, str]) -> None:
+        forget_token(headers["authorization"].removeprefix("Bearer "))
+
     def _is_stored(self, answer: bytes, size: int) -> bool:
         with contextlib.suppress(ValueError, AttributeError):
             return bool(json.loads(answer).get("size") == str(size))
@@ -94,12 +98,19 @@ def access_token() -> str | None:
         return token.text
 
 
+def forget_token(text: str) -> None:
+    """Ask for another token than this one, which has ended before its time: a machine that sleeps counts none."""
+    with _lock:
+        for source in [source for source, token in _known.items() if token.text == text]:
+            del _known[source]
+
+
 def _new_token() -> _Token:
     asked = time.monotonic()
     try:
         answer = json.loads(_ask_for_token())
         return _Token(str(answer["access_token"]), asked + float(answer["expires_in"]) - _RENEW)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
         return _Token(None, asked + _PAUSE)
 
 
@@ -125,10 +136,11 @@ def _answer(request: urllib.request.Request) -> bytes:
 
 def _credentials() -> dict[str, Any] | None:
     """Return the content of the file with credentials, if there is one."""
-    folder = os.environ.get("CLOUDSDK_CONFIG") or os.path.join(os.environ.get("HOME", ""), ".config", "gcloud")
+    home = os.environ.get("HOME")
+    folder = os.environ.get("CLOUDSDK_CONFIG") or (home and os.path.join(home, ".config", "gcloud"))
     paths = [
         os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"),
-        os.path.join(folder, "application_default_credentials.json"),
+        folder and os.path.join(folder, "application_default_credentials.json"),
     ]
     for path in filter(None, paths):
         try:

@@ -64,6 +64,12 @@ _AGAIN = (1.0, 5.0, 20.0)  # seconds to wait before each repetition
 
 _CONFLICTS = 5  # answers that ask to repeat a conditional request, S3's 409, after which it has failed
 
+# The environment variables whose values go into headers.
+_CREDENTIALS = {
+    "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
+    "gs": ("GOOGLE_AUTH_TOKEN_FOR_TESTING",),
+}
+
 _context_lock = threading.Lock()
 _conditional: dict[str, bool] = {}  # by the service: whether it honours conditions
 
@@ -334,6 +340,13 @@ class ObjectStoreBackend:
         self._request(key, "write", lambda: self._store().write(key, content.pop()), len(content[0]))
 
     def _store(self) -> tensorstore.KvStore:
+        for name in _CREDENTIALS.get(self.scheme, ()):  # TensorStore 0.1.86 ends the process, and prints the header
+            value = os.environ.get(name, "")
+            if not (value.isascii() and value.isprintable()):
+                raise StoragePermissionError(
+                    f"cannot reach {self._root}: the value of {name} holds a character that no header can have, "
+                    "perhaps a line break at its end; set it again without"
+                )
         with self._lock:
             if self._opened is None:
                 import tensorstore

@@ -8,6 +8,7 @@ TensorStore, whose answer counts.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import logging
 import os
@@ -108,6 +109,9 @@ class Transfer:
         """Return all headers of a request; None without credentials."""
         raise NotImplementedError
 
+    def _refused(self, headers: Mapping[str, str]) -> None:
+        """Note that the service does not accept the credentials in these headers, any more perhaps."""
+
     def _is_stored(self, answer: bytes, size: int) -> bool:
         """Return whether an answer with the status of success says that an object of this size was stored."""
         raise NotImplementedError
@@ -151,7 +155,7 @@ class Transfer:
         def receive(response: http.client.HTTPResponse, check: Callable[[], None]) -> bool:
             check()
             body = response.read(_ANSWER)
-            return response.status in (200, 201, 204) and response.isclosed() and self._is_stored(body, size)
+            return response.status in (200, 201, 204) and _is_whole(response) and self._is_stored(body, size)
 
         method, target = self._put_target(key)
         headers = {"content-length": str(size)}
@@ -202,10 +206,11 @@ class Transfer:
         def receive(response: http.client.HTTPResponse, check: Callable[[], None]) -> bool:
             check()
             body = response.read(_ANSWER)
-            if response.status in (403, 405, 501) or (response.status == 200 and not body):
+            whole = _is_whole(response)
+            if response.status in (403, 405, 501) or (response.status == 200 and whole and not body):
                 self.copies = False  # it must not, cannot, or takes the request for an upload of nothing
                 _logger.info("%s: the service does not copy objects", self._netloc)
-            return response.status == 200 and response.isclosed() and self._is_copied(body)
+            return response.status == 200 and whole and self._is_copied(body)
 
         method, path, headers = self._copy_request(key, target)
         headers["content-length"] = "0"
@@ -236,7 +241,7 @@ class Transfer:
         status = 0
         reused = True
         while reused:  # the service may have closed a connection that was idle
-            authorized = self._authorized(method, target, headers, known)
+            authorized = self._all_headers(method, target, headers, known)
             if authorized is None:
                 return False
             try:
@@ -272,12 +277,23 @@ class Transfer:
             if done or status in works:
                 self._failures = 0
                 return done
+            if status == 401:
+                self._refused(authorized)
             break
         self._failures += 1
         if self._failures >= _ATTEMPTS:
             self._failures, self._paused = 0, time.monotonic() + _PAUSE
             _logger.info("%s: requests for data failed; TensorStore takes over for %.0f s", self._netloc, _PAUSE)
         return None if status in (0, 408, 429) or status >= 500 else False
+
+    def _all_headers(self, method: str, target: str, headers: Mapping[str, str], digest: str) -> dict[str, str] | None:
+        """Return all headers of a request; None without credentials, or with some that no header can hold."""
+        with contextlib.suppress(UnicodeEncodeError):
+            found = self._authorized(method, target, headers, digest)
+            text = "".join([target, *(found or {}).values()])
+            if text.isascii() and text.isprintable():  # http.client would put a value that is not into its error
+                return found
+        return None
 
     def _connection(self, timeout: float) -> tuple[http.client.HTTPConnection, bool]:
         """Return a connection, and whether it has been used before."""
@@ -318,6 +334,11 @@ def tls_context() -> ssl.SSLContext:
     """Return how services are verified: by the certificates that TensorStore uses, too."""
     certificates, folder = os.environ.get("TENSORSTORE_CA_BUNDLE"), os.environ.get("TENSORSTORE_CA_PATH")
     return ssl.create_default_context(cafile=certificates, capath=folder)
+
+
+def _is_whole(response: http.client.HTTPResponse) -> bool:
+    """Whether all of an answer was read; http.client says nothing of one that ends before its length."""
+    return response.isclosed() and not response.length
 
 
 def _close_all(idle: list[tuple[float, http.client.HTTPConnection]]) -> None:

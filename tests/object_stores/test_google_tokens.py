@@ -11,6 +11,7 @@ import pytest
 from tests.object_stores.store_server import Answer, Request, StoreServer
 
 from holdfast.engine.storage import gcs_transfer
+from holdfast.engine.storage.transfer import Patience
 
 USER = {
     "type": "authorized_user",
@@ -28,6 +29,8 @@ class TokenServer(StoreServer):
     content: object = None
 
     def answer(self, request: Request) -> Answer:
+        if request.path.startswith("/upload/") and request.headers["authorization"] == "Bearer token 1":
+            return Answer(401)
         if request.what == MACHINE and request.headers.get("metadata-flavor") != "Google":
             return Answer(403)
         found = {"access_token": f"token {len(self.log)}", "expires_in": 600, "token_type": "Bearer"}
@@ -96,6 +99,42 @@ def test_tokens_are_renewed_before_they_end(service: TokenServer, monkeypatch: p
     for now[0] in (0.0, 539.0, 540.0, 1000.0, 1080.0):
         seen.append(gcs_transfer.access_token())
     assert seen == ["token 1", "token 1", "token 2", "token 2", "token 3"]
+
+
+def test_a_token_that_ends_before_its_time(service: TokenServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as while the machine slept: another one is asked for, once."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", service.url)
+    client = gcs_transfer.GcsTransfer.open({"bucket": "bucket"})
+    assert client is not None
+    for _ in range(3):
+        client.put("object", 0, lambda sent: iter(()), Patience(5.0, 5.0, lambda: None))
+    upload = "POST /upload/storage/v1/b/bucket/o name=object"
+    assert service.sent() == [MACHINE, upload, MACHINE, upload, upload]
+
+
+def test_without_a_home_there_is_no_file_of_the_user(
+    service: TokenServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place(tmp_path / ".config" / "gcloud", WELL_KNOWN, USER)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HOME")
+    gcs_transfer.access_token()
+    assert service.sent() == [MACHINE]
+
+
+@pytest.mark.parametrize("how", ["cut", "reset", "never"])
+def test_an_answer_that_does_not_arrive(service: TokenServer, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gcs_transfer, "_WAIT", 0.05)
+    service.fail("", how=how)
+    assert [gcs_transfer.access_token() for _ in range(2)] == [None, None]
+    assert len(service.log) == 1
+
+
+def test_a_machine_whose_name_is_none(service: TokenServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GCE_METADATA_ROOT", "not a name")
+    assert gcs_transfer.access_token() is None
+    assert service.log == []
 
 
 @pytest.mark.parametrize("content", ["text", {}, {"access_token": "x"}, {"access_token": "x", "expires_in": "soon"}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -146,6 +147,37 @@ def test_an_error_with_the_status_of_success(store: Store, client: Transfer) -> 
     body = store.server.error(500, "InternalError").body
     store.server.fail("PUT|POST", answer=Answer(200, body))
     assert not client.put("object", DATA.size, parts, PATIENT)
+
+
+def test_an_answer_that_ends_before_it_begins(store: Store, client: Transfer) -> None:
+    """The beginning has arrived, with the status of success and a length."""
+    assert client.put("object", DATA.size, parts, PATIENT)
+    store.server.fail("object$|copy$", how="cut", answer=Answer(200, b"x"), times=2)
+    assert not client.put("object", DATA.size, parts, PATIENT)
+    assert not client.copy("object", "copy", PATIENT)
+    assert client.copy("object", "copy", PATIENT)
+
+
+SECRETS = {
+    "s3": ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"],
+    "gs": ["GOOGLE_AUTH_TOKEN_FOR_TESTING"],
+}
+
+
+@pytest.mark.parametrize("value", ["of nobody\n", "of nobody\u201d", "of nobody\udcff"], ids=["line", "quote", "byte"])
+def test_credentials_that_no_header_can_have(
+    store: Store, client: Transfer, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in no error, and TensorStore does not get them: it would print them, and end the process."""
+    assert client.put("object", 4, lambda sent: iter([DATA[:4]]), PATIENT)
+    for name in SECRETS[store.url[:2]]:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert not client.put("other", 4, lambda sent: iter([DATA[:4]]), PATIENT)
+            with pytest.raises(hf.StoragePermissionError, match=f"the value of {name} holds a character") as caught:
+                hf.load(f"{store.url}/ckpt")
+            assert "nobody" not in "".join(traceback.format_exception(caught.value))
+    assert store.stored() == ["object"]
 
 
 def test_a_service_without_ranges(store: Store) -> None:
