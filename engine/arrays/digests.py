@@ -110,13 +110,14 @@ class FileCheck:
     checksums: NDArray[np.int64] = field(default_factory=_no_chunks)  # as the index has them; -1 where it has none
 
     def covers(self, other: FileCheck) -> bool:
-        """Whether a file of which this is known has all that the other says; the checksums tell."""
-        if self.known != other.known:
+        """Whether a data file of this name, of which this is known, has all that the other says.
+
+        The checksums tell, as no two saves give a data file one name. For other files, they would not be evidence.
+        """
+        if self.known != other.known or not len(self.offsets) or not len(other.offsets):
             return False
-        if not len(other.offsets):
-            return other.known.crc32c is not None
         places = np.searchsorted(self.offsets, other.offsets)
-        if not len(self.offsets) or places.max() == len(self.offsets) or other.checksums.min() < 0:
+        if places.max() == len(self.offsets) or other.checksums.min() < 0:
             return False
         here, there = (self.offsets, self.lengths, self.checksums), (other.offsets, other.lengths, other.checksums)
         return all(np.array_equal(one[places], two) for one, two in zip(here, there, strict=True))

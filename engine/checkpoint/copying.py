@@ -115,9 +115,9 @@ class _File(NamedTuple):
 
 
 class CopiedFiles:
-    """The large files that the last copies have brought to a store, which copies them itself for the next steps.
+    """The large data files that the last copies have brought to a store, which copies them itself for the next steps.
 
-    A file is known again by its path, in which every save has a name of its own, its size and its checksums. It never
+    One is known again by its path, in which every save has a name of its own, its size and its checksums. It never
     comes from the copy before, so that an object that is damaged unseen does not take both.
     """
 

@@ -16,6 +16,7 @@ from tests.object_stores.conftest import Store
 from tests.object_stores.store_server import Answer
 
 import holdfast as hf
+from holdfast.engine.format import crc32c, extend
 
 Tree = dict[str, Any]
 
@@ -185,3 +186,41 @@ def test_a_run_that_is_copied(store: Store, tmp_path: Path, damage: bool, caplog
     assert sent(store) < 2 * FROZEN.nbytes + STEPS * SMALL
     assert sum(report.sent for report in reports) < 2 * FROZEN.nbytes + STEPS * SMALL
     check(f"{store.url}/copy", list(range(STEPS)))
+
+
+class BlobHandler(hf.CheckpointHandler):
+    """Bytes in one file, which has the same name in every step."""
+
+    def save(self, directory: hf.Location, item: Any, **kwargs: Any) -> None:
+        (directory.path / "blob").write_bytes(item)
+
+    def restore(self, directory: hf.Location, item: Any = None, **kwargs: Any) -> bytes:
+        return (directory / "blob").read_bytes()
+
+
+def with_checksum_of(content: bytes, other: bytes) -> bytes:
+    """Return bytes whose last four are chosen so that they have the CRC-32C of others, with which all bits go along."""
+    start = crc32c(content[:-4])
+    wanted = extend(start, bytes(4)) ^ crc32c(other)
+    rows = [(extend(start, (1 << bit).to_bytes(4, "little")) ^ extend(start, bytes(4)), 1 << bit) for bit in range(32)]
+    ending = 0
+    for bit in range(32):  # Gauss's elimination; the last four bytes and the checksum determine each other
+        at = next(number for number, (change, _) in enumerate(rows) if change >> bit & 1)
+        change, bits = rows.pop(at)
+        rows = [(one ^ change, two ^ bits) if one >> bit & 1 else (one, two) for one, two in rows]
+        if wanted >> bit & 1:
+            wanted, ending = wanted ^ change, ending ^ bits
+    return content[:-4] + ending.to_bytes(4, "little")
+
+
+def test_a_checksum_alone_does_not_tell_a_file(store: Store, tmp_path: Path) -> None:
+    """Files of other items have one name in all steps: that their checksums are equal does not say that they are."""
+    first, between = FROZEN.tobytes(), bytes(FROZEN.nbytes)
+    last = with_checksum_of(between, first)
+    assert crc32c(last) == crc32c(first)
+    with hf.CheckpointManager(tmp_path / "run", hf.Checkpointer(BlobHandler())) as run:
+        for step, content in enumerate((first, between, last)):
+            run.save(step, content)
+    hf.copy_checkpoint(tmp_path / "run", f"{store.url}/copy")
+    with hf.CheckpointManager(f"{store.url}/copy", hf.Checkpointer(BlobHandler())) as run:
+        assert [run.restore(step) == content for step, content in enumerate((first, between, last))] == [True] * 3
