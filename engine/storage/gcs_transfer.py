@@ -121,7 +121,9 @@ def _ask_for_token() -> bytes:
         host = os.environ.get("GCE_METADATA_ROOT", "metadata.google.internal")
         url = f"http://{host}/computeMetadata/v1/instance/service-accounts/default/token"
         return _answer(urllib.request.Request(url, headers={"Metadata-Flavor": "Google"}))
-    # Of a service account, the file has a key to sign with, which the standard library cannot: a KeyError.
+    # A service account has a key to sign with, which the standard library cannot.
+    if credentials["type"] != "authorized_user":
+        raise ValueError(credentials["type"])
     body = {name: credentials[name] for name in ("client_id", "client_secret", "refresh_token")}
     return _answer(urllib.request.Request(_TOKENS, urlencode(body | {"grant_type": "refresh_token"}).encode()))
 

@@ -143,7 +143,8 @@ class Transfer:
             parts: Generates its bytes, each time it is called, to send them or only to hash them; a part is used before
                 the next one is requested.
             patience: How long to wait.
-            again: Seconds to wait before each repetition, where the service did not answer, or was busy.
+            again: Seconds to wait before each repetition, where the service did not answer or was busy, or a token had
+                ended.
 
         Raises:
             ValueError: ``parts`` raised it.
@@ -284,7 +285,7 @@ class Transfer:
         if self._failures >= _ATTEMPTS:
             self._failures, self._paused = 0, time.monotonic() + _PAUSE
             _logger.info("%s: requests for data failed; TensorStore takes over for %.0f s", self._netloc, _PAUSE)
-        return None if status in (0, 408, 429) or status >= 500 else False
+        return None if status in (0, 401, 408, 429) or status >= 500 else False
 
     def _all_headers(self, method: str, target: str, headers: Mapping[str, str], digest: str) -> dict[str, str] | None:
         """Return all headers of a request; None without credentials, or with some that no header can hold."""
