@@ -170,7 +170,7 @@ def train(kind: str, directory: str, signal_at: int | None) -> None:
 
     torch.manual_seed(5)
     data = samples(40, seed=1)
-    options_of_trainer: dict[str, Any] = {**program.QUIET, "max_epochs": 3, "accumulate_grad_batches": 5}
+    options_of_trainer: dict[str, Any] = {**program.QUIET, "max_epochs": 2, "accumulate_grad_batches": 5}
     options: dict[str, Any] = {"num_workers": 2, "persistent_workers": "persistent" in kind}
     make: Any = of_torch.DataLoader
     if "torchdata" in kind:
