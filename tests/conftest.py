@@ -73,12 +73,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 # How modules name what starts connected processes, or takes seconds to start for the first of them.
 STARTED = re.compile(r"\b(run_process|run_processes|run_outcomes|run_together|job: Job)\b")
+MARKED = re.compile(r'xdist_group\("(\w+)"\)')
 
 
 @functools.cache
 def group_of(module: str) -> str:
     """Returns the group of a module, by its path: all tests of a group run on one worker."""
-    return "processes" if STARTED.search((ROOT / module).read_text(encoding="utf-8")) else module
+    text = (ROOT / module).read_text(encoding="utf-8")
+    marked = MARKED.search(text)
+    return "processes" if STARTED.search(text) else marked[1] if marked else module
 
 
 @pytest.hookimpl(optionalhook=True)
