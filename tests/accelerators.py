@@ -35,12 +35,17 @@ class FakeEvent:
         if self._gpu.failure is not None:
             raise RuntimeError(self._gpu.failure)
 
+    def query(self) -> bool:
+        assert self.mark is not None
+        stream, count = self.mark
+        return stream.done >= count
+
 
 class FakeStream:
     def __init__(self, gpu: FakeGpu) -> None:
         self._gpu = gpu
         self._queue: list[Work] = []
-        self._done = 0
+        self.done = 0
         self.recorded: set[int] = set()  # addresses of storages that are not given away before this stream is done
         self.unmarked: set[int] = set()  # of storages that it reads, and that could be
 
@@ -52,10 +57,10 @@ class FakeStream:
         self._queue.append(work)
 
     def run(self, count: int) -> None:
-        while self._done < count:
-            self._done += 1
+        while self.done < count:
+            self.done += 1
             with torch._C.DisableTorchFunction():
-                self._queue[self._done - 1]()
+                self._queue[self.done - 1]()
 
     def wait_event(self, event: FakeEvent) -> None:
         assert event.mark is not None

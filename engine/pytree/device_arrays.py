@@ -54,6 +54,10 @@ class Event(Protocol):
         """Wait in this thread until the marked work is done; raise RuntimeError if it has failed."""
         ...
 
+    def query(self) -> bool:
+        """Return at once whether the marked work is done; raise RuntimeError if it has failed."""
+        ...
+
 
 class Streams(Protocol):
     """The part of ``torch.cuda`` that copies need. The work of a stream runs in order, beside that of other streams."""
@@ -151,6 +155,9 @@ class Arrival:
             _, event = self.events.pop(0)
             try:
                 event.synchronize()
+                # The caller writes in between, which takes longer than the copies: what they hold must not wait for it.
+                while self.events and self.events[0][1].query():
+                    self.events.pop(0)
             except RuntimeError as error:
                 errors.append(error)
             if self.events and not errors:

@@ -387,6 +387,28 @@ def test_chunks_are_written_as_they_arrive(gpu: Any, written: None, tmp_path: Pa
         assert [set(array.tolist()) for array in found.values()] == [{10 * step + number} for number in range(7)]
 
 
+def test_tensors_are_not_held_while_others_are_written(
+    gpu: Any, written: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk is slower than the copies: all that they have brought meanwhile is one wave, and no longer held."""
+    saves = Saves(tmp_path)
+    prepared = saves.prepare({str(number): torch.full((TENSOR // 4,), float(number)) for number in range(7)})
+    arrival, held = prepared._tree.leaves.arrival, []
+    write_data_files = Location.write_data_files
+
+    def slowly(self: Location, files: Sequence[DataFile]) -> None:
+        held.append(len(arrival.held))
+        write_data_files(self, files)
+        gpu.streams[0].run(gpu.streams[0].started)
+
+    monkeypatch.setattr(Location, "write_data_files", slowly)
+    gpu.log.clear()
+    found = saves.write(prepared)
+    assert gpu.log == ["wait", "write 2", "wait", "write 5"]
+    assert held == [7, 0]
+    assert [set(array.tolist()) for array in found.values()] == [{number} for number in range(7)]
+
+
 def test_unchanged_tensors_that_arrive_in_turn(gpu: Any, written: None, tmp_path: Path) -> None:
     """Each wave shares the files of its own that an earlier step has, once it has arrived."""
     base = {f"base {number}": torch.full((2 * TENSOR,), float(number)) for number in range(5)}  # of 1.6 MB
@@ -447,6 +469,9 @@ def test_two_devices_arrive_in_the_order_of_the_leaves() -> None:
 
         def synchronize(self) -> None:
             done.add(self._name)
+
+        def query(self) -> bool:
+            return self._name in done
 
     arrival = device_arrays.Arrival()
     arrival.events = [(0, Done("a0-3")), (3, Done("a3-9")), (1, Done("b1-4")), (4, Done("b4-8"))]
