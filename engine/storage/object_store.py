@@ -15,6 +15,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import threading
 import time
 from bisect import bisect_left
@@ -441,7 +442,7 @@ class ObjectStoreBackend:
             return ""
         if self.scheme == "s3":
             endpoint, region = self.spec.get("endpoint"), self.spec.get("aws_region")
-            asked = f"asked {endpoint}, the value of AWS_ENDPOINT_URL" if endpoint else "asked Amazon"
+            asked = f"asked {_without_user(endpoint)}, the value of AWS_ENDPOINT_URL" if endpoint else "asked Amazon"
             asked += f", region {region}" if region else ", no AWS_REGION set"
             source = (
                 "the credentials of AWS_ACCESS_KEY_ID"
@@ -450,7 +451,11 @@ class ObjectStoreBackend:
             )
         else:
             url = os.environ.get("TENSORSTORE_GCS_HTTP_URL")
-            asked = f"asked {url}, the value of TENSORSTORE_GCS_HTTP_URL" if url else "asked storage.googleapis.com"
+            asked = (
+                f"asked {_without_user(url)}, the value of TENSORSTORE_GCS_HTTP_URL"
+                if url
+                else "asked storage.googleapis.com"
+            )
             source = (
                 "the credentials in the file that GOOGLE_APPLICATION_CREDENTIALS names, or those that "
                 "`gcloud auth application-default login` makes"
@@ -557,6 +562,11 @@ class ObjectReader(DataReader):
             if self._whole is None:
                 self._whole = self._backend.read_range(self._key, None)
             return self._whole
+
+
+def _without_user(url: str) -> str:
+    """Return a URL for an error, without the name and password that it may have."""
+    return re.sub(r"//[^/]*@", "//", url)
 
 
 def _parts(size: int, segments: Sequence[Segment], sent: bool) -> Iterator[NDArray[np.uint8]]:

@@ -268,3 +268,15 @@ def test_no_thread_is_left_behind(store: Store, url: str) -> None:
     with pytest.raises(hf.StoragePermissionError):
         hf.save(f"{store.url}/new", TREE, layout=SMALL)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast")]
+
+
+@pytest.mark.parametrize(("scheme", "variable"), [("s3", "AWS_ENDPOINT_URL"), ("gs", "TENSORSTORE_GCS_HTTP_URL")])
+def test_an_address_with_a_password(scheme: str, variable: str, request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store: Store = request.getfixturevalue(scheme)
+    store.server.fail("", answer=store.server.error(503, "SlowDown"), times=1000)
+    monkeypatch.setenv(variable, store.server.url.replace("//", "//user:of-nobody@"))
+    with pytest.raises(
+        hf.StorageUnavailableError, match=f"asked {store.server.url}, the value of {variable}"
+    ) as caught:
+        hf.load(f"{store.url}/ckpt")
+    assert "nobody" not in str(caught.value)
