@@ -8,13 +8,22 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, get_type_hints
 
-from pydantic import Field, create_model
+from pydantic import ConfigDict, Field, create_model
 from pydantic_core import PydanticUndefined
 
 from ..engine.errors import OptionError
 from .schema import Config, Section
 
+_NO_SOURCE = ConfigDict(use_attribute_docstrings=False)  # or pydantic looks for it in every function that is running
 _EXACT = (int, float, bool, str)  # YAML writes these as they are; lists may stand for tuples, and text for paths
+
+
+class _MadeSection(Section):
+    model_config = _NO_SOURCE
+
+
+class _MadeConfig(Config):
+    model_config = _NO_SOURCE
 
 
 def dataclass_schema(kind: type) -> type[Config]:
@@ -33,7 +42,7 @@ def dataclass_schema(kind: type) -> type[Config]:
                 f"key from the context: context.config.{field.name}"
             )
     return create_model(
-        kind.__name__, __base__=Config, __doc__=kind.__doc__, **_fields(kind, leave_out=set(Config.model_fields))
+        kind.__name__, __base__=_MadeConfig, __doc__=kind.__doc__, **_fields(kind, leave_out=set(Config.model_fields))
     )
 
 
@@ -62,7 +71,7 @@ def _fields(kind: type, leave_out: set[str]) -> dict[str, Any]:
         elif field.default_factory is not dataclasses.MISSING:
             make = field.default_factory
         if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-            annotation = create_model(annotation.__name__, __base__=Section, **_fields(annotation, set()))
+            annotation = create_model(annotation.__name__, __base__=_MadeSection, **_fields(annotation, set()))
             make = make and partial(_section, annotation, make)
         elif annotation not in _EXACT:
             annotation = Annotated[annotation, Field(strict=False)]

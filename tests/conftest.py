@@ -53,6 +53,7 @@ def pytest_collection() -> Generator[None, object, object]:
     """Collects with the garbage collector off, and leaves what was collected out of its later searches.
 
     Tests and what they import are millions of objects that stay: searching them takes as long as collecting them.
+    Later searches are fewer than usual, too: jax and torch make many objects, and hardly any cycles.
     """
     gc.disable()
     try:
@@ -60,6 +61,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.collect()
         gc.freeze()
+        gc.set_threshold(10_000, 20, 20)
         gc.enable()
 
 

@@ -216,7 +216,7 @@ def check_clean(root: Path, state: State) -> None:
     ],
 )
 @pytest.mark.parametrize(
-    "stride", [pytest.param(7, id="some calls"), pytest.param(1, id="every call", marks=pytest.mark.sweep)]
+    "stride", [pytest.param(11, id="some calls"), pytest.param(1, id="every call", marks=pytest.mark.sweep)]
 )
 def test_cut_off_at_any_call(disk: Disk, monkeypatch: pytest.MonkeyPatch, power: str, first: int, stride: int) -> None:
     monkeypatch.setattr(reuse, "_SMALLEST_FILE", 1)

@@ -7,15 +7,23 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.engine.manager import DrillPlan, Point, events
+from holdfast.engine.manager import DrillPlan, Point, events, fingerprints
 from holdfast.engine.manager.fingerprints import Fingerprints, facts
 from holdfast.engine.manager.rehearsal import Rehearsal
+
+
+@pytest.fixture(autouse=True)
+def _no_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The modules of other tests, which are hundreds in a whole run, are no part of the program."""
+    own = {name: module for name, module in sys.modules.items() if name == __name__ or not name.startswith("tests.")}
+    monkeypatch.setattr(fingerprints, "sys", SimpleNamespace(modules=own))
 
 
 class Batches:
