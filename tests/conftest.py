@@ -13,6 +13,7 @@ import functools
 import gc
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Generator
 from importlib.metadata import version
@@ -32,6 +33,12 @@ from hypothesis import settings  # after the environment is set
 from tests.versions import older
 
 pytest_plugins = ["tests.fixtures"]
+
+# Temporary directories are in memory where there is enough: tests sync files thousands of times. What a disk loses is in
+# tests.checkpoint.disk; with PYTEST_DEBUG_TEMPROOT=/tmp, everything is on a disk.
+MEMORY = "/dev/shm"
+if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 
 ROOT = Path(__file__).parents[1]
 
