@@ -34,8 +34,8 @@ from tests.versions import older
 
 pytest_plugins = ["tests.fixtures"]
 
-# Temporary directories are in memory where there is enough: tests sync files thousands of times. What a disk loses is in
-# tests.checkpoint.disk; with PYTEST_DEBUG_TEMPROOT=/tmp, everything is on a disk.
+# Temporary directories are in memory where there is enough: tests sync files thousands of times. tests.checkpoint.disk
+# has what a disk loses; with PYTEST_DEBUG_TEMPROOT=/tmp, everything is on a disk.
 MEMORY = "/dev/shm"
 if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
