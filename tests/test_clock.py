@@ -117,4 +117,6 @@ def test_reports_of_saves_give_sizes_like_commands() -> None:
     report = hf.SaveReport(
         step=7, path="/run/7", reason="last", bytes=999_999, blocked_seconds=0.25, total_seconds=2.0, shared_bytes=512
     )
-    assert str(report).startswith("saved step 7 (last): 1.0 MB (and 512 B shared with earlier steps), blocked 0.250 s")
+    assert str(report).startswith(
+        "saved step 7 (last): 1.0 MB (and 512 B unchanged since earlier steps), blocked 0.250 s"
+    )

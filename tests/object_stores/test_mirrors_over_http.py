@@ -8,11 +8,18 @@ from typing import Any
 
 import pytest
 from tests.integrations.mirrored import jax_loop
-from tests.integrations.test_mirrored_runs import outcome, undisturbed
+from tests.integrations.test_mirrored_runs import outcome
 from tests.object_stores.conftest import Store
 from tests.processes.harness import run_outcomes
 
 import holdfast as hf
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The end of a run that nothing has killed."""
+    place = tmp_path_factory.mktemp("undisturbed")
+    return outcome(jax_loop, f"{place}/run", f"{place}/mirror", {})["final"]
 
 
 @pytest.mark.parametrize(
@@ -25,7 +32,7 @@ import holdfast as hf
     ],
 )
 def test_a_run_is_killed_while_its_mirror_is_in_trouble(
-    s3: Store, tmp_path: Path, trouble: str, until: str, some: bool
+    s3: Store, tmp_path: Path, undisturbed: Any, trouble: str, until: str, some: bool
 ) -> None:
     directory, mirror = f"{tmp_path}/run", f"{s3.url}/mirror"
     server: Any = s3.server
@@ -45,7 +52,7 @@ def test_a_run_is_killed_while_its_mirror_is_in_trouble(
     found = outcome(jax_loop, directory, mirror, s3.environment)
 
     assert found["start"] == (there[-1] if there else 0)
-    assert found["final"] == undisturbed("jax")
+    assert found["final"] == undisturbed
     assert hf.verify(mirror).ok
     assert hf.list_checkpoints(mirror)[-1].step == 12
 
