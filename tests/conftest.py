@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,10 @@ from tests.versions import older
 
 pytest_plugins = ["tests.fixtures"]
 
-# Temporary directories are in memory where there is enough: tests sync files thousands of times. tests.checkpoint.disk
-# has what a disk loses; with PYTEST_DEBUG_TEMPROOT=/tmp, everything is on a disk.
+# Temporary directories are in memory where there is enough: tests sync files thousands of times. The rooms that write
+# and read files are tested on a disk, which is stricter (direct I/O); with PYTEST_DEBUG_TEMPROOT=/tmp, everything is.
 MEMORY = "/dev/shm"
+ON_DISK = ("arrays", "checkpoint", "storage")
 if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 
@@ -78,6 +79,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for package, needed in (mark.args for mark in item.iter_markers("needs")):
             if older(package, needed):
                 item.add_marker(pytest.mark.skip(f"{package} {version(package)} is installed, {needed} is needed"))
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    if request.path.parent.name not in ON_DISK:
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="holdfast-tests-", ignore_cleanup_errors=True) as found:
+        yield Path(found)
 
 
 # How modules name what starts connected processes, or takes seconds to start for the first of them.
