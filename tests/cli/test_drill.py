@@ -386,7 +386,7 @@ def test_processes_of_jax(tmp_path: Path, forgets: bool) -> None:
         program = program.replace("state: Any", "forgotten = np.random.default_rng(7)\n    state: Any")
     (tmp_path / "launched.py").write_text(program)
     (tmp_path / "launch.py").write_text(JAX_LAUNCHER)
-    arguments = ("--steps", 60, "--at", 4, "--", sys.executable, "launch.py")
+    arguments = ("--steps", 300, "--at", 4, "--", sys.executable, "launch.py")
     report = drill(tmp_path, *arguments, status=int(forgets))
     if not forgets:
         assert report["passed"], report

@@ -56,9 +56,14 @@ def test_torchrun_is_preempted_with_its_supervisor(examples: Examples, tmp_path:
 
 @pytest.mark.sweep
 def test_torchrun_with_every_trouble_ends_as_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    troubles = ("crash@3", "parent@5", "hang@8", "kill@10")
-    events = supervised(tmp_path / "log", torchrun(tmp_path / "run", 12, *troubles), "--hang-timeout", "20s")
-    subprocess.run(torchrun(tmp_path / "whole", 12), check=True, capture_output=True, env=ENVIRONMENT)
+    troubles = (
+        "crash@3",
+        "parent@5",
+        "hang@400",
+        "kill@500",
+    )  # steps are short; torchrun looks at its processes now and then
+    events = supervised(tmp_path / "log", torchrun(tmp_path / "run", 600, *troubles), "--hang-timeout", "20s")
+    subprocess.run(torchrun(tmp_path / "whole", 600), check=True, capture_output=True, env=ENVIRONMENT)
 
     found = kinds(events)
     assert found[0] == "crashed"
