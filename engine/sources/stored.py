@@ -317,7 +317,7 @@ class StoredTree(TreeSource):
                 return
             whole = arrays[wanted.array]
             if whole is None:
-                arrays[wanted.array] = _own(array, data if wanted.keep else None)
+                arrays[wanted.array] = _own(array, is_new=wanted.keep)
             else:
                 whole[tuple(slice(a, a + n) for a, n in zip(part.start, part.shape, strict=True))] = array
 
@@ -392,7 +392,8 @@ class FetchedTree(TreeSource):
                     raise damaged_leaves(self.location, [(format_path(leaf.name), f"it has the shape {array.shape}")])
                 dtype: Any = leaf.saved.dtype
                 raw = array.dtype.kind == "V"  # a type that the file's format does not have
-                found.append(_own(np.asarray(array).view(dtype) if raw else np.asarray(array, dtype), None))
+                # The library has made the array for this call: another copy would take its memory twice.
+                found.append(_own(np.asarray(array).view(dtype) if raw else np.asarray(array, dtype), is_new=True))
         return found
 
 
@@ -447,8 +448,6 @@ def not_read(why: str) -> Saved:
     return Saved({"kind": "str", "value": f"({why}, which is not read)"})
 
 
-def _own(array: NDArray[Any], data: Bytes | None) -> NDArray[Any]:
-    """Return an array in memory that only the caller has, aligned and in C order."""
-    if data is not None and array.flags.writeable and array.flags.aligned and array.flags.c_contiguous:
-        return array
-    return np.array(array, order="C", copy=True)
+def _own(array: NDArray[Any], *, is_new: bool) -> NDArray[Any]:
+    """Return an array in memory that only the caller has, aligned and in C order; copy a new one only if needed."""
+    return np.require(array, requirements=["C", "A", "W"]) if is_new else np.array(array, order="C", copy=True)

@@ -99,8 +99,16 @@ class HDF5Tree(FetchedTree):
         self._h5py = _h5py(location)
         self.stored = 0
         self.arrays: list[FetchedArray] = []
+        self._paths: dict[int, str] = {}  # of groups and datasets, by their addresses in the file
         with self._file() as file:
             self._walk(file, ())
+        readable = [array for array in self.arrays if not array.obstacle]
+        if sum(array.nbytes for array in readable) > self.stored * _RATIO + _UNSTORED:
+            largest = max(readable, key=lambda array: array.nbytes)
+            raise DamagedCheckpointError(
+                f"{location}: {largest.name[1:]} claims {largest.nbytes} bytes, and all {len(readable)} arrays have "
+                f"{self.stored}"
+            )
         super().__init__(location, self.arrays)
 
     @contextlib.contextmanager
@@ -126,6 +134,7 @@ class HDF5Tree(FetchedTree):
 
     def _walk(self, group: Any, path: tuple[str, ...]) -> None:
         h5py = self._h5py
+        self._paths[h5py.h5o.get_info(group.id).addr] = "/".join(path)
         if len(path) >= MAX_DEPTH or len(self.arrays) > _NODES:
             raise DamagedCheckpointError(f"{self.location}: its groups are nested too deeply, or in a circle")
         for key in group:
@@ -134,10 +143,15 @@ class HDF5Tree(FetchedTree):
                 self._add(here, np.dtype("V1"), (), "a link, perhaps to another file")
                 continue
             child = group[key]
-            if isinstance(child, h5py.Group):
-                self._walk(child, here)
-            elif isinstance(child, h5py.Dataset):
+            address = h5py.h5o.get_info(child.id).addr
+            if isinstance(child, h5py.Dataset):
                 self._dataset(here, child)
+                self.stored += child.id.get_storage_size() if address not in self._paths else 0
+                self._paths[address] = "/".join(here)
+            elif address in self._paths:  # A few groups that hold each other twice have exponentially many paths.
+                self._add(here, np.dtype("V1"), (), f"another name of {self._paths[address] or 'the file'}")
+            elif isinstance(child, h5py.Group):
+                self._walk(child, here)
 
     def _dataset(self, path: tuple[str, ...], data: Any) -> None:
         dtype, shape = data.dtype, data.shape
@@ -148,13 +162,7 @@ class HDF5Tree(FetchedTree):
         elif shape is None or dtype.hasobject or not (dtype.kind in "biufc" or dtype == ml_dtypes.bfloat16):
             self._add(path, np.dtype("V1"), (), f"elements of type {data.dtype}")
         else:
-            array = self._add(path, dtype.newbyteorder("="), tuple(shape))
-            stored = data.id.get_storage_size()
-            self.stored += stored
-            if array.nbytes > stored * _RATIO + _UNSTORED:
-                raise DamagedCheckpointError(
-                    f"{self.location}: {'/'.join(path)} claims {array.nbytes} bytes, and has {stored}"
-                )
+            self._add(path, dtype.newbyteorder("="), tuple(shape))
 
     def _add(self, path: tuple[str, ...], dtype: Any, shape: tuple[int, ...], obstacle: str = "") -> FetchedArray:
         numbered: Path = tuple(int(key) if key.isdecimal() and key == str(int(key)) else key for key in path)

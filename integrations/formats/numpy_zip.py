@@ -7,6 +7,7 @@ path. Arrays of Python objects are pickles, which are listed and not read.
 from __future__ import annotations
 
 import contextlib
+import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from ...engine.storage import Location
 from .torch.files import ZIP_MAGIC, Window
 
 _MEMBER = ".npy"
+_END = 22  # bytes of the record at the end of an archive, before its comment
 _HEADERS: dict[tuple[int, int], Callable[[Any], tuple[tuple[int, ...], bool, np.dtype[Any]]]] = {
     (1, 0): npy.read_array_header_1_0,
     (2, 0): npy.read_array_header_2_0,
@@ -60,12 +62,29 @@ def archive_of(location: Location) -> Iterator[zipfile.ZipFile]:
     """Open a zip archive; what is wrong with it is an error that names the file."""
     with location.open_data() as reader:
         try:
-            with zipfile.ZipFile(Window(reader, 0, reader.size)) as archive:
+            window = Window(reader, 0, reader.size)
+            with zipfile.ZipFile(window) as archive:
+                _check_directory(archive, window)
                 yield archive
         except DAMAGE as error:
             if isinstance(error, HoldfastError):
                 raise
             raise DamagedCheckpointError(f"{location} is not a whole zip archive: {error}") from error
+
+
+def _check_directory(archive: zipfile.ZipFile, window: Window) -> None:
+    """Raise BadZipFile unless the directory at the end of the file, which no checksum covers, is whole.
+
+    A flipped bit there can hide a member: in a name, or in a length that makes one entry swallow the next.
+    """
+    (count,) = struct.unpack("<H", window.at(window.size - _END - len(archive.comment), _END)[10:12])
+    found = archive.infolist()
+    if count not in (len(found), 0xFFFF):
+        raise zipfile.BadZipFile(f"its directory has {len(found)} entries, expected {count}")
+    for one in found:
+        if one.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise zipfile.BadZipFile(f"{one.filename!r:.80} is compressed by the unknown method {one.compress_type}")
+        archive.open(one).close()  # compares its name with that in the header before its content
 
 
 def _described(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> FetchedArray:

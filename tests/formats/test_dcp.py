@@ -180,6 +180,20 @@ def test_damaged_metadata(tmp_path: Path, change: Any) -> None:
         loaded(rewritten(path, change))
 
 
+def test_a_part_that_is_named_again_and_again_is_looked_up_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path, {"x": torch.arange(12.0).reshape(3, 4)})
+    rewritten(path, lambda m: tensor(m).chunks.extend(tensor(m).chunks * 50_000))
+    opened_archives: list[object] = []
+    monkeypatch.setattr(format_module, "TorchArchive", lambda *place: opened_archives.append(place))
+
+    with pytest.raises(hf.DamagedCheckpointError, match=r"entry 'x' has two parts at \(0, 0\)"):
+        loaded(path)
+
+    assert not opened_archives
+
+
 def test_without_the_planner_names_are_whole(tmp_path: Path) -> None:
     path = saved(tmp_path, {"a": {"b": torch.ones(1)}})
 

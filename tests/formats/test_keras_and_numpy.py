@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -101,16 +103,37 @@ def test_a_file_of_hdf5_does_not_lead_outside(tmp_path: Path) -> None:
     assert done.format == "HDF5"
 
 
-def test_groups_in_a_circle_and_claims_are_refused(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "circle.h5", "w") as file:
-        file["a/w"] = KERNEL
-        file["a/again"] = file["a"]
+def test_claims_and_cut_files_are_refused(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "large.h5", "w") as file:
         file.create_dataset("w", (1 << 40,), np.float32, chunks=(1024,))
+    with h5py.File(tmp_path / "many.h5", "w") as file:
+        for number in range(100):
+            file.create_dataset(f"w{number}", (60 << 20,), np.uint8, chunks=(1024,))  # of which nothing is stored
     (tmp_path / "cut.h5").write_bytes(weights_h5(tmp_path / "m.h5").read_bytes()[:700])
-    for name, what in [("circle", "in a circle"), ("large", "w claims 4398046511104 bytes"), ("cut", "is damaged")]:
+    refused = [
+        ("large", "w claims 4398046511104 bytes"),
+        ("many", "and all 100 arrays have 0"),
+        ("cut", "is damaged"),
+    ]
+    for name, what in refused:
         with pytest.raises(hf.DamagedCheckpointError, match=what):
             hf.load(tmp_path / f"{name}.h5")
+
+
+def test_every_group_is_visited_once(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "m.h5", "w") as file:
+        file["a/w"] = KERNEL
+        file["a/again"] = file["a"]
+        file["tied"] = file["a/w"]
+        group = file.create_group("deep")
+        for number in range(30):  # the last group has 2**30 paths
+            below = file.create_group(f"g{number}")
+            group["left"] = group["right"] = below
+            group = below
+    found = hf.load(tmp_path / "m.h5", select=["a/w", "tied"])
+    assert found["a"]["w"].tolist() == found["tied"].tolist() == KERNEL.tolist()
+    with pytest.raises(hf.UnsupportedLeafError, match=r"a/again: another name of a$"):
+        hf.load(tmp_path / "m.h5", select="a/**")
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
@@ -141,6 +164,34 @@ def test_arrays_of_numpy(tmp_path: Path, save: Any) -> None:
     (tmp_path / "b.npz").write_bytes(bytes(content))
     with pytest.raises(hf.DamagedCheckpointError, match=r"b\.npz"):
         hf.load(tmp_path / "b.npz")
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_a_flipped_bit_hides_no_array_of_numpy(tmp_path: Path, save: Any) -> None:
+    save(tmp_path / "a.npz", w=BIAS, **{"layer/b": BIAS})
+    content = (tmp_path / "a.npz").read_bytes()
+    with zipfile.ZipFile(tmp_path / "a.npz") as archive:
+        directory = archive.start_dir
+    for position in range(directory, len(content)):
+        for bit in range(0, 8, 3):
+            flipped = bytearray(content)
+            flipped[position] ^= 1 << bit
+            (tmp_path / "b.npz").write_bytes(flipped)
+            with contextlib.suppress(hf.DamagedCheckpointError):
+                found = hf.load(tmp_path / "b.npz")
+                assert (found["w"].tolist(), found["layer"]["b"].tolist()) == (BIAS.tolist(), BIAS.tolist())
+
+
+def test_an_array_of_a_compressed_archive_is_in_memory_once(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "a.npz", w=np.zeros(16 << 20, np.uint8))
+    hf.load(tmp_path / "a.npz")  # imports what it needs
+    tracemalloc.start()
+    try:
+        hf.load(tmp_path / "a.npz")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert 16 << 20 <= peak < 24 << 20
 
 
 def test_objects_of_numpy_are_not_unpickled(tmp_path: Path) -> None:

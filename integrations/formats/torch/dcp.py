@@ -86,14 +86,18 @@ def _tensor(name: str, facts: Mapping[str, Any], places: Mapping[Any, Stretch]) 
     chunks = facts.get("chunks")
     if not isinstance(chunks, list):
         raise DamagedCheckpointError(f"entry {shown(name)} has no list of parts")
-    parts = []
+    parts: dict[Ints, Chunk] = {}
     for chunk in chunks:
         described = _attributes(chunk, "ChunkStorageMetadata")
         start, size = sizes(described.get("offsets")), sizes(described.get("sizes"))
         if len(start) != len(shape) or len(size) != len(shape):
             raise DamagedCheckpointError(f"a part of entry {shown(name)} does not fit its shape {shape}")
-        parts.append(Chunk(start, size, _place(places, name, start)))
-    return DcpTensor(torch_dtype(dtype), shape, tuple(parts))
+        if 0 in size:
+            continue  # Processes without elements of the tensor may all name the same place.
+        if start in parts:  # A pickle repeats a part in two bytes, and each would be looked up in its file.
+            raise DamagedCheckpointError(f"entry {shown(name)} has two parts at {start}")
+        parts[start] = Chunk(start, size, _place(places, name, start))
+    return DcpTensor(torch_dtype(dtype), shape, tuple(parts.values()))
 
 
 def _places(data: Mapping[Any, Any]) -> dict[tuple[str, Ints | None], Stretch]:
