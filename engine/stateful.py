@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import random
 import sys
 import tempfile
@@ -29,11 +30,13 @@ import numpy as np
 
 from .errors import DamagedCheckpointError, OptionError, StateError
 from .format import is_inside
-from .pytree import expand, is_jax_array, is_key, is_torch_tensor, loaded, tensor_of
+from .pytree import STRIDES, expand, is_jax_array, is_key, is_torch_tensor, loaded, tensor_of, with_strides
 
 _TORCH = "torch.Tensor"
 _JAX = "jax.Array"
 _KEY = "jax.random.key"
+_SAVED = "torch.save"  # key of the bytes of what torch saves and loads without code of a program
+_PAIRS = "holdfast.pairs"  # key of the pairs of a dictionary whose keys are no text or numbers
 _CLASS = "holdfast.class"  # key of the name of a class, beside its fields
 _FIELDS = "fields"
 _classes: WeakValueDictionary[str, type] = WeakValueDictionary()  # of the instances that were seen, by their names
@@ -303,6 +306,8 @@ def encode_state(value: Any) -> Any:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, dict):
+        if not all(isinstance(key, (str, int)) for key in value) and is_plain(list(value)):
+            return {_PAIRS: [[key, encode_state(item)] for key, item in value.items()]}
         entries = {key: encode_state(item) for key, item in value.items()}
         # A plain dict would lose the order of an OrderedDict and the type of a Counter.
         return entries if type(value) is dict else _like(value, entries)
@@ -313,7 +318,9 @@ def encode_state(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
     if is_torch_tensor(value):
-        return {_TORCH: value.detach().clone()}
+        if not is_dense(value):
+            return _saved_by_torch(value)
+        return {_TORCH: value.detach().clone()} | ({} if value.is_contiguous() else {STRIDES: list(value.stride())})
     if is_jax_array(value):
         if is_key(value):
             jax: Any = loaded("jax")
@@ -325,7 +332,38 @@ def encode_state(value: Any) -> Any:
         name = f"{type(value).__module__}:{type(value).__qualname__}"
         _classes[name] = type(value)
         return {_CLASS: name, _FIELDS: fields}
-    return value
+    return _saved_by_torch(value)
+
+
+def is_dense(tensor: Any) -> bool:
+    """Return whether a tensor is an array of numbers: not sparse, quantized or nested."""
+    return str(tensor.layout) == "torch.strided" and not tensor.is_quantized and not tensor.is_nested
+
+
+def _saved_by_torch(value: Any) -> Any:
+    """Return what torch's own format holds of a value that is no array, such as a dtype or a sparse tensor.
+
+    Values that ``torch.load(weights_only=True)`` would refuse stay as they are; classes that the program has passed to
+    ``torch.serialization.add_safe_globals`` are not refused.
+    """
+    torch: Any = loaded("torch")
+    kind = type(value)
+    is_known = kind.__module__.partition(".")[0] == "torch"
+    if torch is None or not (is_known or kind in torch.serialization.get_safe_globals()):
+        return value
+    content = io.BytesIO()
+    try:
+        torch.save(value.detach() if is_torch_tensor(value) else value, content)
+        _loaded_by_torch(content.getvalue())
+    except Exception:  # torch raises errors of many kinds, which the refusal of the leaf replaces
+        return value
+    return {_SAVED: content.getvalue()}
+
+
+def _loaded_by_torch(content: bytes) -> Any:
+    import torch
+
+    return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def _like(original: Any, entries: dict[Any, Any]) -> Any:
@@ -338,8 +376,9 @@ def _like(original: Any, entries: dict[Any, Any]) -> Any:
 def decode_state(value: Any) -> Any:
     """Return the tree that :func:`encode_state` was given, from its result as loaded without a template."""
     if isinstance(value, dict):
-        if value.keys() == {_TORCH}:
-            return value[_TORCH] if is_torch_tensor(value[_TORCH]) else tensor_of(np.asarray(value[_TORCH]))
+        if value.keys() == {_TORCH} or value.keys() == {_TORCH, STRIDES}:
+            found = value[_TORCH] if is_torch_tensor(value[_TORCH]) else tensor_of(np.asarray(value[_TORCH]))
+            return with_strides(found, value.get(STRIDES))
         if value.keys() == {_JAX}:
             import jax.numpy as jnp
 
@@ -348,6 +387,10 @@ def decode_state(value: Any) -> Any:
             import jax
 
             return jax.random.wrap_key_data(jax.numpy.asarray(value[_KEY]), impl=value["impl"])
+        if value.keys() == {_SAVED}:
+            return _loaded_by_torch(value[_SAVED])
+        if value.keys() == {_PAIRS}:
+            return {hashable(key): decode_state(item) for key, item in value[_PAIRS]}
         if value.keys() == {_CLASS, _FIELDS}:
             return _instance(value[_CLASS], {name: decode_state(field) for name, field in value[_FIELDS].items()})
         entries = {key: decode_state(item) for key, item in value.items()}
@@ -357,6 +400,11 @@ def decode_state(value: Any) -> Any:
     if type(value) is deque:
         return deque(map(decode_state, value), value.maxlen)
     return value
+
+
+def hashable(key: Any) -> Any:
+    """Return a key that was saved, whose tuples have become lists."""
+    return tuple(map(hashable, key)) if isinstance(key, (list, tuple)) else key
 
 
 def instance_of(kind: Any, fields: Mapping[str, Any]) -> Any | None:

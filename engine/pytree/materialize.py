@@ -101,7 +101,7 @@ def materialize(
                     _forget(() if part is None else part[1], slice(None))
                 template = _on_devices(template, leaf)
                 if template.kind not in {"jax", "key"}:
-                    results[index] = _placed(template, pieces)
+                    results[index] = _placed(template, pieces, leaf)
                 elif part is not None and jax_leaves.is_spread(template.sharding):
                     results[index] = pieces
                     spread.append((index, template))
@@ -243,13 +243,13 @@ def _sized(array: NDArray[Any], box: Box, stored: Box) -> NDArray[Any]:
     return sized
 
 
-def _placed(template: LeafTemplate, pieces: Sequence[NDArray[Any]]) -> Any:
+def _placed(template: LeafTemplate, pieces: Sequence[NDArray[Any]], leaf: Saved) -> Any:
     if template.kind == "torch":
-        return _torch(template, pieces)
+        return _torch(template, pieces, leaf.details.get(torch_leaves.STRIDES))
     return pieces[0][()] if template.kind == "numpy_scalar" else pieces[0]
 
 
-def _torch(template: LeafTemplate, pieces: Sequence[NDArray[Any]]) -> Any:
+def _torch(template: LeafTemplate, pieces: Sequence[NDArray[Any]], strides: Any) -> Any:
     assert template.dtype is not None
     assert template.shape is not None
     name = None
@@ -259,4 +259,4 @@ def _torch(template: LeafTemplate, pieces: Sequence[NDArray[Any]]) -> Any:
         name = torch_leaves.torch_name(template.dtype)
     if template.leaf is not None and torch_leaves.is_dtensor(template.leaf):
         return torch_leaves.put_distributed(pieces, template.shape, template.leaf, name)
-    return torch_leaves.put(pieces[0], template.leaf, name)
+    return torch_leaves.put(pieces[0], template.leaf, name, strides)

@@ -66,6 +66,8 @@ class TorchDescriber:
     def describe(self, value: Any) -> ArrayLeaf:
         array, volatile, encoding = self._array(value, value)
         details = encoding.details if not value.requires_grad else {**encoding.details, "requires_grad": True}
+        if not value.is_contiguous() and is_permuted(value.shape, strides := list(value.stride())):
+            details = {**details, STRIDES: strides}
         return ArrayLeaf(array.dtype, array.shape, [Piece((0,) * array.ndim, array)], volatile, details)
 
     def describe_distributed(self, value: Any) -> ArrayLeaf:
@@ -222,7 +224,7 @@ def is_small(value: Any) -> bool:
     if not 0 < value.numel() < _SMALL:
         return False
     encoding = tensor_encoding(value.dtype)
-    return not encoding.paired and encoding.variant is None
+    return not encoding.paired and encoding.variant is None and value.is_contiguous()
 
 
 def small_facts(tensors: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -236,7 +238,9 @@ def have_facts(tensors: Sequence[Any], facts: Sequence[tuple[Any, ...]]) -> bool
         torch._C._len_torch_dispatch_stack()
     ):  # a mode, such as that of fake tensors, may turn a copy into something else
         return False
-    return all(map(eq, map(_FACTS, tensors), facts)) and all(map(torch.Tensor.data_ptr, tensors))
+    tensor: Any = torch.Tensor
+    same = all(map(eq, map(_FACTS, tensors), facts)) and all(map(tensor.is_contiguous, tensors))
+    return same and all(map(tensor.data_ptr, tensors))
 
 
 def tensors_over(arrays: Sequence[NDArray[Any]], facts: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -306,16 +310,39 @@ def local_boxes(template: Any, shape: tuple[int, ...]) -> list[Box] | None:
     return found
 
 
-def put(array: NDArray[Any], template: Any, name: str | None = None) -> Any:
+def put(array: NDArray[Any], template: Any, name: str | None = None, strides: Any = None) -> Any:
     """Make a tensor like a template: on its device (the CPU for meta tensors), requiring gradients as it does.
 
-    Memory of the array is taken over without a copy where the device is the CPU.
+    Memory of the array is taken over without a copy where the device is the CPU, and the tensor has the strides of C.
     """
     torch: Any = required("torch")
     dtype = template.dtype if name is None else getattr(torch, name)
     if template is None:
-        return _moved(array, dtype, torch.device("cpu"))
-    return _finished(_moved(array, dtype, template.device), template)
+        return with_strides(_moved(array, dtype, torch.device("cpu")), strides)
+    return _finished(with_strides(_moved(array, dtype, template.device), strides), template)
+
+
+STRIDES = "strides"  # in a leaf's details: those of a tensor that is dense, but not in the order of C; in elements
+
+
+def is_permuted(shape: Sequence[int], strides: Any) -> bool:
+    """Whether strides, perhaps of a file, are those of a dense tensor whose axes lie in memory in any order."""
+    if not isinstance(strides, list) or len(strides) != len(shape) or not all(type(one) is int for one in strides):
+        return False
+    elements = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1 and stride != elements:
+            return False
+        elements *= size
+    return elements > 0 and all(0 <= stride <= elements for stride in strides)
+
+
+def with_strides(tensor: Any, strides: Any) -> Any:
+    """Return a tensor with the strides that it was saved with, on which the rounding of the next steps may depend."""
+    if strides is None or not is_permuted(tensor.shape, strides):
+        return tensor
+    torch: Any = loaded("torch")
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def put_distributed(

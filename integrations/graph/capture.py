@@ -10,10 +10,11 @@ from typing import Any
 
 from ...engine.errors import UnsupportedLeafError
 from ...engine.pytree import MAX_DEPTH, class_name, escape_key, flatten, is_python_value, unescape_key, unflatten
+from .frameworks import is_module
 from .paths import Path, format_node_path, storage_name
 from .slots import BoxSlot, StateSlot
 from .views import Branch
-from .walk import OPTIMIZER_SLOTS, LiveGraph, LiveNode
+from .walk import OPTIMIZER_SLOTS, OWN_STATES, LiveGraph, LiveNode
 
 # Prefix of the storage names of values of which each process saves its own; no other name begins with it.
 PER_PROCESS = "//"
@@ -45,7 +46,7 @@ def capture(graph: LiveGraph, *, apart: bool = False) -> CapturedGraph:
     names.update({numbers[id(node)]: PER_PROCESS + escape_key(storage_name(node.path)) for node in states})
     nodes = [_node_document(node, numbers, names) for node in graph.nodes]
     per_process = {storage_name(node.path): node.stored_value() for node in states} if apart else None
-    return CapturedGraph(tree, {"nodes": nodes}, graph.skipped, graph.notes, per_process)
+    return CapturedGraph(tree, {"nodes": nodes, OWN_STATES: True}, graph.skipped, graph.notes, per_process)
 
 
 def _nested(node: LiveNode, numbers: Mapping[int, int], elsewhere: Collection[int]) -> Any:
@@ -88,6 +89,8 @@ def _node_document(node: LiveNode, numbers: dict[int, int], names: Mapping[int, 
     number = numbers[id(node)]
     if isinstance(node.view, Branch):
         document["type"] = node.view.label
+        if is_module(node.value) and not node.value.training:
+            document["training"] = False
         document["edges"] = {segment: numbers[id(child)] for segment, child in node.edges.items()}
     elif node.view.in_place and isinstance(node.slot, BoxSlot) and is_python_value(node.slot.get()):
         document["type"] = class_name(node.value)  # a box for a number, which is not that number

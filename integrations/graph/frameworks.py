@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from ...engine.pytree import is_jax_array, is_nnx, is_python_value, is_torch_tensor, loaded, pack_tree
-from ...engine.stateful import decode_state, encode_state
+from ...engine.pytree import STRIDES, is_jax_array, is_nnx, is_python_value, is_torch_tensor, loaded, pack_tree
+from ...engine.stateful import decode_state, encode_state, hashable, is_dense
 from .paths import Path
 from .slots import StateSlot
 from .tracked import Node, Value
@@ -43,6 +46,8 @@ def module_children(module: Any) -> tuple[list[tuple[str, Any]], dict[str, str]]
     children = [(name, child) for table in tables for name, child in table.items() if child is not None]
     if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
         children.append(("_extra_state", _ExtraState(module)))
+    if has_own_protocol(module):
+        children.append((OWN_STATE, ModuleState(module)))
     notes = {}
     for name, value in vars(module).items():
         if isinstance(value, Node | Value):
@@ -108,6 +113,108 @@ class _ExtraState(StateSlot):
         self.thing.set_extra_state(decode_state(value))
 
 
+# ---- modules and optimizers that give and take their state by methods or hooks of their own
+
+OWN_STATE = "_own_state"  # name of the edge from a module to what its state_dict() says beyond the graph
+_MODULE_METHODS = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
+_MODULE_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_OPTIMIZER_HOOKS = ("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks")
+# Libraries whose methods and hooks only find or wrap what the graph has, too.
+_TRANSPARENT = (
+    "torch.nn.",
+    "torch.optim",
+    "torch.distributed.",
+    "lightning.",
+    "lightning_fabric.",
+    "pytorch_lightning.",
+)
+
+
+def has_own_protocol(thing: Any) -> bool:
+    """Return whether the class of a module or optimizer, the object itself or a hook changes what its state is."""
+    methods, tables = (_MODULE_METHODS, _MODULE_HOOKS) if is_module(thing) else (("state_dict",), _OPTIMIZER_HOOKS)
+    hooks = (hook for table in tables for hook in vars(thing).get(table, {}).values())
+    return (
+        _overrides(type(thing), methods)  # type: ignore[arg-type]  # mypy takes the class for an instance
+        or any(name in vars(thing) for name in methods)
+        or any(not _is_transparent(_function(hook)) for hook in hooks)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _overrides(kind: Any, methods: tuple[str, ...]) -> bool:
+    bases = [base for base in kind.__mro__ if not _is_transparent(base) or base.__module__.startswith("torch.")]
+    owners = (next((base for base in bases if name in vars(base)), object) for name in methods)
+    return any(owner is not object and not _is_transparent(owner) for owner in owners)
+
+
+def _is_transparent(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", "")).startswith(_TRANSPARENT)
+
+
+def _function(hook: Any) -> Any:
+    """Return the function of a hook, which torch and partial() wrap."""
+    while (inner := getattr(hook, "hook", None) or getattr(hook, "func", None)) is not None:
+        hook = inner
+    return hook
+
+
+class ModuleState(StateSlot):
+    """What a module's own ``state_dict()`` says beyond the parameters that the graph has, its children included.
+
+    Its buffers are part of that, as a module may take them in another shape, or compute them anew.
+    """
+
+    is_stream = False
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module, module, (OWN_STATE,))
+
+    def get(self) -> Any:
+        state = self.thing.state_dict()
+        return pack_tree(encode_state({name: state[name] for name in self._beyond(state)}))
+
+    def set(self, value: Any) -> None:
+        torch: Any = loaded("torch")
+        state = copy.copy(self.thing.state_dict())  # with the metadata of torch, which is an attribute
+        for name in self._beyond(state):
+            del state[name]
+        state.update(decode_state(value))
+        # Parameters that the module gives in another form, such as in half precision, keep the values of the graph.
+        exact = [(one, one.detach().clone()) for name, one in self.thing.named_parameters() if name in value]
+        self.thing.load_state_dict(state)
+        with torch.no_grad():
+            for one, found in exact:
+                one.copy_(found)
+
+    def _beyond(self, state: Mapping[str, Any]) -> list[str]:
+        known = {_memory(one) for one in self.thing.parameters()}
+        known |= {_memory(one) for one in self.thing.buffers() if type(one).__name__ == "DTensor"}
+        return [
+            name
+            for name, value in state.items()
+            if not name.endswith("_extra_state") and not (is_torch_tensor(value) and _memory(value) in known)
+        ]
+
+
+def is_buffer(module: Any, name: str) -> bool:
+    """Return whether an attribute of a module is a buffer that its own state has."""
+    return is_module(module) and name in module._buffers and type(module._buffers[name]).__name__ != "DTensor"
+
+
+def _memory(tensor: Any) -> tuple[Any, ...]:
+    """Return what two tensors share that are the same elements in the same order."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    if is_uninitialized(local) or not is_dense(local):
+        return (id(tensor),)
+    return local.data_ptr(), local.dtype, tuple(local.shape), local.stride(), local.device
+
+
 # ---- torch optimizers: values for each parameter ("optimizer slots"), and options for each group of parameters. Both
 # belong to parameters, never to numbers: another order of modules or of groups does not swap them.
 
@@ -129,7 +236,7 @@ class OptimizerSlot:
         self.anchor = parameter
         self.trail: Path = (str(id(optimizer)), name)
         self._optimizer = optimizer
-        self._name = name
+        self._name = slot_key(name)
 
     def get(self) -> Any:
         return _snapshot(self._optimizer.state.get(self.anchor, {}).get(self._name, ...))
@@ -158,6 +265,18 @@ class OptionSlot:
             self._options[self._name] = decode_state(value)
 
 
+_KEY = "holdfast.key:"  # begins the names of values whose keys are no text, but numbers or tuples
+
+
+def slot_name(key: Any) -> str:
+    """Return the name under which a value of an optimizer is stored that the optimizer keeps under a key."""
+    return key if isinstance(key, str) else _KEY + json.dumps(key)
+
+
+def slot_key(name: str) -> Any:
+    return hashable(json.loads(name.removeprefix(_KEY))) if name.startswith(_KEY) else name
+
+
 def is_single_leaf(value: object) -> bool:
     """Whether a value of an optimizer is one leaf; lists of tensors and the like are trees."""
     return is_torch_tensor(value) or is_python_value(value)
@@ -175,9 +294,9 @@ def divided_like(parameter: Any, shape: Any, dtype: Any) -> Any:
     return torch.zeros_like(parameter.detach(), dtype=getattr(torch, dtype.name))
 
 
-def new_optimizer_tensor(parameter: Any, name: str, array: Any, group: dict[str, Any]) -> Any:
-    """Return the tensor that an optimizer would create for a parameter."""
-    tensor = decode_state({"torch.Tensor": array})
+def new_optimizer_tensor(parameter: Any, name: str, array: Any, strides: Any, group: dict[str, Any]) -> Any:
+    """Return the tensor that an optimizer would create for a parameter, with the strides that were saved."""
+    tensor = decode_state({"torch.Tensor": array, STRIDES: strides})
     on_host = name == "step" and not (group.get("capturable") or group.get("fused"))
     if not on_host and parameter.device.type not in {"cpu", "meta"}:
         tensor = tensor.to(parameter.device)

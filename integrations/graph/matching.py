@@ -88,7 +88,7 @@ class Matching:
         while queue:
             visit = queue.popleft()
             number, value, view = visit.number, visit.value, visit.view
-            if isinstance(view, Leaf) and view.opened is not None and not self._holds_numbers(number):
+            if isinstance(view, Leaf) and view.opened is not None and self._is_opened(number, view):
                 view = view.opened()
             if isinstance(view, Leaf):
                 yield from self._leaf(visit, view)
@@ -110,6 +110,12 @@ class Matching:
                 yield Assignment(number, slot, visit.path, covers=[(number, ())])
             else:
                 self.unused[number] = visit.path
+
+    def _is_opened(self, number: int, leaf: Leaf) -> bool:
+        """Whether a node has the parts of an object that is one value in the program."""
+        if leaf.packed is None:
+            return self.graph.nodes[number].value is None
+        return not self._holds_numbers(number)
 
     def _holds_numbers(self, number: int) -> bool:
         """Whether a node may be the elements of a sequence, packed or one by one."""

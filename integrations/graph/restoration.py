@@ -14,8 +14,9 @@ from typing import Any, Self
 
 from ...engine.distributed import current_coordinator
 from ...engine.errors import StateError, TreeMismatchError, UnmatchedObjectsError, shortened
-from ...engine.pytree import KeyProblem, PathFilter, Patterns, collection_paused, key_segments
+from ...engine.pytree import KeyProblem, PathFilter, Patterns, collection_paused, is_torch_tensor, key_segments
 from .capture import PER_PROCESS
+from .frameworks import is_module
 from .matching import Matching
 from .paths import Path, format_node_path, format_section
 from .saved import Rename
@@ -24,9 +25,10 @@ from .stored import StoredGraph
 from .tracked import Node, expect, forget
 from .values import MADE_KINDS, PLAIN_KINDS, PlainValues, ValueReader
 from .views import COUNTER, Leaf
-from .walk import LiveNode, walk
+from .walk import LiveGraph, LiveNode, walk
 
 _logger = logging.getLogger("holdfast")
+_NO_OWN_STATE = "keeps its fresh state: the checkpoint is of a version that did not save it"
 _NO_STREAM = "keeps its fresh state: the checkpoint has none of this process"
 
 
@@ -231,6 +233,7 @@ class Restoration:
         self._matching = Matching(graph, PlainValues(graph, plain, arrays))
         self._reader = ValueReader(stored, graph, self._matching.plain, str(stored.checkpoint))
         self._has_own = stored.has_own
+        self._leaves = stored.leaves
         self._ignored = frozenset(ignore)
         self._filter = PathFilter(select, exclude)
         paths = {number: graph.path(number) for number, _ in graph.values()}
@@ -286,6 +289,27 @@ class Restoration:
             )
         return restore
 
+    def restore_modes(self) -> list[str]:
+        """Give modules the mode, and parameters the need of gradients, that they were saved with.
+
+        Returns:
+            For people, what has changed, by path. Checkpoints of 0.1.0 have no modes of modules.
+        """
+        changed = []
+        graph = self._matching.graph
+        for number, node in enumerate(graph.nodes):
+            saved = self._leaves.get(str(node.value))
+            for thing, path in self._matching.bindings.objects(number):
+                if is_module(thing) and graph.has_own_states and thing.training is not node.training:
+                    thing.training = node.training
+                    changed.append(f"{format_node_path(path)}.training = {node.training}")
+                elif saved is not None and saved.saved.kind == "torch" and is_torch_tensor(thing) and thing.is_leaf:
+                    needed = saved.saved.details.get("requires_grad") is True
+                    if thing.requires_grad is not needed and thing.is_floating_point():
+                        thing.requires_grad_(needed)
+                        changed.append(f"{format_node_path(path)}.requires_grad = {needed}")
+        return changed
+
     def resume(self, holder: object, key: object = None) -> None:
         self._apply(self._matching.from_holder(holder, key))
 
@@ -327,6 +351,8 @@ class Restoration:
         for node in live.leaves():
             if node.path in self._fresh:
                 live.skipped[node.path] = _NO_STREAM
+            elif self._is_too_new(live, node):
+                live.skipped[node.path] = _NO_OWN_STATE
             elif self._is_restored(node):
                 restored.append(format_node_path(node.path))
             elif self._chooses(node.path):
@@ -348,19 +374,30 @@ class Restoration:
         )
 
     def _is_restored(self, node: LiveNode) -> bool:
-        if isinstance(node.view, Leaf) and node.view.opened is not None and (*node.path, "0") in self._settled:
-            return True  # element by element
+        if isinstance(node.view, Leaf) and node.view.opened is not None:
+            if (*node.path, "0") in self._settled:
+                return True  # element by element
+            if node.view.packed is None and any(path[: len(node.path)] == node.path for path in self._settled):
+                return True  # group by group, and parameter by parameter
         return node.path in self._settled or last_writer(node.slot) >= self._number
+
+    def _is_too_new(self, live: LiveGraph, node: LiveNode) -> bool:
+        """Whether a value is one that the checkpoint lacks only because an earlier version of holdfast wrote it."""
+        if self._matching.graph.has_own_states or self._is_restored(node):
+            return False
+        return any(node.path[: len(path)] == path for path in live.own_states)
 
     def warn_of_missing(self, root: Node) -> None:
         """Log the objects of the program, such as parameters, that the checkpoint has no values for."""
         if not (self._matching.has_unmatched or self._matching.unused):
             return
+        live = walk(root, strict=False)
         missing = [
             format_node_path(node.path)
-            for node in walk(root, strict=False).leaves()
+            for node in live.leaves()
             if isinstance(node.view, Leaf) and node.view.shared
             if not self._is_restored(node) and node.path not in self._fresh and self._chooses(node.path)
+            if not self._is_too_new(live, node)
         ]
         if missing:
             lines = format_section("in the program, not in the checkpoint", missing)

@@ -12,7 +12,7 @@ from typing import Any
 from ...engine.errors import DamagedCheckpointError, OptionError, TreeMismatchError
 from ...engine.pytree import unescape_key
 from .paths import Path, format_node_path, parse_path, storage_name
-from .walk import OPTIMIZER_SLOTS
+from .walk import OPTIMIZER_SLOTS, OWN_STATES
 from .wrappers import wrapped_nodes
 
 Transform = Callable[[Any], Any]  # makes the array that is restored from the one that was saved
@@ -39,13 +39,18 @@ class SavedNode:
     optimizer_slots: list[tuple[int, str, int]] = field(default_factory=list)
     groups: list[list[int]] = field(default_factory=list)  # the parameters of an optimizer's groups
     transform: Transform | None = None  # None restores the value as it is
+    training: bool = True  # whether a module was in the mode of training
 
 
 class SavedGraph:
     """The graph of a checkpoint; its root is node 0."""
 
-    def __init__(self, nodes: Sequence[SavedNode], before: SavedGraph | None = None) -> None:
+    def __init__(
+        self, nodes: Sequence[SavedNode], before: SavedGraph | None = None, *, has_own_states: bool = False
+    ) -> None:
         self.nodes = list(nodes)
+        # Whether modules and optimizers gave their states by methods of their own; in holdfast 0.1.0 they did not.
+        self.has_own_states: bool = has_own_states if before is None else before.has_own_states
         self._before = before
         # Not the paths themselves: in a forged graph they may be as long as there are nodes.
         self._above: dict[int, tuple[int, str]] = {0: (0, "")}
@@ -203,7 +208,7 @@ class SavedGraph:
                 used.add(value)
         if read[0].value is not None:
             raise DamagedCheckpointError(f"{source}: its root has a value")
-        return cls(read)
+        return cls(read, has_own_states=document.get(OWN_STATES) is True)
 
 
 def _split_keys(nodes: list[SavedNode]) -> None:
@@ -242,7 +247,7 @@ def _read_node(document: Any, count: int) -> SavedNode:
     value, label = document.get("value"), document.get("type", "")
     if not isinstance(value, str | None) or not isinstance(label, str):
         raise TypeError(f"value {value!r:.80}, type {label!r:.80}")
-    node = SavedNode({}, value, current_name(label))
+    node = SavedNode({}, value, current_name(label), training=document.get("training") is not False)
     if "edges" in document:
         node.edges = {_segment(name): _number(child, count) for name, child in document["edges"].items()}
     if node.edges and value is not None:

@@ -20,6 +20,7 @@ from ...engine.pytree import (
     MAX_DEPTH,
     NUMBER_KINDS,
     NUMBERS,
+    STRIDES,
     Saved,
     TreeDef,
     compare,
@@ -250,7 +251,8 @@ class ValueReader:
             values[index] = _like(one, values[index])
             if one.likeness is not None and leaf.kind == "torch" and not is_torch_tensor(values[index]):
                 parameter, name, group = one.likeness
-                values[index] = new_optimizer_tensor(parameter, name, values[index], group)
+                strides = leaf.details.get(STRIDES)
+                values[index] = new_optimizer_tensor(parameter, name, values[index], strides, group)
         return values
 
     def _problem(self, one: Assignment, leaf: Saved) -> str | None:

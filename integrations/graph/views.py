@@ -26,11 +26,13 @@ from ...engine.pytree import (
     is_python_value,
     is_torch_tensor,
     key_segments,
+    loaded,
     pack_numbers,
 )
-from ...engine.stateful import is_stateful
+from ...engine.stateful import decode_state, encode_state, is_dense, is_stateful
 from .frameworks import (
     TensorSlot,
+    has_own_protocol,
     is_module,
     is_nnx_variable,
     is_optimizer,
@@ -113,6 +115,8 @@ def classify(value: Any, position: Position) -> View:
         if value.flags.writeable and value.dtype != object:
             return Leaf(BoxSlot(value, (), lambda: value, partial(value.__setitem__, ...)), shared=True)
         return Leaf(position.slot(value), shared=True, in_place=False)
+    if is_torch_tensor(value) and not is_uninitialized(value) and not is_dense(value):
+        return Leaf(BoxSlot(value, (), partial(encode_state, value), partial(_copy_encoded, value)), shared=True)
     if is_torch_tensor(value):
         return Leaf(TensorSlot(value), shared=True, ready=not is_uninitialized(value))
     if is_jax_array(value) or is_jax_abstract(value):
@@ -160,7 +164,7 @@ def _classify_object(value: Any, position: Position) -> View:
         children, notes = module_children(value)
         return Branch(class_name(value), _attributes(value, children, position), lenient=True, notes=notes)
     if is_optimizer(value):
-        return Branch(class_name(value), [], optimizer=value)
+        return _optimizer(value, position)
     if is_nnx_variable(value):
         return _variable(value)
     if is_nnx(value):
@@ -264,6 +268,24 @@ def _refill(sequence: Any, elements: Any) -> None:
         sequence.extend(elements)
 
 
+def _optimizer(value: Any, position: Position) -> View:
+    """Return an optimizer as its groups and what it keeps for parameters; by its own methods where it overrides them.
+
+    An optimizer that drives another one, and says nothing of it in its state, has an edge to it.
+    """
+    inner = [(name, one) for name, one in vars(value).items() if is_optimizer(one)]
+    branch = Branch(class_name(value), _attributes(value, inner, position), optimizer=value)
+    if not has_own_protocol(value):
+        return branch
+    if any(type(one).__name__ == "DTensor" for group in value.param_groups for one in group["params"]):
+        return Unsaved(
+            f"is a {class_name(value)} with a state_dict() of its own, which does not say how processes share it; save "
+            "the optimizer inside it, or mark it with Untracked"
+        )
+    slot = StateSlot(value, *_anchor(value, position))
+    return Leaf(slot, shared=True, opened=lambda: branch)
+
+
 def _variable(value: Any) -> View:
     get, change = variable_accessors(value)
     slot = BoxSlot(value if _can_be_anchor(value) else proxy(value), (), get, change)
@@ -312,6 +334,12 @@ def _set_attribute(holder: Any, name: str, value: Any) -> None:
 def _set_item(container: Any, key: Any, value: Any) -> None:
     kind: Any = dict if isinstance(container, dict) else list if isinstance(container, list) else deque
     kind.__setitem__(container, key, value)
+
+
+def _copy_encoded(tensor: Any, value: Any) -> None:
+    torch: Any = loaded("torch")
+    with torch.no_grad():  # what detach() returns has indices of its own
+        tensor.copy_(decode_state(value))
 
 
 def _refuse(_: Any) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 
 from ...engine.errors import UnsupportedLeafError
 from ...engine.pytree import is_python_value, key_segments
-from .frameworks import OptimizerSlot, OptionSlot, group_options, is_optax_moment
+from .frameworks import ModuleState, OptimizerSlot, OptionSlot, group_options, is_buffer, is_optax_moment, slot_name
 from .paths import Path, format_node_path
 from .slots import Slot
 from .tracked import Node, TrackedDict, TrackedList, check_origin
 from .views import Branch, Edge, Leaf, Unsaved, classify, root_view
 
 GROUPS = "groups"  # name of the edge from a torch optimizer to the options of its groups
+OWN_STATES = "own_states"  # key of whether a document has the states that modules and optimizers give by methods
 OPTIMIZER_SLOTS = "slots"  # name below which a torch optimizer's values for parameters are, by the parameters' paths
 
 
@@ -58,6 +59,13 @@ class LiveGraph:
     notes: dict[Path, str]  # for people, on objects that are saved
 
     @property
+    def own_states(self) -> list[Path]:
+        """The paths of states of modules, and of optimizers in optimizers."""
+        found = [node.path for node in self.nodes if isinstance(node.value, ModuleState)]
+        inner = [child for node in self.nodes if node.optimizer is not None for child in node.edges.values()]
+        return found + [child.path for child in inner if child.value is not None]
+
+    @property
     def root(self) -> LiveNode:
         return self.nodes[0]
 
@@ -98,9 +106,9 @@ class _Walk:
         root = start.value.__holdfast_root__()
         if root is not None:
             self._known[id(root)] = start
-        queue = deque([(start, False)])
+        queue = deque([(start, False, False)])
         while queue:
-            node, lenient = queue.popleft()
+            node, lenient, covered = queue.popleft()
             view = node.view
             if isinstance(node.value, TrackedList | TrackedDict):
                 check_origin(node.value, format_node_path(node.path))
@@ -109,13 +117,19 @@ class _Walk:
             lenient = lenient or view.lenient
             for segment, note in view.notes.items():
                 self.notes[*node.path, segment] = note
+            # The outermost module with a state of its own gives those of the modules in it, and all buffers, by that.
+            gives = any(isinstance(edge.value, ModuleState) for edge in view.edges)
             for edge in view.edges:
+                if covered and isinstance(edge.value, ModuleState):
+                    continue
+                if (covered or gives) and is_buffer(node.value, edge.key):
+                    continue
                 child = self._child(node, edge, lenient)
                 if child is not None:
                     node.add(edge.segment, edge.key, child)
                     if not child.path:
                         child.path = (*node.path, edge.segment)
-                        queue.append((child, lenient))
+                        queue.append((child, lenient, covered or gives))
             if view.optimizer is not None:
                 self._add_options(node, view.optimizer)
 
@@ -171,9 +185,10 @@ class _Walk:
 def _slots_of(node: LiveNode, parameter: LiveNode) -> list[LiveNode]:
     values = node.optimizer.state.get(parameter.value, {})
     added = []
-    for segment, name in zip(key_segments(list(values)), values, strict=True):
+    names = list(map(slot_name, values))
+    for segment, name, one in zip(key_segments(names), names, values.values(), strict=True):
         leaf = Leaf(OptimizerSlot(node.optimizer, parameter.value, name), shared=True)
-        value = LiveNode(values[name], leaf, (*node.path, OPTIMIZER_SLOTS, *parameter.path, segment))
+        value = LiveNode(one, leaf, (*node.path, OPTIMIZER_SLOTS, *parameter.path, segment))
         node.optimizer_slots.append((parameter, segment, value))
         added.append(value)
     return added

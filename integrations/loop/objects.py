@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...engine.checkpoint import Place
+from ...engine.distributed import current_coordinator
+from ...engine.errors import shortened
 from ...engine.handlers import DEFAULT_REGISTRY, AsyncCheckpointHandler
 from ...engine.pytree import expand, is_jax_abstract, is_jax_array, is_nnx, is_python_value, is_torch_tensor, loaded
 from ...engine.sources import Misfits, load_weights
 from ..options import CallbackOptions
+from .announce import announce
 from .states import StateAdapter, located
 from .trees import TreeAdapter
 
@@ -155,7 +158,15 @@ class ObjectsAdapter(StateAdapter):
         restoration = Restoration(stored, graph, ignore={("save_counter",)})
         restoration.progress.partial = True  # it is complete, or fails
         if self.misfits is None:
-            return restoration.prepare(graph)
+            restore_values = restoration.prepare(graph)
+
+            def restore_all() -> None:
+                restore_values()
+                if changed := restoration.restore_modes():
+                    what = "as at the save, where the program began otherwise: %s"
+                    announce(what, shortened(changed), shown=current_coordinator().process_index == 0)
+
+            return restore_all
         kept: dict[str, str] = {}
         restore = restoration.prepare(graph, kept)
         report = restoration.report(graph)

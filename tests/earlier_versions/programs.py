@@ -116,6 +116,49 @@ def write_manager(place: Path) -> None:
                 manager.pin(1)
 
 
+# ---- torch loops
+
+
+def torch_objects() -> dict[str, Any]:
+    """Returns a module with a state of its own, and an optimizer that overrides how its state is given."""
+    import torch
+
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 2)
+            self.register_buffer("seen", torch.zeros(1))
+
+        def _save_to_state_dict(self, state: Any, prefix: str, keep_vars: bool) -> None:
+            super()._save_to_state_dict(state, prefix, keep_vars)
+            state[f"{prefix}number"] = 3
+
+        def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+            state.pop(f"{prefix}number")
+            super()._load_from_state_dict(state, prefix, *args)
+
+    class Noted(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "note": 1}
+
+    model = torch.nn.Sequential(Counting())
+    return {"model": model, "optimizer": Noted(model.parameters(), lr=0.5, momentum=0.5)}
+
+
+def write_torch_run(place: Path) -> None:
+    """Saves the objects of :func:`torch_objects`, whose values are small integers."""
+    import torch
+
+    with hf.CheckpointCallback(place, save_interval_steps=1) as checkpoint:
+        objects, _ = checkpoint.restore_or_initialize(torch_objects())
+        for number, parameter in enumerate(objects["model"].parameters()):
+            parameter.data.fill_(number)
+            parameter.grad = torch.full_like(parameter, 4)
+        objects["model"][0].seen.fill_(7)
+        objects["optimizer"].step()
+        checkpoint.on_step(1, objects)
+
+
 # ---- graphs
 
 
@@ -367,6 +410,7 @@ def write_all(place: Path) -> None:
     """Writes every kind of checkpoint, and what the two runs end with when nothing interrupts them."""
     write_trees(place / "trees")
     write_manager(place / "manager")
+    write_torch_run(place / "torch")
     write_graphs(place / "graphs")
     write_components(place / "components")
     write_together(place / "together")

@@ -51,6 +51,24 @@ def test_compressed_and_aggregated_leaves(version: Path) -> None:
     assert_same(hf.load(version / "trees" / "options"), programs.options_tree())
 
 
+def test_states_of_torch_that_were_saved_by_their_attributes(version: Path, tmp_path: Path) -> None:
+    place = copied(version, "torch", tmp_path)
+    with hf.CheckpointCallback(place, save_interval_steps=1) as checkpoint:
+        objects, start = checkpoint.restore_or_initialize(programs.torch_objects())
+        assert start == 1
+        assert [float(one.detach().flatten()[0]) for one in objects["model"].parameters()] == [-2.0, -1.0]
+        assert float(objects["model"][0].seen) == 7
+        momenta = [float(one["momentum_buffer"].flatten()[0]) for one in objects["optimizer"].state.values()]
+        assert momenta == [4.0, 4.0]
+        objects["model"][0].layer.weight.grad = torch.zeros(2, 2)
+        objects["optimizer"].step()
+        checkpoint.on_step(2, objects)
+    with hf.CheckpointCallback(place, save_interval_steps=1) as checkpoint:
+        again, start = checkpoint.restore_or_initialize(programs.torch_objects())
+    assert start == 2
+    assert_same(again["model"].state_dict(), objects["model"].state_dict())
+
+
 def test_a_manager(version: Path, tmp_path: Path) -> None:
     with programs.open_manager(copied(version, "manager", tmp_path)) as manager:
         assert manager.all_steps() == [1, 3, 4, 6]

@@ -1,0 +1,332 @@
+"""Modules and optimizers that give and take their state by methods or hooks of their own, saved by a training loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast as hf
+from holdfast import graph
+
+Program = dict[str, Any]
+
+
+def resumed(path: Path, make: Callable[[], Program], train: Callable[[Program], None]) -> tuple[Program, Program]:
+    """Returns the objects of a run that was saved after its training, and those of the next start."""
+    with hf.CheckpointCallback(path, save_interval_steps=1) as checkpoint:
+        before, _ = checkpoint.restore_or_initialize(make())
+        train(before)
+        checkpoint.on_step(1, before)
+    with hf.CheckpointCallback(path, save_interval_steps=1) as checkpoint:
+        after, start = checkpoint.restore_or_initialize(make())
+    assert start == 1
+    return before, after
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Returns whether two states are the same, bit by bit."""
+    if isinstance(one, torch.Tensor):
+        if one.layout is not torch.strided:
+            one, other = one.to_dense(), other.to_dense()
+        if one.is_quantized:
+            return torch.equal(one, other)
+        return one.dtype == other.dtype and one.stride() == other.stride() and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+# ---- modules
+
+
+class Whole(torch.nn.Module):
+    """Counts what it has seen, and says so in the state that it gives as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+        self.layer = torch.nn.Linear(2, 2)
+
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        state = super().state_dict(*args, prefix=prefix, **kwargs)
+        state[f"{prefix}seen"] = self.seen
+        return state
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        state = dict(state_dict)
+        self.seen = state.pop("seen")
+        return super().load_state_dict(state, *args, **kwargs)
+
+
+class Part(torch.nn.Module):
+    """Counts what it has seen, and says so as a part of any module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+        self.weight = torch.nn.Parameter(torch.randn(3))
+
+    def _save_to_state_dict(self, state: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(state, prefix, keep_vars)
+        state[f"{prefix}seen"] = torch.tensor(self.seen)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        self.seen = int(state.pop(f"{prefix}seen"))
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+class Hooked(torch.nn.Module):
+    """Counts what it has seen, and says so by hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+        self.weight = torch.nn.Parameter(torch.randn(3))
+        hooks: Any = self  # whose methods have no types
+        hooks._register_state_dict_hook(lambda module, state, prefix, _: state.update({f"{prefix}seen": module.seen}))
+        hooks.register_load_state_dict_pre_hook(
+            lambda module, state, prefix, *_: setattr(module, "seen", state.pop(f"{prefix}seen"))
+        )
+
+
+class Compressed(torch.nn.Module):
+    """Gives its weight in half precision, and computes a table from it whenever it takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(3))
+        self.table = self.weight.detach() * 2
+        hooks: Any = self
+        hooks._register_state_dict_hook(self._halve)
+        hooks.register_load_state_dict_post_hook(lambda module, _: setattr(module, "table", module.weight.detach() * 2))
+
+    @staticmethod
+    def _halve(module: Any, state: Any, prefix: str, _: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].half()
+
+
+class Bank(torch.nn.Module):
+    """A memory that grows, as those of observers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(0, 3))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        self.memory = torch.empty_like(state[f"{prefix}memory"])
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+class Metric(torch.nn.Module):
+    """Keeps a list of tensors, of which only its own methods know, as metrics of torchmetrics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value: list[torch.Tensor] = []
+
+    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        state = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        state[f"{prefix}value"] = [one.clone() for one in self.value]
+        return state
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        self.value = state.pop(f"{prefix}value")
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+class Sparse(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("coo", (torch.eye(3) * torch.rand(1)).to_sparse())
+
+
+def count(program: Program) -> None:
+    for module in program["model"].modules():
+        if hasattr(module, "seen"):
+            module.seen = 7
+    with torch.no_grad():
+        for parameter in program["model"].parameters():
+            parameter.add_(torch.randn_like(parameter))
+
+
+def grow(program: Program) -> None:
+    program["model"][0].memory = torch.randn(4, 3)
+
+
+def observe(program: Program) -> None:
+    metric = program["model"] if isinstance(program["model"], Metric) else program["model"].metric
+    metric.value += [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
+
+
+def with_metric() -> torch.nn.Module:
+    model = torch.nn.Linear(2, 2)
+    model.metric = Metric()
+    return model
+
+
+def quantized() -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    quantize: Any = torch.ao.quantization.quantize_dynamic
+    found: torch.nn.Module = quantize(model, {torch.nn.Linear})
+    return found
+
+
+MODULES: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[Program], None]]] = {
+    "a state_dict of its own": (Whole, count),
+    "a part that saves itself": (Part, count),
+    "a part in another module": (lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), Part()), count),
+    "parts in a part": (lambda: torch.nn.Sequential(torch.nn.Sequential(Part(), Part()), Hooked()), count),
+    "hooks": (Hooked, count),
+    "hooks in another module": (lambda: torch.nn.Sequential(Hooked(), torch.nn.BatchNorm1d(2)), count),
+    "a buffer that grows": (lambda: torch.nn.Sequential(Bank()), grow),
+    "a metric": (Metric, observe),
+    "a metric in another module": (with_metric, observe),
+    "sparse buffers": (lambda: torch.nn.Sequential(Sparse()), lambda _: None),
+    "quantized": (quantized, lambda _: None),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:TypedStorage is deprecated")
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize(("make", "train"), MODULES.values(), ids=MODULES.keys())
+def test_modules_are_restored_as_torch_does(
+    tmp_path: Path, make: Callable[[], torch.nn.Module], train: Callable[[Program], None]
+) -> None:
+    before, after = resumed(tmp_path, lambda: {"model": make()}, train)
+    assert equal(dict(before["model"].state_dict()), dict(after["model"].state_dict()))
+
+
+def test_exact_values_and_what_is_computed_from_them(tmp_path: Path) -> None:
+    before, after = resumed(tmp_path, lambda: {"model": Compressed()}, count)
+    assert torch.equal(before["model"].weight, after["model"].weight)
+    assert torch.equal(after["model"].table, before["model"].weight.detach().half().float() * 2)
+
+
+def test_a_module_of_torch_has_no_protocol_of_its_own(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.LazyLinear(2), torch.nn.LSTM(2, 2))
+    checkpoint = graph.Checkpoint(model=model)
+    model(torch.zeros(3, 2))
+    checkpoint.save(tmp_path / "c")
+    assert not [leaf.path for leaf in hf.describe(tmp_path) if "_own_state" in leaf.path]
+
+
+# ---- optimizers
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around another, as Lookahead is: their state is a dictionary with keys that are pairs."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.defaults: dict[str, Any] = {}
+        self.param_groups = inner.param_groups
+        self.state = {}  # type: ignore[assignment]
+        self._optimizer_step_pre_hooks = {}
+        self._optimizer_step_post_hooks = {}
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        slow = {
+            (group, number): self.state[one]
+            for group, options in enumerate(self.param_groups)
+            for number, one in enumerate(options["params"])
+            if one in self.state
+        }
+        return {"slow": slow, "steps": self.steps, "inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+        self.inner.load_state_dict(state["inner"])
+        for (group, number), value in state["slow"].items():
+            self.state[self.param_groups[group]["params"][number]] = value
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        self.inner.step()
+        for group in self.param_groups:
+            for one in group["params"]:
+                self.state.setdefault(one, {"slow": one.detach().clone()})
+
+
+class Driving(torch.optim.Optimizer):
+    """An optimizer that drives another and says nothing of it, as implementations of SAM do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"rho": 0.05})
+        self.base_optimizer = torch.optim.Adam(self.param_groups)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base_optimizer.step()
+
+
+class Odd(torch.optim.SGD):
+    """Keeps values under keys that are no text, small objects, and matrices in the order of Fortran."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for one in group["params"]:
+                matrix = torch.linalg.qr(torch.randn(3, 3, generator=torch.Generator().manual_seed(1)))[0].T
+                self.state[one].update({("q", 0): torch.ones(2), "dtype": torch.float16, "Q": [matrix], "R": matrix})
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "around another": lambda parameters: Around(torch.optim.Adam(parameters)),
+    "driving another": Driving,
+    "odd keys and objects": lambda parameters: Odd(parameters, lr=0.1, momentum=0.9),
+}
+
+
+def states(optimizer: Any) -> list[Any]:
+    inner = [one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)]
+    return [one.state_dict() for one in (optimizer, *inner)]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_optimizers_are_restored_as_torch_does(tmp_path: Path, make: Callable[[Any], Any]) -> None:
+    def program() -> Program:
+        model = torch.nn.Linear(3, 2)
+        return {"model": model, "optimizer": make(model.parameters())}
+
+    def train(program: Program) -> None:
+        for _ in range(2):
+            program["model"](torch.randn(4, 3)).square().sum().backward()
+            program["optimizer"].step()
+
+    before, after = resumed(tmp_path, program, train)
+    assert equal(states(before["optimizer"]), states(after["optimizer"]))
+    for one in (before, after):
+        one["model"].zero_grad()
+        one["model"](torch.ones(4, 3)).square().sum().backward()
+        one["optimizer"].step()
+    assert equal(dict(before["model"].state_dict()), dict(after["model"].state_dict()))
+
+
+# ---- modes
+
+
+def test_frozen_parameters_and_modes_are_those_of_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def freeze(program: Program) -> None:
+        program["model"][0].requires_grad_(False)
+        program["model"][1].eval()
+
+    def make() -> Program:
+        return {"model": torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))}
+
+    with caplog.at_level(logging.INFO, "holdfast"):
+        _, after = resumed(tmp_path, make, freeze)
+    first, second = after["model"]
+    assert [one.requires_grad for one in after["model"].parameters()] == [False, False, True, True]
+    assert (after["model"].training, first.training, second.training) == (True, True, False)
+    (line,) = [record.getMessage() for record in caplog.records if "as at the save" in record.getMessage()]
+    assert "model/0/weight.requires_grad = False" in line
+    assert "model/1.training = False" in line
