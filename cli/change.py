@@ -16,18 +16,20 @@ from typing import Any
 import typer
 
 from ..engine.clock import format_size
-from ..engine.errors import CheckpointNotFoundError, OptionError, shortened_steps
+from ..engine.errors import CheckpointNotFoundError, OptionError, StorageError, shortened_steps
 from ..engine.manager import (
     CheckpointManager,
     CheckpointManagerOptions,
     KeepAll,
     StepEntry,
     best,
+    list_steps,
     reasons,
+    stored_identity,
     stored_options,
 )
 from ..engine.sources import find_steps
-from ..engine.storage import Location
+from ..engine.storage import Location, as_location
 from .log import configure_logging
 from .places import checkpoints_at, is_one_checkpoint, where_else
 from .progress import progress_of
@@ -69,7 +71,8 @@ class ChangedRun:
         if not found.is_native:
             raise OptionError(f"{self.location}: {found.format} wrote these checkpoints; holdfast changes only its own")
         self.entries = _of_one_prefix(self.location, found.entries, prefix)
-        series = self.entries[0].series
+        self.series = series = self.entries[0].series
+        self.mirror = stored_identity(self.location).mirror
         stored = stored_options(self.location) or CheckpointManagerOptions()
         step_prefix = series if series.endswith("-") else series.removesuffix("_") or None
         self.options = replace(stored, read_only=False, step_prefix=step_prefix)
@@ -89,6 +92,17 @@ class ChangedRun:
             raise CheckpointNotFoundError(
                 f"{self.location}: no checkpoint of step {shortened_steps(missing)}; there are {shortened_steps(there)}"
             )
+
+    def mirrored_after(self, step: int) -> list[int] | None:
+        """Return the later steps that only the mirror has; None where it cannot be read."""
+        if self.mirror is None:
+            return []
+        here = {entry.step for entry in self.entries}
+        try:
+            there = list_steps(as_location(self.mirror), self.series)
+        except StorageError:  # which the deletion reports
+            return None
+        return [entry.step for entry in there if entry.step > step and entry.step not in here]
 
     def nbytes(self, steps: Collection[int]) -> int:
         """Return the bytes of steps whose records can be read."""
@@ -135,7 +149,9 @@ def prune_run(
             print(f"keep {step}: {', '.join(why)}")
         if damaged:
             print(f"damaged, left alone (holdfast rm deletes them): {shortened_steps(damaged)}")
-    return _delete(run, doomed, confirmation, as_json=as_json, more={"kept": kept, "damaged": damaged})
+    if run.mirror is not None and not as_json:
+        print(f"the mirror {run.mirror} keeps what its own rules keep, and stays as it is")
+    return _delete(run, doomed, confirmation, as_json=as_json, more={"kept": kept, "damaged": damaged}, in_mirror=False)
 
 
 def remove_steps(
@@ -155,9 +171,13 @@ def roll_back(place: str, step: int, confirmation: Confirmation, *, prefix: str 
     if chosen.error is not None:
         raise chosen.error
     later = [entry.step for entry in run.entries if entry.step > step]
+    mirrored = run.mirrored_after(step)
     if not as_json:
         print(f"keep {step}: the run resumes from it")
-    return _delete(run, later, confirmation, as_json=as_json, more={"resumes_from": step})
+        if mirrored:
+            print(f"delete {shortened_steps(mirrored)} in the mirror {run.mirror}, too")
+    after = step if mirrored or mirrored is None else None
+    return _delete(run, later, confirmation, as_json=as_json, more={"resumes_from": step}, after=after)
 
 
 def _delete(
@@ -167,20 +187,27 @@ def _delete(
     *,
     as_json: bool,
     more: dict[str, Any] | None = None,
+    in_mirror: bool = True,
+    after: int | None = None,
 ) -> int:
     nbytes = run.nbytes(steps)
     what = f"{count(len(steps), 'checkpoint', 'checkpoints')} of {run.location}, {format_size(nbytes)}"
     if not as_json:
         print(f"delete {shortened_steps(steps)}: {what}" if steps else "nothing to delete")
     deleted: list[int] = []
-    if steps and confirmation.given(f"Delete {what}?"):
+    anything = bool(steps) or after is not None
+    if anything and confirmation.given(f"Delete {what}?"):
         with run.manager() as manager, progress_of("delete", shown=not as_json) as progress:
             progress.expect(nbytes)
             for step in reversed(steps):  # the latest first: what is left at any moment is a run as it was before
-                manager.delete(step)
+                manager.delete(step, mirror=in_mirror)
                 deleted.append(step)
                 progress.advance(run.nbytes([step]))
-    elif steps and not confirmation.dry_run:
+            if after is not None:
+                manager.delete_after(after)  # in the mirror, which may have others
+            if in_mirror:
+                manager.settle_mirror()
+    elif anything and not confirmation.dry_run:
         print("nothing was deleted")
         return FAILED
     if as_json:
@@ -206,5 +233,6 @@ def pin_steps(place: str, steps: Sequence[int], *, pinned: bool, prefix: str | N
     with run.manager() as manager:
         for step in steps:
             (manager.pin if pinned else manager.unpin)(step)
+        manager.settle_mirror()
     print(f"{'pinned' if pinned else 'unpinned'} {shortened_steps(list(steps))}")
     return DONE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .copying import CopyReport, copy_checkpoint
 from .decisions import Decision, EverySeconds, EverySteps, Moment, OnBest, Trigger, decide
-from .directory import record_metrics, store_metadata, stored_metadata, stored_options
+from .directory import record_metrics, store_metadata, stored_metadata
 from .drill import TRACES, DrillPlan, Fact
 from .events import (
     BEAT,
@@ -23,6 +23,7 @@ from .events import (
     reached,
     read_events,
 )
+from .identity import stored_identity, stored_options
 from .listing import StepEntry, list_steps, newest_step, step_folders
 from .manager import CheckpointManager, Restored, best_step_in
 from .metrics import Metric, Mode, better, metric_name, metric_value, number_of, plain_metrics

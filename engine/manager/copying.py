@@ -18,7 +18,8 @@ from ..errors import (
 )
 from ..format import CheckpointRecord
 from ..storage import Location, as_location
-from .directory import OPTIONS, store_metadata, stored_metadata
+from .directory import store_metadata, stored_metadata
+from .identity import copy_options
 from .listing import StepEntry, list_steps
 from .ownership import Ownership
 
@@ -195,8 +196,7 @@ def _copy_run(
                 except DamagedCheckpointError as error:
                     damaged.append(f"step {entry.step}: {error}")
         store_metadata(destination, stored_metadata(source))
-        if (source / OPTIONS).is_there():
-            (destination / OPTIONS).write_bytes((source / OPTIONS).read_bytes(limit=1 << 20))
+        copy_options(source, destination)
     finally:
         ownership.release()
     if damaged:

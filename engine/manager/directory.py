@@ -10,7 +10,8 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from ..checkpoint import Place, copy_left, delete_checkpoint, read_record, remove_temporary, sweep, write_record
@@ -19,7 +20,6 @@ from ..errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
     FormatVersionError,
-    HoldfastError,
     ObjectNotFoundError,
     OptionError,
     OwnershipError,
@@ -31,6 +31,7 @@ from ..errors import (
 from ..format import PARTIAL, RECORD, CheckpointRecord, decode_document, encode_document
 from ..storage import Location, SaveLock, as_location, is_unreadable, max_concurrency, parallel_map
 from .events import EVENTS, ROTATED
+from .identity import OPTIONS, Doomed, RunIdentity, new_run, store_identity, stored_identity
 from .index import FEWEST, INDEX, RecordIndex
 from .late_metrics import LATE, LateMetrics, remove_late, with_late, write_late
 from .listing import StepEntry, list_steps, read_entry, series_and_step, series_of, step_folders
@@ -46,17 +47,6 @@ T = TypeVar("T")
 _METADATA = "metadata"
 _METADATA_FILE = "data.json"
 _METADATA_LIMIT = 64 << 20  # bytes
-OPTIONS = "options.json"  # name of the file that holds the retention options of the last run
-
-
-def stored_options(location: Location) -> CheckpointManagerOptions | None:
-    """Return the retention options of the last run on a directory, or None if they are unknown."""
-    place = location / OPTIONS
-    try:
-        document = decode_document(place.read_bytes(limit=1 << 20), "options", source=str(place))
-        return CheckpointManagerOptions.from_document(document["options"])
-    except (HoldfastError, KeyError, AttributeError):
-        return None
 
 
 def check_json(option: str, data: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -180,6 +170,8 @@ class RunDirectory:
         self._records: dict[int, CheckpointRecord] = {}
         self._unread: set[int] = set()  # steps whose record comes from the index
         self._changed: set[int] = set()  # steps that were added since the last collection
+        self._identity: RunIdentity | None = None  # once the right to write is held
+        self._dooms = False  # whether a mirror may have what is deleted here
         self._errors: dict[int, DamagedCheckpointError | FormatVersionError] = {}
         self._condemned: dict[int, tuple[CheckpointRecord, DamagedCheckpointError]] = {}
         self._steps = StepList()  # what retention rules see of the records
@@ -357,10 +349,22 @@ class RunDirectory:
 
     # -- what the writer changes
 
-    def acquire(self, metadata: Mapping[str, Any] | None, *, spare: CheckpointRecord | None = None) -> None:
+    @property
+    def identity(self) -> RunIdentity:
+        """Which run the directory belongs to; read again until this writer holds the right to write."""
+        return stored_identity(self.location) if self._identity is None else self._identity
+
+    def acquire(
+        self,
+        metadata: Mapping[str, Any] | None,
+        *,
+        spare: CheckpointRecord | None = None,
+        belongs: RunIdentity | None = None,
+    ) -> None:
         """Take the right to write, remove what interrupted runs left, and store facts and options of the run.
 
-        ``spare`` is a step of which an interrupted copy, if there is one, is left for the next attempt.
+        ``spare`` is a step of which an interrupted copy, if there is one, is left for the next attempt. ``belongs``
+        has the facts that this directory does not know itself: the run of a mirror, or the mirror of a run.
         """
         check_json("metadata", metadata)
         self.ownership.take()
@@ -381,8 +385,43 @@ class RunDirectory:
             self._index.keep(names)
             self._index.write()
         store_metadata(self.location, metadata)
-        options = encode_document("options", {"options": self._options.to_document()})
-        (self.location / OPTIONS).write_bytes(options)
+        stored, belongs = stored_identity(self.location), belongs or RunIdentity()
+        identity = replace(
+            stored,
+            run=belongs.run or stored.run or new_run(),
+            directory=belongs.directory or stored.directory,
+            mirror=belongs.mirror or stored.mirror,
+        )
+        # A directory of holdfast 0.1 does not say whether it had a mirror.
+        self._dooms = identity.mirror is not None or (stored.run is None and bool(self._records))
+        self._store(identity)
+
+    def _store(self, identity: RunIdentity) -> None:
+        store_identity(self.location, self._options.to_document(), identity)
+        self._identity = identity
+
+    @property
+    def doomed(self) -> Doomed:
+        """The steps that were deleted here on purpose, and that the mirror may still have."""
+        return self.identity.doomed.get(self._series, Doomed())
+
+    def settled_doomed(self) -> Doomed:
+        """Return the same, once a deletion that is under way has ended."""
+        with self._changing:
+            return self.doomed
+
+    def absolve(self, done: Doomed) -> None:
+        """Note that the mirror has no such steps any more."""
+        with self._changing:
+            if done and self._identity is not None:
+                self.ownership.check()
+                self._store(self._identity.with_doomed(self._series, self.doomed.minus(done)))
+
+    def _doom(self, steps: Collection[int], after: int | None = None) -> None:
+        """Note, before a deletion, what the mirror has to delete, too: it would undo the deletion in the next run."""
+        if self._writes and self._dooms and self._identity is not None:
+            self.ownership.check()
+            self._store(self._identity.with_doomed(self._series, self.doomed.plus(steps, after)))
 
     def spare(self, step: int) -> None:
         """Leave an interrupted copy of a step for the next attempt."""
@@ -436,17 +475,20 @@ class RunDirectory:
                 write_record(self.step_location(step), record)
             self.add(step, record)
 
-    def delete(self, step: int) -> None:
-        """Delete a step, whole or damaged."""
+    def delete(self, step: int, *, mirror: bool = False) -> None:
+        """Delete a step, whole or damaged, and note it for the mirror if that has to delete it, too."""
         with self._changing:
             self._confirm(step)
             if not self.is_damaged(step):
                 self.record(step)
+            if mirror:
+                self._doom([step])
             self._delete(step)
 
     def delete_after(self, step: int) -> list[int]:
         """Delete the steps after one, whole or damaged, the latest first; return them in ascending order."""
         with self._changing:
+            self._doom((), after=step)
             later = [one for one in self.steps_and_damaged() if one > step]
             for one in reversed(later):
                 self._delete(one)

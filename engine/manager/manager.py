@@ -31,9 +31,10 @@ from ..errors import (
 from ..format import CheckpointRecord, ItemRecord
 from ..storage import Location, as_location
 from .decisions import Decision, EverySteps, Rollback, SaveDecisions
-from .directory import RunDirectory, check_json, stored_metadata, stored_options
+from .directory import RunDirectory, check_json, stored_metadata
 from .directory import record_metrics as add_metrics
 from .events import RunEvents, described, few, find_watchers, guarded, reached
+from .identity import stored_options
 from .items import ItemSet
 from .metrics import plain_metrics
 from .mirror import MirrorStatus, RunMirror
@@ -745,20 +746,22 @@ class CheckpointManager:
         """Leave a step to the rules again."""
         self._everywhere(f"unpin {step}", lambda: self._run.change(step, lambda record: replace(record, pinned=False)))
 
-    def delete(self, step: int) -> None:
+    def delete(self, step: int, *, mirror: bool = True) -> None:
         """Delete a step.
 
         Args:
             step: The step.
+            mirror: Whether to delete it in the mirror, too. A manager without the option ``mirror``, in the directory
+                of a run that had one, notes the step for the next run with it, or for :meth:`settle_mirror`.
 
         Raises:
             CheckpointNotFoundError: There is no such step.
         """
         self._check_writable()
         self._join_save_of(step)
-        self._everywhere(f"delete {step}", lambda: self._run.delete(step))
-        if self._mirror is not None and self._processes.is_primary:
-            self._mirror.delete([step])
+        self._everywhere(f"delete {step}", lambda: self._run.delete(step, mirror=mirror))
+        if mirror and self._mirror is not None and self._processes.is_primary:
+            self._mirror.delete()
 
     def delete_after(self, step: int) -> list[int]:
         """Delete all steps later than one, pinned and damaged ones, too: the way to go back to a step for good.
@@ -785,8 +788,23 @@ class CheckpointManager:
             for one in deleted:
                 self._run.add(one, None)
         elif self._mirror is not None:
-            self._mirror.delete([one for one in {*deleted, *self._mirror.steps()} if one > step])
+            self._mirror.delete()
         return deleted
+
+    def settle_mirror(self) -> bool:
+        """Bring deletions and pins to the mirror of the run, for a manager that was made without the option ``mirror``.
+
+        Nothing else is copied. What cannot be done is logged, and the next run with that mirror does it.
+
+        Returns:
+            Whether the mirror has them; True where the run has no mirror.
+        """
+        self.acquire()
+        url = self._run.identity.mirror
+        if self._mirror is not None or url is None or not self._processes.is_primary:
+            return True
+        options = replace(self.options, mirror=url)
+        return RunMirror(as_location(url), self._run, options, self._clock, self.metadata, self.events.write).settle()
 
     def _join_save_of(self, step: int) -> None:
         pending = self._pending
@@ -821,7 +839,8 @@ class CheckpointManager:
             if self._acquired:
                 self._run.ownership.check_not_lost()
                 return
-            self._processes.decide("acquire", lambda: self._run.acquire(self._metadata))
+            belongs = None if self._mirror is None else self._mirror.identity
+            self._processes.decide("acquire", lambda: self._run.acquire(self._metadata, belongs=belongs))
             if not self._processes.is_primary:
                 self._run.reload()
             self._acquired = True

@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copy_step
@@ -30,13 +30,13 @@ from ..errors import (
     OptionError,
     OwnershipError,
     StorageError,
-    shortened_steps,
 )
 from ..format import CheckpointRecord
 from ..storage import Helper, Location
 from .copying import follow
 from .decisions import Moment, decide
 from .directory import RunDirectory, store_metadata, stored_metadata
+from .identity import RunIdentity, stored_options
 from .options import CheckpointManagerOptions
 
 _logger = logging.getLogger("holdfast")
@@ -146,7 +146,8 @@ class RunMirror:
         self._due = False
         self._final = False  # the run ends: the newest step is copied, due or not
         self._settled = False  # whether the thread has nothing more to do after that
-        self._doomed: set[int] = set()  # steps that the run has deleted on purpose
+        self._adopted: str | None = None  # the identity that the run takes from the mirror, as it has none
+        self._foreign = False  # whether the mirror belongs to another run
         self._refused: set[str] = set()  # fingerprints of steps that are damaged in the run's directory
         self._warned: set[str] = set()  # kinds of errors
         self._error: str | None = None
@@ -170,6 +171,7 @@ class RunMirror:
         Raises:
             StorageError: The mirror cannot be read, and the run has no step: it must not start from 0 beside the steps
                 that the mirror may have.
+            OptionError: The mirror belongs to another run.
         """
         here = self._run.steps_and_damaged()
         newest = max(self._run.steps(), default=-1)
@@ -178,7 +180,9 @@ class RunMirror:
     def steps(self, *, required: bool = False) -> list[int]:
         """Return the steps in the mirror, in ascending order; nothing, with a warning, where it cannot be read."""
         try:
-            return self._look().steps()
+            far, doomed = self._look(), self._run.doomed
+            self._check_same_run(far)
+            return [step for step in far.steps() if step not in doomed]
         except StorageError as error:
             if required:
                 error.add_note(
@@ -195,7 +199,7 @@ class RunMirror:
         run = self._run
         try:
             far = self._look()
-            if step not in far:
+            if step not in far or step in run.doomed:
                 return False
             record = far.record(step)
             run.make_room(step)
@@ -255,23 +259,48 @@ class RunMirror:
             self._pace.go_on()
             self._wake.notify_all()
 
-    def delete(self, steps: Collection[int]) -> None:
-        """Delete steps that the run has deleted on purpose, or a later run would fetch them again."""
+    def delete(self) -> None:
+        """Delete what the run has deleted on purpose, or a later run would fetch it again."""
         with self._wake:
-            self._doomed.update(steps)
             self._due = True
             self._wake.notify_all()
-            self._wake.wait_for(lambda: not self._doomed or self._error is not None, _DELETION)
-            left = sorted(self._doomed)
-        if left:
-            _logger.warning(
-                "%s: steps %s were deleted in %s, and are still in the mirror (%s); it is tried again while this run "
-                "lives. If they stay, a run with an empty directory goes on from them",
-                self.location,
-                shortened_steps(left),
-                self._run.location,
-                self._error or "it has not answered yet",
-            )
+            self._wake.wait_for(lambda: not self._run.doomed or self._error is not None, _DELETION)
+        if self._run.doomed:
+            self._warn_left(self._error or "it has not answered yet")
+
+    def _warn_left(self, why: object) -> None:
+        if not self._run.doomed:
+            _logger.warning("%s: pins are not copied to this mirror now (%s); the next run does it", self.location, why)
+            return
+        _logger.warning(
+            "%s: %s of %s were deleted, and are still in this mirror (%s). The next run in that directory deletes them "
+            "here before it resumes; a run in an empty directory would resume from them",
+            self.location,
+            self._run.doomed,
+            self._run.location,
+            why,
+        )
+
+    def settle(self) -> bool:
+        """Bring deletions and pins to the mirror on this thread, under its own rules; return whether that was done."""
+        stored = stored_options(self.location)
+        if stored is not None:
+            self._options = replace(stored, read_only=False, step_prefix=self._options.step_prefix)
+        try:
+            far = self._look()
+            if far.steps_and_damaged():
+                of = far.identity.directory
+                if of not in (None, self._run.location.url):  # this directory may be a copy
+                    raise OptionError(f"it is the mirror of the run in {of}")
+                far = self._acquire()
+                self._delete_doomed(far)
+                self._follow(far)
+        except (StorageError, OwnershipError, OptionError) as error:
+            self._warn_left(error)
+            return False
+        finally:
+            self._end()
+        return True
 
     def status(self) -> MirrorStatus:
         """Return what the mirror has, and what it is doing."""
@@ -399,16 +428,20 @@ class RunMirror:
     def _round(self, final: bool) -> None:
         """Bring the mirror up to date."""
         far = self._acquire()
-        for step in sorted(self._doomed, reverse=True):
-            if step in far.steps_and_damaged() and step not in self._run:
-                far.delete(step)
-            with self._wake:
-                self._doomed.discard(step)
-                self._wake.notify_all()
+        self._delete_doomed(far)
         self._follow(far)
         while (found := self._next(far, final or self._final)) is not None:
             self._copy(far, *found)
             self._follow(far)
+
+    def _delete_doomed(self, far: RunDirectory) -> None:
+        """Delete what the run has deleted on purpose, the latest first; a step that it has saved again is another."""
+        doomed = self._run.settled_doomed()
+        for step in reversed(far.steps_and_damaged()):
+            if step in doomed and not (step in far and self._is_here(step, far.record(step))):
+                far.delete(step)
+        self._run.absolve(doomed)
+        self._tell_watchers()
 
     def _next(self, far: RunDirectory, final: bool) -> tuple[int, CheckpointRecord] | None:
         """Return the step to copy: the newest one, if it is due and not there."""
@@ -499,16 +532,55 @@ class RunMirror:
             self._far.reload()
         return self._far
 
+    @property
+    def identity(self) -> RunIdentity:
+        """What the directory of the run notes of its mirror."""
+        return RunIdentity(run=self._adopted, mirror=self.location.url)
+
+    def _check_same_run(self, far: RunDirectory) -> None:
+        """Raise OptionError if the mirror belongs to another run.
+
+        Where one of the two has no identity yet, a step that both have decides; a directory without any step takes the
+        identity of the mirror.
+        """
+        ours, theirs = self._run.identity.run, far.identity
+        if ours is not None and theirs.run is not None:
+            same = ours == theirs.run or not far.steps_and_damaged()
+        else:
+            common = [step for step in far.steps() if step in self._run]
+            same = any(self._is_here(step, far.record(step)) for step in common)
+            same = same or not (common or (theirs.run is not None and self._run.steps()))
+        if not same:
+            self._foreign = True
+            raise OptionError(
+                f"mirror={self.location} belongs to another run"
+                f"{f', that in {theirs.directory}' if theirs.directory else ''}, and not to the one in "
+                f"{self._run.location}: nothing was taken from it, and nothing is copied there. Give each run a mirror "
+                "of its own; to continue the run of this mirror, use an empty directory"
+            )
+        if ours is None and theirs.run is not None and self._adopted is None:
+            self._adopted = theirs.run
+            if theirs.directory not in (None, self._run.location.url) and not self._run.steps():
+                _logger.warning(
+                    "%s: this directory is empty and continues the run of its mirror %s, which was saved in %s; if it "
+                    "is to be another run, give it another mirror",
+                    self._run.location,
+                    self.location,
+                    theirs.directory,
+                )
+
     def _is_lost(self) -> bool:
-        """Whether another run has taken the mirror over, for good."""
-        return self._acquired and self._far is not None and not self._far.ownership.held
+        """Whether another run has taken the mirror over, for good, or the mirror never was that of this run."""
+        return self._foreign or (self._acquired and self._far is not None and not self._far.ownership.held)
 
     def _acquire(self) -> RunDirectory:
         """Take the right to write to the mirror; copies that were interrupted stay, if they can go on."""
         far = self._look()
         if not self._acquired:
+            self._check_same_run(far)
             newest = self._newest()
-            far.acquire(self._metadata(), spare=None if newest is None else newest[1])
+            belongs = RunIdentity(run=self._run.identity.run, directory=self._run.location.url)
+            far.acquire(self._metadata(), spare=None if newest is None else newest[1], belongs=belongs)
             self._acquired = True
         far.ownership.check()
         return far
@@ -556,6 +628,8 @@ class RunMirror:
         self._tell_watchers()
         if self._is_lost():
             then = "another run writes there, so that this one copies nothing more"
+        if self._foreign:
+            then = "this run copies nothing there"
         if kind in self._warned:
             _logger.debug("%s: the mirror still fails: %s", self.location, error)
             return
@@ -566,7 +640,7 @@ class RunMirror:
             self.location,
             then,
             self._run.location,
-            "" if isinstance(error, (StorageError, OwnershipError)) else f"{kind}: ",
+            "" if isinstance(error, (StorageError, OwnershipError, OptionError)) else f"{kind}: ",
             error,
         )
 

@@ -17,6 +17,7 @@ from tests.cli.commands import error_of, output_of
 
 import holdfast as hf
 from holdfast.cli.main import main
+from holdfast.engine.checkpoint import read_record
 
 LOSSES = (3.0, 1.0, 2.0, 5.0, 4.0, 6.0)
 
@@ -101,6 +102,83 @@ def test_rollback(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     assert steps(run) == [0, 1, 2, 3]
     with hf.CheckpointManager(run) as manager:
         assert manager.restore()["w"][0] == 3
+
+
+@pytest.fixture
+def mirrored(tmp_path: Path) -> tuple[Path, Path]:
+    """Makes a run with steps 1 to 4, of which the mirror has all."""
+    run, mirror = tmp_path / "mirrored", tmp_path / "bucket"
+    options = hf.CheckpointManagerOptions(mirror=str(mirror))
+    for step in (1, 2, 3, 4):
+        with hf.CheckpointManager(run, options=options) as manager:
+            manager.save(step, {"w": np.full(8, step)})
+    assert steps(mirror) == [1, 2, 3, 4]
+    return run, mirror
+
+
+@pytest.mark.parametrize(("command", "left"), [(("rollback", 2), [1, 2]), (("rm", 4, 3), [1, 2])])
+def test_what_a_command_deletes_does_not_come_back_from_the_mirror(
+    capsys: pytest.CaptureFixture[str], mirrored: tuple[Path, Path], command: tuple[object, ...], left: list[int]
+) -> None:
+    run, mirror = mirrored
+    name, *arguments = command
+    output_of(capsys, name, run, *arguments, "--yes")
+    assert (steps(run), steps(mirror)) == (left, left)
+    with hf.CheckpointManager(run, options=hf.CheckpointManagerOptions(mirror=str(mirror))) as manager:
+        assert manager.latest_step() == left[-1]
+
+
+def test_a_rollback_also_deletes_what_only_the_mirror_has(
+    capsys: pytest.CaptureFixture[str], mirrored: tuple[Path, Path]
+) -> None:
+    run, mirror = mirrored
+    for step in (3, 4):
+        shutil.rmtree(run / str(step))
+    said = output_of(capsys, "rollback", run, 2, "--yes")
+    assert f"delete 3, 4 in the mirror {mirror}, too" in said
+    assert steps(mirror) == [1, 2]
+    assert "nothing to delete" in output_of(capsys, "rollback", run, 2, "--yes")
+
+
+def test_a_mirror_that_another_run_writes_to_is_changed_by_the_next_run(
+    capsys: pytest.CaptureFixture[str], mirrored: tuple[Path, Path]
+) -> None:
+    run, mirror = mirrored
+    away = mirror.rename(mirror.with_name("unmounted"))
+    mirror.write_bytes(b"")  # such as a mount point that is broken
+    assert main(["rollback", str(run), "2", "--yes"]) == 0
+    said = capsys.readouterr()
+    assert "all steps after 2 of" in said.err
+    assert "are still in this mirror" in said.err
+    mirror.unlink()
+    away.rename(mirror)
+    with hf.CheckpointManager(run, options=hf.CheckpointManagerOptions(mirror=str(mirror))) as manager:
+        assert manager.all_steps() == [1, 2]
+        manager.save(3, {"w": np.full(8, 33)})
+    assert steps(mirror)[-1] == 3
+    assert hf.load(mirror)["w"][0] == 33
+
+
+def test_a_copy_of_a_run_leaves_the_mirror_of_the_original(
+    capsys: pytest.CaptureFixture[str], mirrored: tuple[Path, Path], tmp_path: Path
+) -> None:
+    run, mirror = mirrored
+    shutil.copytree(run, tmp_path / "copy")
+    assert main(["rollback", str(tmp_path / "copy"), "2", "--yes"]) == 0
+    assert f"it is the mirror of the run in {run}" in capsys.readouterr().err
+    assert steps(mirror) == [1, 2, 3, 4]
+
+
+def test_pins_reach_the_mirror_and_prune_leaves_it(
+    capsys: pytest.CaptureFixture[str], mirrored: tuple[Path, Path]
+) -> None:
+    run, mirror = mirrored
+    output_of(capsys, "pin", run, 2)
+    assert read_record(hf.as_location(mirror / "2")).pinned
+    assert f"the mirror {mirror} keeps what its own rules keep" in output_of(
+        capsys, "prune", run, "--keep-latest", 1, "--yes"
+    )
+    assert (steps(run), steps(mirror)) == ([2, 4], [1, 2, 3, 4])
 
 
 def test_rollback_to_a_damaged_step_is_refused(capsys: pytest.CaptureFixture[str], run: Path) -> None:

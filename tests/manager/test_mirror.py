@@ -19,7 +19,9 @@ import holdfast as hf
 from holdfast.components import Checkpointable, ComponentCheckpointHandler
 from holdfast.engine.checkpoint import PendingCheckpoint, copying
 from holdfast.engine.checkpoint import save as saves
+from holdfast.engine.format import decode_document, encode_document
 from holdfast.engine.manager import mirror as mirrors
+from holdfast.engine.manager import stored_identity
 from holdfast.engine.storage import Location, as_location
 
 Files = Callable[[str], StoredFiles]
@@ -345,6 +347,129 @@ def test_what_is_deleted_on_purpose_does_not_come_back(tmp_path: Path, place: st
         assert steps(place) == [1]
     with manager(tmp_path / "run", place) as run:
         assert run.all_steps() == [1]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["with the mirror down", "by a manager without the mirror"])
+def test_what_the_mirror_could_not_delete_stays_deleted(
+    tmp_path: Path, place: str, broken: Broken, caplog: pytest.LogCaptureFixture, again: bool
+) -> None:
+    with manager(tmp_path / "run", hf.Mirror(place, max_to_keep=5), max_to_keep=1) as run:
+        for step in (1, 2, 3):
+            run.save(step, tree(step))
+            arrives(run, step)
+        run.save(1, tree(1), force=True)
+        run.wait_until_finished()
+        if not again:
+            broken.error = hf.StorageUnavailableError
+            run.delete_after(1)
+    if again:
+        with hf.CheckpointManager(tmp_path / "run") as run:
+            run.delete_after(1)
+    else:
+        assert "all steps after 1 of" in caplog.text
+        assert "are still in this mirror" in caplog.text
+    broken.error = None
+    assert steps(place)[-1] == 3
+
+    with manager(tmp_path / "run", hf.Mirror(place, max_to_keep=5), max_to_keep=1) as run:
+        assert run.latest_step() == 1
+        assert not run.fetch(3)
+        run.save(2, tree(200))
+        arrives(run, 2)
+    assert steps(place)[-1] == 2
+    assert hf.load(f"{place}/2")["step"] == 200
+    shutil.rmtree(tmp_path / "run")
+    with manager(tmp_path / "run", place) as run:
+        assert run.latest_step() == 2
+
+
+def test_the_mirror_of_another_run_is_refused(tmp_path: Path, place: str) -> None:
+    for name, step in (("a", 5), ("b", 3)):
+        with manager(tmp_path / name, f"{place}/{name}") as run:
+            run.save(step, tree(step))
+
+    with pytest.raises(hf.OptionError, match=rf"belongs to another run, that in {tmp_path}/a, and not to the one in"):
+        manager(tmp_path / "b", f"{place}/a")
+
+    assert steps(tmp_path / "b") == [3]
+    assert steps(f"{place}/a") == [5]
+    with manager(tmp_path / "b", f"{place}/b") as run:
+        assert run.latest_step() == 3
+
+
+def test_a_foreign_mirror_that_could_not_be_read_at_first_gets_nothing(
+    tmp_path: Path, place: str, broken: Broken, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a", "b"):
+        with manager(tmp_path / name, f"{place}/{name}") as run:
+            run.save(1, tree(1))
+    broken.error = hf.StorageUnavailableError
+    with manager(tmp_path / "b", f"{place}/a") as run:
+        run.save(2, tree(2))
+        run.wait_until_finished()
+        broken.error = None
+        run.save(3, tree(3))
+        wait_until(run, lambda status: "another run" in (status.error or ""))
+    assert "this run copies nothing there" in caplog.text
+    assert steps(f"{place}/a") == [1]
+
+
+def without_identity(directory: Location) -> None:
+    """Makes a directory one of an earlier version, which knew no identities."""
+    options = directory / "options.json"
+    content = decode_document(options.read_bytes(), "options", source="")
+    options.write_bytes(encode_document("options", {"options": content["options"]}))
+
+
+@pytest.mark.parametrize("which", ["both", "directory", "mirror"])
+def test_directories_and_mirrors_without_identity_get_one(tmp_path: Path, place: str, which: str) -> None:
+    with manager(tmp_path / "run", place) as run:
+        run.save(1, tree(1))
+    if which != "mirror":
+        without_identity(as_location(tmp_path / "run"))
+    if which != "directory":
+        without_identity(as_location(place))
+
+    with manager(tmp_path / "run", place) as run:
+        run.save(2, tree(2))
+        arrives(run, 2)
+
+    ours, theirs = stored_identity(as_location(tmp_path / "run")), stored_identity(as_location(place))
+    assert ours.run == theirs.run is not None
+
+
+def test_an_old_directory_beside_the_mirror_of_another_run_is_refused(tmp_path: Path, place: str) -> None:
+    for name, step in (("a", 5), ("b", 3)):
+        with manager(tmp_path / name, f"{place}/{name}") as run:
+            run.save(step, tree(step))
+    without_identity(as_location(tmp_path / "b"))
+    with pytest.raises(hf.OptionError, match="belongs to another run"):
+        manager(tmp_path / "b", f"{place}/a")
+
+
+def test_a_new_machine_takes_the_identity_of_the_mirror(
+    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager(tmp_path / "run", place) as run:
+        run.save(1, tree(1))
+    known = stored_identity(as_location(tmp_path / "run"))
+    (tmp_path / "run").rename(tmp_path / "lost")
+    with manager(tmp_path / "run", place) as run:
+        run.save(2, tree(2))
+    assert stored_identity(as_location(tmp_path / "run")) == known
+    assert "continues the run of its mirror" not in caplog.text
+
+    with manager(tmp_path / "elsewhere", place) as run:
+        assert run.latest_step() == 2
+    assert f"continues the run of its mirror {place}, which was saved in {tmp_path / 'run'}" in caplog.text
+
+
+def test_a_copied_run_changes_nothing_in_the_mirror_of_the_original(tmp_path: Path, place: str) -> None:
+    with manager(tmp_path / "run", place) as run:
+        run.save(1, tree(1))
+    hf.copy_checkpoint(tmp_path / "run", tmp_path / "copy")
+    copy = stored_identity(as_location(tmp_path / "copy"))
+    assert (copy.run, copy.mirror) == (None, None)
 
 
 def test_a_save_that_is_overtaken_while_it_is_copied(tmp_path: Path, place: str, gate: threading.Event) -> None:
