@@ -7,6 +7,7 @@ from .checkpointer import ITEM, AsyncCheckpointer, Checkpointer, Place, PyTreeCh
 from .commit import (
     CommitParts,
     PendingCheckpoint,
+    attempts_at,
     copy_left,
     delete_checkpoint,
     deleted_on_interrupt,

@@ -49,12 +49,25 @@ _RECORD_LIMIT = 256 << 20  # bytes; a record names files, not leaves
 def read_record(location: Location) -> CheckpointRecord:
     """Read the commit record of a checkpoint."""
     place = location / RECORD
-    try:
-        with unreadable_as_damage(place):
-            data = place.read_bytes(limit=_RECORD_LIMIT)
-    except ObjectNotFoundError as error:
-        raise CheckpointNotFoundError(f"{location}: no checkpoint here (there is no {RECORD})") from error
-    return CheckpointRecord.decode(data, source=str(place))
+    for left in reversed(range(attempts_at(location))):
+        try:
+            with unreadable_as_damage(place):
+                data = place.read_bytes(limit=_RECORD_LIMIT)
+            return CheckpointRecord.decode(data, source=str(place))
+        except ObjectNotFoundError as error:
+            raise CheckpointNotFoundError(f"{location}: no checkpoint here (there is no {RECORD})") from error
+        except DamagedCheckpointError:
+            if not left:
+                raise
+    raise AssertionError
+
+
+def attempts_at(location: Location) -> int:
+    """Return how often something has to be found damaged before it counts as that.
+
+    What a network brings may be wrong once, such as the page of a proxy; what a disk holds stays as it is.
+    """
+    return 1 if location.is_local else 3
 
 
 def has_record(location: Location) -> bool:
@@ -69,12 +82,14 @@ def has_record(location: Location) -> bool:
 
 def read_steadily(location: Location, read: Callable[[CheckpointRecord], T]) -> T:
     """Read a checkpoint by its record; where another process replaces it meanwhile, read the new one."""
+    left = attempts_at(location)
     while True:
         record = read_record(location)
         try:
             return read(record)
         except DamagedCheckpointError:
-            if not has_changed(location, record):
+            left -= 1
+            if not (left or has_changed(location, record)):
                 raise
 
 

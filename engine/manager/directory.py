@@ -14,7 +14,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ..checkpoint import Place, copy_left, delete_checkpoint, read_record, remove_temporary, sweep, write_record
+from ..checkpoint import (
+    Place,
+    attempts_at,
+    copy_left,
+    delete_checkpoint,
+    read_record,
+    remove_temporary,
+    sweep,
+    write_record,
+)
 from ..clock import Clock, SystemClock
 from ..errors import (
     CheckpointNotFoundError,
@@ -303,13 +312,17 @@ class RunDirectory:
 
     def read(self, step: int, work: Callable[[CheckpointRecord], T]) -> T:
         """Read a step by its record; where another process replaces it meanwhile, read what is there now."""
+        left = attempts_at(self.location)
         while True:
             record = self.record(step)
             try:
                 return work(record)
             except DamagedCheckpointError:
+                left -= 1
                 found = self._look(step)
                 if found is not None and (found.record is None or found.record.identity == record.identity):
+                    if left:
+                        continue
                     raise
                 self.add(step, None if found is None else found.record)  # which says that a deleted one is not there
 

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..checkpoint import read_record
+from ..checkpoint import has_record, read_record
 from ..errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError
 from ..format import RECORD, CheckpointRecord
 from ..storage import Entry, Location, max_concurrency, parallel_map
@@ -134,7 +134,10 @@ def read_entry(folder: StepEntry, index: RecordIndex | None = None) -> StepEntry
         else:
             record, indexed = index.read(folder.location)
     except CheckpointNotFoundError:
-        return None
+        # TensorStore takes what a proxy answers in the place of S3 for the news that there is no such object.
+        if folder.location.is_local or not has_record(folder.location):
+            return None
+        return read_entry(folder, index)
     except (DamagedCheckpointError, FormatVersionError) as error:
         return replace(folder, error=error)
     if record.step is None:  # written by hf.save: no retention rule may delete it

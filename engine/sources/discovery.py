@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
-from ..checkpoint import has_record
+from ..checkpoint import attempts_at, has_record
 from ..clock import UNHEARD, Portion, Progress
 from ..errors import (
     CheckpointExistsError,
@@ -201,6 +201,7 @@ def find_checkpoint(location: Location, step: int | None = None) -> Location:
 
 def read_checkpoint(location: Location, read: Callable[[CheckpointSource], T], step: int | None = None) -> T:
     """Open the checkpoint that a path stands for and read it; where a run replaces or deletes it meanwhile, again."""
+    left = attempts_at(location)
     while True:
         checkpoint: CheckpointSource
         try:
@@ -212,7 +213,8 @@ def read_checkpoint(location: Location, read: Callable[[CheckpointSource], T], s
         try:
             return read(checkpoint)
         except DamagedCheckpointError:
-            if not checkpoint.has_changed():
+            left -= 1
+            if not (left or checkpoint.has_changed()):
                 raise
 
 

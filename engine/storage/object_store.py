@@ -37,7 +37,7 @@ from ..errors import (
 from .backend import DataReader, Entry, FileIdentity, Segment
 from .buffers import Buffer, aligned_empty
 from .parallel import REQUESTS, parallel_map
-from .status import check_extent, map_status
+from .status import GarbledAnswerError, check_extent, map_status
 
 if TYPE_CHECKING:
     import tensorstore
@@ -62,6 +62,8 @@ _BY_NAME = FileIdentity(0, 0, 0)  # of any object
 
 _LARGE = 256 << 20  # bytes of a file whose upload is repeated before TensorStore has all of it in memory
 _AGAIN = (1.0, 5.0, 20.0)  # seconds to wait before each repetition
+
+_LISTS = 3  # answers to a list that cannot be parsed, such as pages of a proxy, after which it has failed
 
 _CONFLICTS = 5  # answers that ask to repeat a conditional request, S3's 409, after which it has failed
 
@@ -393,7 +395,13 @@ class ObjectStoreBackend:
         import tensorstore
 
         span = tensorstore.KvStore.KeyRange(prefix, f"{key}0" if key else "")  # "0" follows "/"
-        names: list[bytes] = self._request(key, "list", lambda: self._store().list(span))
+        for left in reversed(range(_LISTS)):
+            try:
+                names: list[bytes] = self._request(key, "list", lambda: self._store().list(span))
+                break
+            except GarbledAnswerError:
+                if not left:
+                    raise
         if self.scheme == "gs" and (not names or len(names) >= _LIST_PAGE):
             # TensorStore 0.1.86 returns an empty list where Google refuses to list, but reports the refusal of a read.
             self._request(key, "list", lambda: self._store().read(f"{prefix}.", byte_range=slice(0, 0)))

@@ -53,6 +53,11 @@ _UNREADABLE = frozenset(
 )
 """Error numbers of reads that say that something is broken there, as opposed to not allowed or not available now."""
 
+
+class GarbledAnswerError(StorageUnavailableError):
+    """An answer of a store could not be parsed: something between may have answered in its place."""
+
+
 STATUSES: dict[str, type[HoldfastError]] = {
     "CANCELLED": StorageUnavailableError,
     "UNKNOWN": StorageError,
@@ -74,6 +79,7 @@ STATUSES: dict[str, type[HoldfastError]] = {
 """The canonical status names of Abseil, https://abseil.io/docs/cpp/guides/status-codes, which TensorStore reports."""
 
 _SERVICE_CODES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (
+    (re.compile(r"Malformed List response|Failed to parse response"), GarbledAnswerError),
     (re.compile(r"All \d+ retry attempts failed"), StorageUnavailableError),  # reported as ABORTED
     (
         re.compile(
@@ -153,7 +159,7 @@ def map_status(error: Exception, path: str, action: str) -> HoldfastError:
 
 
 def _message(kind: type[HoldfastError], action: str, path: str, reason: str) -> str:
-    advice = _ADVICE.get(kind)
+    advice = next((_ADVICE[one] for one in kind.__mro__ if one in _ADVICE), None)
     return f"cannot {action} {path}: {reason}" + (f"; {advice}" if advice else "")
 
 
