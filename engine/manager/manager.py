@@ -36,7 +36,7 @@ from .directory import record_metrics as add_metrics
 from .events import RunEvents, described, few, find_watchers, guarded, reached
 from .identity import stored_options
 from .items import ItemSet
-from .metrics import plain_metrics
+from .metrics import MetricWatch, plain_metrics
 from .mirror import MirrorStatus, RunMirror
 from .options import CheckpointManagerOptions
 from .retention import StepInfo, best, newest_with
@@ -145,6 +145,9 @@ class CheckpointManager:
             self._listeners.append(rehearsal.note_save)
         self._decisions = SaveDecisions(triggers, self._clock, self._processes, self.latest_step())
         self._rollback = Rollback(self._run, warns=self._processes.is_primary)
+        self._watch: MetricWatch | None = None  # until the metric that ranks checkpoints has come
+        if self.options.best_fn is not None and self._processes.is_primary:
+            self._watch = MetricWatch(self.options.best_fn, str(self.directory))
 
     # ---- the mirror
 
@@ -509,7 +512,16 @@ class CheckpointManager:
         pending = self._pending
         in_flight = pending is not None and pending.step == step
         saved = in_flight or (step in self._run and not self._rollback.replaces(step))
+        # A function of the metrics fetches them from the device, so that it is called only where a trigger calls it.
+        if self._watch is not None and (isinstance(self.options.best_fn, str) or self.options.save_on_best):
+            self._note_metrics(step, metrics)
         return self._decisions.decide(step, metrics, saved=saved, earlier=self._earlier)
+
+    def _note_metrics(self, step: int, metrics: Mapping[str, Any] | None) -> None:
+        """Warn, once, of metrics without the one that ranks checkpoints."""
+        if self._watch is not None:
+            self._watch.note(step, metrics, known=lambda metric: best(self._run.infos(), metric) is not None)
+            self._watch = None if self._watch.ended else self._watch
 
     def should_save(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
         """Return whether a save is due at a step."""
@@ -567,6 +579,8 @@ class CheckpointManager:
                 self._run.make_room(step)
                 facts = check_json("custom_metadata", custom_metadata)
                 pending = _PendingSave(step, None if metrics is None else plain_metrics(metrics), facts)
+                if reason is None or not isinstance(self.options.best_fn, str):  # a callback has asked decide() before
+                    self._note_metrics(step, pending.metrics)
                 values = self._items.to_save(items, save_kwargs or {}, not_due)
                 self._items.save_begins(step, self._run)
             except BaseException as error:
@@ -715,6 +729,7 @@ class CheckpointManager:
             return
         self._check_writable()
         found = plain_metrics(metrics)
+        self._note_metrics(step, found)
 
         def record() -> dict[str, Any] | None:
             pending = self._pending

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-from ..errors import OptionError
+from ..errors import OptionError, shortened
+
+_logger = logging.getLogger("holdfast")
 
 # A metric's name, with ``/`` between the names of nested mappings, or a function of all metrics of a step.
 Metric = str | Callable[[Mapping[str, Any]], Any]
@@ -14,6 +19,8 @@ Metric = str | Callable[[Mapping[str, Any]], Any]
 Mode = Literal["max", "min"]  # whether larger or smaller values are better
 
 _ABSENT = object()
+_OF_EVALUATION = re.compile(r"(val|valid|validation|eval|evaluation|test|dev)(?![a-z])", re.IGNORECASE)
+_PATIENCE = 1000  # steps that may come without an evaluation
 
 
 def metric_value(metrics: Mapping[str, Any] | None, metric: Metric) -> float | None:
@@ -110,3 +117,68 @@ def plain_metrics(metrics: Mapping[str, Any], path: str = "") -> dict[str, Any]:
         else:
             raise OptionError(f"metric {name!r} is not a number but {value!r:.60}")
     return found
+
+
+# ---- metrics that do not come
+
+
+class MetricWatch:
+    """Warns, once, of reports without the metric that ranks checkpoints: most likely its name is misspelt.
+
+    A metric of evaluations (``val_loss``) may be missing beside those of training for a while: loops evaluate seldom.
+    """
+
+    def __init__(self, metric: Metric, where: str) -> None:
+        self._metric = metric
+        self._where = where
+        self._steps = 0
+        self.ended = False  # as the metric has come, or the warning was given
+
+    def note(self, step: int, metrics: Mapping[str, Any] | None, *, known: Callable[[Metric], bool]) -> None:
+        """Take note of a report.
+
+        Args:
+            step: The step.
+            metrics: Its metrics. Those on a device are not fetched, except by a function that ranks checkpoints.
+            known: Whether a checkpoint has the metric, which is asked before a warning.
+        """
+        self._steps += 1
+        if not metrics and self._steps < _PATIENCE:
+            return
+        missing = _missing(metrics or {}, self._metric)
+        names = list(_names(metrics or {}))
+        if missing is None or known(self._metric):
+            self.ended = True
+        elif self._steps >= _PATIENCE or not _OF_EVALUATION.match(missing) or any(map(_OF_EVALUATION.match, names)):
+            self.ended = True
+            near = difflib.get_close_matches(missing, names, n=1)
+            _logger.warning(
+                "%s: step %d was reported without the metric %s, by which best_fn ranks checkpoints; reported: %s%s. A "
+                "step without it is never the best, and save_on_best does not save it. All is well if it comes later, "
+                "such as from an evaluation",
+                self._where,
+                step,
+                missing,
+                shortened(names) or "no metrics",
+                f"; did you mean {near[0]}?" if near else "",
+            )
+
+
+def _missing(metrics: Mapping[str, Any], metric: Metric) -> str | None:
+    """Return the name of the metric that is not there, or None if it is."""
+    if isinstance(metric, str):
+        value = _lookup(metrics, metric)
+        if value is _ABSENT or value is None or isinstance(value, (str, bytes, Mapping, list, tuple)):
+            return metric
+        return None if math.prod(getattr(value, "shape", ())) == 1 else metric
+    try:
+        return metric_name(metric) if metric(metrics) is None else None
+    except KeyError as error:
+        return str(error.args[0]) if error.args else metric_name(metric)
+    except Exception:  # which the save that ranks this step reports
+        return None
+
+
+def _names(metrics: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    for name, value in metrics.items():
+        yield from _names(value, f"{path}{name}/") if isinstance(value, Mapping) else [f"{path}{name}"]

@@ -222,9 +222,9 @@ class FitSaver:
         if stop:
             self._save_and_leave(step, point)
         metrics = None
-        if self._options.save_on_best and self._new_metrics:
+        if self._new_metrics:
             self._ledger.observe(step, self._trainer.callback_metrics)
-            metrics = self._ledger.of(step)
+            metrics = self._ledger.of(step) if self._options.save_on_best else self._ledger.at(step)
         self._new_metrics = False
         decision = self._store.manager.decide(step, metrics=metrics)
         if decision.save:
@@ -361,7 +361,11 @@ class MetricsLedger:
 
     def of(self, step: int) -> dict[str, float]:
         """Return the metrics of one step as numbers, fetched from their device."""
-        return {name: float(value) for name, (value, at) in self._seen.items() if at == step}
+        return {name: float(value) for name, value in self.at(step).items()}
+
+    def at(self, step: int) -> dict[str, Any]:
+        """Return the metrics of one step as they were logged, on their device."""
+        return {name: value for name, (value, at) in self._seen.items() if at == step}
 
 
 def _same_value(one: Any, other: Any) -> bool:

@@ -290,6 +290,17 @@ def test_saved_and_kept_steps(driver: Driver, place: str, options: dict[str, Any
         assert entry.metrics["loss"] == pytest.approx(LOSSES[entry.step])
 
 
+@pytest.mark.parametrize("options", [{"save_on_best": True, "save_at_end": False}, {**EVERY_STEP, "max_to_keep": 1}])
+def test_a_misspelt_metric_is_told_at_the_first_report(
+    driver: Driver, place: str, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    driver.train(place, 4, **options, best_fn="los", best_mode="min")
+    told = [text for one in caplog.records if "without the metric" in (text := one.getMessage())]
+    assert len(told) == 1
+    assert "step 1 was reported without the metric los," in told[0]
+    assert "did you mean loss?" in told[0]
+
+
 # Resuming
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -280,9 +281,53 @@ def test_a_metric_that_no_checkpoint_has_is_told_before_steps_are_deleted(
         for step in range(4):
             manager.save(step, {"x": step}, metrics=metrics)
 
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    warnings = [text for record in caplog.records if "best_fn finds the best" in (text := record.getMessage())]
     assert len(warnings) == len(said)
     assert all(part in warning for part, warning in zip(said, warnings, strict=True))
+
+
+BY_VALUE = {"best_mode": "max", "save_on_best": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "reports", "said"),
+    [
+        (
+            {"best_fn": "val_los"},
+            [{"loss": 1}, {"loss": 1, "val_loss": 2}],
+            "2 was reported without the metric val_los,",
+        ),
+        ({"best_fn": "acc"}, [{"accuracy": 1.0, "x": {"y": 2}}] * 2, "1 was reported without the metric acc,"),
+        ({"best_fn": "acc"}, [{"accuracy": 1.0, "x": {"y": 2}}], "reported: accuracy, x/y. "),
+        ({"best_fn": "val/los"}, [{"val": {"loss": 1}}], "did you mean val/loss?"),
+        ({"best_fn": lambda metrics: metrics["los"]}, [{"loss": 1.0}] * 2, "1 was reported without the metric los,"),
+        ({"best_fn": lambda metrics: metrics.get("los")}, [{"loss": 1.0}], "reported: loss."),
+        ({"best_fn": "val"}, [{"val": {"loss": 1.0}}], "reported: val/loss."),
+        ({"best_fn": "matrix"}, [{"matrix": np.eye(2)}], "without the metric matrix, by which"),
+        ({"best_fn": "loss"}, [None] * 1001, "1000 was reported without the metric loss,"),
+        ({"best_fn": "val_loss"}, [{"loss": 1.0}] * 999 + [{"loss": 1.0, "val_loss": 1.0}], None),
+        ({"best_fn": "loss"}, [{}, {"loss": math.nan}, {"other": 1.0}], None),
+        ({"best_fn": lambda metrics: metrics["loss"]}, [{"loss": np.ones(1)}, {"other": 1.0}], None),
+    ],
+)
+def test_reports_without_the_metric_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, given: Any, reports: list[Any], said: str | None
+) -> None:
+    with hf.CheckpointManager(tmp_path, options=options(**given, **BY_VALUE)) as manager:
+        for step, metrics in enumerate(reports, start=1):
+            manager.should_save(step, metrics=metrics)
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == (said is not None)
+    assert said is None or said in told[0]
+
+
+def test_a_run_that_goes_on_knows_the_metric_of_its_checkpoints(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step, metrics in enumerate([{"score": 1.0}, {"loss": 1.0}]):
+        with hf.CheckpointManager(tmp_path, options=options(best_fn="score", best_mode="max")) as manager:
+            manager.save(step, {"x": step}, metrics=metrics)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 CHANGES = st.lists(
