@@ -135,7 +135,7 @@ def prune_run(
         options = CheckpointManagerOptions(**rules, item_intervals=run.options.item_intervals)
     applied = [rule for rule in options.rules() if not (rules and isinstance(rule, KeepAll))]
     infos = [entry.info for entry in run.entries if entry.record is not None]
-    if isinstance(options.best_fn, str) and best(infos, options.best_fn, options.best_mode) is None:
+    if isinstance(options.best_fn, str) and best(infos, options.best_fn, options.ranking_mode) is None:
         metrics = sorted({name for info in infos for name in info.metrics or ()})
         raise OptionError(
             f"{run.location}: no checkpoint has the metric {options.best_fn}, so none is the best, and nothing was "

@@ -204,6 +204,9 @@ class Config(Section):
         if best_fn is not None and self.METRICS and best_fn not in self.METRICS:
             text = f'expected a metric of this recipe ({metrics}), found "{best_fn}"'
             yield ("checkpoint", "best_fn"), text + did_you_mean(best_fn, self.METRICS)
+        elif best_fn is not None and given["best_mode"] is None:
+            text = f'expected "min" if the smallest {best_fn} is best, as of a loss, or "max" if the largest is'
+            yield ("checkpoint", "best_mode"), text
         known = list(self.identity_keys())
         for index, key in enumerate(self.checkpoint.allow_changes):
             if key not in known:

@@ -36,7 +36,7 @@ TREE: dict[str, Any] = {
 @pytest.fixture
 def run(place: str) -> str:
     """A directory of four steps with metrics, of which two are kept for a reason."""
-    options = hf.CheckpointManagerOptions(max_to_keep=1, best_fn="accuracy", keep_period=2)
+    options = hf.CheckpointManagerOptions(max_to_keep=1, best_fn="accuracy", best_mode="max", keep_period=2)
     with hf.CheckpointManager(place, options=options, clock=TickingClock(by=10)) as manager:
         for step, accuracy in enumerate([0.5, 0.9, 0.7, float("nan")], start=1):
             manager.save(step, {"w": np.full(1000, step)}, metrics={"accuracy": accuracy}, reason=f"at {accuracy}")

@@ -64,7 +64,7 @@ with hf.CheckpointManager("x") as manager:
     assert_type(manager.restore(3), Any)
 
 for kind in (hf.CheckpointCallback, CheckpointCallback):
-    with kind("x", save_interval_steps=3, resume="best", best_fn="loss") as checkpoint:
+    with kind("x", save_interval_steps=3, resume="best", best_fn="loss", best_mode="min") as checkpoint:
         assert_type(checkpoint.restore_or_initialize(state), tuple[State, int])
         assert_type(checkpoint.restore_or_initialize(state, data=[1]), tuple[State, int])
         assert_type(checkpoint.restore_or_initialize(make), tuple[State, int])

@@ -122,7 +122,7 @@ def _best(location: Location, checkpoints: Sequence[CheckpointSummary]) -> tuple
     if options is None or not isinstance(options.best_fn, str):
         return None, None
     infos = [StepInfo(step=one.step, time=one.time or 0.0, metrics=one.metrics) for one in checkpoints if one.time]
-    return options.best_fn, best(infos, options.best_fn, options.best_mode)
+    return options.best_fn, best(infos, options.best_fn, options.ranking_mode)
 
 
 def _read_newest(facts: RunFacts, location: Location, one: bool, reading: Reading) -> None:

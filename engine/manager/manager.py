@@ -254,7 +254,7 @@ class CheckpointManager:
         if self.options.best_fn is None:
             return self.latest_step()
         self._run.add_late_metrics()
-        return best(self._run.infos(), self.options.best_fn, self.options.best_mode)
+        return best(self._run.infos(), self.options.best_fn, self.options.ranking_mode)
 
     def why_kept(self, step: int) -> tuple[str, ...]:
         """Return every reason for which a committed step is kept; empty if it is about to be deleted.

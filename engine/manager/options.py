@@ -217,8 +217,12 @@ class CheckpointOptions:
         default=None,
         metadata=documentation("The metric that ranks checkpoints: its name, or a function of the metrics."),
     )
-    best_mode: BestMode = field(
-        default="max", metadata=documentation("Whether the largest or the smallest value of the metric is best.")
+    best_mode: BestMode | None = field(
+        default=None,
+        metadata=documentation(
+            'Whether the largest (``"max"``) or the smallest (``"min"``) value of the metric is best; a name in '
+            "``best_fn`` needs it. None is the largest value of a function."
+        ),
     )
     max_to_keep: int | None = field(
         default=None,
@@ -267,8 +271,13 @@ class CheckpointOptions:
             callable(self.best_fn) or (isinstance(self.best_fn, str) and self.best_fn)
         ):
             raise OptionError(f"best_fn={self.best_fn!r} must be the name of a metric or a function of the metrics")
-        if self.best_mode not in ("max", "min"):
+        if self.best_mode not in (None, "max", "min"):
             raise OptionError(f"best_mode={self.best_mode!r} must be 'max' or 'min'")
+        if isinstance(self.best_fn, str) and self.best_mode is None:
+            raise OptionError(
+                f"best_fn={self.best_fn!r} needs best_mode: best_mode='min' if the smallest value is best, as of a "
+                "loss, or best_mode='max' if the largest is, as of an accuracy"
+            )
         if not isinstance(self.keep_steps, Collection) or isinstance(self.keep_steps, str):
             raise OptionError(f"keep_steps={self.keep_steps!r} must be a collection of steps")
         if not isinstance(self.reuse_unchanged, bool):
@@ -279,6 +288,11 @@ class CheckpointOptions:
     def mirror_options(self) -> Mirror | None:
         """Return the options of the mirror, or None."""
         return self.mirror if self.mirror is None or isinstance(self.mirror, Mirror) else Mirror(self.mirror)
+
+    @property
+    def ranking_mode(self) -> BestMode:
+        """Which value of the metric is best: ``best_mode``, or the largest one of a function of the metrics."""
+        return self.best_mode or "max"
 
     @property
     def has_triggers(self) -> bool:
@@ -295,14 +309,14 @@ class CheckpointOptions:
         if self.save_interval_secs is not None:
             found.append(EverySeconds(seconds(self.save_interval_secs, name="save_interval_secs")))
         if self.save_on_best and self.best_fn is not None:
-            found.append(OnBest(self.best_fn, self.best_mode))
+            found.append(OnBest(self.best_fn, self.ranking_mode))
         return tuple(found)
 
     def rules(self) -> tuple[Rule, ...]:
         """Return what keeps a checkpoint; without ``max_to_keep`` and ``keep_latest``, everything is kept."""
         found: list[Rule] = []
         if self.best_fn is not None:
-            found.append(KeepBest(self.max_to_keep or 1, self.best_fn, self.best_mode))
+            found.append(KeepBest(self.max_to_keep or 1, self.best_fn, self.ranking_mode))
         elif self.max_to_keep is not None:
             found.append(KeepLatest(self.max_to_keep))
         if self.keep_latest is not None:
@@ -395,7 +409,7 @@ class CheckpointManagerOptions(CheckpointOptions):
             "keep_time_interval": None if interval is None else seconds(interval, name="keep_time_interval"),
             "keep_steps": sorted(self.keep_steps),
             "best_fn": self.best_fn if isinstance(self.best_fn, str) else None,
-            "best_mode": self.best_mode,
+            "best_mode": self.ranking_mode,
             "keep_checkpoints_without_metrics": self.keep_checkpoints_without_metrics,
             "item_intervals": dict(self.item_intervals),
         }
@@ -409,7 +423,8 @@ class CheckpointManagerOptions(CheckpointOptions):
         """
         known = cls().to_document().keys()
         try:
-            return cls(read_only=True, **{name: value for name, value in document.items() if name in known})
+            found = {name: value for name, value in document.items() if name in known}
+            return cls(read_only=True, **{"best_mode": "max", **found})
         except (TypeError, AttributeError) as error:
             raise OptionError(f"these are not options of a checkpoint manager: {error}") from error
 

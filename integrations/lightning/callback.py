@@ -157,7 +157,7 @@ class CheckpointCallback(ResumingCallback):
     @property
     def mode(self) -> str:
         """Whether the largest or the smallest value is best."""
-        return self._options.best_mode
+        return self._options.ranking_mode
 
     @property
     def save_top_k(self) -> int:

@@ -241,7 +241,13 @@ def test_time_is_that_of_process_0(tmp_path: Path) -> None:
 def test_the_best_is_that_of_process_0(tmp_path: Path) -> None:
     def run(coordinator: Coordinator) -> Any:
         several = manager(
-            tmp_path, coordinator, save_interval_steps=None, save_on_best=True, best_fn="accuracy", max_to_keep=1
+            tmp_path,
+            coordinator,
+            save_interval_steps=None,
+            save_on_best=True,
+            best_fn="accuracy",
+            best_mode="max",
+            max_to_keep=1,
         )
         scores = [0.1, 0.5, 0.3, 0.9] if coordinator.process_index == 0 else [0.9, 0.1, 0.8, 0.2]
         saved = [
@@ -258,7 +264,7 @@ def test_the_best_is_that_of_process_0(tmp_path: Path) -> None:
 
 def test_metrics_pins_and_deletions_reach_all(tmp_path: Path) -> None:
     def run(coordinator: Coordinator) -> Any:
-        several = manager(tmp_path, coordinator, max_to_keep=1, best_fn="accuracy", keep_latest=4)
+        several = manager(tmp_path, coordinator, max_to_keep=1, best_fn="accuracy", best_mode="max", keep_latest=4)
         for step in range(4):
             several.save(step, tree(step))
         several.record_metrics(3, {"accuracy": 0.5 if coordinator.process_index == 0 else 0.1})

@@ -77,7 +77,7 @@ def test_pinned_steps_stay(capsys: pytest.CaptureFixture[str], run: Path) -> Non
 
 
 def test_a_misspelt_metric_deletes_nothing(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    said = error_of(capsys, "prune", run, "--best-fn", "lost", "--yes", status=2)
+    said = error_of(capsys, "prune", run, "--best-fn", "lost", "--best-mode", "min", "--yes", status=2)
     assert "no checkpoint has the metric lost" in said
     assert "the metrics are: loss" in said
     assert len(steps(run)) == 6

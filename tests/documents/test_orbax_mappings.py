@@ -61,7 +61,7 @@ POLICIES: dict[str, tuple[list[Any], dict[str, Any]]] = {
     ),
     "best and newest": (
         [preservation.BestN(get_metric_fn=lambda metrics: metrics["loss"], n=2), preservation.LatestN(2)],
-        {"best_fn": "loss", "max_to_keep": 2, "keep_latest": 2},
+        {"best_fn": "loss", "best_mode": "max", "max_to_keep": 2, "keep_latest": 2},
     ),
 }
 

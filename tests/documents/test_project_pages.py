@@ -91,7 +91,7 @@ CALLBACK = "holdfast.integrations.lightning.CheckpointCallback"
         (["mirror=s3://bucket/run"], "mirror", "s3://bucket/run"),
         (["mirror.class_path=holdfast.Mirror", "mirror.init_args.url=/m"], "mirror", hf.Mirror("/m")),
         (["grace_secs=30s"], "grace_secs", "30s"),
-        (["export_best=best.ckpt", "best_fn=loss"], "export_best", "best.ckpt"),
+        (["export_best=best.ckpt", "best_fn=loss", "best_mode=min"], "export_best", "best.ckpt"),
         (["max_to_kep=3"], "", "Option 'max_to_kep' is not accepted"),
         (["max_to_keep=three"], "", "Given value: three"),
         (["resume=newest"], "", "Given value: newest"),

@@ -101,7 +101,7 @@ def open_manager(place: Path) -> hf.CheckpointManager:
             "state": hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()),
             "facts": hf.Checkpointer(hf.JsonCheckpointHandler()),
         },
-        hf.CheckpointManagerOptions(max_to_keep=2, best_fn="score", keep_latest=1, step_prefix="ckpt"),
+        hf.CheckpointManagerOptions(max_to_keep=2, best_fn="score", best_mode="max", keep_latest=1, step_prefix="ckpt"),
         metadata={"name": "kept"},
     )
 

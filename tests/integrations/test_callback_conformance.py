@@ -347,7 +347,7 @@ def test_a_step_that_is_named_and_not_there(driver: Driver, place: str) -> None:
     with pytest.raises(hf.CheckpointNotFoundError, match=r"resume=9, but .* has no such step: it has the steps 1, 2\."):
         driver.train(place, 3, resume=9)
     with pytest.raises(hf.CheckpointNotFoundError, match=r"resume='best', but .*: no step has the metric that ranks"):
-        driver.train(place, 3, resume="best", best_fn="other")
+        driver.train(place, 3, resume="best", best_fn="other", best_mode="max")
     with pytest.raises(hf.CheckpointNotFoundError, match=r"resume=1, but .*: it has no checkpoint"):
         driver.train(f"{place}/other", 3, resume=1)
     StoredFiles(f"{place}/1").write("checkpoint.json", b"{")

@@ -503,7 +503,7 @@ def test_every_new_best_is_saved_also_across_a_restart(tmp_path: Path) -> None:
     def train(first: int, last: int) -> list[int]:
         saved = []
         with CheckpointCallback(
-            tmp_path, save_on_best=True, best_fn="accuracy", save_at_end=False, max_to_keep=2
+            tmp_path, save_on_best=True, best_fn="accuracy", best_mode="max", save_at_end=False, max_to_keep=2
         ) as checkpoint:
             checkpoint.restore_or_initialize(state_at(0))
             for step in range(first, last + 1):
@@ -515,7 +515,7 @@ def test_every_new_best_is_saved_also_across_a_restart(tmp_path: Path) -> None:
 
     assert train(1, 3) == [1, 2]
     assert train(3, 9) == [7, 9]
-    manager = hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(best_fn="accuracy"))
+    manager = hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(best_fn="accuracy", best_mode="max"))
     assert manager.all_steps() == [7, 9]
     assert manager.best_step() == 9
 
@@ -554,7 +554,7 @@ def test_the_best_evaluation_saves_the_step_then(tmp_path: Path) -> None:
 
 
 def test_metrics_on_the_device_are_left_there_until_a_save_needs_them(tmp_path: Path) -> None:
-    with CheckpointCallback(tmp_path, save_interval_steps=3, best_fn="loss") as checkpoint:
+    with CheckpointCallback(tmp_path, save_interval_steps=3, best_fn="loss", best_mode="max") as checkpoint:
         checkpoint.restore_or_initialize(state_at(0))
         losses = [OnDevice(step / 10) for step in range(1, 8)]
         for step, loss in enumerate(losses, start=1):
@@ -564,7 +564,9 @@ def test_metrics_on_the_device_are_left_there_until_a_save_needs_them(tmp_path: 
 
 def test_only_the_metric_of_a_policy_is_fetched_at_every_step(tmp_path: Path) -> None:
     other = OnDevice(1.0)
-    with CheckpointCallback(tmp_path, save_on_best=True, best_fn="loss", save_at_end=False) as checkpoint:
+    with CheckpointCallback(
+        tmp_path, save_on_best=True, best_fn="loss", best_mode="max", save_at_end=False
+    ) as checkpoint:
         checkpoint.restore_or_initialize(state_at(0))
         checkpoint.on_step(1, state_at(1), metrics={"loss": 0.5})
         checkpoint.on_step(2, state_at(2), metrics={"loss": OnDevice(0.1), "other": other})
@@ -601,6 +603,7 @@ def test_a_step_at_which_nothing_is_due_costs_a_few_calls_for_states_of_all_size
             save_interval_steps=10_000,
             save_interval_secs="1h",
             best_fn="loss",
+            best_mode="max",
             save_at_end=False,
         ) as checkpoint:
             checkpoint.restore_or_initialize({}, data=Positions())

@@ -47,7 +47,7 @@ PLACES: dict[str, Callable[..., hf.CheckpointManagerOptions]] = {
     "lightning": lambda path, **options: LightningCallback(path, **options).manager.options,
     "recipe": of_recipe,
 }
-LOSS = {"best_fn": "loss"}
+LOSS = {"best_fn": "loss", "best_mode": "max"}
 EFFECTS: dict[str, tuple[dict[str, Any], tuple[Any, ...], tuple[Any, ...]]] = {
     "steps": ({"save_interval_steps": 7}, (EverySteps(7),), (KeepPinned(), KeepAll())),
     "seconds": ({"save_interval_secs": "1h"}, (EverySeconds(3600),), (KeepPinned(), KeepAll())),
@@ -99,6 +99,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "seconds": {"save_interval_secs": "soon"},
     "best": {"save_on_best": True},
     "mode": {"best_mode": "most"},
+    "no mode": {"best_fn": "loss"},
     "newest": {"max_to_keep": 0},
     "latest": {"keep_latest": -1},
     "period": {"keep_period": True},
@@ -111,7 +112,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 def test_every_shared_option_is_in_the_tables() -> None:
     assert {name for given, _, _ in EFFECTS.values() for name in given} == set(SHARED)
-    assert {name for given in REFUSED.values() for name in given} == set(SHARED) - {"best_fn"}
+    assert {name for given in REFUSED.values() for name in given} == set(SHARED)
 
 
 @pytest.mark.parametrize("place", PLACES)

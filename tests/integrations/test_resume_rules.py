@@ -45,13 +45,13 @@ def test_never_with_a_checkpoint_even_a_damaged_one(damaged: Path) -> None:
 
 def test_a_recipe_begins_from_a_step(tmp_path: Path) -> None:
     def train(**checkpoint: Any) -> Any:
-        keys = {"save_interval_steps": 1, "best_fn": "loss", **checkpoint}
+        keys = {"save_interval_steps": 1, "best_fn": "loss", "best_mode": "max", **checkpoint}
         small = ["model.hidden=[4]", "game.batch_size=4", "train.steps=4", f"run_dir={tmp_path}"]
         return run(load_configuration("self_play", [*small, *(f"checkpoint.{key}={keys[key]}" for key in keys)]))
 
     assert train().step == 4
     manager = hf.CheckpointManager(
-        tmp_path / "checkpoints", options=hf.CheckpointManagerOptions(read_only=True, best_fn="loss")
+        tmp_path / "checkpoints", options=hf.CheckpointManagerOptions(read_only=True, best_fn="loss", best_mode="max")
     )
     best = manager.best_step()
     assert best is not None

@@ -114,7 +114,7 @@ def test_seconds(make: Make) -> None:
 
 def test_the_best(make: Make) -> None:
     handler = Failing()
-    manager = make(handler, save_on_best=True, best_fn="accuracy")
+    manager = make(handler, save_on_best=True, best_fn="accuracy", best_mode="max")
     assert manager.save(1, {"step": 1}, metrics={"accuracy": 0.5})
     fail(manager, handler, 2, metrics={"accuracy": 0.9})
     assert not manager.should_save(3, metrics={"accuracy": 0.4})

@@ -15,7 +15,7 @@ from tests.clocks import FakeClock
 import holdfast as hf
 from holdfast.engine.manager import late_metrics
 
-OPTIONS = {"best_fn": "return", "max_to_keep": 1, "keep_latest": 2}
+OPTIONS = {"best_fn": "return", "best_mode": "max", "max_to_keep": 1, "keep_latest": 2}
 
 
 def trainer(directory: Path | str, **options: Any) -> hf.CheckpointManager:

@@ -156,7 +156,7 @@ def test_the_newest_is_the_highest_step_with_any_clock(place: str) -> None:
 
 
 def test_the_newest_is_kept_though_it_is_the_worst(place: str) -> None:
-    given = options(max_to_keep=1, best_fn="accuracy")
+    given = options(max_to_keep=1, best_fn="accuracy", best_mode="max")
     with hf.CheckpointManager(place, hf.PyTreeCheckpointer(), given) as manager:
         for step, accuracy in ((1, 0.9), (2, 0.1), (3, NAN)):
             manager.save(step, step, metrics={"accuracy": accuracy})
@@ -177,7 +177,7 @@ def test_the_newest_is_kept_though_it_is_the_worst(place: str) -> None:
     ],
 )
 def test_best_step(place: str, metrics: list[dict[str, Any]], best: int | None) -> None:
-    given = options(best_fn="a")
+    given = options(best_fn="a", best_mode="max")
     with hf.CheckpointManager(place, hf.PyTreeCheckpointer(), given) as manager:
         for step, found in enumerate(metrics, start=1):
             manager.save(step, step, metrics={name: value for name, value in found.items() if value is not None})
@@ -206,7 +206,15 @@ def test_pins(place: str) -> None:
 
 
 def test_every_reason_is_told(place: str) -> None:
-    given = options(max_to_keep=2, keep_latest=1, keep_period=2, keep_steps=[4], best_fn="acc", keep_time_interval="1h")
+    given = options(
+        max_to_keep=2,
+        keep_latest=1,
+        keep_period=2,
+        keep_steps=[4],
+        best_fn="acc",
+        best_mode="max",
+        keep_time_interval="1h",
+    )
     clock = FakeClock()
     with hf.CheckpointManager(place, hf.PyTreeCheckpointer(), given, clock=clock) as manager:
         for step in range(1, 5):
@@ -277,7 +285,7 @@ def test_restoring_sets_where_the_run_begins(place: str) -> None:
 def test_a_metric_that_no_checkpoint_has_is_told_before_steps_are_deleted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, best_fn: Any, metrics: Any, said: list[str]
 ) -> None:
-    with hf.CheckpointManager(tmp_path, options=options(best_fn=best_fn, max_to_keep=1)) as manager:
+    with hf.CheckpointManager(tmp_path, options=options(best_fn=best_fn, best_mode="max", max_to_keep=1)) as manager:
         for step in range(4):
             manager.save(step, {"x": step}, metrics=metrics)
 

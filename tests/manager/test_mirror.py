@@ -233,7 +233,7 @@ def test_the_interval_may_be_a_time(tmp_path: Path, place: str) -> None:
 
 
 def test_without_limits_of_its_own_the_rules_of_the_run_hold(tmp_path: Path, place: str) -> None:
-    with manager(tmp_path / "run", place, max_to_keep=2, best_fn="score") as run:
+    with manager(tmp_path / "run", place, max_to_keep=2, best_fn="score", best_mode="max") as run:
         for step, score in ((1, 9.0), (2, 1.0), (3, 5.0), (4, 2.0)):
             run.save(step, tree(step), metrics={"score": score})
             run.wait_until_finished()

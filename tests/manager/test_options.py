@@ -49,6 +49,7 @@ from holdfast.engine.manager import (
         ({"step_prefix": ""}, "step_prefix"),
         ({"step_prefix": "a/b"}, "step_prefix"),
         ({"best_mode": "maximum", "best_fn": "acc"}, "best_mode='maximum' must be 'max' or 'min'"),
+        ({"best_fn": "loss"}, "best_fn='loss' needs best_mode: best_mode='min' if the smallest value is best"),
         ({"best_fn": 3}, "best_fn=3 must be the name of a metric or a function"),
         ({"max_to_keep": 1, "best_fn": ""}, "best_fn='' must be the name of a metric or a function"),
         ({"max_to_keep": 0, "best_fn": "acc"}, "max_to_keep=0 must be a whole number of at least 1"),
@@ -80,7 +81,7 @@ def test_triggers_and_rules() -> None:
     assert hf.CheckpointManagerOptions().triggers() == (EverySteps(1),)
     assert hf.CheckpointManagerOptions(save_interval_steps=None).triggers() == (EverySteps(1),)
     assert hf.CheckpointManagerOptions(save_interval_secs="1h").triggers() == (EverySeconds(3600),)
-    assert hf.CheckpointManagerOptions(save_on_best=True, best_fn="loss").triggers() == (OnBest("loss"),)
+    assert hf.CheckpointManagerOptions(save_on_best=True, best_fn=len).triggers() == (OnBest(len),)
     assert hf.CheckpointManagerOptions(keep_period=3).rules() == (KeepPeriod(3), KeepPinned(), KeepAll())
     assert hf.CheckpointManagerOptions(max_to_keep=2).rules() == (KeepLatest(2), KeepPinned())
 
@@ -96,6 +97,8 @@ def test_retention_is_written_down() -> None:
     read = hf.CheckpointManagerOptions.from_document(document | {"unknown": 1})
     assert read.rules() == given.rules()
     assert read.read_only
+    del document["best_mode"]
+    assert hf.CheckpointManagerOptions.from_document(document).ranking_mode == "max", "as it was by default"
     function = hf.CheckpointManagerOptions(max_to_keep=1, best_fn=len).to_document()
     assert function["best_fn"] is None
 

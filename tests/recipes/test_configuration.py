@@ -137,6 +137,11 @@ ERRORS = {
         "FILE:2: checkpoint.best_fn: expected a metric of this recipe (loss, val_accuracy, val_loss), "
         'found "val_acuracy"; did you mean "val_accuracy"?',
     ),
+    "metric without a mode": (
+        "checkpoint: {best_fn: val_loss}",
+        'FILE:2: checkpoint.best_mode: expected "min" if the smallest val_loss is best, as of a loss, or "max" if the '
+        "largest is",
+    ),
     "best without a metric": (
         "checkpoint: {save_on_best: true}",
         "FILE:2: checkpoint.save_on_best: expected best_fn to name a metric as well: loss, val_accuracy, val_loss",

@@ -100,7 +100,7 @@ def test_what_is_no_link_stays(program: Any, tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"export_best": "best.ckpt"}, "export_best= needs best_fn"),
-        ({"export_best": "best.pt", "best_fn": "loss"}, "must end in .safetensors or .ckpt"),
+        ({"export_best": "best.pt", "best_fn": "loss", "best_mode": "min"}, "must end in .safetensors or .ckpt"),
         ({"every_n_epochs": 0}, "must be a whole number of at least 1"),
     ],
 )
