@@ -73,8 +73,8 @@ def split(name: str) -> list[str]:
     return [unescape_key(text) for text in name.split(".")] if name else []
 
 
-WRAPPED = ("module", "_orig_mod", "_forward_module", "_original_module")
-"""Names that wrappers of torch give to the module inside: DDP, ``torch.compile`` and Fabric."""
+WRAPPED = ("module", "_orig_mod", "_forward_module", "_original_module", "_checkpoint_wrapped_module")
+"""Names that wrappers of torch give to the module inside: DDP, ``torch.compile``, Fabric, activation checkpointing."""
 
 _WRAPPED_KEYS = re.compile(rf"(?:(?<=\.)|(?<=%2E)|^)(?:(?:{'|'.join(WRAPPED)})(?:\.|%2E))+")
 

@@ -15,6 +15,7 @@ from ...engine.stateful import decode_state, encode_state, hashable, is_dense
 from .paths import Path
 from .slots import StateSlot
 from .tracked import Node, Value
+from .wrappers import STRIPPED_BY_TORCH, module_prefixes
 
 # ---- torch modules and tensors
 
@@ -177,20 +178,24 @@ class ModuleState(StateSlot):
 
     def get(self) -> Any:
         state = self.thing.state_dict()
-        return pack_tree(encode_state({name: state[name] for name in self._beyond(state)}))
+        prefixes = list(module_prefixes(self.thing))
+        return pack_tree(encode_state({_bare(name, prefixes): state[name] for name in self._beyond(state)}))
 
     def set(self, value: Any) -> None:
         torch: Any = loaded("torch")
         state = copy.copy(self.thing.state_dict())  # with the metadata of torch, which is an attribute
         for name in self._beyond(state):
             del state[name]
-        state.update(decode_state(value))
+        prefixes = list(module_prefixes(self.thing))
+        found = {_wrapped(name, prefixes): one for name, one in decode_state(value).items()}
+        state.update(found)
         # Parameters that the module gives in another form, such as in half precision, keep the values of the graph.
-        exact = [(one, one.detach().clone()) for name, one in self.thing.named_parameters() if name in value]
+        named = ((name.replace(STRIPPED_BY_TORCH, ""), one) for name, one in self.thing.named_parameters())
+        exact = [(one, one.detach().clone()) for name, one in named if name in found]
         self.thing.load_state_dict(state)
         with torch.no_grad():
-            for one, found in exact:
-                one.copy_(found)
+            for one, before in exact:
+                one.copy_(before)
 
     def _beyond(self, state: Mapping[str, Any]) -> list[str]:
         known = {_memory(one) for one in self.thing.parameters()}
@@ -200,6 +205,17 @@ class ModuleState(StateSlot):
             for name, value in state.items()
             if not name.endswith("_extra_state") and not (is_torch_tensor(value) and _memory(value) in known)
         ]
+
+
+def _bare(name: str, prefixes: list[tuple[str, str]]) -> str:
+    """Return the name of a value in a module's state without the names of wrappers."""
+    bare, wrapped = max((one for one in prefixes if name.startswith(one[1])), key=lambda one: len(one[1]))
+    return bare + name.removeprefix(wrapped)
+
+
+def _wrapped(name: str, prefixes: list[tuple[str, str]]) -> str:
+    bare, wrapped = max((one for one in prefixes if name.startswith(one[0])), key=lambda one: tuple(map(len, one)))
+    return wrapped + name.removeprefix(bare)
 
 
 def is_buffer(module: Any, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Wrappers around one module: DDP, ``torch.compile``, Fabric. A graph has the module in their place.
+"""Wrappers around one module: DDP, ``torch.compile``, Fabric, activation checkpointing. A graph has the module instead.
 
 So a path does not depend on how a program runs its module, and what was saved bare restores wrapped and the other way
 round.
@@ -6,18 +6,22 @@ round.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
 from ...engine.pytree import WRAPPED
 
+_CHECKPOINTED = "_checkpoint_wrapped_module"
+STRIPPED_BY_TORCH = f"{_CHECKPOINTED}."  # which state_dict() leaves out, and load_state_dict() puts in again
 # The attributes that hold the module, by the names of the wrappers' classes.
 _CLASSES = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
     "OptimizedModule": "_orig_mod",
     "_FabricModule": "_original_module",
+    "CheckpointWrapper": _CHECKPOINTED,
+    "OffloadWrapper": _CHECKPOINTED,
 }
 _DICTIONARIES = {"", "dict", "ordered_dict", "OrderedDict", "collections.OrderedDict"}
 _LIBRARIES = {"torch", "lightning", "lightning_fabric", "pytorch_lightning"}
@@ -30,6 +34,17 @@ def unwrapped(value: Any) -> Any:
     return value
 
 
+def module_prefixes(module: Any, bare: str = "", wrapped: str = "") -> Iterator[tuple[str, str]]:
+    """Generate what the names of values begin with in the state of each module: without wrappers, and with them."""
+    yield bare, wrapped
+    inside = _attribute(type(module))  # type: ignore[arg-type]  # as above
+    for name, child in module._modules.items():
+        if child is not None and name == inside:
+            yield from module_prefixes(child, bare, wrapped if name == _CHECKPOINTED else f"{wrapped}{name}.")
+        elif child is not None:
+            yield from module_prefixes(child, f"{bare}{name}.", f"{wrapped}{name}.")
+
+
 @lru_cache(maxsize=1024)  # of thousands of objects, few are of different types
 def _attribute(kind: Any) -> str | None:
     names = (_CLASSES.get(base.__name__) for base in kind.__mro__ if base.__module__.partition(".")[0] in _LIBRARIES)
@@ -39,4 +54,4 @@ def _attribute(kind: Any) -> str | None:
 def wrapped_nodes(label: str, edges: Mapping[str, int]) -> list[int]:
     """Return the nodes of the modules in a saved node: a wrapper, or a dictionary of values of one."""
     inside = [edges[name] for name in WRAPPED if name in edges]
-    return inside if inside and (label in _DICTIONARIES or label.rpartition(".")[2] in _CLASSES) else []
+    return inside if inside and (label in _DICTIONARIES or label.endswith(tuple(_CLASSES))) else []

@@ -140,7 +140,9 @@ class Fitting:
         other = {name: line for name in saved if (line := _difference(name, saved[name], live.get(name)))}
         result = module.load_state_dict({name: saved[name] for name in saved if name not in other}, strict=False)
         trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-        for name in result.missing_keys:
+        trained |= {unwrapped_name(name) for name in trained}
+        missing = [name if name in live else unwrapped_name(name) for name in result.missing_keys]
+        for name in missing:  # torch's names have those of wrappers that its state dicts leave out
             if module.strict_loading or name in trained or name in other:
                 self.misfits.kept.append(other.get(name, f"state_dict/{name}: not in the checkpoint"))
         if module.strict_loading:

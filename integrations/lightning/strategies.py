@@ -22,6 +22,7 @@ from ...engine.distributed import ProcessGroup
 from ...engine.errors import StateError
 from ...engine.format import FileRecord
 from ...engine.handlers import PyTreeCheckpointHandler
+from ...engine.pytree import unwrapped_name
 from ...engine.storage import Location
 
 _SAVE_BY_THEMSELVES = {"FSDPStrategy", "DeepSpeedStrategy"}
@@ -132,7 +133,7 @@ class SharedState:
         module = strategy.lightning_module
         gloo = torch.distributed.get_backend() == "gloo"
         self._channel = torch.device("cpu") if gloo else strategy.root_device
-        self._parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        self._parameters = {unwrapped_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
         # Optimizers that shard their state by themselves give all of it to process 0, and nothing to the others.
         self._optimizers = {
             index
@@ -179,7 +180,7 @@ class SharedState:
         if hasattr(value, "placements"):  # a DTensor: each process has its part
             return True
         if path[0] == "state_dict":
-            return len(path) == 2 and path[1] in self._parameters
+            return len(path) == 2 and unwrapped_name(path[1]) in self._parameters
         return path[0] == "optimizer_states" and len(path) > 1 and path[1] in self._optimizers
 
     def _outline(self, value: Any, path: Path, large: list[torch.Tensor]) -> Any:

@@ -44,8 +44,24 @@ def fabric(net: torch.nn.Module) -> Any:
     return Fabric(accelerator="cpu", devices=1).setup_module(net)
 
 
-WRAPPERS = {one.__name__: one for one in (bare, compiled, parallel, compiled_parallel, fabric)}
-SOME = [("parallel", "bare"), ("bare", "compiled_parallel"), ("compiled", "fabric"), ("fabric", "parallel")]
+def checkpointed(net: torch.nn.Module) -> Any:
+    """Computes activations anew in the backward pass: of the whole net, and of each layer."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as activations
+
+    wrap: Any = activations
+    wrap.apply_activation_checkpointing(net, check_fn=lambda module: isinstance(module, torch.nn.Linear))
+    return parallel(wrap.checkpoint_wrapper(net))
+
+
+WRAPPERS = {one.__name__: one for one in (bare, compiled, parallel, compiled_parallel, fabric, checkpointed)}
+SOME = [
+    ("parallel", "bare"),
+    ("bare", "compiled_parallel"),
+    ("compiled", "fabric"),
+    ("fabric", "parallel"),
+    ("checkpointed", "bare"),
+    ("compiled", "checkpointed"),
+]
 PAIRS = [
     pytest.param(*pair, marks=[] if pair in SOME else pytest.mark.sweep)
     for pair in itertools.product(WRAPPERS, WRAPPERS)
@@ -117,6 +133,43 @@ def test_wrapped_roots_and_files_of_torch(tmp_path: Path) -> None:
         "module/weight",
         "module/bias",
     }
+
+
+class Counting(torch.nn.Module):
+    """Counts its batches, and says so in its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        self.seen = 0
+
+    def _save_to_state_dict(self, state: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(state, prefix, keep_vars)
+        state[f"{prefix}seen"] = self.seen
+        state[f"{prefix}scale"] = self.layer.weight.half()
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        self.seen = state.pop(f"{prefix}seen")
+        del state[f"{prefix}scale"]
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("checkpointed", "bare"), ("bare", "checkpointed"), ("compiled", "bare")]
+)
+def test_states_of_modules_in_wrapped_parts(place: str, before: str, after: str) -> None:
+    def program(wrap: Callable[[Any], Any]) -> tuple[Any, Any]:
+        outer, inner = Counting(), Counting()
+        outer.module = torch.nn.Sequential(wrap(inner))  # a name that wrappers have, too
+        return outer, inner
+
+    outer, inner = program(WRAPPERS[before])
+    outer.seen, inner.seen = 3, 4
+    path = graph.Checkpoint(net=outer).save(f"{place}/ckpt")
+    again, within = program(WRAPPERS[after])
+    graph.Checkpoint(net=again).restore(path).assert_consumed()
+    assert (again.seen, within.seen) == (3, 4)
+    assert torch.equal(within.layer.weight, inner.layer.weight)
 
 
 def test_what_stays_without_a_value_is_said_at_once(place: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import callbacks as parts
 from tests.lightning_advice import ADVICE
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback
@@ -22,6 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The checkpoint was not created with WeightAveraging"),
 ]
 
+activations: Any = checkpoint_wrapper  # whose functions have no types
 NewDirectory = Callable[[], str]
 STEPS = 3
 
@@ -266,6 +268,51 @@ def test_what_an_optimizer_keeps_follows_the_names(program: Any, new_directory: 
         assert [names for names, _ in seen.groups] == [["two.weight", "two.bias", "one.weight", "one.bias"]]
         for name, state in seen.moments.items():
             assert all(torch.equal(value, moments[name][key]) for key, value in state.items()), name
+
+
+class Checkpointed(Net):
+    """Computes the activations of its layers anew in the backward pass."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        activations.apply_activation_checkpointing(self, check_fn=lambda module: isinstance(module, torch.nn.Linear))
+
+
+@pytest.mark.parametrize(("before", "after"), [(Net, Checkpointed), (Checkpointed, Net)])
+@pytest.mark.parametrize("partial", [None, "initialize"])
+def test_activation_checkpointing_on_and_off(
+    program: Any, new_directory: NewDirectory, before: type[Net], after: type[Net], partial: Any
+) -> None:
+    """Each layer with a rate of its own, so that names decide about groups."""
+
+    def rates(net: Any) -> Any:
+        groups: Any = [{"params": [value], "lr": 0.01 * len(value)} for value in net.parameters()]
+        return torch.optim.Adam(groups)
+
+    def go(kind: type[Net], layers: dict[str, int], steps: int, **options: Any) -> tuple[Seen, Any]:
+        torch.manual_seed(steps)
+        callbacks = [CheckpointCallback(directory, save_interval_steps=1, **options), seen := Seen()]
+        trainer = lightning.Trainer(max_steps=steps, callbacks=callbacks, **program.QUIET)
+        trainer.fit(net := kind(layers, rates), program.training_loader("plain"), program.validation_loader())
+        return seen, contents(trainer, net)
+
+    def bare(name: str) -> str:
+        return name.replace("_checkpoint_wrapped_module.", "")
+
+    directory = new_directory()
+    _, (weights, moments, groups, _) = go(before, LAYERS, STEPS)
+    again, _ = go(after, {**LAYERS, "new": 2} if partial else LAYERS, STEPS + 1, partial=partial)
+    assert again.step == STEPS
+    new = OF_NEW if partial else set()
+    assert again.weights.keys() == weights.keys() | new
+    for name, value in weights.items():
+        assert torch.equal(again.weights[name], value)
+    found = {bare(name): value for name, value in again.moments.items()}
+    assert found.keys() == {bare(name) for name in moments}
+    for name, state in moments.items():
+        assert all(torch.equal(value, found[bare(name)][key]) for key, value in state.items()), name
+    before_names = [([bare(name) for name in names], rate) for names, rate in groups]
+    assert [([bare(name) for name in names], rate) for names, rate in again.groups][: len(groups)] == before_names
 
 
 def test_parameters_in_other_groups_are_refused(program: Any, new_directory: NewDirectory) -> None:
