@@ -91,6 +91,7 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and say what would be done; run nothing.")
     ] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Train a recipe; the same command again resumes.
 
@@ -98,7 +99,7 @@ def run(
     """
     from .recipes import run_recipe
 
-    return run_recipe(config, overrides or [], print_config=print_config, dry_run=dry_run)
+    return run_recipe(config, overrides or [], print_config=print_config, dry_run=dry_run, as_json=as_json)
 
 
 @app.command()
@@ -239,12 +240,15 @@ def ls(directory: Directory, as_json: AsJson = False) -> int:
 def watch(
     directory: Run,
     interval: Annotated[str, typer.Option("--interval", help="How often to look, such as 10s.")] = "2s",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a line of JSON for each change, for programs.")
+    ] = False,
 ) -> int:
     """Follow a run: print its checkpoints as they come and go, until Ctrl-C."""
     from ..engine.clock import seconds
     from .watch import watch_steps
 
-    return watch_steps(directory, max(0.1, seconds(interval, name="--interval")))
+    return watch_steps(directory, max(0.1, seconds(interval, name="--interval")), as_json=as_json)
 
 
 @app.command()
@@ -265,6 +269,9 @@ def prune(
     ] = None,
     best_fn: Annotated[str | None, typer.Option("--best-fn", help="The metric that ranks checkpoints.")] = None,
     best_mode: Annotated[str | None, typer.Option("--best-mode", help="max or min.")] = None,
+    only: Annotated[
+        bool, typer.Option("--only", help="Apply the rules given here alone, without those of the run.")
+    ] = False,
     prefix: Prefix = None,
     dry_run: DryRun = False,
     yes: Yes = False,
@@ -272,7 +279,7 @@ def prune(
 ) -> int:
     """Delete the checkpoints of a run that no rule keeps.
 
-    The rules are those given here, or those of the last run if none is. The newest checkpoint and pinned ones stay.
+    Rules that are not given here are those of the last run. The newest checkpoint and pinned ones stay.
     """
     from .change import Confirmation, prune_run
 
@@ -286,7 +293,7 @@ def prune(
         "best_mode": best_mode,
     }
     rules = {name: value for name, value in given.items() if value is not None}
-    return prune_run(directory, rules, Confirmation(yes, dry_run), prefix=prefix, as_json=as_json)
+    return prune_run(directory, rules, Confirmation(yes, dry_run), only=only, prefix=prefix, as_json=as_json)
 
 
 @app.command()
@@ -320,19 +327,19 @@ def rollback(
 
 
 @app.command()
-def pin(directory: Run, steps: Steps, prefix: Prefix = None) -> int:
+def pin(directory: Run, steps: Steps, prefix: Prefix = None, as_json: AsJson = False) -> int:
     """Keep checkpoints until they are unpinned, also if no rule keeps them."""
     from .change import pin_steps
 
-    return pin_steps(directory, steps, pinned=True, prefix=prefix)
+    return pin_steps(directory, steps, pinned=True, prefix=prefix, as_json=as_json)
 
 
 @app.command()
-def unpin(directory: Run, steps: Steps, prefix: Prefix = None) -> int:
+def unpin(directory: Run, steps: Steps, prefix: Prefix = None, as_json: AsJson = False) -> int:
     """Leave checkpoints to the retention rules again."""
     from .change import pin_steps
 
-    return pin_steps(directory, steps, pinned=False, prefix=prefix)
+    return pin_steps(directory, steps, pinned=False, prefix=prefix, as_json=as_json)
 
 
 @app.command()
@@ -394,6 +401,7 @@ def report(
             "--norm-steps", metavar="N", help="Compare the norms of so many kept steps; each is read whole.", min=1
         ),
     ] = None,
+    as_json: AsJson = False,
 ) -> int:
     """Write the life of runs on one page of HTML, which opens from disk without a network.
 
@@ -403,7 +411,7 @@ def report(
     """
     from .run_report import write_report
 
-    return write_report(directories, output, statistics=not no_statistics, norm_steps=norm_steps)
+    return write_report(directories, output, statistics=not no_statistics, norm_steps=norm_steps, as_json=as_json)
 
 
 @app.command()

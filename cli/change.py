@@ -25,6 +25,7 @@ from ..engine.manager import (
     best,
     list_steps,
     reasons,
+    stored_function,
     stored_identity,
     stored_options,
 )
@@ -123,16 +124,15 @@ def _of_one_prefix(location: Location, entries: Sequence[StepEntry], prefix: str
 
 
 def prune_run(
-    place: str, rules: dict[str, Any], confirmation: Confirmation, *, prefix: str | None, as_json: bool
+    place: str, rules: dict[str, Any], confirmation: Confirmation, *, only: bool, prefix: str | None, as_json: bool
 ) -> int:
     """Delete the steps that no retention rule keeps; the newest and the pinned ones always stay.
 
-    ``rules`` are options of ``CheckpointManagerOptions`` about what to keep; without any, those of the last run hold.
+    ``rules`` are options of ``CheckpointManagerOptions`` about what to keep. Those that are not given are those of the
+    last run, unless ``only`` is true.
     """
     run = ChangedRun(place, prefix)
-    options = run.options
-    if rules:
-        options = CheckpointManagerOptions(**rules, item_intervals=run.options.item_intervals)
+    options = _pruning_options(run, rules, only)
     applied = [rule for rule in options.rules() if not (rules and isinstance(rule, KeepAll))]
     infos = [entry.info for entry in run.entries if entry.record is not None]
     if isinstance(options.best_fn, str) and best(infos, options.best_fn, options.ranking_mode) is None:
@@ -152,6 +152,28 @@ def prune_run(
     if run.mirror is not None and not as_json:
         print(f"the mirror {run.mirror} keeps what its own rules keep, and stays as it is")
     return _delete(run, doomed, confirmation, as_json=as_json, more={"kept": kept, "damaged": damaged}, in_mirror=False)
+
+
+def _pruning_options(run: ChangedRun, rules: dict[str, Any], only: bool) -> CheckpointManagerOptions:
+    """Return the options of the run with the rules that are given.
+
+    Raises:
+        OptionError: It is not known which steps are the best.
+    """
+    if only:
+        if not rules:
+            raise OptionError("--only needs a rule that says what to keep, such as --keep-latest 3")
+        return CheckpointManagerOptions(**rules)
+    if "best_fn" not in rules:
+        function = stored_function(run.location)
+        if function is not None:
+            raise OptionError(
+                f"{run.location}: the run ranks its checkpoints by a function of its program, {function}, so the best "
+                "are not known here, and nothing was deleted; give --best-fn METRIC and --best-mode, or --only"
+            )
+    elif rules["best_fn"] != run.options.best_fn and "best_mode" not in rules:
+        raise OptionError(f"--best-fn {rules['best_fn']} needs --best-mode max or min; nothing was deleted")
+    return replace(run.options, **rules)
 
 
 def remove_steps(
@@ -226,7 +248,7 @@ def _delete(
     return DONE
 
 
-def pin_steps(place: str, steps: Sequence[int], *, pinned: bool, prefix: str | None) -> int:
+def pin_steps(place: str, steps: Sequence[int], *, pinned: bool, prefix: str | None, as_json: bool) -> int:
     """Keep steps whether or not a retention rule keeps them, or leave them to the rules again."""
     run = ChangedRun(place, prefix)
     run.check(steps)
@@ -234,5 +256,9 @@ def pin_steps(place: str, steps: Sequence[int], *, pinned: bool, prefix: str | N
         for step in steps:
             (manager.pin if pinned else manager.unpin)(step)
         manager.settle_mirror()
-    print(f"{'pinned' if pinned else 'unpinned'} {shortened_steps(list(steps))}")
+    done = "pinned" if pinned else "unpinned"
+    if as_json:
+        print_json({"directory": str(run.location), done: list(steps)})
+    else:
+        print(f"{done} {shortened_steps(list(steps))}")
     return DONE

@@ -43,7 +43,7 @@ def list_steps(place: str, *, as_json: bool) -> int:
     """
     configure_logging("warning")
     location = checkpoints_at(place)
-    found = [_shown(item) for item in _checkpoints(location)]
+    found = [shown(item) for item in _checkpoints(location)]
     runs = [] if found else [_run(location / name) for name in runs_below(location)]
     if as_json:
         print_json({"directory": str(location), "checkpoints": found, **({"runs": runs} if runs else {})})
@@ -85,7 +85,7 @@ def _run(location: Location) -> dict[str, Any]:
     """Describe a run by its checkpoints, of which the one that was saved last is shown."""
     inside = location / INSIDE_A_RUN
     found = _checkpoints(inside if is_ours(inside) and not is_one_checkpoint(location) else location)
-    checkpoints = [_shown(item) for item in found]
+    checkpoints = [shown(item) for item in found]
     return {
         "name": location.name,
         "checkpoints": len(checkpoints),
@@ -136,7 +136,8 @@ def _names(checkpoints: list[tuple[int | None, str]], step: str = "", other: str
     return [other if number is None else f"{step}{number}" for number, _ in checkpoints]
 
 
-def _shown(item: CheckpointSummary) -> dict[str, Any]:
+def shown(item: CheckpointSummary) -> dict[str, Any]:
+    """Return a checkpoint as JSON."""
     return {
         "step": None if item.step < 0 else item.step,
         "path": item.path,

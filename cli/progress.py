@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _QUIET = 1.0  # seconds; shorter work shows nothing
 _BETWEEN_LINES = 30.0  # seconds
+_WITH_BAR = 72  # columns of a terminal in which a bar has room beside the numbers
 _BETWEEN_FRAMES = 0.1  # seconds
 
 
@@ -62,14 +63,19 @@ class Meter:
             from rich import progress
             from rich.console import Console
 
-            self._bar = progress.Progress(
-                progress.TextColumn("{task.description}", markup=False),
-                progress.BarColumn(),
+            console = Console(file=self._stream)
+            numbers = (
                 progress.TaskProgressColumn(),
                 progress.DownloadColumn(),
                 progress.TransferSpeedColumn(),
                 progress.TimeRemainingColumn(),
-                console=Console(file=self._stream),
+            )
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}", markup=False),
+                *([progress.BarColumn(None)] if console.width >= _WITH_BAR else []),  # as wide as there is room
+                *numbers,
+                console=console,
+                expand=True,
                 auto_refresh=False,
                 transient=True,
                 redirect_stdout=False,  # it may be a file

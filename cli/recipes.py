@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..engine.errors import OptionError
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from ..recipes.problems import Problem
 
 
-def run_recipe(config: str, overrides: Sequence[str], *, print_config: bool, dry_run: bool) -> int:
+def run_recipe(config: str, overrides: Sequence[str], *, print_config: bool, dry_run: bool, as_json: bool) -> int:
     """Run a configuration, a path or a bundled name; of several values for a key, one after the other.
 
     Args:
@@ -26,33 +27,46 @@ def run_recipe(config: str, overrides: Sequence[str], *, print_config: bool, dry
         overrides: ``key=value`` texts.
         print_config: Print all keys and values instead.
         dry_run: Print what would be done instead.
+        as_json: Print JSON; after training, where each run has ended.
 
     Returns:
         The exit status.
     """
-    from ..recipes.runner import run
+    from ..recipes.runner import places_of, run
 
     runs = _runs(config, overrides)
-    if print_config:
+    if print_config and as_json:
+        print_json({"runs": [one.resolved() for one in runs.values()]})
+    elif print_config:
         print("---\n".join(one.yaml() for one in runs.values()), end="")
+    elif dry_run:
+        plans = [_plan(one) for one in runs.values()]
+        if as_json:
+            print_json({"runs": plans})
+        else:
+            print("\n".join(map(_plan_text, plans)))
+    if print_config or dry_run:
         return DONE
-    if dry_run:
-        for one in runs.values():
-            print(_plan(one))
-        return DONE
-    failed = []
+    ended: list[dict[str, Any]] = []
     for name, one in runs.items():
         configure_logging(one.config.logging.level)
+        facts = {"name": name or one.config.name, "directory": str(places_of(one)[0])}
         try:
             outcome = run(one)
         except Exception as error:
             if len(runs) == 1:
                 raise
             logging.getLogger("holdfast").error("%s failed, the next run begins: %s", name, error)
-            failed.append(name)
+            ended.append({**facts, "error": str(error)})
             continue
+        ended.append({**facts, **asdict(outcome)})
         if outcome.preempted:
-            return PREEMPTED
+            break
+    if as_json:
+        print_json({"runs": ended})
+    if ended[-1].get("preempted"):
+        return PREEMPTED
+    failed = [one["name"] for one in ended if "error" in one]
     if failed:
         logging.getLogger("holdfast").error("%d of %d runs failed: %s", len(failed), len(runs), ", ".join(failed))
     return FAILED if failed else DONE
@@ -85,14 +99,25 @@ def _runs(config: str, overrides: Sequence[str]) -> dict[str, Configuration]:
     return runs
 
 
-def _plan(configuration: Configuration) -> str:
+def _plan(configuration: Configuration) -> dict[str, Any]:
+    """Return what a run would do."""
     from ..recipes.runner import first_step, places_of
 
-    step, total = first_step(configuration), configuration.config.train.steps
+    run_dir, checkpoints = places_of(configuration)
+    return {
+        "recipe": configuration.recipe.name,
+        "directory": str(run_dir),
+        "checkpoints": str(checkpoints),
+        "start": first_step(configuration),
+        "steps": configuration.config.train.steps,
+    }
+
+
+def _plan_text(plan: dict[str, Any]) -> str:
+    step, total = plan["start"], plan["steps"]
     todo = f"would train steps {step + 1} to {total}" if step < total else f"nothing to do, as step {step} is saved"
     begin = f"would resume from step {step}, and " if 0 < step < total else ""
-    run_dir, checkpoints = places_of(configuration)
-    return f"{configuration.recipe.name} in {run_dir}: {begin}{todo}; checkpoints go to {checkpoints}"
+    return f"{plan['recipe']} in {plan['directory']}: {begin}{todo}; checkpoints go to {plan['checkpoints']}"
 
 
 def list_recipes(name: str | None, *, as_json: bool) -> int:

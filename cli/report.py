@@ -6,20 +6,21 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from ..engine.clock import format_size
 from ..engine.manager import finite
 
-_WRAPPED = 1000  # rows of the longest table that is wrapped: rich takes half a millisecond a row
+_WRAPPED = 1000  # rows of the longest table that is fitted: rich takes half a millisecond a row
+_FOLDED = 20  # columns that a folded cell has at least
 _CONTROLS = dict.fromkeys(map(ord, "\a\b\v\f\r"))  # as rich leaves them out
 _SPANS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """Print a table: wrapped to fit a terminal, and as wide as it needs to be anywhere else, or where it is long."""
+    """Print a table: made to fit a terminal, and as wide as it needs to be anywhere else, or where it is long."""
     if sys.stdout.isatty() and len(rows) <= _WRAPPED:
-        _print_wrapped(columns, rows, right)
+        _print_fitted(columns, rows, right)
         return
     lines: list[Sequence[str]] = [columns]
     for row in rows:
@@ -34,21 +35,45 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
         print("  ".join(aligned).rstrip())
 
 
-def _print_wrapped(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> None:
+def _print_fitted(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> None:
+    """Print a table no wider than the terminal: with folded cells, or, with too many columns, several lines a row."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    console = Console()
+    widths = [
+        max(_width(line) for cell in cells for line in (cell.split("\n"))) for cells in zip(columns, *rows, strict=True)
+    ]
+    folded = [width if name in right else min(width, _FOLDED) for name, width in zip(columns, widths, strict=True)]
+    if sum(folded) + 2 * (len(folded) - 1) > console.width:
+        _print_stacked(columns, rows, console.width)
+        return
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        side: Literal["left", "right"] = "right" if column in right else "left"
+        table.add_column(column, justify=side, no_wrap=column in right, overflow="fold")
     for row in rows:
         # Text objects, as the markup of plain strings would eat square brackets.
         table.add_row(*(Text(cell) for cell in row))
-    console = Console()
     with console.capture() as capture:
         console.print(table)
     print("\n".join(line.rstrip() for line in capture.get().splitlines()))
+
+
+def _print_stacked(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> None:
+    """Print the first cell of each row on a line of its own, and below it the others with the names of the columns."""
+    for first, *cells in rows:
+        print(first)
+        line = ""
+        for name, cell in zip(columns[1:], cells, strict=True):
+            fact = f"  {name.lower()} {cell}"
+            if line and _width(line + fact) > width:
+                print(line)
+                line = ""
+            line += fact if cell else ""
+        if line:
+            print(line)
 
 
 def _width(text: str) -> int:

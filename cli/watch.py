@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 
 from .. import CheckpointSummary, list_checkpoints
 from ..engine.clock import format_size
+from ..engine.manager import finite
 from ..engine.storage import Location
-from .inspect import list_steps
+from .inspect import list_steps, shown
 from .places import checkpoints_at
 from .report import metrics_text
 from .status import DONE
 
 
-def watch_steps(place: str, interval: float) -> int:
+def watch_steps(place: str, interval: float, *, as_json: bool) -> int:
     """Print the checkpoints of a run, and then a line for each that comes or goes.
 
     Args:
         place: The directory of the run: a path or URL.
         interval: How often to look, in seconds.
+        as_json: Print JSON, an object a line: for each checkpoint that is there, comes, changes or goes.
 
     Returns:
         The exit status: Ctrl-C is how this ends.
     """
     location = checkpoints_at(place)
-    before = _listed(location)
-    list_steps(place, as_json=False)
+    before: dict[str, CheckpointSummary] = {}
+    if not as_json:
+        before = _listed(location)
+        list_steps(place, as_json=False)
     try:
         while True:
-            time.sleep(interval)
             now = _listed(location)
-            for line in _changes(before, now):
-                print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+            for what, item, text in _changes(before, now):
+                line = f"{time.strftime('%H:%M:%S')} {what} {text}"
+                print(json.dumps(finite({"change": what, **shown(item)})) if as_json else line, flush=True)
             before = now
+            time.sleep(interval)
     except KeyboardInterrupt:
         return DONE
 
@@ -42,17 +48,19 @@ def _listed(location: Location) -> dict[str, CheckpointSummary]:
     return {item.path: item for item in list_checkpoints(location)} if location.exists() else {}
 
 
-def _changes(before: dict[str, CheckpointSummary], now: dict[str, CheckpointSummary]) -> Iterator[str]:
-    """Generate one line for each difference between two listings."""
+def _changes(
+    before: dict[str, CheckpointSummary], now: dict[str, CheckpointSummary]
+) -> Iterator[tuple[str, CheckpointSummary, str]]:
+    """Generate each difference between two listings: what has happened, to which checkpoint, and the rest of a line."""
     for path in sorted(before.keys() - now.keys(), key=lambda path: before[path].step):
-        yield f"deleted {before[path].step}"
+        yield "deleted", before[path], f"{before[path].step}"
     for path, item in sorted(now.items(), key=lambda pair: pair[1].step):
         if item == before.get(path):
             continue
         if item.damage is not None:
-            yield f"damaged {item.step}: {item.damage}"
+            yield "damaged", item, f"{item.step}: {item.damage}"
         elif path not in before or before[path].time != item.time:
             facts = (format_size(item.bytes), item.reason, metrics_text(item.metrics))
-            yield f"saved {item.step}: {', '.join(fact for fact in facts if fact)}"
+            yield "saved", item, f"{item.step}: {', '.join(fact for fact in facts if fact)}"
         elif before[path].metrics != item.metrics:
-            yield f"metrics of {item.step}: {metrics_text(item.metrics)}"
+            yield "metrics", item, f"of {item.step}: {metrics_text(item.metrics)}"

@@ -12,7 +12,7 @@ from .arrays import Problem, SavedLeaf, naming
 from .checkpoint import Place, has_changed
 from .errors import CheckpointNotFoundError, HoldfastError, shortened_text
 from .format import CheckpointRecord, FileRecord
-from .manager import StepEntry, reasons, stored_options
+from .manager import StepEntry, reasons, stored_function, stored_options
 from .pytree import materialize
 from .sources import JSON, METRICS, TREE, CheckpointSource, find_steps, leaf_path, open_at, read_checkpoint, trees_in
 from .storage import Entry, Location, as_location
@@ -96,7 +96,8 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
     # Options say what the last run keeps, not which of several series it wrote.
     options = stored_options(location) if len({entry.series for entry in steps.entries}) < 2 else None
     infos = [entry.info for entry in steps.entries if entry.record is not None]
-    kept = {} if options is None else reasons(infos, options.rules())
+    # Without the function that ranks the steps, nobody but the run can tell why one is kept.
+    kept = {} if options is None or stored_function(location) else reasons(infos, options.rules())
     seen: set[tuple[int, int]] = set()
     found = [_native_summary(entry, kept.get(entry.step, ()), seen) for entry in steps.entries]
     for entry, one in zip(steps.entries, found, strict=True):

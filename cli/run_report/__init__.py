@@ -12,13 +12,20 @@ from ...engine.clock import format_size
 from ...engine.errors import OptionError
 from ..log import configure_logging
 from ..progress import progress_of
-from ..report import count
+from ..report import count, print_json
 from ..status import DONE
 from .facts import Reading, find_runs, read_run
 from .page import GENERATOR, draw_page
 
 
-def write_report(places: Sequence[str], output: str, *, statistics: bool = True, norm_steps: int | None = None) -> int:
+def write_report(
+    places: Sequence[str],
+    output: str,
+    *,
+    statistics: bool = True,
+    norm_steps: int | None = None,
+    as_json: bool = False,
+) -> int:
     """Write the report of some runs.
 
     Args:
@@ -26,6 +33,7 @@ def write_report(places: Sequence[str], output: str, *, statistics: bool = True,
         output: The file; a report that is there is replaced.
         statistics: Read the values of the newest step, and the norms of some earlier ones.
         norm_steps: Of how many steps; None for 8, as far as the earlier ones have 8 GiB at most.
+        as_json: Print JSON, which names the file.
 
     Returns:
         The exit status.
@@ -38,11 +46,14 @@ def write_report(places: Sequence[str], output: str, *, statistics: bool = True,
     target = Path(output)
     _check(target)
     locations, more = find_runs(places)
-    with progress_of("read") as progress:
+    with progress_of("read", shown=not as_json) as progress:
         runs = [read_run(location, Reading(progress, statistics, norm_steps)) for location in locations]
     page = draw_page(runs, now=time.time(), version=version("holdfast"), left_out=more)
     content = page.encode("utf-8", "replace")  # names of files may hold halves of surrogate pairs
     _replace(target, content)
+    if as_json:
+        print_json({"file": str(target), "runs": [str(location) for location in locations], "bytes": len(content)})
+        return DONE
     print(f"{target}: {count(len(runs), 'run', 'runs')}, {format_size(len(content))}")
     return DONE
 

@@ -71,6 +71,15 @@ def stored_options(location: Location) -> CheckpointManagerOptions | None:
         return None
 
 
+def stored_function(location: Location) -> str | None:
+    """Return the name of the function by which the last run ranked its steps; None where it used none."""
+    try:
+        found = _read(location)["options"].get("best_function")
+    except (HoldfastError, KeyError, AttributeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
 def stored_identity(location: Location) -> RunIdentity:
     """Return the identity that is stored in a directory; one without a token where there is none."""
     try:

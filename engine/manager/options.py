@@ -19,6 +19,7 @@ from ..clock import Duration, Rate, bytes_per_second, seconds
 from ..errors import InvalidLocationError, OptionError, UnknownArgumentError
 from ..storage import as_location
 from .decisions import EverySeconds, EverySteps, OnBest, Trigger
+from .metrics import metric_name
 from .retention import (
     KeepAll,
     KeepBest,
@@ -409,6 +410,7 @@ class CheckpointManagerOptions(CheckpointOptions):
             "keep_time_interval": None if interval is None else seconds(interval, name="keep_time_interval"),
             "keep_steps": sorted(self.keep_steps),
             "best_fn": self.best_fn if isinstance(self.best_fn, str) else None,
+            "best_function": metric_name(self.best_fn) if callable(self.best_fn) else None,  # only the program has it
             "best_mode": self.ranking_mode,
             "keep_checkpoints_without_metrics": self.keep_checkpoints_without_metrics,
             "item_intervals": dict(self.item_intervals),
@@ -421,7 +423,7 @@ class CheckpointManagerOptions(CheckpointOptions):
         Raises:
             OptionError: A value is invalid.
         """
-        known = cls().to_document().keys()
+        known = cls().to_document().keys() & cls.__dataclass_fields__.keys()
         try:
             found = {name: value for name, value in document.items() if name in known}
             return cls(read_only=True, **{"best_mode": "max", **found})

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,12 +47,13 @@ def steps(run: Path, prefix: str | None = None) -> list[int]:
     ("rules", "left"),
     [
         ((), [0, 1, 2, 3, 4, 5]),  # those of the run, which keeps everything
-        (("--keep-latest", "2"), [4, 5]),
-        (("--max-to-keep", "1"), [5]),
-        (("--max-to-keep", "2", "--best-fn", "loss", "--best-mode", "min"), [1, 2, 5]),
+        (("--keep-latest", "1"), [0, 2, 4, 5]),  # the run keeps every second step
+        (("--keep-latest", "2", "--only"), [4, 5]),
+        (("--max-to-keep", "1", "--only"), [5]),
+        (("--max-to-keep", "2", "--best-fn", "loss", "--best-mode", "min", "--only"), [1, 2, 5]),
         (("--keep-period", "4"), [0, 4, 5]),
-        (("--keep-step", "1", "--keep-step", "3"), [1, 3, 5]),
-        (("--keep-time-interval", "1h"), [0, 5]),
+        (("--keep-step", "1", "--keep-step", "3", "--only"), [1, 3, 5]),
+        (("--keep-time-interval", "1h", "--only"), [0, 5]),
     ],
 )
 def test_prune(capsys: pytest.CaptureFixture[str], run: Path, rules: tuple[str, ...], left: list[int]) -> None:
@@ -63,12 +65,50 @@ def test_prune(capsys: pytest.CaptureFixture[str], run: Path, rules: tuple[str, 
     assert steps(run) == left
 
 
+def better(metrics: dict[str, float]) -> float:
+    return -metrics["loss"]
+
+
+@pytest.mark.parametrize(
+    ("kept_by_the_run", "rules", "left"),
+    [
+        ({"best_fn": "loss", "best_mode": "min"}, ("--keep-latest", "2"), [1, 4, 5]),
+        ({"best_fn": "loss", "best_mode": "min"}, ("--keep-latest", "2", "--only"), [4, 5]),
+        ({"best_fn": "loss", "best_mode": "min", "max_to_keep": 3, "keep_latest": 1}, ("--max-to-keep", "1"), [1, 5]),
+        ({"best_fn": "loss", "best_mode": "max"}, ("--keep-latest", "1", "--best-mode", "min"), [1, 5]),
+        ({"best_fn": better}, ("--keep-latest", "2"), "a function of its program, better"),
+        ({"best_fn": better}, ("--keep-latest", "2", "--best-fn", "loss"), "needs --best-mode"),
+        ({"best_fn": better}, ("--keep-latest", "1", "--best-fn", "loss", "--best-mode", "min"), [1, 5]),
+        ({"best_fn": better}, (), "a function of its program, better"),
+        ({}, ("--only",), "--only needs a rule"),
+    ],
+)
+def test_rules_that_are_not_given_are_those_of_the_run(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    kept_by_the_run: dict[str, Any],
+    rules: tuple[str, ...],
+    left: list[int] | str,
+) -> None:
+    options = hf.CheckpointManagerOptions(**{"keep_latest": 6, **kept_by_the_run})
+    with hf.CheckpointManager(tmp_path / "run", options=options) as manager:
+        for step, loss in enumerate(LOSSES):
+            manager.save(step, {"w": np.full(8, step)}, metrics={"loss": loss})
+    before = steps(tmp_path / "run")
+    if isinstance(left, str):
+        assert left in error_of(capsys, "prune", tmp_path / "run", *rules, "--yes", status=2)
+        assert steps(tmp_path / "run") == before
+    else:
+        output_of(capsys, "prune", tmp_path / "run", *rules, "--yes")
+        assert steps(tmp_path / "run") == left
+
+
 def test_pinned_steps_stay(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     options = (run / "options.json").read_bytes()
     assert output_of(capsys, "pin", run, 1, 2) == "pinned 1, 2\n"
-    assert output_of(capsys, "unpin", run, 2) == "unpinned 2\n"
+    assert json.loads(output_of(capsys, "unpin", run, 2, "--json")) == {"directory": str(run), "unpinned": [2]}
 
-    said = output_of(capsys, "prune", run, "--keep-latest", "1", "--yes")
+    said = output_of(capsys, "prune", run, "--keep-latest", "1", "--only", "--yes")
 
     assert "keep 1: pinned\n" in said
     assert "delete 0, 2, 3, 4: 4 checkpoints of" in said
@@ -229,13 +269,14 @@ def test_several_prefixes(capsys: pytest.CaptureFixture[str], run: Path) -> None
 @pytest.mark.parametrize(("given", "waited"), [("1s", 1.0), ("0.5", 0.5), ("2m", 120.0), ("10ms", 0.1)])
 def test_how_often_watch_looks(given: str, waited: float, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[float] = []
-    monkeypatch.setattr("holdfast.cli.watch.watch_steps", lambda place, interval: looked.append(interval))
+    monkeypatch.setattr("holdfast.cli.watch.watch_steps", lambda place, interval, as_json: looked.append(interval))
     main(["watch", str(run), "--interval", given])
     assert looked == [waited]
 
 
+@pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_watch_says_what_comes_and_goes(
-    capsys: pytest.CaptureFixture[str], run: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], run: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
 ) -> None:
     def first() -> None:
         hf.record_metrics(run, 4, {"loss": 0.25})
@@ -251,8 +292,17 @@ def test_watch_says_what_comes_and_goes(
     happening = iter((first, second, end))
     clock = SimpleNamespace(sleep=lambda _: next(happening)(), strftime=time.strftime)
     monkeypatch.setattr("holdfast.cli.watch.time", clock)
-    assert main(["watch", str(run)]) == 0
+    assert main(["watch", str(run), *flags]) == 0
 
+    if flags:
+        changes = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [change["step"] for change in changes[:6]] == [0, 1, 2, 3, 4, 5]
+        assert [(one["change"], one["step"], one["metrics"]["loss"]) for one in changes[6:]] == [
+            ("deleted", 0, 3.0),
+            ("metrics", 4, 0.25),
+            ("saved", 6, 0.5),
+        ]
+        return
     lines = [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()[7:]]
     assert lines[:2] == ["deleted 0", "metrics of 4: loss 0.25"]
     assert lines[2].startswith("saved 6: ")

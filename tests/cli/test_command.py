@@ -266,6 +266,43 @@ def test_a_damaged_checkpoint_cannot_be_shown(capsys: pytest.CaptureFixture[str]
     assert str(run / "checkpoints" / "30") in error_of(capsys, "show", run, status=1)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "kind", "said", "status"),
+    [
+        (("ls", "RUN/none"), "CheckpointNotFoundError", "no such directory", 2),
+        (("show", "RUN", "x"), "BadParameter", "should be a valid integer", 2),
+        (("rm", "RUN", "99", "--yes"), "CheckpointNotFoundError", "no checkpoint of step 99", 2),
+        (("pin", "RUN", "99"), "CheckpointNotFoundError", "no checkpoint of step 99", 2),
+        (("prune", "RUN", "--only"), "OptionError", "--only needs a rule", 2),
+        (("run", "RUN/none.yaml"), "ConfigError", "none.yaml", 2),
+        (("report", "RUN", "-o", "RUN"), "OptionError", "this is a directory", 2),
+    ],
+)
+def test_errors_are_json_for_programs(
+    capsys: pytest.CaptureFixture[str], run: Path, arguments: tuple[str, ...], kind: str, said: str, status: int
+) -> None:
+    place = str(run / "checkpoints") if arguments[0] in ("rm", "pin", "prune") else str(run)
+    assert main([argument.replace("RUN", place) for argument in arguments] + ["--json"]) == status
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert (found["kind"], found["status"]) == (kind, status)
+    assert said in found["error"]
+    assert captured.err == f"holdfast: {found['error']}\n"
+
+
+def test_every_command_has_json_for_programs() -> None:
+    without = {name for name, command in commands() if "--json" not in {o for p in command.params for o in p.opts}}
+    assert without <= {"supervise"}
+
+
+def commands() -> list[tuple[str, Any]]:
+    from typer.main import get_command
+
+    from holdfast.cli.app import app
+
+    return list(get_command(app).commands.items())  # type: ignore[attr-defined]
+
+
 def test_unexpected_errors_are_one_line_as_well(
     capsys: pytest.CaptureFixture[str], run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,25 @@ def test_short_work_shows_nothing() -> None:
     assert stream.getvalue() == ""
 
 
+@pytest.mark.parametrize(("columns", "least"), [(80, 8), (60, 0)])
+def test_a_bar_has_room_or_is_left_out(monkeypatch: pytest.MonkeyPatch, columns: int, least: int) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    clock, stream = FakeClock(), Terminal()
+    meter = Meter("verify", stream, clock.monotonic)
+    meter.expect(100_000 * MEGABYTE)
+    for _ in range(4):
+        clock.sleep(1)
+        meter.advance(10_000 * MEGABYTE)
+        meter.tick()
+    shown = stream.getvalue()
+    meter.close()
+
+    bar = sum(shown.rpartition("verify")[2].count(char) for char in "━╸╺")
+    assert (bar >= least) if least else (bar == 0)
+    assert "40.0/100.0 GB" in shown
+
+
 def test_a_terminal_shows_a_bar_and_then_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")

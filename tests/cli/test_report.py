@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import sys
 
 import pytest
 from rich.console import Console
@@ -62,6 +64,34 @@ def test_a_table_in_a_pipe_is_the_one_that_rich_lays_out(capsys: pytest.CaptureF
         console.print(table)
     expected = [line.rstrip() for line in capture.get().splitlines()]
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        (
+            ["1.5", "2.5"],
+            [
+                "LEAF                       TYPE       A    B",
+                "layers/0/attention/query/  float32  1.5  2.5",
+                "kernel",
+            ],
+        ),
+        (
+            ["123456.7", "-1.2345e-07"],
+            ["layers/0/attention/query/kernel", "  type float32  a 123456.7  b -1.2345e-07"],
+        ),
+    ],
+)
+def test_a_table_fits_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, values: list[str], shown: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "44")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    print_table(["LEAF", "TYPE", "A", "B"], [["layers/0/attention/query/kernel", "float32", *values]], right=["A", "B"])
+
+    assert re.sub(r"\x1b\[\d*m", "", capsys.readouterr().out).splitlines() == shown
+    assert max(map(len, shown)) <= 44
 
 
 def test_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
