@@ -13,6 +13,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+try:
+    import fcntl as _fcntl
+except ImportError:
+    raise ImportError(
+        "holdfast runs on Linux and macOS: this Python has no fcntl, without which files cannot be locked. On Windows, "
+        "run it in WSL 2 (wsl --install), with checkpoints on the disk of Linux"
+    ) from None
+
 if TYPE_CHECKING:
     from .engine import checkpoint_utils as checkpoint_utils
     from .engine import type_handlers as type_handlers

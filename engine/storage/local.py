@@ -41,6 +41,7 @@ BLOCK = 4 << 20  # bytes that a thread gathers before it writes them
 
 _FICLONE = 0x40049409  # the request of ioctl_ficlone(2)
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
+_FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS, whose fsync(2) leaves data in the drive's cache
 _blocks = BlockPool(BLOCK, THREADS)
 
 
@@ -113,7 +114,7 @@ class LocalBackend:
                     rest = memoryview(data)
                     while rest:
                         rest = rest[file.write(rest) :]
-                    os.fsync(descriptor)
+                    _sync(descriptor, drive=atomic)
                 if atomic:
                     os.replace(target, key)
             except BaseException:
@@ -121,7 +122,7 @@ class LocalBackend:
                     os.unlink(target)
                 raise
         if atomic:
-            self.sync_directory(parent)
+            _sync_directory(parent, drive=True)
 
     def make_directory(self, key: str, *, sync: bool) -> None:
         missing = []
@@ -141,21 +142,12 @@ class LocalBackend:
                 self.sync_directory(os.path.dirname(path))
 
     def sync_directory(self, key: str) -> None:
-        with os_errors(key, "sync the directory"):
-            descriptor = os.open(key, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            except OSError as error:
-                # Some network file systems have no fsync for directories: their servers sync them anyway.
-                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
-                    raise
-            finally:
-                os.close(descriptor)
+        _sync_directory(key)
 
     def rename(self, key: str, target: str) -> None:
         with os_errors(key, f"rename to {os.path.basename(target)!r}"):
             os.rename(key, target)
-        self.sync_directory(os.path.dirname(target))
+        _sync_directory(os.path.dirname(target), drive=True)
 
     def remove(self, key: str) -> None:
         with os_errors(key, "remove"), contextlib.suppress(FileNotFoundError):
@@ -215,6 +207,8 @@ class LocalBackend:
             raise OSError(errno.ESTALE, "it was changed after it was written", key)
         try:
             os.link(key, target, follow_symlinks=False)
+        except NotImplementedError:  # a system that would link to where a link leads
+            raise OSError(errno.EOPNOTSUPP, "this system cannot link it", key) from None
         except OSError as refusal:
             if refusal.errno in (errno.ENOENT, errno.EEXIST):
                 raise
@@ -286,7 +280,7 @@ class LocalDataReader(DataReader):
         with os_errors(self._path, "read"):
             while found < needed:
                 try:
-                    count = os.preadv(self._descriptor, [memory[found:].data], first + found)
+                    count = _read_into(self._descriptor, memory[found:].data, first + found)
                 except OSError as error:
                     if error.errno != errno.EINVAL or refused:
                         raise
@@ -306,6 +300,39 @@ class LocalDataReader(DataReader):
 
     def __del__(self) -> None:
         self.close()
+
+
+def _read_into(descriptor: int, memory: memoryview, offset: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [memory], offset)
+    data = os.pread(descriptor, len(memory), offset)  # older versions of macOS: one copy more
+    memory[: len(data)] = data
+    return len(data)
+
+
+def _sync(descriptor: int, *, drive: bool = False) -> None:
+    """Make a file durable; with ``drive``, whatever the drive was given before is durable, too, where fsync(2) differs.
+
+    A commit record is written so, and so is its name: what was synced before is then on the disk before the record is.
+    """
+    if drive and _FULL_SYNC is not None:
+        with contextlib.suppress(OSError):  # some file systems, such as those of a network, know nothing of drives
+            fcntl.fcntl(descriptor, _FULL_SYNC)
+            return
+    os.fsync(descriptor)
+
+
+def _sync_directory(path: str, *, drive: bool = False) -> None:
+    with os_errors(path, "sync the directory"):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _sync(descriptor, drive=drive)
+        except OSError as error:
+            # Some network file systems have no fsync for directories: their servers sync them anyway.
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+        finally:
+            os.close(descriptor)
 
 
 def append_line(path: str | os.PathLike[str], text: str) -> None:
