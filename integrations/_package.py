@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 try:
-    import fcntl as _fcntl
+    importlib.import_module("fcntl")
 except ImportError:
     raise ImportError(
         "holdfast runs on Linux and macOS: this Python has no fcntl, without which files cannot be locked. On Windows, "

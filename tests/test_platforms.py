@@ -11,7 +11,7 @@ MACOS = """
 import fcntl, json, os, sys
 import numpy as np
 
-for name in ("preadv", "pwritev", "posix_fallocate", "posix_fadvise", "sched_getaffinity", "copy_file_range", "O_DIRECT"):
+for name in ("preadv", "pwritev", "posix_fallocate", "posix_fadvise", "sched_getaffinity", "O_DIRECT"):
     if hasattr(os, name):
         delattr(os, name)
 sys.platform = "darwin"
