@@ -121,14 +121,18 @@ def supervise(
     grace: Annotated[
         str, typer.Option("--grace", help="The time between SIGTERM and SIGKILL; slower saves are reported.")
     ] = "30s",
-    events: Annotated[str | None, typer.Option("--events", metavar="FILE", help="Append the events to a file.")] = None,
+    events: Annotated[
+        str | None, typer.Option("--events", metavar="FILE", help="Append the events to a file, as JSON.")
+    ] = None,
+    as_json: AsJson = False,
 ) -> int:
     """Run a program, and start it again after a preemption, a crash or a hang.
 
     Write the program after two dashes: holdfast supervise -- python train.py. The run's own events decide whether it
-    has finished or was preempted; SIGTERM and other signals are passed on. Every event is a line of JSON on standard
-    error. Exit status: that of the program; 75 after a preemption of the supervisor itself; 93 if 3 restarts in a row
-    bring no new checkpoint.
+    has finished or was preempted; SIGTERM and other signals are passed on. Every event is a line on standard error: of
+    words on a terminal, of JSON elsewhere or with --json. Exit status: that of the program; 75 after a preemption of
+    the supervisor itself; 93 if 3 restarts in a row bring no new checkpoint, or 3 starts in a row end within a minute,
+    before the run begins.
     """
     from pathlib import Path
 
@@ -142,7 +146,7 @@ def supervise(
         seconds(start_timeout, name="--start-timeout"),
         seconds(grace, name="--grace"),
     )
-    return run_supervised(command, policy, watch, None if events is None else Path(events))
+    return run_supervised(command, policy, watch, None if events is None else Path(events), as_json=as_json)
 
 
 @app.command()

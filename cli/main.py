@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from ..engine.errors import CheckpointExistsError, CheckpointNotFoundError, InvalidLocationError, OptionError
 from .status import BAD_USAGE, DONE, FAILED, INTERRUPTED
+from .streams import open_closed_streams
 
 _USAGE_ERRORS = (OptionError, CheckpointNotFoundError, CheckpointExistsError, InvalidLocationError)
 _OWN_PACKAGES = ("pydantic", "pydantic_core", "rich", "ruamel", "tqdm", "typer")
@@ -22,6 +23,7 @@ _JSON = "--json"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with its arguments, by default those of the process, and return the exit status."""
+    open_closed_streams()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     own = arguments.index("--") if "--" in arguments else len(arguments)  # what follows belongs to another program
     with_traceback, as_json = (flag in arguments[:own] for flag in (_TRACEBACK, _JSON))

@@ -111,8 +111,9 @@ class Program:
             if os.getppid() != parent:
                 os._exit(128 + signal.SIGTERM)
 
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # where nobody reads it any more
+            sys.stdout.flush()
+            sys.stderr.flush()
         self._process = subprocess.Popen(
             command,
             env={**os.environ, "PYTHONFAULTHANDLER": "1", **(environment or {}), SUPERVISOR: str(folder)},

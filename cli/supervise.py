@@ -7,11 +7,13 @@ program comes second, because torchrun turns every status into 1, and some train
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
+import shlex
 import signal
-import sys
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,13 +23,15 @@ from typing import Any, Literal
 
 from ..engine.errors import HoldfastError, OptionError
 from ..engine.manager import EVENTS, append_after_death, list_steps, newest_step
-from ..engine.storage import append_line, as_location
+from ..engine.storage import as_location
 from .program import Program, Signals, shell_status
 from .status import BAD_USAGE, FAILED, NO_PROGRESS, PREEMPTED
+from .streams import silence_lost_streams, write_error
 
 _BETWEEN_STACKS = 5.0  # seconds at most
 _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 STALLED = 3  # restarts in a row without a new checkpoint, after which the supervisor gives up
+EARLY = 60.0  # seconds; as many starts in a row that end sooner, before their run begins, are enough, too
 
 Kind = Literal["finished", "preempted", "crashed", "hung", "misused"]
 
@@ -102,6 +106,7 @@ class Start:
     returncode: int
     progress: bool | None  # whether it has committed a step beyond all earlier ones; None if that is not known
     asked: bool = False  # whether the supervisor was asked to end
+    early: bool = False  # whether it has ended within ``EARLY`` seconds, before its run began
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +137,10 @@ class RestartPolicy:
             stalled += start.progress is False
         if stalled >= STALLED:
             return Verdict("end", f"no new checkpoint in {stalled} restarts in a row", NO_PROGRESS)
+        early = len(list(itertools.takewhile(lambda start: start.early, reversed(starts))))
+        if early >= STALLED:
+            why = f"{early} starts in a row have ended within {EARLY:g} s, before their run began"
+            return Verdict("end", why, NO_PROGRESS)
         crashes = sum(start.kind in ("crashed", "hung") for start in starts)
         if last.kind != "preempted" and crashes > self.max_restarts:
             return Verdict("end", f"--max-restarts={self.max_restarts} are used up", status or FAILED)
@@ -170,24 +179,73 @@ class Watch:
 
 
 class _Log:
-    """One line of JSON for each event: on standard error, and in a file."""
+    """One line for each event: on standard error, in words on a terminal, and as JSON in a file."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, as_json: bool) -> None:
         self._path = path
+        self._pipe: int | None = None  # the file, if it is a FIFO, whose reader takes its closing for the end
+        self._has_failed = False
+        self._in_words = not as_json and os.isatty(2)
 
     def __call__(self, event: str, **facts: Any) -> None:
-        line = json.dumps({"event": event, "time": round(time.time(), 3), **facts})
-        sys.stderr.write(f"{line}\n")  # one write, between the lines of the program
-        sys.stderr.flush()
-        if self._path is not None:
-            try:
-                append_line(self._path, line)
-            except OSError as error:
-                print(f"holdfast: {self._path}: {error}", file=sys.stderr, flush=True)
-                self._path = None
+        now = time.time()
+        line = json.dumps({"event": event, "time": round(now, 3), **facts})
+        said = f"{time.strftime('%H:%M:%S', time.localtime(now))} {in_words(event, facts)}" if self._in_words else line
+        write_error(f"{said}\n")  # one write, between the lines of the program
+        if self._path is None:
+            return
+        try:
+            self._append(self._path, f"{line}\n".encode())
+            self._has_failed = False
+        except OSError as error:
+            if not self._has_failed:
+                write_error(f"holdfast: events are missing in {self._path}: {error.strerror}\n")
+            self._has_failed = True
+
+    def _append(self, path: Path, line: bytes) -> None:
+        descriptor, self._pipe = self._pipe, None
+        if descriptor is None:  # without waiting for somebody to read a FIFO
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+            descriptor = os.open(path, flags, 0o666)
+        try:
+            os.write(descriptor, line)
+            if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                self._pipe = descriptor
+        finally:
+            if self._pipe is None:
+                os.close(descriptor)
 
 
-def supervise(command: Sequence[str], policy: RestartPolicy, watch: Watch, events: Path | None = None) -> int:
+def in_words(event: str, facts: Mapping[str, Any]) -> str:
+    """Return an event as people read it; nothing in it moves the cursor of a terminal."""
+    match event:
+        case "started":
+            said = f"started {shlex.join(facts['command'])} (process {facts['pid']}, start {facts['start'] + 1})"
+        case "forwarded":
+            said = f"passed {facts['signal']} on to the program"
+        case "slow_save":
+            took, grace = facts["total_seconds"], facts["grace_seconds"]
+            said = f"the save of step {facts['step']} took {took:.1f} s, longer than --grace ({grace:g} s)"
+        case "hangs":
+            said = f"the program hangs: {facts['why']}"
+        case "output_lost":
+            said = f"nobody reads {' and '.join(facts['streams'])} any more: what the program prints there is lost"
+        case "restarting":
+            said = f"starting again in {facts['pause_seconds']:g} s: {facts['why']}"
+        case "ended":
+            starts = facts["starts"]
+            said = f"ended with status {facts['status']} after {starts} start{'s'[: starts > 1]}: {facts['why']}"
+        case _:
+            said = f"{event}: status {facts['status']} after {facts['seconds']:.1f} s"
+            said += "".join(f"; newest step {step} in {place}" for place, step in facts["newest"].items())
+            if left := facts.get("left_running"):
+                said += f"; processes that it has left, and that were ended: {', '.join(map(str, left))}"
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in said)
+
+
+def supervise(
+    command: Sequence[str], policy: RestartPolicy, watch: Watch, events: Path | None = None, *, as_json: bool = False
+) -> int:
     """Run a command until its run has finished, and return the exit status.
 
     Args:
@@ -195,11 +253,12 @@ def supervise(command: Sequence[str], policy: RestartPolicy, watch: Watch, event
         policy: When to start it again.
         watch: When it hangs.
         events: A file that the events are appended to.
+        as_json: Write them as JSON on a terminal, too.
 
     Raises:
         OptionError: The program cannot be started.
     """
-    log = _Log(events)
+    log = _Log(events, as_json=as_json)
     starts: list[Start] = []
     newest: dict[str, int] = {}
     with Signals() as signals, tempfile.TemporaryDirectory(prefix="holdfast-supervise-") as temporary:
@@ -233,6 +292,8 @@ def _start(
     number: int,
     newest: dict[str, int],
 ) -> Start:
+    if lost := silence_lost_streams():  # or the program dies of the first line that it prints
+        log("output_lost", streams=lost)
     try:
         program = Program(command, folder, signals, _environment(watch))
     except OSError as error:
@@ -265,11 +326,12 @@ def _start(
     kind = kind_of(returncode, record.state, hung=hung, asked=asked)
     steps = {place: step for place, step in newest.items() if step >= 0}
     extra = {"left_running": left} if left else {}
-    facts = {"status": shell_status(returncode), "seconds": round(time.monotonic() - program.began, 3)}
+    took = time.monotonic() - program.began
+    facts = {"status": shell_status(returncode), "seconds": round(took, 3)}
     log(kind, **facts, newest=steps, **extra)
     last = program.last_sign()[1]
     _tell_runs(record, how=kind, **facts, step=None if last < 0 else last, why=why)
-    return Start(kind, returncode, progress, asked)
+    return Start(kind, returncode, progress, asked, early=record.state is None and took < EARLY)
 
 
 def _environment(watch: Watch) -> dict[str, str]:

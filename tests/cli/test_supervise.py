@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import signal
 import subprocess
@@ -24,6 +25,8 @@ SUPERVISE = [sys.executable, "-m", "holdfast.cli.main", "supervise", "--pause", 
 
 CRASH, HANG = Start("crashed", 1, True), Start("hung", -9, True)
 STUCK, LOST, PREEMPTED = Start("crashed", 1, False), Start("crashed", 1, None), Start("preempted", 75, True)
+
+EARLY = Start("crashed", 1, None, early=True)
 
 
 # ---- the rules
@@ -50,6 +53,13 @@ STUCK, LOST, PREEMPTED = Start("crashed", 1, False), Start("crashed", 1, None), 
         ([LOST] * 9, 99, "restart", 0),  # unknown progress is not the same as none
         ([STUCK, STUCK, LOST, STUCK], 99, "restart", 0),
         ([STUCK, STUCK, LOST, STUCK, STUCK], 99, "end", 93),
+        ([EARLY] * 2, 99, "restart", 0),
+        ([EARLY] * 3, 99, "end", 93),
+        ([CRASH, EARLY, EARLY, EARLY], 99, "end", 93),
+        ([EARLY, EARLY, LOST, EARLY, EARLY], 99, "restart", 0),
+        ([Start("preempted", 75, None, early=True)] * 3, 99, "end", 93),
+        ([EARLY] * 3, 2, "end", 93),
+        ([EARLY] * 2, 1, "end", 1),
         ([Start("misused", 2, None)], 99, "end", 2),
         ([Start("preempted", 75, True, asked=True)], 99, "end", 75),
         ([Start("preempted", 143, True, asked=True)], 99, "end", 143),
@@ -237,6 +247,84 @@ def test_it_gives_up_where_restarts_make_no_progress() -> None:
     assert [one["event"] for one in supervise("--max-restarts", 1, "--", *program, status=5)][:-1] == (
         ["started", "crashed", "restarting"] + ["started", "crashed", "ended"]
     )
+
+
+def test_a_program_that_dies_before_its_run_begins_is_started_three_times() -> None:
+    events = supervise("--", "sh", "-c", "exit 5", status=93)
+    assert [one["event"] for one in events].count("crashed") == 3
+    assert events[-2]["why"] == "3 starts in a row have ended within 60 s, before their run began"
+
+
+CRASHES_ONCE = 'echo out; echo err >&2; [ -e "$0" ] || { touch "$0"; exit 3; }'
+
+
+def test_it_outlives_those_who_read_its_output(tmp_path: Path) -> None:
+    """The program dies of the line that it prints, and its next start does not."""
+    program = '[ -e "$0" ] && echo again && exit; touch "$0"; echo ready; read line; echo lost; exit 3'
+    command = [*SUPERVISE, "--events", tmp_path / "log", "--", "sh", "-c", program, tmp_path / "mark"]
+    with subprocess.Popen(
+        list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.stdout.close()
+        process.stderr.close()
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        assert process.wait(timeout=60) == 0
+    events = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [one["event"] for one in events] == (
+        ["started", "crashed", "restarting", "output_lost"] + ["started", "finished", "ended"]
+    )
+    assert events[3]["streams"] == ["stdout", "stderr"]
+
+
+def test_it_starts_with_closed_descriptors(tmp_path: Path) -> None:
+    command = [*SUPERVISE, "--events", tmp_path / "log", "--", "sh", "-c", CRASHES_ONCE, tmp_path / "mark"]
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *map(str, command)]
+    assert subprocess.run(closed, timeout=60, check=False).returncode == 0
+    events = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [one["event"] for one in events[-3:]] == ["started", "finished", "ended"]
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_a_fifo_of_events_stops_nothing(tmp_path: Path, read: bool) -> None:
+    place = tmp_path / "fifo"
+    os.mkfifo(place)
+    reader = os.open(place, os.O_RDONLY | os.O_NONBLOCK) if read else None
+    command = [*SUPERVISE, "--events", place, "--", "sh", "-c", CRASHES_ONCE, tmp_path / "mark"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0
+    names = [json.loads(line)["event"] for line in done.stderr.splitlines() if line.startswith("{")]
+    assert names[-1] == "ended"
+    assert done.stderr.count(f"events are missing in {place}: ") == (not read)
+    if reader is not None:
+        with open(reader) as lines:
+            assert [json.loads(line)["event"] for line in lines] == names
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_terminal_shows_words(tmp_path: Path, as_json: bool) -> None:
+    master, slave = os.openpty()
+    command = [*SUPERVISE, *["--json"] * as_json, "--", "sh", "-c", CRASHES_ONCE, tmp_path / "mark", "\x1b[2J"]
+    done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, stderr=slave, timeout=60, check=False)
+    os.close(slave)
+    said = os.read(master, 1 << 16).decode().replace("\r\n", "\n")
+    os.close(master)
+    assert done.returncode == 0
+    assert "\x1b" not in said
+    lines = [line for line in said.splitlines() if line != "err"]
+    if as_json:
+        assert [json.loads(line)["event"] for line in lines[-3:]] == ["started", "finished", "ended"]
+        return
+    assert [re.sub(r"\d+:\d\d:\d\d |\d+\.\d s", "", line) for line in lines[1:3]] == [
+        "crashed: status 3 after ",
+        "starting again in 0.01 s: crashed, 1 of 10 restarts used",
+    ]
+    assert re.fullmatch(r"..:..:.. started sh -c .* \(process \d+, start 1\)", lines[0])
+    assert lines[-1].endswith("ended with status 0 after 2 starts: the run has finished")
 
 
 def test_no_new_checkpoint_in_three_restarts(tmp_path: Path) -> None:
