@@ -297,8 +297,9 @@ def _not_restored(
             advice = f"pass it to restore_or_initialize and on_step as an extra, such as {plain}={names[0]}"
         else:
             advice = (
-                "draw from a generator of the program's own (numpy.random.default_rng, torch.Generator, a jax key), "
-                "and pass it to restore_or_initialize and on_step as an extra, such as rng=generator"
+                "leave global_generators=True, and draw what the program needs once before restore_or_initialize; or "
+                "draw from a generator of its own (numpy.random.default_rng, torch.Generator, a jax key), and pass it "
+                "to restore_or_initialize and on_step as an extra, such as rng=generator"
             )
         text = f"a generator is not saved, or not restored: {listed}{more} differs from the undisturbed run {after}"
     elif kind == "position":

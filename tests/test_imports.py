@@ -24,6 +24,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {  # of modules and folders: ea
         SHARED,
         PURE,
         ("stateful",),
+        ("generators",),
         ("arrays",),
         ("handlers",),
         ("checkpoint_utils", "type_handlers", "checkpoint"),

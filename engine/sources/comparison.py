@@ -14,6 +14,7 @@ from ..arrays import SavedLeaf, TreeReader, TreeSource
 from ..clock import UNHEARD, Portion, Progress
 from ..errors import UnsupportedLeafError, shortened_text
 from ..format import OWN_FOLDER, FileRecord, own_shares
+from ..generators import is_idle
 from ..pytree import Box, format_path, materialize, unescape_key
 from .protocol import JSON, METRICS, TREE, CheckpointSource
 
@@ -67,6 +68,8 @@ def compare_checkpoints(
     progress: Progress = UNHEARD,
 ) -> Iterator[LeafDifference]:
     """Yield the leaves in which two checkpoints differ, in the order of the first one's items and trees.
+
+    Generators that no step has drawn from are not compared: those of two runs differ where a program seeds none.
 
     Values are equal if their bits are. With a tolerance, two elements are equal as well if ``|a - b| <= atol + rtol *
     |a|``, and NaN equals NaN. Sharding, and the library that an array belonged to, are no differences. Metrics are not
@@ -126,8 +129,11 @@ def trees_in(checkpoint: CheckpointSource, name: str) -> Iterator[tuple[str, Tre
 def _compare_trees(
     item: str, one: TreeSource, other: TreeSource, tolerances: tuple[float, float], progress: Progress
 ) -> Iterator[LeafDifference]:
-    others = {leaf.name: leaf for leaf in other.leaves}
+    others = {leaf.name: leaf for leaf in other.leaves if not is_idle(item, leaf.name)}
     for leaf in one.leaves:
+        if is_idle(item, leaf.name):
+            progress.advance(leaf.nbytes)
+            continue
         match = others.pop(leaf.name, None)
         path = leaf_path(item, leaf.name)
         if match is None:

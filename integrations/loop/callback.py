@@ -16,12 +16,13 @@ from ...engine.checkpoint import AsyncCheckpointer
 from ...engine.clock import seconds
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import StateError
+from ...engine.generators import GlobalGenerators
 from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHandler
 from ...engine.manager import CheckpointManager, described, reached
 from ...engine.sources import Misfits
 from ..options import documents, takes
 from .announce import announce
-from .extras import check_extras, missing_extras
+from .extras import GLOBAL_GENERATORS, check_extras, check_no_options, missing_extras
 from .initial import InitialState
 from .objects import adapter_for
 from .preemption import PREEMPTED, WITHOUT_GRACE, GraceCheck, PreemptionSignal
@@ -105,6 +106,10 @@ class CheckpointCallback:
     - plain data (None, numbers, strings, bytes, and dicts, lists and tuples of them): ``checkpoint.extras[name]`` is
       the restored value as it was saved; the passed value is no template.
 
+    The global random generators of Python, numpy and torch, which ``torch.randn``, dropout and ``np.random.shuffle``
+    draw from, are saved with the extras, and restored when everything else is. So draw what the program needs once,
+    such as a validation set, before ``restore_or_initialize``. ``global_generators=False`` leaves them out.
+
     SIGTERM only sets a flag. The next ``on_step`` saves, waits until the files are durable, and asks to stop;
     ``sys.exit(checkpoint.exit_status)`` then informs the scheduler. Leaving the ``with`` block saves the last step if
     it is not saved yet, waits for the files and closes. Leaving it by an exception saves nothing more, but lets a save
@@ -150,6 +155,7 @@ class CheckpointCallback:
         self._is_adapted = False
         self._preemption = PreemptionSignal(options.preemption_signals())
         self._stop: Stop | None = None  # of several processes that torch.distributed connects
+        self._generators = GlobalGenerators() if options.global_generators else None
         self._names: frozenset[str] = frozenset()
         self._begun = False
         self._closed = False
@@ -217,8 +223,8 @@ class CheckpointCallback:
             NoWholeCheckpointError: There are checkpoints, but all of them are damaged.
             DamagedCheckpointError: The step that ``resume`` names is damaged.
             OwnershipError: Another live run writes to the directory.
-            OptionError: An extra is an iterator or a loader whose state can be neither saved nor restored; or the state
-                is abstract, and there is no checkpoint.
+            OptionError: An extra is an iterator or a loader whose state can be neither saved nor restored, or has the
+                name of an option; or the state is abstract, and there is no checkpoint.
         """
         resume, place = self._options.resume, self._options.init_from
         initial = InitialState(state, like)
@@ -235,7 +241,7 @@ class CheckpointCallback:
             self._names = frozenset(extras)
             restored = None
             if resume != "never":
-                restored = restore(self._manager, adapter, self._item, template, extras, resume)
+                restored = restore(self._manager, adapter, self._item, template, self._with_generators(extras), resume)
         except BaseException:
             self._begun = False  # or the loop could go on without what it has not restored
             raise
@@ -248,17 +254,21 @@ class CheckpointCallback:
                 state, taken = adapter.with_weights(state, place)
                 logger.info("took the weights from %s; everything else starts fresh", taken)
                 warn_of_misfits(adapter.misfits, f"init_from={str(place)!r}", "weights")
+            self._begin_generators()
             return state, 0
         if place is not None:
             logger.info("init_from=%s is ignored, as the run resumes", place)
-        self.extras = restored.extras
+        self.extras = {name: restored.extras[name] for name in extras}
         self._restored = restored.step
-        return initial.completed(adapter, restored.state), restored.step
+        state = initial.completed(adapter, restored.state)
+        self._begin_generators()
+        return state, restored.step
 
     def on_step(self, step: int, state: Any, *, metrics: Mapping[str, Any] | None = None, **extras: Any) -> StepOutcome:
         """Report that an update is done, and save if a save is due. Call it after every update.
 
-        When nothing is due it takes some microseconds and never waits for the device.
+        When nothing is due it takes some tens of microseconds, most of them to take the state of the global generators,
+        and never waits for the device.
 
         Args:
             step: The number of updates that are in the state.
@@ -280,10 +290,11 @@ class CheckpointCallback:
             self._begin_without_restore(state)
         if metrics is not None:
             check_metrics(metrics)
+        check_no_options(extras)
         self._adapter.check_step(step, state)
         if not self._names <= extras.keys():
             raise StateError(missing_extras(self._names - extras.keys()))
-        self._saver.update(step, state, metrics, extras)
+        self._saver.update(step, state, metrics, self._with_generators(extras))
         decision = self._manager.decide(step, metrics=metrics)
         if self._stop.after_batch() if self._stop is not None else self._preemption.reached(step):
             return self._on_preemption(decision.save, decision.reason)
@@ -388,6 +399,17 @@ class CheckpointCallback:
         handler.optional = True  # trees of components have the item only if there are extras
         return handler
 
+    def _with_generators(self, extras: dict[str, Any]) -> dict[str, Any]:
+        """Return the extras with the global generators, last, so that they have the last word in a restore."""
+        return extras if self._generators is None else {**extras, GLOBAL_GENERATORS: self._generators}
+
+    def _begin_generators(self) -> None:
+        missing = [] if self._generators is None else self._generators.begin()
+        if missing:
+            logger.warning(
+                "the random generators of %s are not restored, as this process has no such devices", ", ".join(missing)
+            )
+
     def _make_adapter(self, state: Any, misfits: Misfits | None) -> StateAdapter:
         return adapter_for(state, misfits)
 
@@ -418,6 +440,7 @@ class CheckpointCallback:
                 "restore_or_initialize before the loop, or choose another directory"
             )
         self._adapt(state)
+        self._begin_generators()
 
     def _on_preemption(self, due: bool, why: str) -> StepOutcome:
         if self._should_stop:  # asked before, and the loop goes on: save by the ordinary rules

@@ -10,9 +10,12 @@ from ...engine.handlers import DEFAULT_REGISTRY
 from ...engine.pytree import flatten, is_nnx
 from ...engine.stateful import begins_epoch, is_plain, is_stateful, restore_state, state_of
 from .objects import is_versioned
+from .states import LoopArguments
 from .trees import from_tree, is_stream, to_tree
 
 _TAKEN = ("step", "state", "metrics")
+_OPTIONS = frozenset(LoopArguments.__dataclass_fields__)
+GLOBAL_GENERATORS = "global_generators"
 
 
 def tree_of(extra: Any) -> Any:
@@ -66,6 +69,7 @@ def check_extras(extras: Mapping[str, Any]) -> None:
         raise OptionError(
             f"an extra cannot be called {taken[0]!r}, as on_step has an argument of this name; choose another name"
         )
+    check_no_options(extras)
     for name, extra in extras.items():
         if isinstance(extra, Iterable) and not _is_saveable(extra):
             raise OptionError(
@@ -74,6 +78,16 @@ def check_extras(extras: Mapping[str, Any]) -> None:
                 f"Grain or a StatefulDataLoader of torchdata, or {name}=hf.skip_to(loader) for a loader that gives the "
                 f"same batches each time, or leave {name}= out and begin the data anew after a resume"
             )
+
+
+def check_no_options(extras: Mapping[str, Any]) -> None:
+    """Raise OptionError for an extra with the name of an option, which was meant for the constructor."""
+    if not _OPTIONS.isdisjoint(extras):
+        name = min(_OPTIONS & extras.keys())
+        raise OptionError(
+            f"{name}= is an option of the callback: pass it to CheckpointCallback(..., {name}=...). An extra needs "
+            "another name"
+        )
 
 
 def _is_saveable(extra: Any) -> bool:

@@ -25,7 +25,7 @@ from ...engine.stateful import is_stream
 from ...engine.storage import Location, as_location
 from ..options import Resume
 from .announce import announce
-from .extras import check_names, restore_extras, templates_of
+from .extras import GLOBAL_GENERATORS, check_names, restore_extras, templates_of
 from .states import StateAdapter
 
 logger = logging.getLogger("holdfast")
@@ -175,6 +175,7 @@ def restore(
     step, values = restored.step, {}
     if extras:
         saved, fresh = _saved_extras(manager, restored, extras)
+        extras = _without_unsaved_generators(extras, saved, step)
         values = _restore_extras(manager, adapter, step, extras, saved, fresh)
     state = adapter.from_tree(template, restored.items[item])
     if restored.skipped:
@@ -214,6 +215,19 @@ def _saved_extras(
             ", ".join(fresh),
         )
     return {**common, **(own or {})}, fresh
+
+
+def _without_unsaved_generators(extras: Mapping[str, Any], saved: Mapping[str, Any], step: int) -> Mapping[str, Any]:
+    """Return the extras without the global generators, with a warning, if the checkpoint was saved without them."""
+    if GLOBAL_GENERATORS not in extras or GLOBAL_GENERATORS in saved:
+        return extras
+    logger.warning(
+        "step %d was saved without the global random generators of Python, numpy and torch (by an earlier version, or "
+        "with global_generators=False): they stay as the program and its extras have set them. Steps that draw "
+        "from others draw other numbers than the run would have drawn",
+        step,
+    )
+    return {name: extra for name, extra in extras.items() if name != GLOBAL_GENERATORS}
 
 
 def _restore_extras(

@@ -34,6 +34,13 @@ class LoopArguments(CallbackOptions):
         default=None,
         metadata=documentation("JSON about the run, such as its configuration, stored with the checkpoints."),
     )
+    global_generators: bool = field(
+        default=True,
+        metadata=documentation(
+            "Save and restore the global random generators of Python, numpy and torch (on the CPU and on devices), as "
+            "far as the program has imported them. Each of several processes has its own."
+        ),
+    )
 
 
 class StateAdapter:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...engine.errors import CheckpointNotFoundError, OptionError, SaveFailedError
+from ...engine.generators import GlobalGenerators, capture
 from ...engine.manager import CheckpointManager, number_of
 from ...engine.stateful import state_of
-from .extras import changes_in_place, is_own, moves, tree_of
+from .extras import GLOBAL_GENERATORS, changes_in_place, is_own, moves, tree_of
 from .objects import TensorVersions, is_versioned
 from .states import StateAdapter, is_deleted
 
@@ -62,8 +63,7 @@ class LastStep:
         Where several processes save, each keeps its own extras but for arrays, which all of them hold together.
         """
         found = {self._item: self._adapter.to_tree(self.state)}
-        taken = self._positions
-        extras = {name: taken[name] if name in taken else tree_of(extra) for name, extra in self._extras.items()}
+        extras = {name: self._tree_of(name, extra) for name, extra in self._extras.items()}
         own = {} if alone else {name: extras.pop(name) for name, extra in self._extras.items() if is_own(extra)}
         if extras or not self._adapter.is_component_tree:
             found["extras"] = extras
@@ -76,6 +76,12 @@ class LastStep:
         if is_deleted([extra for name, extra in self._extras.items() if name not in self._positions]):
             return "arrays of its extras were donated since; call on_step after every update"
         return self._versions.why_lost()
+
+    def _tree_of(self, name: str, extra: Any) -> Any:
+        if name not in self._positions:
+            return tree_of(extra)
+        taken = self._positions[name]
+        return extra.tree_of(taken) if isinstance(extra, GlobalGenerators) else taken
 
     def _take_positions(self) -> None:
         moving = self._moving_extras()
@@ -90,7 +96,7 @@ class LastStep:
             logger.warning(
                 "taking the state of %s costs %.1f ms at every step: what is saved with a step has to be its state at "
                 "that step, even if the loop draws more before it ends. An object with a smaller state costs less",
-                ", ".join(f"{name}=" for name in moving),
+                ", ".join(f"{name}=" for name in moving if name != GLOBAL_GENERATORS),
                 1e3 * cost,
             )
 
@@ -99,13 +105,16 @@ class LastStep:
         passed = [(name, type(extra)) for name, extra in self._extras.items()]
         if passed != self._passed:
             self._passed = passed
-            self._moving = {
-                name: state_of if changes_in_place(extra) else tree_of
-                for name, extra in self._extras.items()
-                if moves(extra)
-            }
+            self._moving = {name: _taking(extra) for name, extra in self._extras.items() if moves(extra)}
             self._watched = [name for name, extra in self._extras.items() if is_versioned(extra)]
         return self._moving
+
+
+def _taking(extra: Any) -> Callable[[Any], Any]:
+    """Return what takes the state of an extra that moves."""
+    if isinstance(extra, GlobalGenerators):
+        return lambda _: capture()  # which becomes a tree if the step is saved
+    return state_of if changes_in_place(extra) else tree_of
 
 
 class StepSaver:

@@ -413,3 +413,15 @@ def test_messages_of_a_run_of_torch(place: str, caplog: pytest.LogCaptureFixture
     assert caplog.messages == []
     mapping: Mapping[str, Any] = hf.load(place, item="state")
     assert mapping["done"] == 6
+
+
+@pytest.mark.parametrize("name", ["partial", "max_to_keep", "resume", "best_fn", "global_generators"])
+def test_names_of_options_are_no_names_of_extras(name: str, tmp_path: Path) -> None:
+    state = {"w": np.ones(2)}
+    mistaken: dict[str, Any] = {name: "initialize"}
+    with hf.CheckpointCallback(tmp_path) as checkpoint:
+        with pytest.raises(hf.OptionError, match=rf"pass it to CheckpointCallback\(..., {name}=...\)"):
+            checkpoint.restore_or_initialize(state, **mistaken)
+        checkpoint.restore_or_initialize(state)
+        with pytest.raises(hf.OptionError, match=f"{name}= is an option"):
+            checkpoint.on_step(1, state, **mistaken)

@@ -78,7 +78,7 @@ def run(checkpoint: CheckpointCallback, first: int, last: int, **metrics: Any) -
 def test_the_arguments_beside_the_options_of_every_callback() -> None:
     parameters = inspect.signature(CheckpointCallback.__init__).parameters
     others = set(parameters) - {field.name for field in dataclasses.fields(CallbackOptions)}
-    assert others == {"self", "directory", "clock", "metadata"}
+    assert others == {"self", "directory", "clock", "metadata", "global_generators"}
 
 
 def test_a_counter_that_jumps_over_the_interval_still_saves(tmp_path: Path) -> None:
@@ -609,4 +609,4 @@ def test_a_step_at_which_nothing_is_due_costs_a_few_calls_for_states_of_all_size
             checkpoint.restore_or_initialize({}, data=Positions())
             counts += [calls_made(checkpoint, step, state, data=Positions()) for step in range(1, 9)][4:]
     assert len(set(counts)) == 1
-    assert max(counts) < 70
+    assert max(counts) < 90

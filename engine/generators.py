@@ -1,0 +1,193 @@
+"""The global random generators of Python, numpy and torch, from which functions such as ``torch.randn`` draw.
+
+Only libraries that the program has loaded are touched. jax has no global generators.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import DamagedCheckpointError
+from .pytree import is_torch_tensor, loaded
+from .stateful import encode_state
+
+DRAWN, IDLE = "drawn", "idle"
+"""The parts of a saved state: generators that a step has drawn from, and those that no step has drawn from.
+
+The state of an idle generator may be that of an unseeded one, which differs between two runs of one program.
+"""
+
+_DEVICES = ("cuda", "xpu")  # devices of torch with a default generator each
+
+
+def capture() -> dict[str, Any]:
+    """Return the states of the global generators by name, in the form that is the fastest to take."""
+    found: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
+    torch: Any = loaded("torch")
+    if torch is None:
+        return found
+    found["torch"] = torch.get_rng_state()
+    for name in _DEVICES:
+        device = getattr(torch, name, None)
+        if device is not None and device.is_initialized():
+            found[name] = [generator.get_state() for generator in device.default_generators]
+    if torch.backends.mps.is_available():
+        found["mps"] = torch.mps.get_rng_state()
+    return found
+
+
+def as_tree(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what :func:`capture` has returned as a tree with one array for each generator.
+
+    Those of Python and numpy are Mersenne Twisters: words of 32 bits, the counters, and the second number of a pair of
+    normal ones where there is one. Another bit generator of numpy stays the dictionary that numpy makes.
+    """
+    version, words, gauss = states["python"]
+    found = {**states, "python": _packed(words, version, gauss is not None, gauss or 0.0)}
+    numpy = states["numpy"]
+    if numpy["bit_generator"] == "MT19937":
+        state = numpy["state"]
+        found["numpy"] = _packed(state["key"], state["pos"], numpy["has_gauss"], numpy["gauss"])
+    tensors = {name: state for name, state in states.items() if name not in ("python", "numpy")}
+    for name, state in tensors.items():
+        found[name] = [one.numpy() for one in state] if isinstance(state, list) else state.numpy()
+    return found
+
+
+def _packed(words: Any, counter: int, has_gauss: bool, gauss: float) -> NDArray[np.uint32]:
+    """Return the state of a Mersenne Twister as one array."""
+    last = np.array([gauss], np.float64).view(np.uint32)
+    return np.concatenate([np.array(words, np.uint32), np.array([counter, has_gauss], np.uint32), last])
+
+
+def _unpacked(packed: Any) -> tuple[NDArray[np.uint32], int, bool, float]:
+    array = np.asarray(packed, np.uint32)
+    return array[:-4], int(array[-4]), bool(array[-3]), float(array[-2:].copy().view(np.float64)[0])
+
+
+def restore(states: Mapping[str, Any]) -> list[str]:
+    """Set the generators that the program has loaded to states from :func:`as_tree`.
+
+    Returns:
+        The names of generators of devices that this process does not have.
+
+    Raises:
+        DamagedCheckpointError: A state is not that of a generator.
+    """
+    try:
+        return _restore(states)
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise DamagedCheckpointError(f"global_generators: not the states of random generators: {error}") from error
+
+
+def _restore(states: Mapping[str, Any]) -> list[str]:
+    if "python" in states:
+        words, version, has_gauss, gauss = _unpacked(states["python"])
+        random.setstate((version, tuple(words.tolist()), gauss if has_gauss else None))
+    if "numpy" in states:
+        np.random.set_state(_state_of_numpy(states["numpy"]))
+    torch: Any = loaded("torch")
+    if torch is None:
+        return []
+    if "torch" in states:
+        torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+    missing = []
+    for name in _DEVICES:
+        found = states.get(name, ())
+        count = getattr(torch, name).device_count() if found and hasattr(torch, name) else 0
+        for index, state in enumerate(found):
+            if index < count:
+                # Torch puts this off until the program uses the device.
+                getattr(torch, name).set_rng_state(torch.tensor(state, dtype=torch.uint8), index)
+            else:
+                missing.append(f"{name}:{index}")
+    if "mps" in states:
+        if torch.backends.mps.is_available():
+            torch.mps.set_rng_state(torch.tensor(states["mps"], dtype=torch.uint8))
+        else:
+            missing.append("mps")
+    return missing
+
+
+def _state_of_numpy(saved: Any) -> Any:
+    if isinstance(saved, dict):
+        return saved
+    key, position, has_gauss, gauss = _unpacked(saved)
+    words = {"key": key, "pos": position}
+    return {"bit_generator": "MT19937", "state": words, "has_gauss": int(has_gauss), "gauss": gauss}
+
+
+class GlobalGenerators:
+    """The global generators as an object with a state, which takes effect when everything else is restored.
+
+    Restoring other objects may draw from the generators: a data loader begins an epoch, a component is constructed.
+    """
+
+    def __init__(self) -> None:
+        self._begun: dict[str, Any] = {}
+        self._restored: dict[str, Any] | None = None
+        self._drawn: set[str] = set()
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the states as they are now."""
+        return self.state_of(capture())
+
+    def state_of(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        """Return states that :func:`capture` has returned as what :meth:`set_state` takes."""
+        drawn = {name for name, state in states.items() if name in self._drawn or self._has_moved(name, state)}
+        tree = as_tree(states)
+        return {
+            DRAWN: {name: state for name, state in tree.items() if name in drawn},
+            IDLE: {name: state for name, state in tree.items() if name not in drawn},
+        }
+
+    def tree_of(self, states: Mapping[str, Any]) -> Any:
+        """Return what a checkpoint holds of states that :func:`capture` has returned."""
+        return encode_state(self.state_of(states))
+
+    def set_state(self, state: Any) -> None:
+        """Note saved states for :meth:`begin`."""
+        if not isinstance(state, dict) or not all(isinstance(state.get(part), dict) for part in (DRAWN, IDLE)):
+            raise DamagedCheckpointError(f"global_generators: expected drawn and idle ones, found {state!r:.80}")
+        self._restored = state
+
+    def begin(self) -> list[str]:
+        """Set the generators to the states that were restored, if any, and return the names of those that are gone.
+
+        From now on, a generator whose state changes has been drawn from by a step.
+        """
+        missing: list[str] = []
+        if self._restored is not None:
+            self._drawn = set(self._restored[DRAWN])
+            missing = restore({**self._restored[DRAWN], **self._restored[IDLE]})
+        self._begun = capture()
+        return [name for name in missing if name.partition(":")[0] in self._drawn]
+
+    def _has_moved(self, name: str, state: Any) -> bool:
+        return name not in self._begun or not _same(self._begun[name], state)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if is_torch_tensor(one):
+        return bool(one.equal(other))
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+def is_idle(item: str, leaf: str) -> bool:
+    """Return whether a leaf belongs to a generator that no step has drawn from.
+
+    >>> is_idle("extras", "global_generators.idle.python"), is_idle("state", "params.w")
+    (True, False)
+    """
+    return item.partition("/")[0] in ("extras", "process") and leaf.startswith(f"global_generators.{IDLE}.")
