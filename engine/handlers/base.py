@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import difflib
 import functools
-import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard, TypeVar
 
@@ -18,6 +16,7 @@ from ..arrays import Layout, check_files
 from ..distributed import ProcessInfo
 from ..errors import OptionError, UnknownArgumentError
 from ..format import FileRecord, ItemRecord
+from ..peer_names import keyword_only, refuse_unknown
 from ..storage import Helper, Location
 
 T = TypeVar("T")
@@ -261,13 +260,4 @@ def item_structure(handler: CheckpointHandler, folder: Location, saved: ItemReco
 
 def no_arguments(handler: CheckpointHandler, kwargs: Mapping[str, Any], method: Callable[..., Any]) -> None:
     """Raise UnknownArgumentError if there are arguments that a method of a handler does not take."""
-    if not kwargs:
-        return
-    parameters = inspect.signature(method).parameters.values()
-    known = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in _INTERNAL]
-    close = [match for name in sorted(kwargs) for match in difflib.get_close_matches(name, known, 1)]
-    raise UnknownArgumentError(
-        f"{type(handler).__name__} does not take these arguments: {', '.join(sorted(kwargs))}; "
-        + (f"did you mean {', '.join(close)}? " if close else "")
-        + (f"It takes {', '.join(known)}" if known else "It takes none")
-    )
+    refuse_unknown(type(handler).__name__, kwargs, [name for name in keyword_only(method) if name not in _INTERNAL])

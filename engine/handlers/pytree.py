@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 from ..arrays import (
     AggregateHandler,
@@ -30,6 +30,7 @@ from ..arrays import (
 from ..distributed import ProcessInfo
 from ..errors import OptionError, UnsupportedLeafError
 from ..format import FileRecord
+from ..peer_names import keyword_only, refuse_unknown
 from ..pytree import (
     EXTERNAL,
     Flattened,
@@ -86,7 +87,9 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         aggregate_handler: AggregateHandler | None = None,
         pinned_bytes: int | None = None,
         use_ocdbt: bool = True,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown(type(self).__name__, unknown, keyword_only(PyTreeCheckpointHandler))
         if pinned_bytes is not None and (type(pinned_bytes) is not int or pinned_bytes < 0):
             raise OptionError(f"pinned_bytes={pinned_bytes!r} must be a number of bytes, 0 or more, or None")
         if not use_ocdbt:

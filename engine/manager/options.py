@@ -7,7 +7,6 @@ field holds its documentation, and the least and the greatest number that it tak
 
 from __future__ import annotations
 
-import difflib
 import functools
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -17,6 +16,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from ..checkpoint import Place
 from ..clock import Duration, Rate, bytes_per_second, seconds
 from ..errors import InvalidLocationError, OptionError, UnknownArgumentError
+from ..peer_names import instead_of
 from ..storage import as_location
 from .decisions import EverySeconds, EverySteps, OnBest, Trigger
 from .metrics import metric_name
@@ -33,35 +33,7 @@ from .retention import (
     Rule,
 )
 
-_OTHER_NAMES: Mapping[str, str] = {
-    # of Lightning's ModelCheckpoint
-    "every_n_train_steps": "here it is save_interval_steps",
-    "every_n_epochs": "use save_interval_steps with the number of updates in an epoch",
-    "train_time_interval": 'here it is save_interval_secs: seconds, or "15m"',
-    "save_top_k": "here it is max_to_keep, where None keeps all",
-    "monitor": "here it is best_fn",
-    "mode": "here it is best_mode",
-    "dirpath": "the directory is the first argument of callbacks and managers",
-    "directory": "the directory is the first argument of callbacks and managers",
-    "filename": "a step is a directory named by its number; its metrics are stored inside",
-    "save_last": "leave it out: the newest checkpoint is always kept",
-    "save_weights_only": "a checkpoint always holds everything; hf.export_checkpoint writes the weights alone",
-    "save_on_exception": "only a Lightning trainer takes it",
-    "verbose": "leave it out: every save is logged by the logger holdfast",
-    # of Orbax's CheckpointManagerOptions
-    "step_format_fixed_length": "a step is a directory named by its number, without leading zeros",
-    "step_name_format": "of the name of a step, only step_prefix of CheckpointManagerOptions can be chosen",
-    "save_on_steps": "save such a step with manager.save(step, ..., force=True); keep_steps keeps it",
-    "should_save_fn": "decide in the loop, and save with manager.save(step, ..., force=True)",
-    "save_decision_policy": "here it is save_interval_steps, save_interval_secs and save_on_best",
-    "preservation_policy": "here it is max_to_keep, keep_latest, keep_period, keep_time_interval and keep_steps",
-    "create": "leave it out: the directory is made when something is saved",
-    "cleanup_tmp_directories": "leave it out: remains of interrupted saves are always removed",
-    "enable_async_checkpointing": "leave it out: saves run in the background, and wait_until_finished waits",
-    "async_options": "here it is save_timeout_secs of CheckpointManagerOptions",
-    "multiprocessing_options": "here it is coordinator= of CheckpointManager",
-}
-"""What arguments of other libraries are called here, or what to do instead."""
+_ONLY_MANAGERS = ": only CheckpointManagerOptions takes it"
 
 BestFn = str | Callable[[Mapping[str, Any]], float]
 BestMode = Literal["max", "min"]
@@ -102,7 +74,8 @@ def documented(options: type[T]) -> type[T]:
     def checked(self: T, *args: Any, **kwargs: Any) -> None:
         for name in kwargs.keys() - set(known):
             raise UnknownArgumentError(
-                f"{checked.__qualname__}() got an unexpected keyword argument {name!r}{_instead_of(name, known)}"
+                f"{checked.__qualname__}() got an unexpected keyword argument {name!r}"
+                + (_ONLY_MANAGERS if name in CheckpointManagerOptions.__dataclass_fields__ else instead_of(name, known))
             )
         init(self, *args, **kwargs)
 
@@ -429,16 +402,6 @@ class CheckpointManagerOptions(CheckpointOptions):
             return cls(read_only=True, **{"best_mode": "max", **found})
         except (TypeError, AttributeError) as error:
             raise OptionError(f"these are not options of a checkpoint manager: {error}") from error
-
-
-def _instead_of(name: str, known: Collection[str]) -> str:
-    """Return what to write instead of a name that is not known, for the end of a message."""
-    if name in _OTHER_NAMES:
-        return f": {_OTHER_NAMES[name]}"
-    if name in CheckpointManagerOptions.__dataclass_fields__:
-        return ": only CheckpointManagerOptions takes it"
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _check_limits(option: Field[Any], value: Any) -> None:

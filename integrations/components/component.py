@@ -6,13 +6,14 @@ import logging
 import tempfile
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Never, Protocol, Self, runtime_checkable
 
 from ...engine.arrays import Layout
 from ...engine.checkpoint import Place
 from ...engine.distributed import Coordinator, run_on_primary
 from ...engine.errors import BarrierTimeoutError, OptionError, TreeMismatchError
 from ...engine.manager import plain_metrics
+from ...engine.peer_names import keyword_only, refuse_unknown
 from ...engine.pytree import Patterns
 from ...engine.storage import as_location
 from .constructing import build
@@ -87,6 +88,7 @@ class Checkpointable:
         step: int | None = None,
         metrics: Mapping[str, Any] | None = None,
         coordinator: Coordinator | None = None,
+        **unknown: Never,
     ) -> str:
         """Save this component and all below it, each into a directory of its own; one atomic checkpoint.
 
@@ -114,6 +116,7 @@ class Checkpointable:
             StorageError: The storage refused; the tree that was there before is whole.
             PeerFailedError: Process 0 of several could not save.
         """
+        refuse_unknown("save_to_path", unknown, keyword_only(Checkpointable.save_to_path))
         location = None if path is None else as_location(path, writes=True)
         where = "a temporary directory" if location is None else location.url
         numbers = None if metrics is None else plain_metrics(metrics)
@@ -136,7 +139,13 @@ class Checkpointable:
             raise BarrierTimeoutError(message, error.missing) from None
 
     def restore_from_path(
-        self, path: Place, *, component: str | None = None, keep: Patterns | None = None, strict: bool = False
+        self,
+        path: Place,
+        *,
+        component: str | None = None,
+        keep: Patterns | None = None,
+        strict: bool = False,
+        **unknown: Never,
     ) -> ComponentReport:
         """Restore this component and all below it, in place: objects keep their identity.
 
@@ -158,6 +167,7 @@ class Checkpointable:
             TreeMismatchError: There is no such component; or a state does not fit, and nothing was changed. Or, with
                 ``strict``, only one side has a value; those that both sides have were restored.
         """
+        refuse_unknown("restore_from_path", unknown, keyword_only(Checkpointable.restore_from_path))
         live = live_tree(self)
         target = live if component is None else locate(live, component)
         kept = None if keep is None else KeepPatterns(keep)

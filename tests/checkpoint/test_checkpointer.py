@@ -199,9 +199,31 @@ def test_unknown_arguments_are_reported_with_item_and_step(tmp_path: Path) -> No
             hf.UnknownArgumentError, match=r"7.*: item 'net' was not saved: .*sav_args; did you mean save_"
         ):
             manager.save(7, items, save_kwargs={"net": {"sav_args": hf.SaveArgs()}})
-        with pytest.raises(hf.UnknownArgumentError, match=r"item 'meta' .*arguments: indent; It takes none"):
+        with pytest.raises(hf.UnknownArgumentError, match=r"item 'meta' .*arguments: indent\. It takes none"):
             manager.save(7, items, save_kwargs={"meta": {"indent": 2}})
         assert manager.all_steps() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("save_concurrent_gb", "leave it out: a save writes from its snapshot"),
+        ("restore_concurrent_gb", "leave it out: a load needs a twelfth"),
+        ("ocdbt_target_data_file_size", "here it is data_file_bytes"),
+        ("use_zarr3", "arrays are always stored as zarr v3"),
+        ("chunk_byte", "did you mean chunk_bytes"),
+    ],
+)
+@pytest.mark.parametrize("make", [hf.PyTreeCheckpointHandler, hf.ArrayCheckpointHandler])
+def test_handlers_explain_names_of_other_libraries(make: Any, name: str, advice: str) -> None:
+    with pytest.raises(hf.UnknownArgumentError, match=rf"{make.__name__} .*: {name}.*{advice}.* It takes "):
+        make(**{name: 1})
+
+
+def test_a_save_explains_names_of_other_libraries(tmp_path: Path) -> None:
+    with pytest.raises(hf.UnknownArgumentError, match="ocdbt_target_data_file_size: here it is data_file_bytes"):
+        hf.PyTreeCheckpointer().save(tmp_path / "one", {"a": 1}, ocdbt_target_data_file_size=1 << 20)
+    assert not (tmp_path / "one").exists()
 
 
 def test_nothing_is_replaced_unless_asked(tmp_path: Path) -> None:

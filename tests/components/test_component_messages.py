@@ -291,3 +291,12 @@ def test_what_does_not_fit_may_be_kept() -> None:
     assert policy.l1.weight.shape == (2, 5)
     assert not torch.equal(policy.l1.bias, bias)
     assert report.restored == ("(root)",)
+
+
+def test_arguments_of_rllib_are_explained(tmp_path: Path) -> None:
+    policy = Policy()
+    with pytest.raises(hf.UnknownArgumentError, match=r"save_to_path .*filesystem: leave it out: a URL"):
+        policy.save_to_path(tmp_path / "one", filesystem=object())  # type: ignore[arg-type]
+    assert not (tmp_path / "one").exists()
+    with pytest.raises(hf.UnknownArgumentError, match=r"restore_from_path .*filesystem: leave it out"):
+        policy.restore_from_path(policy.save_to_path(tmp_path / "one"), filesystem=object())  # type: ignore[arg-type]

@@ -187,6 +187,8 @@ def test_callbacks_take_their_options_by_name(tmp_path: Path) -> None:
         ("save_last", "the newest checkpoint is always kept"),
         ("save_decision_policy", "here it is save_interval_steps"),
         ("enable_async_checkpointing", "leave it out"),
+        ("todelete_subdir", "leave it out: a step that no rule keeps is deleted at once"),
+        ("single_host_load_and_broadcast", "leave it out: each process reads only"),
         ("max_to_kep", "did you mean max_to_keep"),
         ("nonsense", "$"),
     ],

@@ -1,0 +1,78 @@
+"""What arguments of Orbax, Lightning and RLlib are called here, or what to do instead."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from .errors import UnknownArgumentError
+
+_PEER_NAMES: Mapping[str, str] = {
+    # of Lightning's ModelCheckpoint
+    "every_n_train_steps": "here it is save_interval_steps",
+    "every_n_epochs": "use save_interval_steps with the number of updates in an epoch",
+    "train_time_interval": 'here it is save_interval_secs: seconds, or "15m"',
+    "save_top_k": "here it is max_to_keep, where None keeps all",
+    "monitor": "here it is best_fn",
+    "mode": "here it is best_mode",
+    "dirpath": "the directory is the first argument of callbacks and managers",
+    "directory": "the directory is the first argument of callbacks and managers",
+    "filename": "a step is a directory named by its number; its metrics are stored inside",
+    "save_last": "leave it out: the newest checkpoint is always kept",
+    "save_weights_only": "a checkpoint always holds everything; hf.export_checkpoint writes the weights alone",
+    "save_on_exception": "only a Lightning trainer takes it",
+    "verbose": "leave it out: every save is logged by the logger holdfast",
+    # of Orbax's CheckpointManagerOptions
+    "step_format_fixed_length": "a step is a directory named by its number, without leading zeros",
+    "step_name_format": "of the name of a step, only step_prefix of CheckpointManagerOptions can be chosen",
+    "save_on_steps": "save such a step with manager.save(step, ..., force=True); keep_steps keeps it",
+    "should_save_fn": "decide in the loop, and save with manager.save(step, ..., force=True)",
+    "save_decision_policy": "here it is save_interval_steps, save_interval_secs and save_on_best",
+    "preservation_policy": "here it is max_to_keep, keep_latest, keep_period, keep_time_interval and keep_steps",
+    "create": "leave it out: the directory is made when something is saved",
+    "cleanup_tmp_directories": "leave it out: remains of interrupted saves are always removed",
+    "enable_async_checkpointing": "leave it out: saves run in the background, and wait_until_finished waits",
+    "async_options": "here it is save_timeout_secs of CheckpointManagerOptions",
+    "todelete_subdir": "leave it out: a step that no rule keeps is deleted at once",
+    "todelete_full_path": "leave it out: a step that no rule keeps is deleted at once",
+    "single_host_load_and_broadcast": "leave it out: each process reads only what its devices hold",
+    # of Orbax's handlers
+    "ocdbt_target_data_file_size": "here it is data_file_bytes of PyTreeCheckpointHandler, or of hf.Layout",
+    "save_concurrent_gb": "leave it out: a save writes from its snapshot, with a few threads; pinned_bytes limits "
+    "the memory for copies from GPUs",
+    "save_device_host_concurrent_gb": "here it is pinned_bytes: the memory for copies from GPUs",
+    "restore_concurrent_gb": "leave it out: a load needs a twelfth of the bytes it reads beside the arrays themselves",
+    "use_zarr3": "leave it out: arrays are always stored as zarr v3",
+    "use_compression": "here it is compression: the level of zstd",
+    "multiprocessing_options": "here it is coordinator=, of checkpointers and managers",
+    # of Ray
+    "filesystem": "leave it out: a URL names the place, such as s3://bucket/run or gs://bucket/run",
+}
+
+
+def instead_of(name: str, known: Collection[str]) -> str:
+    """Return what to write instead of an argument that is not known, for the end of a message.
+
+    Args:
+        name: The argument.
+        known: The arguments that there are.
+    """
+    if name in _PEER_NAMES:
+        return f": {_PEER_NAMES[name]}"
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def keyword_only(function: Callable[..., Any]) -> list[str]:
+    """Return the arguments that a function takes by name only."""
+    return [one.name for one in inspect.signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY]
+
+
+def refuse_unknown(taker: str, unknown: Mapping[str, object], known: Collection[str]) -> None:
+    """Raise UnknownArgumentError, with the names that there are instead, if there are arguments that are not known."""
+    if unknown:
+        names = ", ".join(f"{name}{instead_of(name, known)}" for name in sorted(unknown))
+        takes = f"It takes {', '.join(known)}" if known else "It takes none"
+        raise UnknownArgumentError(f"{taker} does not take these arguments: {names}. {takes}")
