@@ -608,8 +608,8 @@ class RunDirectory:
         self._warned = True
         metrics = infos[-1].metrics
         _logger.warning(
-            "%s: no checkpoint has the metric %s, by which best_fn finds the best (the newest has %s); those that no "
-            "other rule keeps are deleted",
+            "%s: no checkpoint has the metric %s, by which best_fn finds the best (the newest has %s); the newest "
+            "are kept in place of the best",
             self.location,
             metric_name(rule.metric),
             ", ".join(metrics) if metrics else "no metrics",

@@ -110,7 +110,11 @@ class Mirror:
     )
     max_to_keep: int | None = field(
         default=None,
-        metadata=documentation("Keep this many checkpoints: the best with ``best_fn``, the newest without.", least=1),
+        metadata=documentation(
+            "Keep this many checkpoints: the newest, or with ``best_fn`` the best; where fewer have its metric, the "
+            "newest of the others fill up.",
+            least=1,
+        ),
     )
     keep_latest: int | None = field(
         default=None,
@@ -201,7 +205,9 @@ class CheckpointOptions:
     max_to_keep: int | None = field(
         default=None,
         metadata=documentation(
-            "Keep this many checkpoints: the best with ``best_fn``, the newest without. None keeps all.", least=1
+            "Keep this many checkpoints: the newest, or with ``best_fn`` the best; where fewer have its metric, the "
+            "newest of the others fill up. None keeps all.",
+            least=1,
         ),
     )
     keep_latest: int | None = field(

@@ -152,9 +152,12 @@ class _Whole:
 
 
 class _Highest:
-    """Follows a rule that keeps the ``n`` highest steps by a value; of equal values the newer is higher."""
+    """Follows a rule that keeps the ``n`` highest steps by a value that can be compared, None for steps without one.
 
-    def __init__(self, steps: StepList, n: int, value: Callable[[StepInfo], float | None]) -> None:
+    Of equal values the newer is higher.
+    """
+
+    def __init__(self, steps: StepList, n: int, value: Callable[[StepInfo], Any]) -> None:
         self._n = n
         self._value = value
         self._ranks = {info.step: (found, info.step) for info in steps if (found := value(info)) is not None}
@@ -271,7 +274,7 @@ class KeepLatest:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """Keeps the ``n`` best steps by a metric; of equal ones the newer is better, and without the metric none is."""
+    """Keeps the ``n`` best steps by a metric, of equal ones the newer; where fewer have it, the newest others, too."""
 
     n: int
     metric: Metric
@@ -283,10 +286,18 @@ class KeepBest:
         for place, (step, value) in enumerate(_ranked(steps, self.metric, self.mode, self.n), start=1):
             rank = "best" if place == 1 else f"{_ordinal(place)} best"
             kept[step] = f"{rank} {name} ({format_metric(value)})"
+        if missing := self.n - len(kept):
+            others = (info.step for info in steps if info.value(self.metric) is None)
+            reason = f"one of {self.n}, as too few have {name}"
+            kept.update(dict.fromkeys(heapq.nlargest(missing, others), reason))
         return kept
 
     def follow(self, steps: StepList) -> Follower:
-        return _Highest(steps, self.n, lambda info: _rank(info, self.metric, self.mode))
+        def value(info: StepInfo) -> tuple[bool, float]:
+            rank = _rank(info, self.metric, self.mode)
+            return rank is not None, rank or 0.0  # a step with the metric is above all without it
+
+        return _Highest(steps, self.n, value)
 
 
 @dataclass(frozen=True)

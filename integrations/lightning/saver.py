@@ -221,8 +221,8 @@ class FitSaver:
         self._announce()
         if stop:
             self._save_and_leave(step, point)
-        metrics = None
-        if self._new_metrics:
+        metrics, reports = None, self._new_metrics
+        if reports:
             self._ledger.observe(step, self._trainer.callback_metrics)
             metrics = self._ledger.of(step) if self._options.save_on_best else self._ledger.at(step)
         self._new_metrics = False
@@ -235,6 +235,8 @@ class FitSaver:
             self._save(step, point, "at the end")
         elif step in self._outdated:
             self._save(step, point, "replaces the step of an earlier run")
+        elif reports and (metric := self._store.awaited_metric(self._recorded, lambda: self._ledger.of(step))):
+            self._save(step, point, f"the first with {metric} after a save without it")
         self._hold(step, point)
 
     def save_after(self, exception: BaseException) -> None:

@@ -22,6 +22,7 @@ from ...engine.manager import (
     event_scalars,
     guarded,
     list_steps,
+    metric_name,
     metric_value,
 )
 from ...engine.storage import Location, as_location
@@ -162,6 +163,27 @@ class RunStore:
             return metric_value(self.manager.metrics(step), metric)
         except CheckpointNotFoundError:  # its save has not been committed yet
             return None
+
+    def awaited_metric(
+        self, newest: Mapping[int, Mapping[str, float]], metrics: Callable[[], Mapping[str, float]]
+    ) -> str | None:
+        """Return the name of the metric that ranks checkpoints where the newest lacks it, and the metrics have it.
+
+        An interval seldom ends at a validation: its checkpoints would never be ranked. ``newest`` has the step of the
+        newest checkpoint and the metrics that it was saved with. All processes take the answer of process 0.
+        """
+        metric = self._options.best_fn
+        if metric is None or self._options.save_on_best:  # which has ranked this step
+            return None
+
+        def answer() -> str | None:
+            for step, saved in newest.items():
+                if metric_value(saved, metric) is None and self.score(step) is None:
+                    return None if metric_value(metrics(), metric) is None else metric_name(metric)
+            return None
+
+        name: str | None = self.processes.decide("a step with the metric", answer)
+        return name
 
     def part(self) -> None:
         """Let process 0, which may keep the store that connects them, wait until the others have ended."""

@@ -122,8 +122,27 @@ def test_best_orders_by_value_then_newness(mode: Mode, values: dict[int, Any], o
     steps = scored(values)
     assert best(steps, "acc", mode) == (order[0] if order else None)
     assert best(steps[::-1], lambda metrics: metrics["acc"], mode) == (order[0] if order else None)
+    others = sorted(values.keys() - {*order}, reverse=True)
     for n in range(1, 5):
-        assert sorted(KeepBest(n, "acc", mode).keep(steps)) == sorted(order[:n])
+        assert list(KeepBest(n, "acc", mode).keep(steps)) == [*order, *others][:n]
+
+
+def test_where_few_steps_have_the_metric_the_newest_of_the_others_fill_up() -> None:
+    """As when a run saves every 20 steps, and its metric comes from validations at other steps."""
+    run = Run([KeepBest(3, "acc")])
+    for step in (20, 40, 60, 80, 100):
+        run.commit(step, metrics={"loss": 1.0} if step % 40 else None)
+    assert run.kept() == [60, 80, 100]
+    run.commit(112, metrics={"acc": 0.5})
+    run.commit(120)
+    assert run.kept() == [100, 112, 120]
+    kept = reasons(list(run.steps.values()), run.rules)
+    assert kept[112] == ("best acc (0.5)",)
+    assert kept[100] == ("one of 3, as too few have acc",)
+    for step in (144, 176, 200):
+        run.commit(step, metrics={"acc": 0.4})
+    run.commit(208)
+    assert run.kept() == [112, 176, 200, 208]
 
 
 def test_best_of_a_nested_metric_and_a_misspelled_one() -> None:

@@ -230,13 +230,39 @@ def test_metrics_belong_to_the_step_they_were_measured_at(program: Any, new_dire
     outcome = program.run(new_directory(), checkpoint={**BY_LOSS, "save_interval_steps": 2})
     manager = outcome.trainer.checkpoint_callback.manager
     measured = {event[1]: event[2] for event in outcome.recorder.events if event[0] == "validation"}
-    assert manager.all_steps() == [2, 4, 6, 8, 10, 12, 14, 15]
+    assert manager.all_steps() == [2, 4, 5, 6, 8, 10, 12, 14, 15]
     for step in manager.all_steps():
         metrics = manager.metrics(step)
         assert metrics.get("val_loss") == measured.get(step)
         assert "train_loss_step" in metrics
-        assert ("train_loss_epoch" in metrics) == (step in (10, 15))
-    assert manager.best_step() == min((10, 15), key=measured.__getitem__)
+        assert ("train_loss_epoch" in metrics) == (step in (5, 10, 15))
+    assert manager.best_step() == min((5, 10, 15), key=measured.__getitem__)
+
+
+@pytest.mark.parametrize("stop_after", [None, 9, 11])
+def test_interval_saves_and_a_metric_of_validations(
+    program: Any, new_directory: NewDirectory, stop_after: int | None
+) -> None:
+    """An interval that never ends at a validation: the next validation is saved, and three steps stay at any time."""
+    directory, kept = new_directory(), []
+    checkpoint = {**BY_LOSS, "save_interval_steps": 3, "max_to_keep": 3, "save_at_end": False}
+
+    class Watcher(lightning.pytorch.Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            trainer.checkpoint_callback.manager.wait_until_finished()
+            kept.append((trainer.global_step, len(trainer.checkpoint_callback.manager.all_steps())))
+
+    options = {"checkpoint": checkpoint, "callbacks": (Watcher(),), "max_epochs": 4}
+    if stop_after is not None:
+        with pytest.raises(program.InterruptionError):
+            program.run(directory, recorder=program.Recorder(stop_after=stop_after), **options)
+    outcome = program.run(directory, **options)
+    manager = outcome.trainer.checkpoint_callback.manager
+    ranked = [step for step in manager.all_steps() if "val_loss" in manager.metrics(step)]
+    assert ranked == manager.all_steps()  # the best three, and the newest
+    assert len(ranked) >= 3
+    assert {20} < {*ranked} <= {5, 10, 15, 20}
+    assert all(count >= 3 for step, count in kept if step > 6)
 
 
 def test_metrics_that_come_after_the_save(program: Any, new_directory: NewDirectory) -> None:
