@@ -27,6 +27,7 @@ def assert_same(found: Any, expected: Any, where: str = "root") -> None:
         assert torch.equal(_bits(found), _bits(expected)), where
     elif jax is not None and isinstance(expected, jax.Array):
         assert found.dtype == expected.dtype, where
+        assert getattr(found, "weak_type", False) == getattr(expected, "weak_type", False), where
         if jax.dtypes.issubdtype(expected.dtype, jax.dtypes.prng_key):
             found, expected = jax.random.key_data(found), jax.random.key_data(expected)
         assert_same(np.asarray(found), np.asarray(expected), where)

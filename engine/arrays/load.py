@@ -10,21 +10,29 @@ from numpy.typing import NDArray
 from ..errors import OptionError, TreeMismatchError
 from ..pytree import (
     Flattened,
+    GrowthProblem,
     LeafMetadata,
     LeafRequest,
     LeafTemplate,
+    LeafType,
     Partition,
     PathFilter,
     Patterns,
+    TreeDef,
+    as_saved,
     compare,
     compare_metadata,
     describe_template,
     flatten,
     format_path,
+    key_segments,
+    leaf_names,
     loaded,
     materialize,
     metadata_of,
+    new_leaf,
     partition,
+    regrown,
     tensor_like,
     unflatten,
     unwrapped_name,
@@ -40,10 +48,13 @@ def load_tree(
     like: Any = None,
     select: Patterns | None = None,
     requests: Mapping[str, LeafRequest] | None = None,
+    began: Mapping[str, LeafType] | None = None,
 ) -> Any:
     """Read a tree.
 
-    Each process reads, of an array that is sharded over devices, the parts that its own devices hold.
+    Each process reads, of an array that is sharded over devices, the parts that its own devices hold. With ``began``,
+    the types of the fresh state that a run began with, the template is its fresh state of today: the leaves come back
+    as they were saved, those of lists and dictionaries that have grown included.
     """
     requests = requests or {}
     unknown = sorted(requests.keys() - {leaf.name for leaf in source.leaves}) if requests else []
@@ -64,8 +75,41 @@ def load_tree(
     template = like if isinstance(like, Flattened) else flatten(like)
     names = [leaf.name for leaf, wanted in zip(source.leaves, chosen, strict=True) if wanted]
     targets = describe_template(_saved_names(template.names, names), template.values)
-    leaves, targets = _matching(source, targets, chosen, requests)
-    return unflatten(template.structure, _values(source, leaves, targets))
+    structure, differs = template.structure, dict[str, str]()
+    if began is not None:
+        structure, targets, differs = _resumed(source, structure, targets, chosen, began)
+    leaves, targets = _matching(source, targets, chosen, requests, differs)
+    return unflatten(structure, _values(source, leaves, targets))
+
+
+def _resumed(
+    source: TreeSource,
+    structure: TreeDef | None,
+    targets: Sequence[LeafTemplate],
+    chosen: Sequence[bool],
+    began: Mapping[str, LeafType],
+) -> tuple[TreeDef | None, list[LeafTemplate], dict[str, str]]:
+    """Return containers and leaves of a state that goes on, and what shows that its program has changed, by leaf."""
+    saved = {leaf.name: leaf.saved for leaf, one in zip(source.leaves, chosen, strict=True) if one}
+    made: dict[str, LeafTemplate] = {}
+    differs: dict[str, str] = {}
+    for target in targets:
+        made[target.name] = target
+        if target.name in saved:
+            found = as_saved(target, saved[target.name], began.get(target.name))
+            if isinstance(found, str):
+                differs[target.name] = found
+            else:
+                made[target.name] = found
+    if made.keys() != saved.keys() and structure is not None:
+        asked = set(key_segments(structure.keys, len(structure.children)))  # of the extras, perhaps not all
+        if made.keys() == {name for name in began if name.partition(".")[0] in asked}:
+            try:
+                structure = regrown(structure, source.tree.select(chosen).structure)
+            except GrowthProblem as problem:
+                raise TreeMismatchError(f"{source.location}: the state has grown:", [str(problem)]) from None
+            made = {name: made.get(name) or new_leaf(name, saved[name]) for name in leaf_names(structure)}
+    return structure, list(made.values()), differs
 
 
 def _saved_names(names: list[str], saved: list[str]) -> list[str]:
@@ -165,7 +209,11 @@ def _requested(
 
 
 def _matching(
-    source: TreeSource, targets: Sequence[LeafTemplate], chosen: Sequence[bool], requests: Mapping[str, LeafRequest]
+    source: TreeSource,
+    targets: Sequence[LeafTemplate],
+    chosen: Sequence[bool],
+    requests: Mapping[str, LeafRequest],
+    differs: Mapping[str, str],
 ) -> tuple[list[SavedLeaf], list[LeafTemplate]]:
     """Return the saved leaf and the request for each leaf of a template; raise one error that lists all differences."""
     saved = {leaf.name: leaf for leaf in source.leaves}
@@ -184,7 +232,7 @@ def _matching(
     for target, original in zip(targets, originals, strict=True):
         leaf = saved.get(target.name)
         if leaf is not None and target.name in selected:
-            difference = compare(target, leaf.saved)
+            difference = differs.get(target.name) or compare(target, leaf.saved)
             if difference is None and isinstance(original.leaf, LeafMetadata) and not target.resize:
                 difference = compare_metadata(target.name, original.leaf, leaf.saved)
         else:

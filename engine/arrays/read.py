@@ -11,7 +11,17 @@ from numpy.typing import NDArray
 from ..clock import UNHEARD
 from ..errors import DamagedCheckpointError, FormatVersionError, HoldfastError
 from ..format import ArrayMetadata, FileRecord, decode_document, dtype_from_name
-from ..pytree import EXTERNAL, Box, Details, Saved, format_path, from_document, materialize
+from ..pytree import (
+    EXTERNAL,
+    Box,
+    Details,
+    LeafType,
+    Saved,
+    format_path,
+    from_document,
+    materialize,
+    recorded_types,
+)
 from ..storage import Location
 from .aggregate import AggregateHandler, MsgpackHandler, stored_array
 from .database import ArrayDatabase, Problem, naming
@@ -41,6 +51,7 @@ class TreeReader(TreeSource):
             names, details, self.tree = from_document(stored)
             self._database.add(self._aggregated(names, details, aggregate or MsgpackHandler()))
             self.leaves = self._leaves(names, details, self._database.metadata(names))
+        self._began = stored.get("fresh")
 
     def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
         arrays = [leaf for leaf in leaves if leaf.saved.dtype is not None]
@@ -66,6 +77,12 @@ class TreeReader(TreeSource):
             [_as_saved(next(found), leaf.saved, box.shape) for box in wanted]
             for leaf, wanted in zip(leaves, boxes, strict=True)
         ]
+
+    def began(self) -> dict[str, LeafType] | None:
+        """Return the types of the fresh state that the run began with; None where they are not recorded."""
+        if self._began is None:
+            return None
+        return recorded_types(self._began, {leaf.name: leaf.saved for leaf in self.leaves}, self.location / TREE)
 
     @property
     def bytes_read(self) -> int:

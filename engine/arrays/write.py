@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ..distributed import ProcessInfo
 from ..errors import OptionError, UnsupportedLeafError
 from ..format import FileRecord, crc32c, encode_document
-from ..pytree import ArrayLeaf, Box, Piece, TreeDef, format_path, to_document
+from ..pytree import ArrayLeaf, Box, Details, Piece, TreeDef, format_path, to_document
 from ..storage import DataFile, Location, Segment
 from .assignment import WriteAssignment
 from .encode import ChunkToCompress, Source, segment_parts, write_compressed
@@ -63,6 +63,7 @@ class HostTree:
     names: Sequence[str]
     leaves: Sequence[HostLeaf]
     structure: TreeDef | None
+    fresh: Details | None = None  # in what it differs from the fresh state that its run began with, where that is known
 
     def __post_init__(self) -> None:
         if max(map(len, self.names), default=0) * 4 <= _NAME_LIMIT:  # no character takes more than four bytes
@@ -98,10 +99,11 @@ class TreePlan:
             self._chunks[key] = catalog.in_tree_order(*chunks)
         return self._chunks[key]
 
-    def document(self, structure: TreeDef | None, documents: list[dict[str, Any]]) -> bytes:
+    def document(self, tree: HostTree, documents: list[dict[str, Any]]) -> bytes:
         """Return ``tree.json``; the last one, where no value in it is another."""
         if self._document is None or self._document[0] != documents:
-            self._document = documents, encode_document(TREE_KIND, {"tree": to_document(structure, documents)})
+            content = to_document(tree.structure, documents) | ({} if tree.fresh is None else {"fresh": tree.fresh})
+            self._document = documents, encode_document(TREE_KIND, {"tree": content})
         return self._document[1]
 
 
@@ -237,7 +239,7 @@ class TreeWriter:
         index, written = merge_fragments(self._catalog, fragments)
         manifest, nodes = index.encode(node_file=INDEX, database_id=uuid.uuid4().bytes, created_ns=time.time_ns())
         try:
-            structure = self.plan.document(self._tree.structure, self._catalog.documents(self._tree.leaves))
+            structure = self.plan.document(self._tree, self._catalog.documents(self._tree.leaves))
         except ValueError as error:
             raise UnsupportedLeafError(
                 f"{location}: tree.json cannot hold this tree: {error}; put long texts into arrays"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Never
 
@@ -33,7 +33,9 @@ from ..format import FileRecord
 from ..peer_names import keyword_only, refuse_unknown
 from ..pytree import (
     EXTERNAL,
+    Details,
     Flattened,
+    FreshTypes,
     LeafRequest,
     Patterns,
     TreeDef,
@@ -41,6 +43,8 @@ from ..pytree import (
     collection_paused,
     default_pinned_bytes,
     describe,
+    describe_template,
+    escape_key,
     flatten,
     loaded,
 )
@@ -111,6 +115,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         layout: Layout | None = None,
         member: ProcessInfo | None = None,
         reuse: WrittenSteps | None = None,
+        fresh: FreshTypes | None = None,
         **kwargs: Any,
     ) -> PreparedItem:
         """Make a tree ready to be written.
@@ -123,6 +128,8 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             layout: Sizes of chunks, segments and data files, instead of the handler's own.
             member: The process whose share will be written: the snapshot need not hold what other processes write.
             reuse: The data files of earlier steps: what has not changed is not written again.
+            fresh: The types of the state that the run began with (:meth:`fresh_types`), for ``as_saved`` of
+                :meth:`restore`.
             **kwargs: Must be empty.
 
         Returns:
@@ -137,11 +144,11 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         # What the trees of a run have in common is found out once, except for leaves that a program treats its own way.
         recurs = snapshot and save_args is None and not self._registry.leaf_types
         known = self._known
-        if recurs and known is not None and known.key == (layout, process.index, process.count):
+        if recurs and known is not None and known.key == (layout, process.index, process.count, fresh):
             with self._staging.lock:
                 copies = known.tree.snapshot(item)
             if copies is not None:
-                tree = HostTree(known.tree.names, copies, known.tree.structure)
+                tree = HostTree(known.tree.names, copies, known.tree.structure, known.fresh)
                 return TreeWriter(tree, layout, plan=known.plan, reuse=reuse)
         flat = flatten(item, self._registry.leaf_types)
         args: list[SaveArgs | None] = [None] * len(flat.names)
@@ -158,8 +165,9 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             ]
             leaves, files = aggregate(flat.names, leaves, args, self._aggregate)
         given = [(name, one) for name, one in zip(flat.names, args, strict=True) if one is not None]
+        began = None if fresh is None else fresh.document(flat.names, leaves)
         writer = TreeWriter(
-            HostTree(flat.names, leaves, flat.structure),
+            HostTree(flat.names, leaves, flat.structure, began),
             layout,
             compression={name: one.compression or None for name, one in given if one.compression is not None},
             chunk_bytes={name: one.chunk_bytes for name, one in given if one.chunk_bytes is not None},
@@ -170,7 +178,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 copies = writer.take_snapshot(self._staging, process)
                 found = KnownTree(flat, leaves, copies, self._staging) if recurs else None
             if found is not None:
-                known = _KnownPlan((layout, process.index, process.count), found, writer.plan)
+                known = _KnownPlan((layout, process.index, process.count, fresh), found, writer.plan, began)
                 writer.when_written = partial(self._keep, known, flat.structure, copies)
         return _PreparedTree(writer, external, files) if files or external.notes else writer
 
@@ -194,6 +202,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         transforms: Any = None,
         transforms_default_to_original: bool = True,
         torch_tensors: bool = False,
+        as_saved: bool | Collection[str] = False,
         **kwargs: Any,
     ) -> Any:
         """Read a tree.
@@ -214,6 +223,12 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 tree; otherwise they come from the template.
             torch_tensors: Whether, without a template, tensors of torch become tensors again where the program has
                 imported torch, as ``load_state_dict`` needs them. Managers ask for that.
+            as_saved: Whether the template is the fresh state of a run that resumes: where it has the types of the fresh
+                state that the run began with (``fresh`` of :meth:`prepare`), leaves come back with the types that they
+                had at the save, and lists and dictionaries that have grown come back whole; where it has others, that
+                is an error. A checkpoint of a run that recorded no types is restored by the template alone. Without a
+                template, arrays of jax become arrays of jax again where the program has imported it; a list of keys of
+                the root restricts that to what lies below them.
             **kwargs: Must be empty.
 
         Returns:
@@ -246,21 +261,34 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 args = {name: one for name, one in zip(names, asked, strict=True) if one is not None}
             ordinary = (args.keys() if transforms is not None else set(saved)) - kept.keys() if args else set()
             requests = {name: one.request(name) for name, one in args.items() if name in ordinary}
-            if template is None and torch_tensors and loaded("torch") is not None:
-                tensors = {leaf.name: LeafRequest(kind="torch") for leaf in reader.leaves if leaf.saved.kind == "torch"}
-                requests = {**tensors, **requests}
+            if template is None:
+                requests = {**_libraries(reader, torch_tensors, as_saved), **requests}
             if transforms is not None:
                 to_original = transforms_default_to_original
                 tree = load_transformed_tree(
                     reader, transforms, item, default_to_original=to_original, requests=requests
                 )
             else:
-                tree = load_tree(reader, like=template, select=select, requests=requests)
+                began = reader.began() if as_saved and type(reader) is TreeReader else None
+                tree = load_tree(reader, like=template, select=select, requests=requests, began=began)
             return restore_external(tree, directory, files, kept, self._registry, args) if kept else tree
 
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
         """Return the tree with a description in the place of every leaf; no data is read."""
         return tree_metadata(TreeReader(directory, files, aggregate=self._aggregate))
+
+    def fresh_types(self, item: Any, roots: Collection[str] | None = None) -> FreshTypes:
+        """Return the types of the state that a run begins with, for ``fresh`` of :meth:`prepare`.
+
+        Args:
+            item: The state, which may be abstract.
+            roots: The names of its entries, where the item that is saved has others beside them.
+
+        Raises:
+            UnsupportedLeafError: A leaf can be neither saved nor restored; names every such leaf.
+        """
+        flat = self._template(item)
+        return FreshTypes(describe_template(flat.names, flat.values), roots)
 
     def _template(self, item: Any) -> Flattened:
         """Flatten a template; ``...`` replaces bare objects and leaves that have a type handler."""
@@ -277,9 +305,24 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
 class _KnownPlan(NamedTuple):
     """What is known of the tree before: it serves the next one that is alike and written in the same way."""
 
-    key: tuple[Layout, int, int]  # the layout, the number of this process, and how many there are
+    # The layout, the number of this process, how many there are, and the types that the run began with.
+    key: tuple[Layout, int, int, FreshTypes | None]
     tree: KnownTree
     plan: TreePlan
+    fresh: Details | None  # of `HostTree`
+
+
+def _libraries(reader: TreeSource, torch_tensors: bool, jax_below: bool | Collection[str]) -> dict[str, LeafRequest]:
+    """Return requests for the arrays that become arrays of the library that they were of, which is imported."""
+    requests: dict[str, LeafRequest] = {}
+    of_torch, of_jax = torch_tensors and loaded("torch"), jax_below and loaded("jax")
+    roots = None if isinstance(jax_below, bool) else set(map(escape_key, jax_below))
+    for name, saved in reader.leaves:
+        if of_torch and saved.kind == "torch":
+            requests[name] = LeafRequest(kind="torch")
+        elif of_jax and saved.kind in {"jax", "key"} and (roots is None or name.partition(".")[0] in roots):
+            requests[name] = LeafRequest(kind="jax", weak=saved.weak)
+    return requests
 
 
 def _described(flat: Flattened, external: ExternalLeaves, pinned_bytes: int) -> list[Leaf]:

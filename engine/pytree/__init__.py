@@ -20,6 +20,7 @@ from .flatten import (
     key_segments,
     unflatten,
 )
+from .fresh import FreshTypes, GrowthProblem, LeafType, as_saved, leaf_names, new_leaf, recorded_types, regrown
 from .host_leaves import encode_value, is_python_value, number_kind
 from .jax_leaves import is_key, template_sharding
 from .leaves import (

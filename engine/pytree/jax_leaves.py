@@ -7,6 +7,7 @@ without a copy; no code may write to it any more.
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .host_leaves import check_storable, native
-from .leaves import ArrayLeaf, Box, Details, LeafProblem, Part, Piece, PinnedLeaf, loaded, required
+from .leaves import WEAK, ArrayLeaf, Box, Details, LeafProblem, Part, Piece, PinnedLeaf, loaded, required
 
 _logger = logging.getLogger("holdfast")
 
@@ -75,14 +76,15 @@ class JaxDescriber:
         try:
             if sharding.whole:
                 array: NDArray[Any] = np.asarray(value) if hosted is None else hosted[0]
-                return kind(array.dtype, array.shape, [Piece(_ORIGINS[array.ndim], array)], False, sharding.details)
+                pieces = [Piece(_ORIGINS[array.ndim], array)]
+                return kind(array.dtype, array.shape, pieces, False, sharding.details_of(value))
             shards = _shards(value)
             arrays = hosted or [np.asarray(data) for _, data in shards]
         except RuntimeError as error:
             raise _deleted(value, error) from error
         pieces = [Piece(start, array) for (start, _), array in zip(shards, arrays, strict=True)]
         parts = None if sharding.local else _parts(sharding.sharding, value.shape)
-        return kind(np.dtype(value.dtype), value.shape, pieces, False, sharding.details, parts)
+        return kind(np.dtype(value.dtype), value.shape, pieces, False, sharding.details_of(value), parts)
 
     def _fetched(self, value: Any, prepared: Any) -> ArrayLeaf:
         """Describe an array, as it was fetched for the one that was prepared: it, or keys of which it is the data."""
@@ -116,7 +118,8 @@ class JaxDescriber:
         found = self._shardings.get(id(sharding))
         if found is None:
             details = {"kind": "jax", "sharding": _describe_sharding(sharding)}
-            found = _ShardingInfo(sharding, details, is_whole(sharding), bool(sharding.is_fully_addressable))
+            local = bool(sharding.is_fully_addressable)
+            found = _ShardingInfo(sharding, details, {**details, WEAK: True}, is_whole(sharding), local)
             self._shardings[id(sharding)] = found
         return found
 
@@ -125,14 +128,18 @@ class JaxDescriber:
 class _ShardingInfo:
     sharding: Any  # held, so that its id stays its own
     details: Details
+    weak_details: Details  # of the weakly typed arrays with this sharding
     whole: bool  # one device, which is this process's, has all of the array
     local: bool  # all devices are this process's; another process then has the same array on its own devices
+
+    def details_of(self, value: Any) -> Details:
+        return self.weak_details if value.weak_type else self.details
 
 
 class WholeArrays:
     """Facts of arrays that are each on one device of this process, by which the next arrays are known to be alike."""
 
-    _FACTS = attrgetter("dtype", "shape")
+    _FACTS = attrgetter("dtype", "shape", "weak_type")
     _SHARDING = attrgetter("sharding")
 
     def __init__(self, arrays: Sequence[Any]) -> None:
@@ -299,6 +306,11 @@ def _deleted(value: Any, error: RuntimeError) -> Exception:
     return error
 
 
+def is_weak(value: Any) -> bool:
+    """Whether a jax array, or a `jax.ShapeDtypeStruct`, is weakly typed: it takes the dtype of what it meets."""
+    return bool(getattr(value, "weak_type", False))
+
+
 def template_facts(value: Any) -> tuple[str, np.dtype[Any], tuple[int, ...], str | None]:
     """Return kind, stored dtype, stored shape and variant of a leaf of a template."""
     dtype = value.dtype
@@ -441,6 +453,22 @@ def put(arrays: Sequence[NDArray[Any]], shardings: Sequence[Any], implementation
     same = len(set(map(id, shardings))) == 1
     results = list(jax.device_put([native(array) for array in arrays], shardings[0] if same else list(shardings)))
     return [_typed(*each) for each in zip(results, implementations, strict=True)]
+
+
+def weakened(array: Any) -> Any:
+    """Return a jax array with the same elements on the same devices, weakly typed."""
+    return _weakening(array.sharding if array.committed else None)(array)
+
+
+@lru_cache(maxsize=64)
+def _weakening(sharding: Any) -> Any:
+    jax: Any = required("jax")
+    convert = importlib.import_module("jax.extend.core.primitives").convert_element_type_p
+
+    def weak(array: Any) -> Any:
+        return convert.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)
+
+    return jax.jit(weak) if sharding is None else jax.jit(weak, out_shardings=sharding)
 
 
 class SpreadArray(NamedTuple):

@@ -24,6 +24,7 @@ NUMBER_KINDS = frozenset({"bool", "int", "float", "complex"})
 NUMBERS = "numbers"  # kind of the leaves that are sequences of numbers (`packing`)
 MIXED = "mixed"  # the elements of such a sequence that are bool, int and float side by side
 EXTERNAL = "external"  # kind of the leaves whose values a handler stores
+WEAK = "weak"  # in the details of jax arrays that are weakly typed
 PLACEHOLDER = "placeholder"  # kind of the leaves that another library saved by name alone; their value is ``...``
 
 _LANDMARKS = {  # the modules that are looked for, and a name that each has once it is imported
@@ -201,6 +202,11 @@ class Saved:
         """Return what the dtype does not say: a key's implementation, the torch dtype that numpy lacks."""
         found = self.details.get("impl" if self.kind == "key" else "torch_dtype")
         return None if found is None else str(found)
+
+    @property
+    def weak(self) -> bool:
+        """Whether it is a jax array that was weakly typed."""
+        return self.kind == "jax" and self.details.get(WEAK) is True
 
     @property
     def is_number_array(self) -> bool:

@@ -122,6 +122,9 @@ def materialize(
         made = jax_leaves.put_spread([_spread_array(template, results[index]) for index, template in spread])
         for (index, _), value in zip(spread, made, strict=True):
             results[index] = value
+    for index, template in enumerate(templates):
+        if template is not None and template.weak and template.kind == "jax":
+            results[index] = jax_leaves.weakened(results[index])
     return results
 
 

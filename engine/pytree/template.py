@@ -46,6 +46,7 @@ class LeafTemplate:
     dtype: np.dtype[Any] | None  # of the array as it is stored; None where the kind says all
     leaf: Any  # the leaf of the template; None where there is no template
     variant: str | None = None  # as `Saved.variant`
+    weak: bool = False  # whether a jax array is weakly typed
     sharding: Any = None  # of a jax array; None leaves it to jax
     cast: bool = False  # whether elements of another dtype are cast to this one
     resize: bool = False  # whether another shape is padded with zeros or truncated to this one, at the end of each axis
@@ -90,7 +91,8 @@ def _describe_numpy(name: str, value: Any) -> LeafTemplate:
 
 def _describe_jax(name: str, value: Any) -> LeafTemplate:
     kind, dtype, shape, variant = jax_leaves.template_facts(value)
-    return LeafTemplate(name, kind, shape, dtype, value, variant, jax_leaves.template_sharding(value))
+    sharding = jax_leaves.template_sharding(value)
+    return LeafTemplate(name, kind, shape, dtype, value, variant, jax_leaves.is_weak(value), sharding)
 
 
 def _describe_torch(name: str, value: Any) -> LeafTemplate:
@@ -204,6 +206,7 @@ class LeafRequest:
     # otherwise that is an error.
     resize: bool = False
     sharding: Any = None  # a `jax.sharding.Sharding`, or None
+    weak: bool = False  # whether an array of jax becomes weakly typed
 
 
 def with_request(name: str, request: LeafRequest, saved: Saved, template: LeafTemplate | None) -> LeafTemplate:
@@ -217,7 +220,7 @@ def with_request(name: str, request: LeafRequest, saved: Saved, template: LeafTe
         return _changed(template, asked or template.kind, request)
     if template is not None and template.kind != "any" and asked is None:
         return template  # a Python value
-    return _made(name, asked or "any", request, saved)
+    return made_like(name, replace(request, kind=asked), saved)
 
 
 def _kind(name: str, request: LeafRequest) -> str | None:
@@ -236,8 +239,9 @@ def _kind(name: str, request: LeafRequest) -> str | None:
     return "jax"
 
 
-def _made(name: str, kind: str, request: LeafRequest, saved: Saved) -> LeafTemplate:
+def made_like(name: str, request: LeafRequest, saved: Saved) -> LeafTemplate:
     """Return the template that a request makes of a saved leaf, without an array in a template."""
+    kind = request.kind or "any"
     anything = LeafTemplate(name, "any", None, None, None, origin="request")
     no_array = saved.kind in {"str", "bytes"} or (saved.kind == NUMBERS and not saved.is_number_array)
     if saved.dtype is None or saved.shape is None or no_array:  # a value that is no number
@@ -256,7 +260,7 @@ def _made(name: str, kind: str, request: LeafRequest, saved: Saved) -> LeafTempl
         dtype = jax_leaves.narrowed(dtype) or dtype  # as jax makes arrays of numbers; it must hold the value exactly
     if kind == "jax" and saved.kind == "key":
         kind = "key"
-    own = LeafTemplate(name, kind, saved.shape, dtype, None, variant, origin="request")
+    own = LeafTemplate(name, kind, saved.shape, dtype, None, variant, request.weak, origin="request")
     return _changed(own, kind, request)
 
 
@@ -278,6 +282,7 @@ def _changed(template: LeafTemplate, kind: str, request: LeafRequest) -> LeafTem
         dtype=dtype,
         leaf=template.leaf if kind == template.kind else None,
         variant=template.variant if kind in {"torch", "key"} else None,
+        weak=template.weak and request.dtype is None,
         sharding=template.sharding if request.sharding is None else request.sharding,
         cast=cast,
         resize=request.resize and request.shape is not None and kind != "key",

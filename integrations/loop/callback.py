@@ -22,7 +22,7 @@ from ...engine.manager import CheckpointManager, described, reached
 from ...engine.sources import Misfits
 from ..options import documents, takes
 from .announce import announce
-from .extras import GLOBAL_GENERATORS, check_extras, check_no_options, missing_extras
+from .extras import GLOBAL_GENERATORS, check_extras, check_no_options, fresh_extras, missing_extras
 from .initial import InitialState
 from .objects import adapter_for
 from .preemption import PREEMPTED, WITHOUT_GRACE, GraceCheck, PreemptionSignal
@@ -86,7 +86,8 @@ class CheckpointCallback:
     The state is one of these:
 
     - a pytree of arrays of jax, numpy or torch and plain values, such as a ``TrainState``: the state that is passed is
-      never changed, a new one is returned;
+      never changed, a new one is returned, with the types that it had at the save (a number that has become a jax array
+      is one again, weakly typed where it was; a list that has grown is as long as it was);
     - nnx objects, or dicts, lists and tuples of them: updated in place;
     - torch modules and optimizers, such as ``{"model": model, "optimizer": optimizer}``, and all else that
       ``holdfast.graph`` saves (its nodes, objects with attributes): restored in place, and nothing changes unless
@@ -101,8 +102,8 @@ class CheckpointCallback:
     - an object with ``get_state`` and ``set_state``, or ``state_dict`` and ``load_state_dict``, a numpy ``Generator``
       or a ``random.Random``: restored in place;
     - nnx objects, such as ``nnx.Rngs``: restored in place;
-    - pytrees with arrays or typed PRNG keys: ``checkpoint.extras[name]`` is the restored value, with the types, dtypes
-      and shardings of what was passed;
+    - pytrees with arrays or typed PRNG keys: ``checkpoint.extras[name]`` is the restored value, with the types that it
+      had at the save and the shardings of what was passed;
     - plain data (None, numbers, strings, bytes, and dicts, lists and tuples of them): ``checkpoint.extras[name]`` is
       the restored value as it was saved; the passed value is no template.
 
@@ -218,8 +219,9 @@ class CheckpointCallback:
             CheckpointNotFoundError: ``resume="must"``, and there is no checkpoint; or ``resume`` names a step that is
                 not there.
             CheckpointExistsError: ``resume="never"``, and there are checkpoints.
-            TreeMismatchError: The state or the extras differ in structure, shapes or dtypes from the checkpoint, or
-                the parameters from those of ``init_from``.
+            TreeMismatchError: The state or the extras differ in structure, shapes or dtypes from those that the run
+                began with, or the parameters from those of ``init_from``.
+            UnsupportedLeafError: The state or an extra has a leaf that cannot be saved; names every such leaf.
             NoWholeCheckpointError: There are checkpoints, but all of them are damaged.
             DamagedCheckpointError: The step that ``resume`` names is damaged.
             OwnershipError: Another live run writes to the directory.
@@ -231,6 +233,8 @@ class CheckpointCallback:
         template = initial.template()
         adapter = self._adapt(template)
         check_extras(extras)
+        adapter.begin(template)
+        self._saver.fresh_extras = fresh_extras(extras)
         if resume in ("must", "never"):
             check_resume(resume, all_steps(self._manager.directory), self._manager.directory)
         if resume == "never" or self._manager.latest_step() is None:

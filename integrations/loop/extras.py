@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ...engine.errors import OptionError, TreeMismatchError
-from ...engine.handlers import DEFAULT_REGISTRY
-from ...engine.pytree import flatten, is_nnx
+from ...engine.handlers import DEFAULT_REGISTRY, PyTreeCheckpointHandler
+from ...engine.pytree import FreshTypes, flatten, is_nnx
 from ...engine.stateful import begins_epoch, is_plain, is_stateful, restore_state, state_of
 from .objects import is_versioned
 from .states import LoopArguments
@@ -47,6 +47,12 @@ def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:
         for name, extra in extras.items()
         if is_nnx(extra) or not (is_stateful(extra) or is_plain(extra))
     }
+
+
+def fresh_extras(extras: Mapping[str, Any]) -> FreshTypes | None:
+    """Return the types of the extras that a run begins with, of those that are restored into a template."""
+    templates = templates_of(extras)
+    return PyTreeCheckpointHandler().fresh_types(templates, list(templates)) if templates else None
 
 
 def restore_extras(extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

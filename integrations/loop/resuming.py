@@ -162,6 +162,7 @@ def restore(
     kwargs = {item: adapter.restore_kwargs()}
     if extras:
         templates |= {"extras": None, "process": None}
+        kwargs |= {"extras": {"as_saved": extras.keys() - templates_of(extras).keys()}, "process": {"as_saved": True}}
     try:
         if chosen is None:
             restored = manager.restore_latest(templates, restore_kwargs=kwargs)
@@ -203,7 +204,7 @@ def _saved_extras(
     # A process saves its own extras alone if it is the only one; they are those of process 0 then.
     has_own = own is not None or ("process" not in restored.items and manager.process_index == 0)
     if own is None and "process" in restored.items:
-        other = {"process": {"process": 0}}
+        other = {"process": {"process": 0, "as_saved": True}}
         own = manager.restore(restored.step, {"process": None}, restore_kwargs=other)["process"]
     fresh = [] if has_own else [name for name, extra in extras.items() if is_stream(extra)]
     if fresh:
@@ -249,6 +250,8 @@ def _restore_extras(
     templates = templates_of(extras)
     if templates:
         patterns = [f"{name}/**" if isinstance(saved[name], (dict, list, tuple)) else name for name in templates]
-        typed = manager.restore(step, {"extras": templates}, restore_kwargs={"extras": {"select": patterns}})
+        typed = manager.restore(
+            step, {"extras": templates}, restore_kwargs={"extras": {"select": patterns, "as_saved": True}}
+        )
         saved = {**saved, **typed["extras"]}
     return {**restore_extras(extras, saved), **kept}

@@ -71,8 +71,19 @@ class StateAdapter:
         """Return what is given to the handler to restore a state."""
         return self.to_tree(state)
 
+    def begin(self, state: Any) -> None:
+        """Take note of the state, perhaps abstract, that the program begins with, before the first step.
+
+        Raises:
+            UnsupportedLeafError: A leaf can be neither saved nor restored; names every such leaf.
+        """
+
+    def save_kwargs(self) -> Mapping[str, Any]:
+        """Return the other arguments for the handler when it saves."""
+        return {}
+
     def restore_kwargs(self) -> Mapping[str, Any]:
-        """Return the other arguments for the handler."""
+        """Return the other arguments for the handler when it restores."""
         return {}
 
     def from_tree(self, state: Any, restored: Any) -> Any:

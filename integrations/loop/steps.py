@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...engine.errors import CheckpointNotFoundError, OptionError, SaveFailedError
 from ...engine.generators import GlobalGenerators, capture
 from ...engine.manager import CheckpointManager, number_of
+from ...engine.pytree import FreshTypes
 from ...engine.stateful import state_of
 from .extras import GLOBAL_GENERATORS, changes_in_place, is_own, moves, tree_of
 from .objects import TensorVersions, is_versioned
@@ -126,6 +127,7 @@ class StepSaver:
         self._item = item
         self._last: LastStep | None = None
         self._saved: int | None = None
+        self.fresh_extras: FreshTypes | None = None  # that the run began with
 
     @property
     def step(self) -> int | None:
@@ -184,7 +186,10 @@ class StepSaver:
         metrics = None if last.metrics is None else host_metrics(last.metrics)
         try:
             items = last.items(alone=self._manager.alone)
-            self._manager.save(last.step, items, metrics=metrics, force=True, reason=reason)
+            arguments: dict[str, Any] = {self._item: self._adapter.save_kwargs()}
+            if self.fresh_extras is not None and "extras" in items:
+                arguments["extras"] = {"fresh": self.fresh_extras}
+            self._manager.save(last.step, items, metrics=metrics, force=True, reason=reason, save_kwargs=arguments)
         except SaveFailedError:  # of the save before; this step is saved nevertheless
             self._saved = last.step
             raise

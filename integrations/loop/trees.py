@@ -7,14 +7,16 @@ has imported it already.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
 from ...engine.checkpoint import Place
 from ...engine.errors import OptionError
-from ...engine.handlers import AsyncCheckpointHandler
-from ...engine.pytree import flatten, is_nnx, loaded, split
+from ...engine.handlers import AsyncCheckpointHandler, PyTreeCheckpointHandler
+from ...engine.pytree import FreshTypes, flatten, is_nnx, loaded, split
 from ...engine.sources import Misfits, Weights, load_weights
 from ..options import CallbackOptions
 from .partial import FittingHandler
@@ -31,12 +33,22 @@ class TreeAdapter(StateAdapter):
     def __init__(self, misfits: Misfits | None = None) -> None:
         super().__init__(misfits)
         self._counter = UpdateCounter()
+        self._fresh: FreshTypes | None = None  # until the program says what it begins with
 
     def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
         return options.tree_handler() if self.misfits is None else FittingHandler(self.misfits, options.compression)
 
     def to_tree(self, state: Any) -> Any:
         return to_tree(state)
+
+    def begin(self, state: Any) -> None:
+        self._fresh = PyTreeCheckpointHandler().fresh_types(to_tree(state))
+
+    def save_kwargs(self) -> Mapping[str, Any]:
+        return {} if self._fresh is None else {"fresh": self._fresh}
+
+    def restore_kwargs(self) -> Mapping[str, Any]:
+        return {"as_saved": True}
 
     def from_tree(self, state: Any, restored: Any) -> Any:
         return from_tree(state, restored)
@@ -209,19 +221,20 @@ def _gather(value: Any, tree: Any, found: list[Any]) -> None:
         found.append(tree)
     elif type(value) is dict:
         for key, item in value.items():
-            _gather(item, tree[key], found)
+            _gather(item, tree.get(key), found)
     elif type(value) in (list, tuple):
-        for item, part in zip(value, tree, strict=True):
+        for item, part in zip_longest(value, tree[: len(value)]):
             _gather(item, part, found)
 
 
 def _merge(value: Any, tree: Any) -> Any:
+    """Put objects into what was read, which may have grown."""
     if is_nnx(value):
         return value
-    if type(value) is dict:
-        return {key: _merge(item, tree[key]) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)([_merge(item, part) for item, part in zip(value, tree, strict=True)])
+    if type(value) is dict and type(tree) is dict:
+        return {key: _merge(value.get(key), item) for key, item in tree.items()}
+    if type(value) in (list, tuple) and type(tree) is type(value):
+        return type(tree)([_merge(item, part) for item, part in zip_longest(value[: len(tree)], tree)])
     return tree
 
 

@@ -123,6 +123,24 @@ def test_an_array_on_another_device_goes_back_there(save: Any) -> None:
     assert_same(save([array]).load(like=[array])[0], array)
 
 
+def test_weak_types_come_back_as_the_template_has_them(mesh: Any, save: Any) -> None:
+    """Weakly typed arrays take the dtype of what they meet: without the mark, products would have another dtype."""
+    rows = jax.sharding.NamedSharding(mesh, PartitionSpec("x"))
+    placed = jax.device_put(jnp.full((4, 2), 2), rows)
+    weak = {"rate": jnp.asarray(0.1), "there": jax.device_put(jnp.asarray(1), jax.devices()[1]), "placed": placed}
+    strong = jax.tree.map(lambda value: jax.lax.convert_element_type(value, value.dtype), weak)
+    described = [leaf_of(value).details.get("weak") for value in (*weak.values(), *strong.values())]
+    assert described == [True, True, True, None, None, None]
+    for saved in (weak, strong):
+        for template in (weak, strong, jax.eval_shape(lambda: weak)):
+            loaded = save(saved).load(template)
+            for name, like in template.items():
+                assert loaded[name].weak_type == like.weak_type, name
+                if isinstance(like, jax.Array):
+                    assert_same(loaded[name], like)
+    assert (save(weak).load(weak)["rate"] * jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
 def test_committed_and_free_arrays_stay_what_they_are(save: Any) -> None:
     tree = [jnp.ones(2), jax.device_put(jnp.ones(2), jax.devices()[0]), jax.ShapeDtypeStruct((2,), jnp.float32)]
     again = save([jnp.zeros(2)] * 3).load(like=tree)

@@ -1,0 +1,227 @@
+"""States of jax whose types change while they train: a resumed run has the types and the bits of the other one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax  # type: ignore[import-untyped]  # it ships no types
+import pytest
+from flax import nnx
+from flax.training.dynamic_scale import DynamicScale
+from tests.equality import assert_same
+from tests.versions import nnx_update
+
+import holdfast as hf
+
+pytestmark = pytest.mark.usefixtures("default_sigterm")
+
+TOTAL = 5
+
+
+def numbers() -> dict[str, Any]:
+    """Python numbers beside parameters of low precision, as in a plain script."""
+    return {"params": jnp.ones(3, jnp.bfloat16), "rate": 0.1, "average": 0.0, "steps": 0, "hot": True, "last": None}
+
+
+def weak_arrays() -> dict[str, Any]:
+    return {**numbers(), "rate": jnp.asarray(0.1), "average": jnp.asarray(0.0), "steps": jnp.asarray(0)}
+
+
+def of_numpy() -> dict[str, Any]:
+    """What numpy makes: float64, which jit turns into float32."""
+    return {**numbers(), "rate": np.float64(0.1), "average": np.zeros(2), "steps": np.int64(0)}
+
+
+@jax.jit
+def _updated(state: Any) -> Any:
+    # Products of bfloat16 and a strong float32 would be float32, and round otherwise from then on.
+    loss = (state["params"] * state["rate"]).sum()
+    return {
+        "params": state["params"] - state["params"] * state["rate"],
+        "rate": state["rate"] * 0.9,
+        "average": 0.9 * state["average"] + 0.1 * loss.astype(jnp.float32),
+        "steps": state["steps"] + 1,
+        "hot": state["hot"] | (state["steps"] > 2),
+        "last": loss,
+    }
+
+
+def update(state: Any) -> Any:
+    return _updated({name: value for name, value in state.items() if name != "last"})
+
+
+CHANGES = optax.chain(optax.scale_by_distance_over_gradients(), optax.apply_every(2), optax.sgd(0.1))
+
+
+def optimizer() -> dict[str, Any]:
+    """States of optax that have other types after the first update: bfloat16 becomes float32, an int32 weak float32."""
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    return {"params": params, "optimizer": CHANGES.init(params)}
+
+
+@jax.jit
+def optimizer_update(state: Any) -> Any:
+    grads = jax.tree.map(lambda w: w * 0.3 + 0.1, state["params"])
+    updates, after = CHANGES.update(grads, state["optimizer"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "optimizer": after}
+
+
+def scaled() -> dict[str, Any]:
+    return {"scale": DynamicScale(growth_interval=2), "w": jnp.float16(2.0)}
+
+
+@jax.jit
+def scaled_update(state: Any) -> Any:
+    scale, _, _, grad = state["scale"].value_and_grad(lambda w: (w * w * w).sum())(state["w"])
+    return {"scale": scale, "w": state["w"] - 0.01 * grad}
+
+
+def growing() -> dict[str, Any]:
+    return {
+        "w": jnp.ones(2),
+        "losses": [],
+        "seen": {},
+        "window": np.zeros(0),
+        "best": None,
+        "recent": (),
+        "dropped": [1],
+    }
+
+
+def growing_update(state: Any) -> Any:
+    w = state["w"] * 0.9
+    step = len(state["losses"])
+    return {
+        "w": w,
+        "losses": [*state["losses"], w.sum()],
+        "seen": {**state["seen"], f"step {step}": {"loss": float(w.sum()), "at": step}},
+        "window": np.append(state["window"], float(w[0])),
+        "best": {"w": w, "step": step},
+        "recent": (*state["recent"][-2:], step),
+        "dropped": [],
+    }
+
+
+def beside_modules() -> dict[str, Any]:
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    return {"model": model, "optimizer": nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), "losses": [], "rate": 1.0}
+
+
+def beside_modules_update(state: Any) -> Any:
+    loss, grads = nnx.value_and_grad(lambda model: (model(jnp.ones((1, 2))) ** 2).sum())(state["model"])
+    nnx_update(state["optimizer"], state["model"], grads)
+    return {**state, "losses": [*state["losses"], loss], "rate": jnp.asarray(state["rate"]) * 0.5}
+
+
+PROGRAMS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "numbers": (numbers, update),
+    "weak arrays": (weak_arrays, update),
+    "numpy": (of_numpy, update),
+    "optimizer": (optimizer, optimizer_update),
+    "DynamicScale": (scaled, scaled_update),
+    "growing": (growing, growing_update),
+    "beside modules": (beside_modules, beside_modules_update),
+}
+
+
+def values(state: Any) -> Any:
+    """Return the values by name; jit sorts the names of dictionaries, and templates have an order of their own."""
+    values = {
+        name: nnx.to_pure_dict(nnx.state(one)) if isinstance(one, nnx.Module | nnx.Optimizer) else one
+        for name, one in state.items()
+    }
+    return dict(sorted(values.items()))
+
+
+def train(init: Any, one_update: Callable[[Any], Any], directory: str, last: int) -> Any:
+    with hf.CheckpointCallback(directory) as checkpoint:
+        state, start = checkpoint.restore_or_initialize(init)
+        for step in range(start, last):
+            state = one_update(state)
+            checkpoint.on_step(step + 1, state)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("program", "given"),
+    [(name, "a state") for name in PROGRAMS]
+    + [(name, "a function") for name in ("numbers", "weak arrays", "optimizer")],
+)
+def test_a_resumed_run_has_the_types_and_the_bits_of_the_other(program: str, given: str, place: str) -> None:
+    init, one_update = PROGRAMS[program]
+
+    def run(directory: str, last: int) -> Any:
+        return values(train(init if given == "a function" else init(), one_update, directory, last))
+
+    for last in (1, 2, TOTAL):  # from a run that has resumed, too
+        state = run(f"{place}/run", last)
+        assert_same(run(f"{place}/run", last), state)
+    assert_same(state, run(f"{place}/whole", TOTAL))
+
+
+def test_extras_have_the_types_that_they_had(place: str) -> None:
+    """Numbers that become arrays, averages of parameters, and histories."""
+
+    def run(directory: str, last: int) -> tuple[Any, dict[str, Any]]:
+        with hf.CheckpointCallback(directory) as checkpoint:
+            state, start = checkpoint.restore_or_initialize({"w": jnp.ones(2)}, rate=0.5, ema=jnp.asarray(0.0), log={})
+            extras: dict[str, Any] = dict(checkpoint.extras)
+            for step in range(start, last):
+                state = {"w": state["w"].astype(jnp.bfloat16) * extras["rate"]}
+                extras = {
+                    "rate": jnp.asarray(extras["rate"]) * 0.9,
+                    "ema": extras["ema"] * 0.5 + state["w"].astype(jnp.float32).sum(),
+                    "log": {**extras["log"], step: state["w"].sum()},
+                }
+                checkpoint.on_step(step + 1, state, **extras)
+        return state, extras
+
+    whole = run(f"{place}/whole", TOTAL)
+    for last in (2, 3, TOTAL):
+        found = run(f"{place}/run", last)
+    assert_same(found, whole)
+
+
+def test_a_program_that_begins_with_other_types_is_told(place: str) -> None:
+    train(numbers(), update, place, 2)
+    changed = {**numbers(), "rate": jnp.float32(0.1), "average": 0}
+    with pytest.raises(hf.TreeMismatchError) as raised:
+        train(changed, update, place, 3)
+    text = str(raised.value)
+    assert (
+        "rate: expected float32[] (the fresh state), found weak float32[] (checkpoint), of a run that began with float"
+    ) in text
+    assert (
+        "average: expected int (the fresh state), found float32[] (checkpoint), of a run that began with float" in text
+    )
+    assert "params" not in text
+    # To begin with what was saved, or with what jit cannot tell from it, changes nothing.
+    same = {**numbers(), "rate": jnp.asarray(0.1), "average": jnp.float32(0), "last": jnp.zeros((), jnp.bfloat16)}
+    restored = train(same, update, place, 2)
+    assert restored["rate"].weak_type
+
+
+def test_a_class_that_the_fresh_state_lacks_is_told(place: str) -> None:
+    state = {"w": jnp.ones(2), "history": []}
+    with hf.CheckpointCallback(place) as checkpoint:
+        checkpoint.restore_or_initialize(state)
+        checkpoint.on_step(1, {**state, "history": [optax.EmptyState(), optax.TraceState(jnp.ones(2))]})
+    with hf.CheckpointCallback(place) as checkpoint, pytest.raises(hf.TreeMismatchError, match="make it in the fresh"):
+        checkpoint.restore_or_initialize(state)
+
+
+def test_steps_without_recorded_types_go_by_the_template(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As those of earlier versions, and of loops that restored nothing."""
+    state = update(numbers())
+    with hf.CheckpointCallback(place) as checkpoint:
+        checkpoint.on_step(1, state)
+    with caplog.at_level(logging.WARNING), hf.CheckpointCallback(place) as checkpoint:
+        restored, _ = checkpoint.restore_or_initialize({**state, "rate": 0.1})
+    assert restored["rate"] == pytest.approx(0.09)
+    assert type(restored["rate"]) is float
+    assert not caplog.records
