@@ -20,5 +20,6 @@ from .commit import (
     write_record,
 )
 from .copying import CopiedFiles, CopyProgress, Throttle, copy_step
+from .others import describe_other, formats, only_item, open_other, restore_other
 from .replicas import check_replicas
 from .save import ItemToSave, Save, SaveReport

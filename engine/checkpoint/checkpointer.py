@@ -10,12 +10,13 @@ from typing import Any, Self
 
 from ..clock import Clock, Duration, SystemClock, seconds
 from ..distributed import Coordinator, ProcessGroup
-from ..errors import StateError
+from ..errors import CheckpointNotFoundError, StateError
 from ..format import CheckpointRecord, ItemRecord
 from ..handlers import AsyncCheckpointHandler, CheckpointHandler, PyTreeCheckpointHandler, item_structure, restore_item
 from ..storage import Location, as_location
 from .background import BackgroundSave
 from .commit import read_steadily
+from .others import describe_other, only_item, open_other, restore_other
 from .save import ItemToSave, Save, SaveReport
 
 # A path, a URL (``file://``, ``memory://``, ``s3://``, ``gs://``) or a :class:`~holdfast.Location`.
@@ -86,7 +87,7 @@ class Checkpointer:
         return done and done[1]
 
     def restore(self, path: Place, item: Any = None, **kwargs: Any) -> Any:
-        """Read an object back.
+        """Read an object back; trees and JSON also from a checkpoint of another library, such as Orbax.
 
         Args:
             path: Where it was saved.
@@ -100,7 +101,11 @@ class Checkpointer:
             CheckpointNotFoundError: Nothing was committed there.
             DamagedCheckpointError: The stored data does not verify.
         """
-        return self._read(path, lambda folder, saved: restore_item(self.handler, folder, saved, item, kwargs))
+        return self._read(
+            path,
+            lambda folder, saved: restore_item(self.handler, folder, saved, item, kwargs),
+            lambda source, name: restore_other(self.handler, source, name, item, kwargs),
+        )
 
     def structure(self, path: Place) -> Any:
         """Return the structure of a saved object, with a description of every leaf, without reading its data.
@@ -108,7 +113,11 @@ class Checkpointer:
         Args:
             path: Where it was saved.
         """
-        return self._read(path, lambda folder, saved: item_structure(self.handler, folder, saved))
+        return self._read(
+            path,
+            lambda folder, saved: item_structure(self.handler, folder, saved),
+            lambda source, name: describe_other(self.handler, source, name),
+        )
 
     def _begin(self, path: Place, item: Any, force: bool, kwargs: Mapping[str, Any]) -> Save:
         return Save(
@@ -120,7 +129,9 @@ class Checkpointer:
             timeout=self._timeout,
         )
 
-    def _read(self, path: Place, read: Callable[[Location, ItemRecord], Any]) -> Any:
+    def _read(
+        self, path: Place, read: Callable[[Location, ItemRecord], Any], read_other: Callable[[Any, str], Any]
+    ) -> Any:
         location = as_location(path)
 
         def read_item(record: CheckpointRecord) -> Any:
@@ -131,7 +142,13 @@ class Checkpointer:
                 )
             return read(location / record.items[ITEM].folder, record.items[ITEM])
 
-        return read_steadily(location, read_item)
+        try:
+            return read_steadily(location, read_item)
+        except CheckpointNotFoundError:
+            source = open_other(location)
+            if source is None:
+                raise
+        return read_other(source, only_item(self.handler, source))
 
 
 class AsyncCheckpointer(Checkpointer):

@@ -23,7 +23,8 @@ T = TypeVar("T")
 
 Files = Mapping[str, FileRecord]  # the files of an item by their path in its folder, as the commit record lists them
 
-_INTERNAL = frozenset({"snapshot", "member", "reuse", "files"})  # arguments that callers of a checkpointer do not pass
+# Arguments that callers of a checkpointer do not pass.
+_INTERNAL = frozenset({"snapshot", "member", "reuse", "files", "source"})
 
 
 class SaveFuture(Protocol):

@@ -203,6 +203,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         transforms_default_to_original: bool = True,
         torch_tensors: bool = False,
         as_saved: bool | Collection[str] = False,
+        source: TreeSource | None = None,
         **kwargs: Any,
     ) -> Any:
         """Read a tree.
@@ -229,6 +230,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 is an error. A checkpoint of a run that recorded no types is restored by the template alone. Without a
                 template, arrays of jax become arrays of jax again where the program has imported it; a list of keys of
                 the root restricts that to what lies below them.
+            source: The tree of another library, instead of the one in the folder.
             **kwargs: Must be empty.
 
         Returns:
@@ -244,7 +246,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         if transforms is not None and (item is None or item is ... or select is not None):
             raise OptionError("transforms= needs a template (item=) of the new tree, and excludes select=")
         with collection_paused():
-            reader: TreeSource = TreeReader(directory, files, aggregate=self._aggregate)
+            reader = source or TreeReader(directory, files, aggregate=self._aggregate)
             kept = {leaf.name: number for number, leaf in enumerate(reader.leaves) if leaf.saved.kind == EXTERNAL}
             if item is not None and item is not ... and transforms is None:
                 item = with_optimizer_states(item, reader)
@@ -273,9 +275,11 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 tree = load_tree(reader, like=template, select=select, requests=requests, began=began)
             return restore_external(tree, directory, files, kept, self._registry, args) if kept else tree
 
-    def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
+    def structure(
+        self, directory: Location, *, files: Files | None = None, source: TreeSource | None = None, **kwargs: Any
+    ) -> Any:
         """Return the tree with a description in the place of every leaf; no data is read."""
-        return tree_metadata(TreeReader(directory, files, aggregate=self._aggregate))
+        return tree_metadata(source or TreeReader(directory, files, aggregate=self._aggregate))
 
     def fresh_types(self, item: Any, roots: Collection[str] | None = None) -> FreshTypes:
         """Return the types of the state that a run begins with, for ``fresh`` of :meth:`prepare`.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import itertools
 import json
 import logging
@@ -19,6 +18,7 @@ from ..checkpoint import (
     attempts_at,
     copy_left,
     delete_checkpoint,
+    formats,
     read_record,
     remove_temporary,
     sweep,
@@ -56,6 +56,7 @@ T = TypeVar("T")
 _METADATA = "metadata"
 _METADATA_FILE = "data.json"
 _METADATA_LIMIT = 64 << 20  # bytes
+_SHOWN = "Orbax"  # the library whose managers have steps as ours do; files of others may lie beside a run of ours
 
 
 def check_json(option: str, data: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -177,6 +178,7 @@ class RunDirectory:
         self._late = LateMetrics(location)
         self._lock = threading.Lock()  # of the attributes below
         self._records: dict[int, CheckpointRecord] = {}
+        self._others: dict[int, Location] = {}  # steps of another library
         self._unread: set[int] = set()  # steps whose record comes from the index
         self._changed: set[int] = set()  # steps that were added since the last collection
         self._identity: RunIdentity | None = None  # once the right to write is held
@@ -194,14 +196,31 @@ class RunDirectory:
 
     def step_location(self, step: int) -> Location:
         """Return the folder of a step, whether it exists or not."""
-        return self.location / f"{self._series}{step}"
+        return self._others.get(step) or self.location / f"{self._series}{step}"
+
+    def other(self, step: int) -> Location | None:
+        """Return where a step of another library is, or None if it is one of ours."""
+        return self._others.get(step)
+
+    def stored_metadata(self) -> Mapping[str, Any] | None:
+        """Return the facts about the run that are stored beside the steps."""
+        found = stored_metadata(self.location)
+        return found if found is not None or not self._others else formats().find_steps(self.location).metadata()
+
+    def _list_others(self, names: frozenset[str]) -> list[StepEntry]:
+        """Return the steps of Orbax, for a manager that only reads and finds no others."""
+        if not (self._options.read_only and any(name[-1:].isdecimal() for name in names)):
+            return []
+        found = formats().described_steps(self.location)
+        if found.format != _SHOWN:
+            return []
+        series = "" if self._options.step_prefix is None else self._series
+        return [entry for entry in found.entries if entry.location.name.startswith(series)]
 
     def _check_unclaimed(self, names: frozenset[str]) -> None:
         """Refuse to begin a run beside steps that it does not resume from."""
         if names - {OWNER, OPTIONS, INDEX, _METADATA, LATE, EVENTS, ROTATED}:
-            # Imported by its name, and only here: the lister of all formats lies above this room.
-            sources = importlib.import_module("..sources", __package__)
-            sources.check_unclaimed(self.location, self._series, begun=OWNER in names)
+            formats().check_unclaimed(self.location, self._series, begun=OWNER in names)
 
     def reload(self, *, forget: bool = False) -> frozenset[str]:
         """Read the directory again, and return the names in it.
@@ -210,6 +229,8 @@ class RunDirectory:
         """
         content = self.location.entries()
         entries = list_steps(self.location, self._series, content, index=self._index, late=self._late)
+        others = [] if entries else self._list_others(frozenset(entry.name for entry in content))
+        entries = entries or others
         records = {entry.step: entry.record for entry in entries if entry.record is not None}
         errors = {entry.step: entry.error for entry in entries if entry.error is not None}
         with self._lock:
@@ -226,6 +247,7 @@ class RunDirectory:
             )
             self._undecided |= known.keys() | records.keys()
             self._records, self._errors = records, errors
+            self._others = {entry.step: entry.location for entry in others}
             self._unread = {entry.step for entry in entries if entry.indexed}
             self._infos = None
         return frozenset(entry.name for entry in content)

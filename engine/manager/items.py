@@ -7,7 +7,16 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..arrays import Layout, WrittenSteps
-from ..checkpoint import ITEM, AsyncCheckpointer, Checkpointer, ItemToSave
+from ..checkpoint import (
+    ITEM,
+    AsyncCheckpointer,
+    Checkpointer,
+    ItemToSave,
+    describe_other,
+    formats,
+    only_item,
+    restore_other,
+)
 from ..errors import CheckpointNotFoundError, OptionError
 from ..format import CheckpointRecord, ItemRecord
 from ..handlers import (
@@ -115,13 +124,7 @@ class ItemSet:
 
     def restore(self, location: Location, record: CheckpointRecord, items: Any, kwargs: Mapping[str, Any]) -> Any:
         """Read items back."""
-        templates, arguments = (items, kwargs) if self._several else ({ITEM: items}, {ITEM: kwargs})
-        if templates is not None and not isinstance(templates, Mapping):
-            raise OptionError(
-                f"this manager restores the items {', '.join(self._checkpointers)}: give templates by item, as "
-                f"{{{next(iter(self._checkpointers))!r}: ...}}; found {type(templates).__name__}"
-            )
-        self._check_arguments("restore_kwargs", arguments)
+        templates, arguments = self._asked(items, kwargs)
         found = {
             name: restore_item(
                 self._checkpointers[name].handler,
@@ -133,6 +136,52 @@ class ItemSet:
             for name, saved in self._saved(location, record, templates).items()
         }
         return found if self._several else found[ITEM]
+
+    def restore_other(self, location: Location, items: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Read items of a step that another library wrote."""
+        templates, arguments = self._asked(items, kwargs)
+        source = formats().open_at(location)
+        found = {
+            name: restore_other(
+                self._checkpointers[name].handler,
+                source,
+                saved,
+                (templates or {}).get(name),
+                self._completed(name, (templates or {}).get(name), arguments.get(name, {})),
+            )
+            for name, saved in self._saved_by_others(source, templates).items()
+        }
+        return found if self._several else found[ITEM]
+
+    def describe_other(self, location: Location) -> Any:
+        """Describe the items of a step that another library wrote."""
+        source = formats().open_at(location)
+        found = {
+            name: describe_other(self._checkpointers[name].handler, source, saved)
+            for name, saved in self._saved_by_others(source, None).items()
+        }
+        return found if self._several else found[ITEM]
+
+    def _saved_by_others(self, source: Any, wanted: Mapping[str, Any] | None) -> dict[str, str]:
+        """Return what the wanted items are called in a step of another library, which may lack optional ones."""
+        if not self._several:
+            return {ITEM: only_item(self._checkpointers[ITEM].handler, source)}
+        items = {name: ItemRecord(name, kind, {}) for name, kind in source.items.items()}
+        record = CheckpointRecord(items=items, time=0.0)
+        return {name: name for name in self._saved(source.location, record, wanted)}
+
+    def _asked(
+        self, items: Any, kwargs: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any] | None, Mapping[str, Mapping[str, Any]]]:
+        """Return the templates and the arguments by item."""
+        templates, arguments = (items, kwargs) if self._several else ({ITEM: items}, {ITEM: kwargs})
+        if templates is not None and not isinstance(templates, Mapping):
+            raise OptionError(
+                f"this manager restores the items {', '.join(self._checkpointers)}: give templates by item, as "
+                f"{{{next(iter(self._checkpointers))!r}: ...}}; found {type(templates).__name__}"
+            )
+        self._check_arguments("restore_kwargs", arguments)
+        return templates, arguments
 
     def _completed(self, name: str, template: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Ask for tensors where a tree is restored without a template: ``load_state_dict`` takes no numpy arrays."""

@@ -31,7 +31,7 @@ from ..errors import (
 from ..format import CheckpointRecord, ItemRecord
 from ..storage import Location, as_location
 from .decisions import Decision, EverySteps, Rollback, SaveDecisions
-from .directory import RunDirectory, check_json, stored_metadata
+from .directory import RunDirectory, check_json
 from .directory import record_metrics as add_metrics
 from .events import RunEvents, described, few, find_watchers, guarded, reached
 from .identity import stored_options
@@ -88,7 +88,8 @@ class CheckpointManager:
 
     Raises:
         CheckpointExistsError: The directory holds checkpoints of another library, or of another ``step_prefix``, and
-            none of this run, which would start from 0 beside them. A manager that is ``read_only`` opens it.
+            none of this run, which would start from 0 beside them. A manager that is ``read_only`` opens it, and
+            restores the steps of Orbax.
 
     >>> import tempfile, numpy as np
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -294,7 +295,7 @@ class CheckpointManager:
 
     def metadata(self) -> Mapping[str, Any] | None:
         """Return the facts about the run that are stored beside the checkpoints, or None."""
-        return self._metadata if self._metadata is not None else stored_metadata(self.directory)
+        return self._metadata if self._metadata is not None else self._run.stored_metadata()
 
     def structure(self, step: int | None = None) -> Any:
         """Return the tree of a step with a description of every leaf, without reading its data.
@@ -309,6 +310,8 @@ class CheckpointManager:
         if found is None:
             raise CheckpointNotFoundError(f"{self.directory}: there is no checkpoint")
         location = self._run.step_location(found)
+        if self._run.other(found) is not None:
+            return self._items.describe_other(location)
         return self._run.read(found, lambda record: self._items.structure(location, record))
 
     def reload(self) -> None:
@@ -465,6 +468,9 @@ class CheckpointManager:
 
     def _restore(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
         location = self._run.step_location(step)
+        if self._run.other(step) is not None:
+            self._run.record(step)  # raises if it is damaged
+            return self._items.restore_other(location, items, kwargs)
 
         def read(record: CheckpointRecord) -> Any:
             for item in self._items.left_out(record, items):

@@ -6,6 +6,7 @@ from .comparison import LeafDifference, compare_checkpoints, leaf_path, trees_in
 from .discovery import (
     StepList,
     check_unclaimed,
+    described_steps,
     find_checkpoint,
     find_steps,
     is_foreign,

@@ -21,7 +21,7 @@ import fnmatch
 import importlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,9 +36,9 @@ from ..errors import (
     shortened,
     shortened_steps,
 )
-from ..format import RECORD, CheckpointRecord
+from ..format import RECORD, CheckpointRecord, ItemRecord
 from ..manager import StepEntry, list_steps, newest_step, step_folders, stored_metadata
-from ..storage import Location
+from ..storage import Location, max_concurrency, parallel_map
 from .native import NativeCheckpoint
 from .protocol import CheckpointSource, StepDirectories
 
@@ -149,6 +149,33 @@ def find_steps(location: Location) -> StepList:
     steps = {step: StepEntry(step, place) for step, place in sorted(found.steps.items())}
     noted = None if found.newest is None else steps[found.newest]
     return StepList(found.format, tuple(steps.values()), noted, found.metadata)
+
+
+def described_steps(location: Location) -> StepList:
+    """Return the steps of another library with records of what a manager says of its own: time, metrics and items."""
+    found = find_steps(location)
+    if found.is_native:
+        return StepList()
+    described = parallel_map(_described, found.entries, max_concurrency(location))
+    return replace(found, entries=tuple(entry for entry in described if entry is not None))
+
+
+def _described(entry: StepEntry) -> StepEntry | None:
+    try:
+        source = open_at(entry.location)
+        record = CheckpointRecord(
+            items={name: ItemRecord(name, kind, {}) for name, kind in source.items.items()},
+            time=source.time or 0.0,
+            step=entry.step,
+            reason=source.reason,
+            metrics=source.metrics,
+            custom_metadata=source.custom_metadata,
+        )
+    except DamagedCheckpointError as error:
+        return replace(entry, error=error)
+    except CheckpointNotFoundError:  # its run has deleted it meanwhile
+        return None
+    return replace(entry, record=record)
 
 
 def check_unclaimed(location: Location, series: str, *, begun: bool) -> None:

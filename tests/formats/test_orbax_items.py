@@ -328,3 +328,102 @@ def test_an_item_that_is_called_metadata(tmp_path: Path) -> None:
     assert hf.load(tmp_path / "run")["metadata"] == {"a": 1}
     (tmp_path / "run" / "1" / "_CHECKPOINT_METADATA").unlink()
     assert hf.load(tmp_path / "run", item="metadata") == {"a": 1}
+
+
+# ---- by the calls of a program that comes from Orbax
+
+
+@pytest.mark.parametrize("kind", [hf.PyTreeCheckpointer, lambda: hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler())])
+@pytest.mark.parametrize("use_ocdbt", [True, False], ids=["one database", "per parameter"])
+def test_a_checkpointer_restores_what_orbax_saved(tmp_path: Path, kind: Any, use_ocdbt: bool) -> None:
+    tree = {"w": jnp.arange(6.0).reshape(2, 3), "layers": [jnp.ones(2, jnp.bfloat16), np.arange(3)], "step": 7}
+    place = tmp_path / "one"
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt)).save(place, args=ocp.args.PyTreeSave(tree))
+    checkpointer = kind()
+
+    found = checkpointer.restore(place)
+    assert (found["w"].tolist(), found["layers"][1].tolist(), found["step"]) == ([[0, 1, 2], [3, 4, 5]], [0, 1, 2], 7)
+    restored = checkpointer.restore(place, tree)
+    assert isinstance(restored["w"], jax.Array)
+    assert restored["layers"][0].dtype == jnp.bfloat16
+    args = {"w": hf.RestoreArgs(dtype=np.float16), "layers": hf.RestoreArgs(), "step": hf.RestoreArgs()}
+    assert checkpointer.restore(place, restore_args=args)["w"].dtype == np.float16
+    assert list(checkpointer.restore(place, select="w")) == ["w"]
+    assert checkpointer.structure(place)["w"].shape == (2, 3)
+    with pytest.raises(hf.TreeMismatchError, match="w"):
+        checkpointer.restore(place, tree | {"w": jnp.ones(3)})
+
+
+def test_checkpointers_name_what_they_cannot_restore(several_items: Path, run: Path) -> None:
+    with pytest.raises(
+        hf.OptionError, match="has the trees array, key, numpy_state, params: restore it with a Checkpoi"
+    ):
+        hf.PyTreeCheckpointer().restore(several_items / "4")
+    assert hf.Checkpointer(hf.JsonCheckpointHandler()).restore(several_items / "4") == {"q": [1, 2], "text": "x"}
+    assert hf.PyTreeCheckpointer().restore(run / "ckpt_00000012")["step"] == 12
+    with pytest.raises(hf.CheckpointNotFoundError):
+        hf.PyTreeCheckpointer().restore(run)
+
+
+def reading(**changes: Any) -> hf.CheckpointManagerOptions:
+    return hf.CheckpointManagerOptions(read_only=True, **changes)
+
+
+@pytest.mark.parametrize("prefix", [None, "ckpt"])
+def test_a_reading_manager_shows_the_steps_of_orbax(run: Path, prefix: str | None) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    given = reading(best_fn="loss", best_mode="min", step_prefix=prefix)
+    with hf.CheckpointManager(run, options=given) as manager:
+        assert (manager.all_steps(), manager.latest_step(), manager.best_step()) == ([2, 12], 12, 2)
+        assert manager.metrics(12) == {"loss": 6.0}
+        assert manager.metadata() == {"name": "run"}
+        assert manager.restore()["step"] == 12
+        assert manager.restore(2, state(0))["w"].tolist() == [2, 2, 2]
+        assert manager.restore(2, restore_kwargs={"select": "step"}) == {"step": 2}
+        assert manager.structure(2)["w"].shape == (3,)
+        found = manager.restore_latest()
+        assert found is not None
+        assert found.step == 12
+        with pytest.raises(hf.CheckpointNotFoundError, match="no checkpoint of step 3; there are 2, 12"):
+            manager.restore(3)
+        with pytest.raises(hf.StateError, match="read_only=True"):
+            manager.save(13, state(13))
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    with hf.CheckpointManager(run, options=reading(step_prefix="other")) as manager:
+        assert manager.all_steps() == []
+
+
+def test_a_reading_manager_of_several_items(several_items: Path) -> None:
+    checkpointers = {
+        "params": hf.PyTreeCheckpointer(),
+        "array": hf.Checkpointer(hf.ArrayCheckpointHandler()),
+        "extra": hf.Checkpointer(hf.JsonCheckpointHandler()),
+    }
+    with hf.CheckpointManager(several_items, checkpointers, reading()) as manager:
+        found = manager.restore(4)
+        assert sorted(found) == ["array", "extra", "params"]
+        assert found["params"]["w"].tolist() == [1, 1, 1]
+        assert found["array"].tolist() == list(range(7))
+        assert found["extra"] == {"q": [1, 2], "text": "x"}
+        assert list(manager.restore(4, {"params": {"w": jnp.zeros(3)}})) == ["params"]
+        assert manager.structure(4)["params"]["w"].shape == (3,)
+    with (
+        hf.CheckpointManager(several_items, {"never": hf.PyTreeCheckpointer()}, reading()) as manager,
+        pytest.raises(hf.CheckpointNotFoundError, match="no item never"),
+    ):
+        manager.restore(4)
+
+
+def test_a_reading_manager_passes_over_damaged_steps_of_orbax(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "ckpt_00000012" / "_CHECKPOINT_METADATA").write_text("{")
+    with hf.CheckpointManager(copy, options=reading()) as manager:
+        found = manager.restore_latest()
+        assert found is not None
+        assert (found.step, [step for step, _ in found.skipped]) == (2, [12])
+        with pytest.raises(hf.DamagedCheckpointError):
+            manager.restore(12)
+        (copy / "ckpt_00000002").rename(copy / "ckpt_00000003")
+        manager.reload()
+        assert manager.all_steps() == [3]
