@@ -39,6 +39,7 @@ from ..pytree import (
     LeafRequest,
     Patterns,
     TreeDef,
+    check_savable,
     class_name,
     collection_paused,
     default_pinned_bytes,
@@ -289,10 +290,22 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             roots: The names of its entries, where the item that is saved has others beside them.
 
         Raises:
-            UnsupportedLeafError: A leaf can be neither saved nor restored; names every such leaf.
+            UnsupportedLeafError: A leaf cannot be saved; names every such leaf.
         """
+        self.check_savable(item)
         flat = self._template(item)
         return FreshTypes(describe_template(flat.names, flat.values), roots)
+
+    def check_savable(self, item: Any) -> None:
+        """Raise the error that a save of a tree would raise for its leaves; abstract leaves are passed.
+
+        Raises:
+            UnsupportedLeafError: A leaf cannot be saved; names every such leaf.
+        """
+        flat = flatten(item, self._registry.leaf_types)
+        leaves = zip(flat.names, flat.values, strict=True)
+        ours = {name: value for name, value in leaves if self._registry.find(value) is None}
+        check_savable(list(ours), list(ours.values()))
 
     def _template(self, item: Any) -> Flattened:
         """Flatten a template; ``...`` replaces bare objects and leaves that have a type handler."""

@@ -14,6 +14,7 @@ from .containers import class_name
 from .flatten import collection_paused
 from .host_leaves import INT64, describe_numpy, describe_python, is_python_value
 from .jax_leaves import JaxDescriber, WholeArrays, is_key, is_tracer, is_whole
+from .jax_leaves import template_facts as jax_facts
 from .leaves import (
     ArrayLeaf,
     LeafMetadata,
@@ -27,6 +28,7 @@ from .leaves import (
 )
 from .packing import PackedNumbers
 from .torch_leaves import TorchDescriber, have_facts, is_dtensor, is_small, small_facts
+from .torch_leaves import template_facts as torch_facts
 
 _Describe = Callable[[Any], ArrayLeaf | ValueLeaf]
 
@@ -49,6 +51,26 @@ def describe(names: Sequence[str], values: Sequence[Any], *, pinned_bytes: int =
                 problems.append((names[index], str(problem)))
     report_problems(problems, "these leaves cannot be saved, and nothing was written")
     return leaves
+
+
+def check_savable(names: Sequence[str], values: Sequence[Any]) -> None:
+    """Raise the error that `describe` would raise for these leaves. Nothing is copied; abstract leaves are passed."""
+    problems: list[tuple[str, str]] = []
+    for name, value in zip(names, values, strict=True):
+        try:
+            if isinstance(value, np.ndarray | np.generic):
+                describe_numpy(value)
+            elif is_jax_array(value):
+                jax_facts(value)
+            elif is_torch_tensor(value):
+                torch_facts(value)
+            elif is_python_value(value):
+                describe_python(value)
+            elif not (value is ... or isinstance(value, LeafMetadata | PackedNumbers) or is_jax_abstract(value)):
+                _refuse(value)
+        except LeafProblem as problem:
+            problems.append((name, str(problem)))
+    report_problems(problems, "these leaves cannot be saved")
 
 
 class _Classifier:

@@ -75,8 +75,11 @@ class StateAdapter:
         """Take note of the state, perhaps abstract, that the program begins with, before the first step.
 
         Raises:
-            UnsupportedLeafError: A leaf can be neither saved nor restored; names every such leaf.
+            UnsupportedLeafError: A leaf cannot be saved; names every such leaf.
         """
+
+    def check_savable(self, state: Any) -> None:
+        """Raise UnsupportedLeafError if a save of the state would raise it."""
 
     def save_kwargs(self) -> Mapping[str, Any]:
         """Return the other arguments for the handler when it saves."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine.errors import CheckpointNotFoundError, OptionError, SaveFailedError
 from ...engine.generators import GlobalGenerators, capture
+from ...engine.handlers import PyTreeCheckpointHandler
 from ...engine.manager import CheckpointManager, number_of
 from ...engine.pytree import FreshTypes
 from ...engine.stateful import state_of
@@ -69,6 +70,12 @@ class LastStep:
         if extras or not self._adapter.is_component_tree:
             found["extras"] = extras
         return {**found, "process": own} if own else found
+
+    def check_savable(self) -> None:
+        """Raise UnsupportedLeafError if a save of the step would raise it."""
+        self._adapter.check_savable(self.state)
+        extras = {name: self._tree_of(name, extra) for name, extra in self._extras.items()}
+        PyTreeCheckpointHandler().check_savable(extras)
 
     def why_lost(self) -> str | None:
         """Return why the step cannot be saved any more, or None when it can."""
@@ -141,10 +148,12 @@ class StepSaver:
 
     def update(self, step: int, state: Any, metrics: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
         """Take note of a step that the loop has finished."""
-        last = self._last
-        if last is None:
-            last = self._last = LastStep(step, self._adapter, self._item)
-        last.update(step, state, metrics, extras)
+        if self._last is not None:
+            self._last.update(step, state, metrics, extras)
+            return
+        self._last = LastStep(step, self._adapter, self._item)
+        self._last.update(step, state, metrics, extras)
+        self._last.check_savable()  # the first save may be an hour away
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> bool:
         """Store metrics with the checkpoint of a step, and return whether there is one.

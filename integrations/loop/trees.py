@@ -44,6 +44,9 @@ class TreeAdapter(StateAdapter):
     def begin(self, state: Any) -> None:
         self._fresh = PyTreeCheckpointHandler().fresh_types(to_tree(state))
 
+    def check_savable(self, state: Any) -> None:
+        PyTreeCheckpointHandler().check_savable(to_tree(state))
+
     def save_kwargs(self) -> Mapping[str, Any]:
         return {} if self._fresh is None else {"fresh": self._fresh}
 

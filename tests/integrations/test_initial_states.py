@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -177,6 +179,50 @@ def test_what_is_no_function_of_jax(place: str) -> None:
 
 def make_torch() -> Any:
     return {"net": torch.nn.Linear(1, 1)}
+
+
+class Counter:
+    """An extra whose state cannot be saved."""
+
+    def get_state(self) -> Any:
+        return {"count": 3, "scale": lambda value: value}
+
+    def set_state(self, state: Any) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("state", "extras", "said"),
+    [
+        ({"w": jnp.ones(2), "loss": lambda w: w}, {}, "loss: is of type function, which is code"),
+        ({"w": jnp.ones(2), "tx": optax.sgd(0.1)}, {}, "tx/init: is of type function"),
+        ({"w": np.array([object()])}, {}, "w: has dtype object"),
+        ({"w": np.zeros(2, [("a", "i4")])}, {}, "w: has the structured dtype"),
+        ({"w": np.ma.masked_array([1.0])}, {}, "w: is a masked array"),
+        ({"w": 1, "seen": {(1, 2)}}, {}, "seen: is a set with an element of type tuple"),
+        ({"w": 1 << (1 << 23)}, {}, "w: is an integer of 8388609 bits"),
+        ({"w": {1.5: 1}}, {}, "w: dict has the key 1.5"),
+        ({"w": jnp.ones(2)}, {"config": {"act": lambda w: w, "w": jnp.ones(1)}}, "config/act: is of type function"),
+        ({"w": jnp.ones(2)}, {"lock": threading.Lock()}, "lock: is of type _thread.lock"),
+    ],
+)
+def test_what_no_save_can_take_is_found_before_the_first_step(state: Any, extras: Any, said: str, place: str) -> None:
+    with hf.CheckpointCallback(place) as checkpoint, pytest.raises(hf.UnsupportedLeafError) as raised:
+        checkpoint.restore_or_initialize(state, **extras)
+    assert said in str(raised.value)
+
+
+def test_what_no_save_can_take_is_found_at_the_first_step(place: str) -> None:
+    """The state of an object, and what the loop puts into its state."""
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"counter": Counter()}, {}, "counter/scale: is of type function"),
+        ({}, {"log": threading.Lock()}, "log: is of type _thread.lock"),
+    ]
+    for extras, changes, said in cases:
+        error = pytest.raises(hf.UnsupportedLeafError, match=re.escape(said))
+        with error, hf.CheckpointCallback(place, save_interval_steps=100) as checkpoint:
+            state, _ = checkpoint.restore_or_initialize({"w": 1}, **extras)
+            checkpoint.on_step(1, {**state, **changes}, **extras)
 
 
 def test_an_abstract_state_needs_a_checkpoint(tmp_path: Path) -> None:
