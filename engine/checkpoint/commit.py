@@ -298,6 +298,8 @@ class PendingCheckpoint:
             except DamagedCheckpointError:
                 self._old = None  # which folders were its own is unknown
             self._parts.check_replaceable(self._old)
+            if self._old is not None and self._old.step is not None:  # the step of another run
+                self.location.check_not_link()
             return
         if self.location.is_remote:  # such a folder without a record or a marker holds what has arrived late
             names = {name for name in names if not _UNIQUE.fullmatch(name)}
@@ -475,7 +477,8 @@ def copy_left(location: Location) -> str | None:
 def delete_checkpoint(location: Location) -> None:
     """Delete a checkpoint: its record first, so that it is gone at once, then its data."""
     with contextlib.suppress(ObjectNotFoundError):
-        (location / RECORD).rename(DELETED)
+        if not location.is_link():  # of which only the link goes
+            (location / RECORD).rename(DELETED)
     location.remove_tree(last=DELETED)
 
 

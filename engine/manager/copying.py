@@ -160,6 +160,7 @@ def follow(location: Location, record: CheckpointRecord, original: CheckpointRec
     """Give a copy the metrics and the pin that its original has by now; return its record."""
     changed = replace(record, metrics=original.metrics, pinned=original.pinned)
     if changed != record:
+        location.check_not_link()
         write_record(location, changed)
     return changed
 

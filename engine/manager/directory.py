@@ -87,6 +87,7 @@ def stored_metadata(location: Location) -> Mapping[str, Any] | None:
 def store_metadata(location: Location, metadata: Mapping[str, Any] | None) -> None:
     """Store the facts about a run, if there are any."""
     if metadata is not None:
+        (location / _METADATA).check_not_link()
         (location / _METADATA).make_directory()
         (location / _METADATA / _METADATA_FILE).write_bytes(encode_document("json", {"data": metadata}))
 
@@ -481,6 +482,8 @@ class RunDirectory:
                 self.collect()
 
     def _sweep(self, location: Location) -> None:
+        if location.is_link():
+            return
         lock = SaveLock(location / PARTIAL)
         try:
             try:
@@ -507,6 +510,7 @@ class RunDirectory:
             record = change(self.record(step))
             if self._writes:
                 self.ownership.check()
+                self.step_location(step).check_not_link()
                 write_record(self.step_location(step), record)
             self.add(step, record)
 
@@ -544,10 +548,15 @@ class RunDirectory:
                 self._index.forget([location.name])
         self.add(step, None)
 
-    def make_room(self, step: int) -> None:
-        """Give the folder of a step that the disk fails to read another name, as it may be readable another time."""
+    def make_room(self, step: int, *, replaces: bool = False) -> None:
+        """Give the folder of a step that the disk fails to read another name, as it may be readable another time.
+
+        Where a save ``replaces`` a step that is a link, the link goes, and what it leads to stays.
+        """
         error = self._errors.get(step)
         if not is_unreadable(error):
+            if replaces and step in {*self._records, *self._errors} and self.step_location(step).is_link():
+                self._delete(step)
             return
         if self._writes:
             self.ownership.check()

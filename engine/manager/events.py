@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from ..clock import Clock
-from ..storage import DRILL, Location, append_line
+from ..storage import DRILL, Location, append_line, open_own
 
 if TYPE_CHECKING:
     from .rehearsal import Rehearsal
@@ -304,7 +304,7 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]
     A last line without its end is left for the next call, and a line that is no event is skipped.
     """
     try:
-        with path.open("rb") as file:
+        with open(open_own(path, os.O_RDONLY), "rb") as file:
             file.seek(offset)
             content = file.read()
     except OSError:
@@ -343,7 +343,7 @@ def _cut_torn_line(path: Path) -> None:
     """Remove a last line that a crash has cut off, so that the next one begins on a line of its own."""
     if not path.exists():
         return
-    with path.open("r+b") as file:
+    with open(open_own(path, os.O_RDWR), "r+b") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - (1 << 16)))
         tail = file.read()

@@ -119,7 +119,7 @@ def copy_options(source: Location, destination: Location) -> None:
 
 def _read(location: Location) -> dict[str, Any]:
     place = location / OPTIONS
-    return decode_document(place.read_bytes(limit=_LIMIT), "options", source=str(place))
+    return decode_document(place.read_own(limit=_LIMIT), "options", source=str(place))
 
 
 def _doomed(found: Any) -> Doomed:

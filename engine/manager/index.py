@@ -18,7 +18,6 @@ import itertools
 import json
 import logging
 import os
-import stat
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from typing import Any
 from ..checkpoint import read_record
 from ..errors import DamagedCheckpointError, HoldfastError
 from ..format import RECORD, CheckpointRecord, crc32c
-from ..storage import Location
+from ..storage import Location, open_own
 
 _logger = logging.getLogger("holdfast")
 
@@ -74,10 +73,9 @@ class RecordIndex:
     def load(self, folders: int) -> None:
         """Read what the file has more than at the last call; ``folders`` limits the size that is accepted."""
         try:
-            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
-            with open(os.open(f"{self._root}/{INDEX}", flags), "rb", buffering=0) as file:
+            with open(open_own(f"{self._root}/{INDEX}", os.O_RDONLY), "rb", buffering=0) as file:
                 status = os.fstat(file.fileno())
-                if not stat.S_ISREG(status.st_mode) or status.st_size > (2 * folders + _VOID) * _LARGEST:
+                if status.st_size > (2 * folders + _VOID) * _LARGEST:
                     raise OSError("not an index")
                 if status.st_ino != self._inode or status.st_size < self._end:
                     self._inode, self._end, self._count, self._sound = status.st_ino, 0, 0, True
@@ -213,7 +211,7 @@ class RecordIndex:
     def _append(self, names: list[str]) -> None:
         lines = [line for name in names if (line := self._encode(name))]
         content = b"".join(lines)
-        descriptor = os.open(f"{self._root}/{INDEX}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = open_own(f"{self._root}/{INDEX}", os.O_WRONLY | os.O_APPEND)
         try:
             status = os.fstat(descriptor)
             whole = (status.st_ino, status.st_size) == (self._inode, self._end)

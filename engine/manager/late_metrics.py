@@ -28,6 +28,7 @@ Added = tuple[str, float, dict[str, Any]]
 def write_late(directory: Location, folder: str, record: CheckpointRecord, metrics: dict[str, Any], now: float) -> None:
     """Add metrics to the checkpoint of a record, in a folder of a directory."""
     document = {"checkpoint": record.identity, "time": now, "metrics": encode_metrics(metrics)}
+    (directory / LATE).check_not_link()
     (directory / LATE).make_directory()
     place = directory / LATE / f"{folder}.{uuid.uuid4().hex[:16]}.json"
     place.write_bytes(encode_document("metrics", document))
@@ -72,6 +73,7 @@ def with_late(record: CheckpointRecord, added: Iterable[Added]) -> CheckpointRec
 def remove_late(directory: Location, folder: str) -> None:
     """Remove what was added to a checkpoint that is gone; what is left takes no effect."""
     with contextlib.suppress(StorageError):
+        (directory / LATE).check_not_link()
         for name in _names(directory):
             if _folder(name) == folder:
                 (directory / LATE / name).remove()

@@ -582,7 +582,8 @@ class CheckpointManager:
             rendezvous = self._processes.rendezvous("save")
             try:
                 self._run.ownership.check(at_once=True)
-                self._run.make_room(step)
+                overwrite = force or self._run.is_damaged(step) or self._rollback.replaces(step)
+                self._run.make_room(step, replaces=overwrite)
                 facts = check_json("custom_metadata", custom_metadata)
                 pending = _PendingSave(step, None if metrics is None else plain_metrics(metrics), facts)
                 if reason is None or not isinstance(self.options.best_fn, str):  # a callback has asked decide() before
@@ -599,7 +600,7 @@ class CheckpointManager:
                 save = Save(
                     self._run.step_location(step),
                     values,
-                    overwrite=force or self._run.is_damaged(step) or self._rollback.replaces(step),
+                    overwrite=overwrite,
                     began=began,
                     record=lambda found: self._record(pending, found, reason or decision.reason),
                     rendezvous=rendezvous,

@@ -202,7 +202,7 @@ class RunMirror:
             if step not in far or step in run.doomed:
                 return False
             record = far.record(step)
-            run.make_room(step)
+            run.make_room(step, replaces=overwrite)
             _logger.info("%s: fetching step %d from the mirror %s", run.location, step, self.location)
             began = time.monotonic()
             copied = copy_step(

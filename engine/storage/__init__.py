@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .backend import DataFile, DataReader, Entry, FileIdentity, Segment
 from .buffers import PAGE, Buffer, aligned_empty, round_up
-from .local import TEMPORARY_PREFIX, LocalBackend, append_line
+from .local import TEMPORARY_PREFIX, LocalBackend, append_line, open_own
 from .location import DRILL, Location, as_location, max_concurrency
 from .lock import FileLock, SaveLock
 from .object_store import shared_context, store_spec

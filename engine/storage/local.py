@@ -39,6 +39,7 @@ THREADS_BESIDE = max(2, CORES // 2)
 
 BLOCK = 4 << 20  # bytes that a thread gathers before it writes them
 
+_AWAY = "move it away"  # the way on where something else lies in the place of one of our files
 _FICLONE = 0x40049409  # the request of ioctl_ficlone(2)
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS, whose fsync(2) leaves data in the drive's cache
@@ -91,8 +92,7 @@ class LocalBackend:
 
     def read_bytes(self, key: str, limit: int | None, size: int | None) -> bytes:
         with os_errors(key, "read"):
-            # Without O_NONBLOCK, opening a pipe would wait for its other end for ever.
-            descriptor = os.open(key, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            descriptor = _open(key, os.O_RDONLY)
             size = _regular_size(descriptor, key)
             with open(descriptor, "rb", buffering=0) as file:
                 if limit is not None and size > limit:
@@ -107,8 +107,7 @@ class LocalBackend:
         parent = os.path.dirname(key)
         target = os.path.join(parent, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}") if atomic else key
         with os_errors(key, "write"):
-            exclusive = os.O_EXCL if atomic else os.O_TRUNC
-            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | exclusive, 0o666)
+            descriptor = open_own(target, os.O_WRONLY | os.O_CREAT | (os.O_EXCL if atomic else os.O_TRUNC))
             try:
                 with open(descriptor, "wb", buffering=0) as file:
                     rest = memoryview(data)
@@ -223,7 +222,7 @@ class LocalBackend:
 
     def _cloned(self, source: str, target: str, known: FileIdentity, refusal: OSError) -> FileIdentity:
         """Clone a file where the file system can; otherwise raise the error of the link."""
-        with open(source, "rb", buffering=0) as read:
+        with open(open_own(source, os.O_RDONLY), "rb", buffering=0) as read:
             written = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 fcntl.ioctl(written, _FICLONE, read.fileno())
@@ -260,8 +259,7 @@ class LocalDataReader(DataReader):
         self._descriptor = -1
         self._lock = threading.Lock()
         with os_errors(path, "open"):
-            # Without O_NONBLOCK, opening a pipe would wait for its other end for ever.
-            descriptor = _open_direct(path, os.O_RDONLY | os.O_NONBLOCK)
+            descriptor = _open_direct(path, os.O_RDONLY)
             self._size = _regular_size(descriptor, path)
         self._descriptor = descriptor
 
@@ -337,11 +335,33 @@ def _sync_directory(path: str, *, drive: bool = False) -> None:
 
 def append_line(path: str | os.PathLike[str], text: str) -> None:
     """Append a line to a file with one write, so that lines of several processes do not mix; nothing is synced."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         os.write(descriptor, f"{text}\n".encode())
     finally:
         os.close(descriptor)
+
+
+def open_own(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file that belongs to a run or to a checkpoint, and to nothing else, and return its descriptor.
+
+    A link could lead to the file of another run, and a pipe would wait for its other end: both are refused.
+
+    Raises:
+        OSError: It is a link (ELOOP) or no regular file (EINVAL), or the system refused.
+    """
+    try:
+        descriptor = _open(path, flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP and os.path.islink(path):
+            raise OSError(errno.ELOOP, f"it is a symbolic link, which is not followed; {_AWAY}", path) from None
+        if error.errno in (errno.ENXIO, errno.EISDIR):  # a pipe without a reader, a device or a directory
+            raise OSError(errno.EINVAL, f"it is not a regular file; {_AWAY}", path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, f"it is not a regular file; {_AWAY}", path)
+    return descriptor
 
 
 def _write_segment(descriptor: int, stop: threading.Event, segment: Segment) -> None:
@@ -397,16 +417,20 @@ def _filled_blocks(segment: Segment, block: memoryview, stop: threading.Event) -
 
 def _open_direct(path: str, flags: int) -> int:
     """Open a file for direct I/O where the file system allows it, otherwise for ordinary I/O."""
-    flags |= os.O_CLOEXEC
     if _DIRECT:
         try:
-            return os.open(path, flags | _DIRECT, 0o666)
+            return _open(path, flags | _DIRECT)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
             # Some file systems refuse only after they have created the file; that one is ours then.
             flags &= ~os.O_EXCL
-    return os.open(path, flags, 0o666)
+    return _open(path, flags)
+
+
+def _open(path: str | os.PathLike[str], flags: int) -> int:
+    # Without O_NONBLOCK, opening a pipe would wait for its other end for ever.
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
 def is_direct(descriptor: int) -> bool:

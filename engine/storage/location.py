@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import unquote
 
-from ..errors import InvalidLocationError
+from ..errors import DamagedCheckpointError, InvalidLocationError
 from .backend import Backend, DataFile, DataReader, Entry, FileIdentity, Segment
 from .buffers import PAGE
 from .local import LocalBackend
@@ -230,6 +230,28 @@ class Location:
             DamagedCheckpointError: It is longer than ``limit``; this is checked before it is read.
         """
         return self._backend.read_bytes(self._key, limit, size)
+
+    def read_own(self, limit: int, *, size: int | None = None) -> bytes:
+        """Return the content of a file by which a run is steered: one that leads elsewhere is that of another run.
+
+        Raises:
+            DamagedCheckpointError: It is a link, or as :meth:`read_bytes` says.
+        """
+        if self.is_link():
+            raise DamagedCheckpointError(f"{self} should be a file, but is a symbolic link, which is not followed")
+        return self.read_bytes(limit, size=size)
+
+    def is_link(self) -> bool:
+        """Return whether this name is a symbolic link: what it leads to is read, and belongs to something else."""
+        return self.is_local and os.path.islink(self._key)
+
+    def check_not_link(self) -> None:
+        """Raise InvalidLocationError if this is a symbolic link, as what it leads to would be changed."""
+        if self.is_link():
+            raise InvalidLocationError(
+                f"{self}: this is a symbolic link to {os.path.realpath(self._key)}, which is read and never changed "
+                "from here; change it at its own place, or put a copy (holdfast cp) in the place of the link"
+            )
 
     def has_size(self, size: int) -> bool:
         """Return whether this has exactly so many bytes, without reading them where the store can tell.

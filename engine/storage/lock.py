@@ -19,6 +19,7 @@ from ..errors import (
     StorageConflictError,
     StoragePermissionError,
 )
+from .local import open_own
 from .location import Location
 from .status import os_errors
 
@@ -43,7 +44,7 @@ class FileLock:
         """
         self.release()  # an attempt that was interrupted may have locked it
         with os_errors(self._place.url, "open"):
-            descriptor = os.open(self._place, flags | os.O_CLOEXEC, 0o666)
+            descriptor = open_own(self._place, flags)
         self.descriptor = descriptor
         self._close = weakref.finalize(self, os.close, descriptor)  # also where the holder was dropped
         _held.add(self)
@@ -75,7 +76,7 @@ class FileLock:
     def content(self, size: int | None = None) -> dict[str, Any]:
         """Return the JSON document in the file; an empty dictionary where it is missing or damaged."""
         try:
-            found = json.loads(self._place.read_bytes(limit=1 << 24, size=size))
+            found = json.loads(self._place.read_own(limit=1 << 24, size=size))
         except (ObjectNotFoundError, DamagedCheckpointError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}

@@ -1,0 +1,229 @@
+"""Links, pipes and folders in a run directory: what they lead to belongs to something else; nothing waits for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.cli.main import main
+
+
+def tree(step: int) -> dict[str, np.ndarray]:
+    return {"w": np.full(1000, step)}
+
+
+def make(directory: Path, *steps: int) -> Path:
+    with hf.CheckpointManager(directory) as manager:
+        for step in steps:
+            manager.save(step, tree(step), metrics={"loss": step})
+    return directory
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """Another run, of which a step is linked."""
+    return make(tmp_path / "other", 3, 4)
+
+
+@pytest.fixture
+def run(tmp_path: Path, other: Path) -> Path:
+    """A run with the steps 1, 2 and 4, of which 4 is a link."""
+    make(tmp_path / "run", 1, 2)
+    (tmp_path / "run" / "4").symlink_to(other / "4")
+    return tmp_path / "run"
+
+
+def test_retention_removes_a_link_and_leaves_the_step(run: Path, other: Path) -> None:
+    before = content(other)
+    with hf.CheckpointManager(run, options=hf.CheckpointManagerOptions(max_to_keep=1)) as manager:
+        assert manager.all_steps() == [1, 2, 4]
+        np.testing.assert_array_equal(manager.restore(4, tree(0))["w"], tree(4)["w"])
+        manager.save(5, tree(5))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [5]
+    assert not (run / "4").is_symlink()
+    assert content(other) == before
+
+
+def pin(run: Path) -> None:
+    with hf.CheckpointManager(run) as manager:
+        manager.acquire()
+        with pytest.raises(hf.InvalidLocationError, match=r"run/4: this is a symbolic link to .*other/4"):
+            manager.pin(4)
+
+
+def delete(run: Path) -> None:
+    with hf.CheckpointManager(run) as manager:
+        manager.acquire()
+        manager.delete(4)
+    assert not (run / "4").exists()
+
+
+def replace(run: Path) -> None:
+    with hf.CheckpointManager(run) as manager:
+        assert manager.save(4, tree(40), force=True)
+        manager.wait_until_finished()
+        np.testing.assert_array_equal(manager.restore(4, tree(0))["w"], tree(40)["w"])
+    assert not (run / "4").is_symlink()
+
+
+def roll_back(run: Path) -> None:
+    assert main(["rollback", str(run), "2", "--yes"]) == 0
+    assert not (run / "4").exists()
+
+
+def save_there(run: Path) -> None:
+    with pytest.raises(hf.InvalidLocationError, match=r"run/4: this is a symbolic link"):
+        hf.save(run / "4", tree(7), overwrite=True)
+
+
+def copy_there(run: Path) -> None:
+    make(run.parent / "third", 4)
+    with pytest.raises(hf.InvalidLocationError, match=r"run/4: this is a symbolic link"):
+        hf.copy_checkpoint(run.parent / "third", run, overwrite=True)
+
+
+def sweep(run: Path) -> None:
+    """A save of the other run that was interrupted is its own business."""
+    leftover = run.parent / "other" / "9"
+    shutil.copytree(run.parent / "other" / "4", leftover)
+    (leftover / "checkpoint.json").rename(leftover / "checkpoint.partial")
+    (run / "9").symlink_to(leftover)
+    with hf.CheckpointManager(run) as manager:
+        manager.acquire()
+    assert (leftover / "checkpoint.partial").exists()
+    shutil.rmtree(leftover)
+
+
+@pytest.mark.parametrize("change", [pin, delete, replace, roll_back, save_there, copy_there, sweep])
+def test_a_linked_step_is_read_and_never_changed(run: Path, other: Path, change: Callable[[Path], None]) -> None:
+    before = content(other)
+    change(run)
+    assert content(other) == before
+
+
+def test_a_run_behind_a_link_goes_on(tmp_path: Path) -> None:
+    real = make(tmp_path / "disk" / "run", 1)
+    (tmp_path / "run").symlink_to(real)
+    (tmp_path / "below").symlink_to(tmp_path / "disk")
+    for step, place in ((2, tmp_path / "run"), (3, tmp_path / "below" / "run")):
+        options = hf.CheckpointManagerOptions(max_to_keep=2)
+        with hf.CheckpointManager(place, options=options, metadata={"step": step}) as manager:
+            manager.save(step, tree(step), metrics={"loss": 1.0})
+            manager.wait_until_finished()
+            manager.pin(step)
+            hf.record_metrics(place, step, {"late": 2.0})
+            assert manager.metrics(step) == {"loss": 1.0, "late": 2.0}
+    assert [entry.step for entry in hf.list_checkpoints(real)] == [2, 3]
+    hf.save(tmp_path / "below" / "one", tree(1))
+    (tmp_path / "one").symlink_to(tmp_path / "disk" / "one")
+    hf.save(tmp_path / "one", tree(2), overwrite=True)
+    np.testing.assert_array_equal(hf.load(tmp_path / "disk" / "one")["w"], tree(2)["w"])
+
+
+def link_to_file(place: Path, outside: Path) -> None:
+    place.symlink_to(outside / "precious.json")
+
+
+def link_to_folder(place: Path, outside: Path) -> None:
+    place.symlink_to(outside)
+
+
+def link_to_nothing(place: Path, outside: Path) -> None:
+    place.symlink_to(outside / "nothing")
+
+
+def link_to_device(place: Path, outside: Path) -> None:
+    place.symlink_to("/dev/zero")
+
+
+def pipe(place: Path, outside: Path) -> None:
+    os.mkfifo(place)
+
+
+def folder(place: Path, outside: Path) -> None:
+    place.mkdir()
+    (place / "4.1.json").write_text("{}")
+
+
+OURS = (
+    "owner.json",
+    "events.jsonl",
+    "events.1.jsonl",
+    "options.json",
+    "steps.log",
+    "metadata",
+    "metadata/data.json",
+    "metrics",
+    "metrics/2.x.json",
+    "3",
+    "3/checkpoint.partial",
+    "2/checkpoint.partial",
+    "2/checkpoint.deleted",
+    "2/checkpoint.json",
+    "2/state",
+    "2/state/tree.json",
+    "2/state/manifest.ocdbt",
+    "2/state/d",
+    "2/state/d/index",
+)
+
+
+def life(run: Path, name: str) -> list[Exception]:
+    """Lets a run go on, and looks at it in every way; returns what was refused."""
+    refused: list[Exception] = []
+
+    def go_on() -> None:
+        options = hf.CheckpointManagerOptions(max_to_keep=2)
+        with hf.CheckpointManager(run, options=options, metadata={"new": 1}) as manager:
+            manager.restore_latest(tree(0))
+            manager.save(5, tree(5))
+            manager.wait_until_finished()
+            manager.pin(5)
+
+    for work in (go_on, lambda: hf.record_metrics(run, 2, {"late": 1}), lambda: hf.verify(run)):
+        try:
+            work()
+        except hf.HoldfastError as error:
+            refused.append(error)
+    assert main(["ls", str(run)]) in (0, 1)
+    if name.startswith(("events", "metadata", "options")):
+        assert main(["report", str(run), "-o", str(run.parent / "page.html")]) in (0, 1)
+    return refused
+
+
+@pytest.mark.parametrize("put", [link_to_file, link_to_folder, link_to_nothing, link_to_device, pipe, folder])
+def test_nothing_waits_or_is_written_elsewhere(
+    tmp_path: Path, put: Callable[[Path, Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.engine.manager.directory.FEWEST", 2)  # so that there is an index
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious.json").write_text(json.dumps({"token": "x", "pid": 1}) * 100 + "\n{")
+    (outside / "2.x.json").write_text("{}")
+    before = content(outside)
+    make(tmp_path / "made", 1, 2)
+    hf.record_metrics(tmp_path / "made", 2, {"late": 3})
+    for number, name in enumerate(OURS):
+        run = tmp_path / str(number) / "run"
+        shutil.copytree(tmp_path / "made", run)
+        place = run / name
+        shutil.rmtree(place, ignore_errors=True)
+        place.unlink(missing_ok=True)
+        place.parent.mkdir(exist_ok=True)
+        put(place, outside)
+        for error in life(run, name):
+            assert str(run) in str(error), (name, error)
+        assert content(outside) == before, name
+        assert sorted(os.listdir(outside)) == sorted(before), name
