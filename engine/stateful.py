@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import logging
 import random
 import sys
 import tempfile
@@ -31,6 +32,8 @@ import numpy as np
 from .errors import DamagedCheckpointError, OptionError, StateError
 from .format import is_inside
 from .pytree import STRIDES, expand, is_jax_array, is_key, is_torch_tensor, loaded, tensor_of, with_strides
+
+_logger = logging.getLogger("holdfast")
 
 _TORCH = "torch.Tensor"
 _JAX = "jax.Array"
@@ -70,7 +73,8 @@ def state_of(thing: object) -> Any:
         return {"version": version, "words": np.array(words, np.uint32), "gauss": gauss}
     methods = _methods(thing)
     if methods is not None:
-        return encode_state(getattr(thing, methods[0])())
+        state = encode_state(getattr(thing, methods[0])())
+        return _with_generators(thing, state) if is_torchdata_loader(thing) else state
     if _writes_files(thing):
         return _saved_files(thing)
     if not is_plain(thing):
@@ -105,6 +109,9 @@ def restore_state(thing: object, state: Any) -> Any:
         thing.setstate((state["version"], tuple(int(word) for word in state["words"]), state["gauss"]))
         return thing
     methods = _methods(thing)
+    if is_torchdata_loader(thing):
+        _restore_torchdata_loader(thing, state)
+        return thing
     if methods is not None:
         try:
             decoded = decode_state(state)
@@ -115,7 +122,7 @@ def restore_state(thing: object, state: Any) -> Any:
         if isinstance(thing, LoaderPosition):
             thing.begin()
         elif begins_epoch(thing):
-            # A StatefulDataLoader begins when it is asked for its state; others may have none before they begin.
+            # Some begin when they are asked for their state; others may have none before they begin.
             with contextlib.suppress(Exception):
                 getattr(thing, methods[0])()
         return thing
@@ -200,11 +207,10 @@ class LoaderPosition(Iterator[Any]):
                 f"skip_to needs a loader that can be begun anew, such as a list or a DataLoader, not an iterator "
                 f"({type(loader).__qualname__}); an iterator with get_state and set_state needs no skip_to"
             )
-        sampler = getattr(loader, "sampler", None)
-        if any(kind.__name__ in _DRAWING and kind.__module__.startswith("torch.") for kind in type(sampler).__mro__):
+        if (sampler := drawing_sampler(loader)) is not None:
             raise OptionError(
-                f"this {type(loader).__qualname__} draws its order from a random generator ({type(sampler).__name__}), "
-                "so that its batches would be others; use torchdata's StatefulDataLoader, or a sampler whose order "
+                f"this {type(loader).__qualname__} draws its order from a random generator ({sampler}), so that its "
+                "batches would be others; use torchdata's StatefulDataLoader(shuffle=True), or a sampler whose order "
                 "depends on set_epoch alone"
             )
         self._batches: Iterator[Any] | None = None
@@ -296,6 +302,122 @@ def _position(value: Any) -> int:
     if not hasattr(value, "__index__") or value.__index__() < 0:
         raise OptionError(f"{value!r:.60} is not a number of batches")
     return int(value.__index__())
+
+
+# ---- torchdata's StatefulDataLoader
+
+_OWN_STATE, _GENERATORS = "holdfast.loader", "holdfast.generators"
+_KNOWN_ORDER = ("SequentialSampler", "DistributedSampler", "_InfiniteConstantSampler")  # samplers that need no state
+
+
+def is_torchdata_loader(thing: object) -> bool:
+    return any(
+        kind.__name__ == "StatefulDataLoader" and kind.__module__.startswith("torchdata.")
+        for kind in type(thing).__mro__
+    )
+
+
+def drawing_sampler(loader: Any) -> str | None:
+    """Return the name of a sampler that draws a loader's order, which no state can bring back, or None."""
+    for sampler in _samplers(loader):
+        if any(kind.__name__ in _DRAWING and kind.__module__.startswith("torch.") for kind in type(sampler).__mro__):
+            return type(sampler).__name__
+    return None
+
+
+def generators_of(loader: object) -> dict[str, Any]:
+    """Return the generators that a loader or one of its parts holds, each once, by a name such as ``sampler.rng``."""
+    torch: Any = loaded("torch")
+    kinds = (np.random.Generator, random.Random, *(() if torch is None else (torch.Generator,)))
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts = {
+        "loader": loader,
+        "sampler": getattr(loader, "sampler", None),
+        "batch_sampler": batch_sampler,
+        "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
+        "dataset": getattr(loader, "dataset", None),
+    }
+    found: dict[int, tuple[str, Any]] = {}
+    for part, owner in parts.items():
+        for name, value in getattr(owner, "__dict__", {}).items():
+            if isinstance(value, kinds):
+                found.setdefault(id(value), (f"{part}.{name}", value))
+    return dict(found.values())
+
+
+def ended_epoch(loader: Any, state: Any) -> bool:
+    """Return whether a loader of torchdata has given the last batch of an epoch by its state, as far as it can tell."""
+    own = state.get(_OWN_STATE, state)
+    return is_torchdata_loader(loader) and 0 < _yielded(own) == _length(loader)
+
+
+def _samplers(loader: Any) -> list[Any]:
+    return [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
+
+
+def _with_generators(loader: Any, state: Any) -> Any:
+    """Return a state with that of the loader's generators: torchdata does not count the seeds that epochs draw."""
+    generators = generators_of(loader)
+    return {_OWN_STATE: state, _GENERATORS: {name: state_of(one) for name, one in generators.items()}}
+
+
+def _restore_torchdata_loader(loader: Any, state: Any) -> None:
+    """Bring a loader back to its place; after the last batch of an epoch, the next loop over it begins a new one."""
+    own, generators = state, {}
+    if isinstance(state, dict) and state.keys() == {_OWN_STATE, _GENERATORS}:  # earlier versions had no generators
+        own, generators = state[_OWN_STATE], state[_GENERATORS]
+    decoded = decode_state(own)
+    loader.load_state_dict(decoded)
+    loader.state_dict()  # which begins the epoch
+    if not decoded.get("_iterator_finished") and _yielded(decoded) and _length(loader) in (_yielded(decoded), None):
+        nothing = object()
+        if next(iter(loader), nothing) is not nothing:  # the end of an iterable dataset shows in its next batch
+            loader.load_state_dict(decoded)
+            loader.state_dict()
+    warn_of_lost_draws(loader, decoded)
+    for name, generator in generators_of(loader).items():
+        if name in generators:
+            restore_state(generator, generators[name])
+
+
+def _yielded(state: Mapping[str, Any]) -> int:
+    """Return how many batches of its epoch a loader of torchdata had given."""
+    if "_num_yielded" in state:
+        return int(state["_num_yielded"])
+    return int(state["_snapshot"]["_snapshot_step"]) + int(state["_steps_since_snapshot"])
+
+
+def _length(loader: Any) -> int | None:
+    """Return the number of batches of an epoch, or None for an iterable dataset, which can only guess it."""
+    if type(getattr(loader, "sampler", None)).__name__ == "_InfiniteConstantSampler":
+        return None
+    try:
+        return len(loader)
+    except TypeError:  # of a sampler without a length
+        return None
+
+
+def warn_of_lost_draws(loader: Any, state: Mapping[str, Any]) -> None:
+    """Warn of random numbers that will differ where a loader of torchdata goes on in the middle of an epoch."""
+    ended = state.get("_iterator_finished") or _yielded(state) in (0, _length(loader))
+    if loader.num_workers and (not ended or loader.persistent_workers):
+        _logger.warning(
+            "a %s goes on with new worker processes, whose random generators cannot be saved: each sample comes when "
+            "it would have come, but where the dataset draws random numbers in the workers, as augmentation does, it "
+            "draws others",
+            type(loader).__qualname__,
+        )
+    for sampler in () if ended else _samplers(loader):
+        kinds = {kind.__name__ for kind in type(sampler).__mro__}
+        in_torchdata = type(sampler).__module__.startswith("torchdata.")
+        if sampler is not None and not in_torchdata and not kinds & set(_KNOWN_ORDER) and _methods(sampler) is None:
+            _logger.warning(
+                "the %s of a %s has no state_dict and load_state_dict: its order is exact only if it is the same each "
+                "time, or depends on set_epoch alone",
+                type(sampler).__qualname__,
+                type(loader).__qualname__,
+            )
+            return
 
 
 # ---- states as trees

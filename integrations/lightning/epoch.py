@@ -15,9 +15,8 @@ import torch
 
 from ...engine.errors import StateError
 from ...engine.pytree import loaded
-from ...engine.stateful import restore_state, state_of
+from ...engine.stateful import generators_of, is_torchdata_loader, restore_state, state_of, warn_of_lost_draws
 
-_OWN_GENERATORS = (torch.Generator, np.random.Generator, random.Random)
 _FACTS = (
     "fx",
     "name",
@@ -53,6 +52,8 @@ def load_loader_states(loaders: Sequence[object], saved: Sequence[Any]) -> None:
         )
     for loader, state in zip(stateful, saved, strict=True):
         loader.load_state_dict(state)  # type: ignore[attr-defined]
+        if is_torchdata_loader(loader):
+            warn_of_lost_draws(loader, state)
 
 
 def end_loader_epoch(loaders: Sequence[Any], saved: Sequence[Any]) -> None:
@@ -195,19 +196,10 @@ def _generators(loaders: Sequence[object]) -> Iterator[tuple[str, Any]]:
     """Yield every generator held by a loader or one of its parts, once, with a name such as ``0.sampler.rng``."""
     seen: set[int] = set()
     for index, loader in enumerate(loaders):
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        parts = {
-            "loader": loader,
-            "sampler": getattr(loader, "sampler", None),
-            "batch_sampler": batch_sampler,
-            "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
-            "dataset": getattr(loader, "dataset", None),
-        }
-        for part, owner in parts.items():
-            for name, value in getattr(owner, "__dict__", {}).items():
-                if isinstance(value, _OWN_GENERATORS) and id(value) not in seen:
-                    seen.add(id(value))
-                    yield f"{index}.{part}.{name}", value
+        for name, generator in generators_of(loader).items():
+            if id(generator) not in seen:
+                seen.add(id(generator))
+                yield f"{index}.{name}", generator
 
 
 # ---- averages over an epoch: what self.log(..., on_epoch=True) and torchmetrics have seen so far

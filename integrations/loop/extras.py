@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from ...engine.distributed import current_coordinator
 from ...engine.errors import OptionError, TreeMismatchError
 from ...engine.handlers import DEFAULT_REGISTRY, PyTreeCheckpointHandler
 from ...engine.pytree import FreshTypes, flatten, is_nnx
-from ...engine.stateful import begins_epoch, is_plain, is_stateful, restore_state, state_of
+from ...engine.stateful import (
+    begins_epoch,
+    drawing_sampler,
+    ended_epoch,
+    is_plain,
+    is_stateful,
+    is_torchdata_loader,
+    restore_state,
+    state_of,
+)
+from .announce import announce
 from .objects import is_versioned
 from .states import LoopArguments
 from .trees import from_tree, is_stream, to_tree
@@ -63,6 +74,9 @@ def restore_extras(extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[
             values[name] = from_tree(extra, saved[name])
         elif is_stateful(extra) or is_plain(extra):
             values[name] = restore_state(extra, saved[name])
+            if ended_epoch(extra, saved[name]):
+                text = "%s= had come to the end of an epoch: the next loop over it begins a new one"
+                announce(text, name, shown=current_coordinator().process_index == 0)
     return values
 
 
@@ -77,6 +91,12 @@ def check_extras(extras: Mapping[str, Any]) -> None:
         )
     check_no_options(extras)
     for name, extra in extras.items():
+        if is_torchdata_loader(extra) and (sampler := drawing_sampler(extra)) is not None:
+            raise OptionError(
+                f"{name}= is a {type(extra).__qualname__} whose order is drawn by a {sampler}, which has no state: "
+                "after a resume, the rest of an epoch would have other batches. Pass shuffle=True without a sampler, "
+                "or a sampler with state_dict and load_state_dict, or one whose order depends on set_epoch alone"
+            )
         if isinstance(extra, Iterable) and not _is_saveable(extra):
             raise OptionError(
                 f"{name}= is a {type(extra).__qualname__}, whose position can be neither saved nor restored: pass "

@@ -259,3 +259,141 @@ def test_a_checkpoint_that_names_files_elsewhere(tmp_path: Path) -> None:
         path = graph.Checkpoint(data=Forged()).write(tmp_path / str(number))
         with pytest.raises(hf.DamagedCheckpointError):
             graph.Checkpoint(data=DatasetIterator()).restore(path)
+
+
+# ---- torchdata's StatefulDataLoader
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(float(index))
+
+
+class Drawing(Samples):
+    """Draws in the dataset, as augmentation does."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(float(index)) + torch.rand(())
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([torch.tensor(float(index)) for index in range(12)])
+
+
+class StreamWithState(Stream):
+    place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < 12:
+            self.place += 1
+            yield torch.tensor(float(self.place))
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class OwnOrder(torch.utils.data.Sampler[int]):
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(12).tolist())
+
+
+def stateful_loader(dataset: Any = Samples, **options: Any) -> Any:
+    kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    if callable(sampler := options.get("sampler")):
+        options["sampler"] = sampler()
+    if options.get("generator"):
+        options["generator"] = torch.Generator().manual_seed(5)
+    return kind(dataset(), batch_size=3, **options)
+
+
+def loop_over_epochs(directory: Path, stop: int = 0, **options: Any) -> list[Any]:
+    """Three epochs of four steps, as most loops of torch are written; the batches of this process."""
+    torch.manual_seed(0)
+    loader, taken, step = stateful_loader(**options), [], 0
+    with CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
+        state, step = checkpoint.restore_or_initialize({"w": 0}, data=loader)
+        for _ in range(step // 4, 3):
+            for batch in loader:
+                taken.append((batch + torch.rand(())).tolist())
+                step += 1
+                checkpoint.on_step(step, state, data=loader)
+                if step == stop:
+                    return taken
+    return taken
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"shuffle": True},
+        {"shuffle": True, "generator": True},
+        {"dataset": Drawing, "shuffle": True},
+        {"dataset": Stream},
+        {"dataset": StreamWithState},
+        {"shuffle": True, "num_workers": 1},
+        {"num_workers": 2, "persistent_workers": True},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_loop_over_epochs_is_stopped_at_the_end_of_one_and_elsewhere(
+    options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "holdfast")
+    whole = loop_over_epochs(tmp_path / "whole", **options)
+    assert len(whole) == 12
+    for stop in (4, 6, 8):
+        begun = loop_over_epochs(tmp_path / f"{stop}", stop, **options)
+        assert begun + loop_over_epochs(tmp_path / f"{stop}", **options) == whole, stop
+    if "dataset" not in options:
+        assert "data= had come to the end of an epoch: the next loop over it begins a new one" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "warning"),
+    [
+        ({"dataset": Drawing, "num_workers": 1}, "draws random numbers in the workers"),
+        ({"sampler": OwnOrder}, "the OwnOrder of a StatefulDataLoader has no state_dict and load_state_dict"),
+    ],
+    ids=["draws in workers", "sampler without a state"],
+)
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_what_a_stateful_loader_does_not_keep_is_said(
+    options: dict[str, Any], warning: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for stop, warned in ((4, False), (6, True)):
+        loop_over_epochs(tmp_path / f"{stop}", stop, **options)
+        caplog.clear()
+        loop_over_epochs(tmp_path / f"{stop}", **options)
+        assert (warning in caplog.text) is warned
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda: torch.utils.data.RandomSampler(Samples()),
+        lambda: torch.utils.data.WeightedRandomSampler([1.0] * 12, 12, generator=torch.Generator()),
+        lambda: torch.utils.data.SubsetRandomSampler(range(12)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_sampler_that_draws_without_a_state_is_refused(sampler: Callable[[], Any], tmp_path: Path) -> None:
+    batches = torch.utils.data.BatchSampler(sampler(), 3, False)
+    kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    for loader in (stateful_loader(sampler=sampler), kind(Samples(), batch_sampler=batches)):
+        with CheckpointCallback(tmp_path) as checkpoint, pytest.raises(hf.OptionError, match="which has no state"):
+            checkpoint.restore_or_initialize({"w": 0}, data=loader)
+    with pytest.raises(hf.OptionError, match="draws its order"):
+        hf.skip_to(DataLoader(Samples(), batch_sampler=batches))
