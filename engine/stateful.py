@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import io
 import logging
 import random
@@ -145,9 +146,14 @@ def _methods(thing: object) -> tuple[str, str] | None:
     if isinstance(thing, type):
         return None
     for getter, setter in _METHODS:
-        if callable(getattr(thing, getter, None)) and callable(getattr(thing, setter, None)):
+        if all(map(_is_method, (getattr(thing, getter, None), getattr(thing, setter, None)))):
             return getter, setter
     return None
+
+
+def _is_method(value: object) -> bool:
+    # Ray's handles of actors have the names of their methods, which only .remote() calls.
+    return callable(value) and not hasattr(value, "remote")
 
 
 # ---- iterators that write their state to files, such as CLU's iterators over tf.data
@@ -158,7 +164,18 @@ _NAME = "iterator"  # what the iterator is told to call its files, or to begin t
 
 def _writes_files(thing: object) -> bool:
     kind = type(thing)
-    return all(callable(getattr(kind, name, None)) for name in ("__next__", "save", "restore"))
+    return hasattr(kind, "__next__") and all(_takes_one(getattr(kind, name, None)) for name in ("save", "restore"))
+
+
+def _takes_one(method: object) -> bool:
+    """Return whether a method takes one argument, such as a path; other iterators return the state that they save."""
+    if not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind(None, "path")
+    except (TypeError, ValueError):  # ValueError: a method in C without a signature
+        return False
+    return True
 
 
 def _saved_files(thing: Any) -> dict[str, Any]:

@@ -8,3 +8,4 @@ from .layout import Description
 from .permissions import allow, rename
 from .reading import read_state
 from .restoring import ComponentReport
+from .states import check_saveable

@@ -50,7 +50,7 @@ from ..graph import (
     is_optimizer,
     walk,
 )
-from .live import LiveComponent, attributes_of, attributes_with_state, discovered, is_component
+from .live import LiveComponent, attributes_of, attributes_with_state, discovered, is_component, live_tree
 from .names import STATE, Names, format_component_path
 
 _logger = logging.getLogger("holdfast")
@@ -133,6 +133,13 @@ def own_state(component: LiveComponent, *, snapshot: bool, partial: bool = False
     if isinstance(state, Mapping) and names & state.keys():
         state = {key: value for key, value in state.items() if key not in names}
     return copied(state) if snapshot else pack_tree(state)
+
+
+def check_saveable(root: Any) -> None:
+    """Raise UnsupportedLeafError if a component of a tree holds what no save can take; calls nothing of theirs."""
+    for one in live_tree(root).walk():
+        if not has_own(one.value, "get_state"):
+            own_graph(one, stand_in(one))
 
 
 def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = False) -> dict[str, Any]:

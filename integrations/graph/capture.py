@@ -12,8 +12,8 @@ from ...engine.errors import UnsupportedLeafError
 from ...engine.pytree import MAX_DEPTH, class_name, escape_key, flatten, is_python_value, unescape_key, unflatten
 from .frameworks import is_module
 from .paths import Path, format_node_path, storage_name
-from .slots import BoxSlot, StateSlot
-from .views import Branch
+from .slots import BoxSlot, MemberSlot, StateSlot
+from .views import Branch, Leaf
 from .walk import OPTIMIZER_SLOTS, OWN_STATES, LiveGraph, LiveNode
 
 # Prefix of the storage names of values of which each process saves its own; no other name begins with it.
@@ -42,11 +42,19 @@ def capture(graph: LiveGraph, *, apart: bool = False) -> CapturedGraph:
         )
     flat = flatten(_nested(graph.root, numbers, {id(node) for node in states}) or {})
     names = dict(zip(flat.values, flat.names, strict=True))
-    tree = unflatten(flat.structure, [graph.nodes[number].stored_value() for number in flat.values])
+    tree = unflatten(flat.structure, [_stored(graph.nodes[number]) for number in flat.values])
     names.update({numbers[id(node)]: PER_PROCESS + escape_key(storage_name(node.path)) for node in states})
     nodes = [_node_document(node, numbers, names) for node in graph.nodes]
-    per_process = {storage_name(node.path): node.stored_value() for node in states} if apart else None
+    per_process = {storage_name(node.path): _stored(node) for node in states} if apart else None
     return CapturedGraph(tree, {"nodes": nodes, OWN_STATES: True}, graph.skipped, graph.notes, per_process)
+
+
+def _stored(node: LiveNode) -> Any:
+    try:
+        return node.stored_value()
+    except Exception as error:
+        error.add_note(f"raised by {format_node_path(node.path)}, which was asked for its state; nothing was written")
+        raise
 
 
 def _nested(node: LiveNode, numbers: Mapping[int, int], elsewhere: Collection[int]) -> Any:
@@ -84,6 +92,12 @@ def _nested(node: LiveNode, numbers: Mapping[int, int], elsewhere: Collection[in
     return {} if isinstance(node.value, dict) else None
 
 
+def _is_box(node: LiveNode) -> bool:
+    """Whether a node is a box for a number."""
+    assert isinstance(node.view, Leaf)
+    return node.view.in_place and isinstance(node.slot, BoxSlot) and is_python_value(node.slot.get())
+
+
 def _node_document(node: LiveNode, numbers: dict[int, int], names: Mapping[int, str]) -> dict[str, Any]:
     document: dict[str, Any] = {}
     number = numbers[id(node)]
@@ -92,8 +106,8 @@ def _node_document(node: LiveNode, numbers: dict[int, int], names: Mapping[int, 
         if is_module(node.value) and not node.value.training:
             document["training"] = False
         document["edges"] = {segment: numbers[id(child)] for segment, child in node.edges.items()}
-    elif node.view.in_place and isinstance(node.slot, BoxSlot) and is_python_value(node.slot.get()):
-        document["type"] = class_name(node.value)  # a box for a number, which is not that number
+    elif _is_box(node) or isinstance(node.slot, MemberSlot):
+        document["type"] = class_name(node.value)  # which is not that number or text
     if number in names:
         document["value"] = names[number]
     if node.optimizer_slots:

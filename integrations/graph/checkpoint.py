@@ -190,6 +190,8 @@ class Checkpoint(Node):
             DamagedCheckpointError: It does not verify; nothing was changed.
             TreeMismatchError: Objects have other shapes or dtypes than their values, or nothing at all was found in the
                 checkpoint; nothing was changed.
+            UnsupportedLeafError: An attached object can be neither saved nor restored, and neither ``partial`` nor a
+                choice of paths says that this is intended; nothing was changed.
         """
         if path is None:
             return RestoreStatus(None, self)
@@ -235,6 +237,8 @@ class Checkpoint(Node):
         select: Patterns | None = None,
         exclude: Patterns | None = None,
     ) -> RestoreStatus:
+        if not (partial or select or exclude):
+            walk(self)  # what no save can take is an error now, not at the first save
         has_counter = COUNTER in stored.graph.nodes[0].edges
         ignore: set[Path] = set() if counts and has_counter else {(COUNTER,)}
         before = self._holdfast_counter

@@ -20,6 +20,7 @@ from .checkpoint import Checkpoint
 from .reader import numbers_of
 from .restoration import RestoreStatus
 from .stored import GraphCheckpointHandler, StoredGraph
+from .walk import walk
 
 _logger = logging.getLogger("holdfast")
 _PRESERVED = "preserved for good"
@@ -198,11 +199,13 @@ class CheckpointManager:
         Raises:
             NoWholeCheckpointError: There are checkpoints, and all of them are damaged.
             TreeMismatchError: Objects have other shapes or dtypes than their values; nothing was changed.
+            UnsupportedLeafError: An attached object can be neither saved nor restored.
         """
         restored = self._steps.restore_latest(partial(self._checkpoint._restore, counts=True, **options))
         if restored is None:
             if self._init is not None:
                 self._init()
+            walk(self._checkpoint)
             return None
         self.status = restored.items
         return self._path(restored.step)

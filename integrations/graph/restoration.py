@@ -20,7 +20,7 @@ from .frameworks import is_module
 from .matching import Matching
 from .paths import Path, format_node_path, format_section
 from .saved import Rename
-from .slots import Assignment, Proxy, StateSlot, last_writer, note_writer, restore_numbers, write_slots
+from .slots import Assignment, MemberSlot, Proxy, StateSlot, last_writer, note_writer, restore_numbers, write_slots
 from .stored import StoredGraph
 from .tracked import Node, expect, forget
 from .values import MADE_KINDS, PLAIN_KINDS, PlainValues, ValueReader
@@ -427,6 +427,9 @@ class Restoration:
         try:
             due, known = self._sorted(found)
             values = self._reader.read(due, misfits)
+            for slot, value in values:
+                if isinstance(slot, MemberSlot):
+                    slot.member(value)
         except BaseException:
             self._matching.undo()
             raise

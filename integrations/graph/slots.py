@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ...engine.pytree import expand, key_segments, pack_tree
+from ...engine.errors import TreeMismatchError, shortened
+from ...engine.pytree import expand, is_python_value, key_segments, pack_tree
 from ...engine.stateful import begins_epoch, is_stream, restore_state, state_of
 from .paths import Path
 
@@ -59,6 +60,31 @@ class StateSlot:
 
     def set(self, value: Any) -> None:
         restore_state(self.thing, value)
+
+
+class MemberSlot:
+    """A member of an enumeration: its value is its name, or the number or text that it is."""
+
+    def __init__(self, member: Any, owner: Slot) -> None:
+        self.anchor, self.trail = owner.anchor, owner.trail
+        self._member, self._owner = member, owner
+
+    def get(self) -> Any:
+        return self._member.value if is_python_value(self._member) else self._member.name
+
+    def set(self, value: Any) -> None:
+        self._owner.set(self.member(value))
+
+    def member(self, value: Any) -> Any:
+        """Return the member that a saved value stands for; raise TreeMismatchError if there is none."""
+        kind = type(self._member)
+        try:
+            return kind(value) if is_python_value(self._member) else kind[value]
+        except (KeyError, ValueError) as error:
+            raise TreeMismatchError(
+                f"{'/'.join(self.trail)}: expected a member of {kind.__qualname__} (program: "
+                f"{shortened([one.name for one in kind])}), found {value!r:.80} (checkpoint); nothing was changed"
+            ) from error
 
 
 class PartSlot:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
@@ -297,7 +298,20 @@ _registered: set[str] = set()
 def tracked_attributes(value: object) -> list[tuple[str, Any]]:
     """Return an object's attributes without those that its class, or a base, names in ``__untracked__``."""
     untracked = {name for kind in type(value).__mro__ for name in vars(kind).get("__untracked__", ())}
-    return [(name, child) for name, child in getattr(value, "__dict__", {}).items() if name not in untracked]
+    attributes = {**getattr(value, "__dict__", {}), **slots_of(value)}
+    return [(name, child) for name, child in attributes.items() if name not in untracked]
+
+
+def slots_of(value: object) -> dict[str, Any]:
+    """Return the attributes that the classes of an object keep in ``__slots__``, as far as they are set."""
+    names = [
+        name
+        for base in reversed(type(value).__mro__)
+        if "__slots__" in vars(base)
+        for name, one in vars(base).items()
+        if isinstance(one, types.MemberDescriptorType)
+    ]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def check_origin(container: object, path: str) -> None:

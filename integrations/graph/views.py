@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -41,14 +40,13 @@ from .frameworks import (
     nnx_children,
     variable_accessors,
 )
+from .outside import is_code_or_tool, why_more, why_refused
 from .paths import Path
-from .slots import BoxSlot, PartSlot, Slot, StateSlot, proxy
+from .slots import BoxSlot, MemberSlot, PartSlot, Slot, StateSlot, proxy
 from .tracked import Node, TrackedDict, TrackedList, Untracked, Value, tracked_attributes
 from .wrappers import unwrapped
 
 COUNTER = "save_counter"  # name of the edge to the number of a checkpoint's last numbered save
-_LIBRARIES = {"torch", "jax", "jaxlib", "flax", "optax", "numpy", "lightning", "pytorch_lightning"}
-_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, staticmethod)
 
 
 @dataclass(slots=True)
@@ -84,7 +82,6 @@ class Branch:
     sequence: bool = False  # whether the keys are 0, 1, 2, ...
     functional: bool = False  # whether it is built anew, so that it may be another object after every restore
     optimizer: Any = None  # the torch optimizer, if it is one
-    lenient: bool = False  # whether objects below that cannot be saved are reported instead of being errors
     notes: dict[str, str] = field(default_factory=dict)  # for people, by edge
 
 
@@ -104,7 +101,7 @@ class Leaf:
 @dataclass(slots=True)
 class Unsaved:
     reason: str
-    intended: bool = False  # whether its owner wants that: it is marked as untracked, or is code
+    intended: bool = False  # whether its owner wants that: it is marked as untracked, or is code or a tool
 
 
 View = Branch | Leaf | Unsaved
@@ -121,6 +118,8 @@ def classify(value: Any, position: Position) -> View:
         return Leaf(TensorSlot(value), shared=True, ready=not is_uninitialized(value))
     if is_jax_array(value) or is_jax_abstract(value):
         return Leaf(position.slot(value), shared=True, in_place=False)
+    if isinstance(value, enum.Enum) and position.part is None:
+        return Leaf(MemberSlot(value, position.slot(value)), shared=False, in_place=False)
     if is_python_value(value) or isinstance(value, np.generic):
         return Leaf(position.slot(value), shared=False, in_place=False)
     if isinstance(value, Value):
@@ -162,15 +161,15 @@ def _classify_object(value: Any, position: Position) -> View:
         return _container(value, position)
     if is_module(value):
         children, notes = module_children(value)
-        return Branch(class_name(value), _attributes(value, children, position), lenient=True, notes=notes)
+        return Branch(class_name(value), _attributes(value, children, position), notes=notes)
     if is_optimizer(value):
         return _optimizer(value, position)
     if is_nnx_variable(value):
         return _variable(value)
     if is_nnx(value):
-        return Branch(class_name(value), _attributes(value, nnx_children(value), position), lenient=True)
-    if isinstance(value, _CODE):
-        return Unsaved(f"is code ({type(value).__name__})", intended=True)
+        return Branch(class_name(value), _attributes(value, nnx_children(value), position))
+    if is_code_or_tool(value):
+        return Unsaved(f"is no state ({type(value).__name__})", intended=True)
     if isinstance(value, StateSlot):  # the extra state of a module
         return Leaf(value, shared=True)
     if is_stateful(value):
@@ -220,6 +219,8 @@ def _container(value: Any, position: Position) -> View:
         segments = key_segments(contents.keys, len(keys))
     except KeyProblem as problem:
         return Unsaved(f"is a {class_name(value)} that {problem}")
+    if isinstance(value, dict | list | deque) and (reason := why_more(value, keys)) is not None:
+        return Unsaved(reason)
     mutable = position.part is None and isinstance(value, dict | list | deque) and contents.kind != "node"
     positions = []
     if mutable:
@@ -295,17 +296,11 @@ def _variable(value: Any) -> View:
 
 def _plain_object(value: Any, position: Position) -> View:
     """Return the attributes of an object of a class of the program."""
-    library = type(value).__module__.partition(".")[0]
     if isinstance(value, enum.Enum):
-        return Unsaved("is a member of an enumeration; keep its value, which is a number or text")
-    if isinstance(value, types.SimpleNamespace):
-        return Branch(class_name(value), _attributes(value, vars(value).items(), position))
-    if not hasattr(value, "__dict__") or library in _LIBRARIES or library in sys.stdlib_module_names:
-        return Unsaved(
-            f"is of type {class_name(value)}; give it get_state() and set_state(state), or state_dict() and "
-            "load_state_dict(state), or mark it with Untracked"
-        )
-    return Branch(class_name(value), _attributes(value, tracked_attributes(value), position), lenient=True)
+        return Unsaved("is a member of an enumeration in a container that cannot change; keep its value, or its name")
+    if not isinstance(value, types.SimpleNamespace) and (reason := why_refused(value)) is not None:
+        return Unsaved(reason)
+    return Branch(class_name(value), _attributes(value, tracked_attributes(value), position))
 
 
 def _anchor(value: object, position: Position) -> tuple[Any, Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,8 +61,8 @@ class LiveGraph:
 
     @property
     def own_states(self) -> list[Path]:
-        """The paths of states of modules, and of optimizers in optimizers."""
-        found = [node.path for node in self.nodes if isinstance(node.value, ModuleState)]
+        """The paths of states of modules, of optimizers in optimizers and of enumerations, which 0.1.0 did not save."""
+        found = [node.path for node in self.nodes if isinstance(node.value, ModuleState | enum.Enum)]
         inner = [child for node in self.nodes if node.optimizer is not None for child in node.edges.values()]
         return found + [child.path for child in inner if child.value is not None]
 
@@ -106,15 +107,14 @@ class _Walk:
         root = start.value.__holdfast_root__()
         if root is not None:
             self._known[id(root)] = start
-        queue = deque([(start, False, False)])
+        queue = deque([(start, False)])
         while queue:
-            node, lenient, covered = queue.popleft()
+            node, covered = queue.popleft()
             view = node.view
             if isinstance(node.value, TrackedList | TrackedDict):
                 check_origin(node.value, format_node_path(node.path))
             if not isinstance(view, Branch):
                 continue
-            lenient = lenient or view.lenient
             for segment, note in view.notes.items():
                 self.notes[*node.path, segment] = note
             # The outermost module with a state of its own gives those of the modules in it, and all buffers, by that.
@@ -124,16 +124,16 @@ class _Walk:
                     continue
                 if (covered or gives) and is_buffer(node.value, edge.key):
                     continue
-                child = self._child(node, edge, lenient)
+                child = self._child(node, edge)
                 if child is not None:
                     node.add(edge.segment, edge.key, child)
                     if not child.path:
                         child.path = (*node.path, edge.segment)
-                        queue.append((child, lenient, covered or gives))
+                        queue.append((child, covered or gives))
             if view.optimizer is not None:
                 self._add_options(node, view.optimizer)
 
-    def _child(self, holder: LiveNode, edge: Edge, lenient: bool) -> LiveNode | None:
+    def _child(self, holder: LiveNode, edge: Edge) -> LiveNode | None:
         known = self._known.get(id(edge.value))
         if known is not None:
             return known
@@ -141,7 +141,7 @@ class _Walk:
         view = classify(edge.value, edge.position)
         if isinstance(view, Unsaved):
             if not view.intended:
-                (self.skipped if lenient else self.problems)[path] = view.reason
+                self.problems[path] = view.reason
             return None
         if isinstance(view, Leaf) and not view.ready:
             self.skipped[path] = "has no shape yet; run the module once"

@@ -98,6 +98,11 @@ class ObjectsAdapter(StateAdapter):
 
         return GraphCheckpointHandler(compression=options.compression)
 
+    def begin(self, state: Any) -> None:
+        from ..graph import walk
+
+        walk(self._graph(state))
+
     def to_tree(self, state: Any) -> Any:
         return self._graph(state)._capture()
 
@@ -189,6 +194,11 @@ class ComponentAdapter(StateAdapter):
         from ..components import ComponentCheckpointHandler
 
         return ComponentCheckpointHandler(compression=options.compression)
+
+    def begin(self, state: Any) -> None:
+        from ..components import check_saveable
+
+        check_saveable(state)
 
     def restore_kwargs(self) -> Mapping[str, Any]:
         return {} if self.misfits is None else {"misfits": self.misfits}

@@ -457,17 +457,6 @@ def test_plain_objects(place: str) -> None:
         other.log.close()
 
 
-def test_what_plain_objects_have_that_cannot_be_saved_is_told(place: str) -> None:
-    class Holder:
-        def __init__(self) -> None:
-            self.it = iter([1])
-            self.w = np.ones(1)
-
-    checkpoint = graph.Checkpoint(holder=Holder())
-    assert "get_state" in checkpoint.unsaved()["holder/it"]
-    checkpoint.save(f"{place}/ckpt")
-
-
 def test_a_flat_state_dict_is_a_tree_of_modules(place: str, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
@@ -519,5 +508,18 @@ def test_namespaces_and_enumerations(place: str) -> None:
     checkpoint.restore(path).assert_consumed()
     assert checkpoint.space.name == "a"
     assert checkpoint.space.level is Level.HIGH
-    with pytest.raises(hf.UnsupportedLeafError, match="enumeration"):
-        graph.Checkpoint(color=Color.RED).save(f"{place}/x")
+
+    path = graph.Checkpoint(color=Color.RED, space=make("a", Level.HIGH)).save(f"{place}/x")
+    checkpoint = graph.Checkpoint(color=Color.BLUE, space=make("b", Level.LOW))
+    checkpoint.restore(path).assert_consumed()
+    assert checkpoint.color is Color.RED
+
+    class Fewer(enum.Enum):
+        BLUE = "blue"
+
+    checkpoint = graph.Checkpoint(color=Fewer.BLUE, space=make("b", Level.LOW))
+    with pytest.raises(hf.TreeMismatchError, match=r"color: expected a member .*Fewer \(program: BLUE\), found 'RED'"):
+        checkpoint.restore(path)
+    assert (checkpoint.color, checkpoint.space.name) == (Fewer.BLUE, "b")
+    with pytest.raises(hf.UnsupportedLeafError, match=r"both/0: is a member of an enumeration"):
+        graph.Checkpoint(both=(Color.RED, Color.BLUE)).save(f"{place}/x")

@@ -1,0 +1,151 @@
+"""Objects whose values are not in their Python attributes: left out where they hold no state, refused otherwise.
+
+The walk reads attributes. What an extension type, a framework's runtime or another process keeps would be lost without
+a word, so that an object is walked only if its class is made of Python attributes alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import operator
+import re
+import struct
+import sys
+import types
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+
+from ...engine.errors import shortened
+from ...engine.pytree import class_name, loaded
+
+_ADVICE = (
+    "give it get_state() and set_state(state), or state_dict() and load_state_dict(state), or put it into an object "
+    "that has them (docs/outside_python.md has the lines for tf.data, Keras, Ray and replay buffers); or leave it out: "
+    "name the attribute in __untracked__ of its class, or mark it with Untracked"
+)
+_LIBRARIES = {"torch", "jax", "jaxlib", "flax", "optax", "numpy", "lightning", "pytorch_lightning"}
+_ELSEWHERE = {  # the beginnings of the names of classes, and of their bases
+    "ray.actor.": "in another process",
+    "ray._raylet.": "in Ray",
+    "tensorflow.": "in TensorFlow",
+    "keras.": "in the backend of Keras",
+    "tf_keras.": "in TensorFlow",
+}
+_CODE = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.MethodWrapperType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.GenericAlias,
+    types.UnionType,
+    staticmethod,
+    classmethod,
+    property,
+    functools.partial,
+    operator.attrgetter,
+    operator.itemgetter,
+    operator.methodcaller,
+    np.ufunc,
+)
+# Tools of a process, and settings that its program decides anew at every start: they hold no state of training.
+_TOOLS = (re.Pattern, PurePath, np.dtype, types.EllipsisType, types.NotImplementedType)
+_TOOL_MODULES = (
+    "threading",
+    "logging",
+    "weakref",
+    "argparse",
+    "typing",
+    "inspect",
+    "concurrent.futures",
+    "ray.remote_function",
+    "torch.utils.tensorboard",
+    "torch.profiler",
+    "torch.distributed.device_mesh",
+    "torch.distributed.distributed_c10d",
+    "torch._C._distributed_c10d",
+)
+_TOOL_NAMES = {
+    "_thread.lock",
+    "_thread.RLock",
+    "_contextvars.ContextVar",
+    "object",
+    "torch.device",
+    "torch.dtype",
+    "torch.layout",
+    "torch.memory_format",
+    "torch.cuda.streams.Stream",
+    "torch.cuda.streams.Event",
+}
+
+
+def is_code_or_tool(value: Any) -> bool:
+    """Whether an object can be left out without a word: code, locks, loggers, paths, devices, files that are written.
+
+    An instance of a class of the program that derives from one may hold anything, and is none.
+    """
+    if isinstance(value, (*_CODE, *_TOOLS)) or (callable(value) and hasattr(value, "__wrapped__")):
+        return True
+    name = class_name(value)
+    if name in _TOOL_NAMES or any(name.startswith(f"{module}.") for module in _TOOL_MODULES):
+        return True
+    if isinstance(value, io.IOBase):
+        return value.closed or not value.readable() or any(value is one for one in (sys.stdout, sys.stderr))
+    jax: Any = loaded("jax")
+    return jax is not None and isinstance(
+        value, (jax.Device, jax.sharding.Sharding, jax.sharding.Mesh, jax.sharding.PartitionSpec)
+    )
+
+
+def why_refused(value: Any) -> str | None:
+    """Return why attributes do not have all of an object's state; None where they do."""
+    kind = type(value)
+    name = class_name(value)
+    for beginning, place in _ELSEWHERE.items():
+        if any(base.__module__.startswith(beginning) or f"{base.__module__}." == beginning for base in kind.__mro__):
+            return f"is of type {name}, whose values are {place}; {_ADVICE}"
+    library = kind.__module__.partition(".")[0]
+    if library in _LIBRARIES or library in sys.stdlib_module_names - {"builtins"}:
+        return f"is of type {name}, whose state holdfast does not know; {_ADVICE}"
+    if (base := _hiding(kind)) is not None:  # type: ignore[arg-type]  # mypy takes the class for an instance
+        what = f"of {class_name_of(base)}, from which it derives, are" if base is not kind else "are"
+        return f"is of type {name}, an extension type: the values {what} not in its attributes; {_ADVICE}"
+    return None
+
+
+def why_more(container: Any, keys: Iterable[Any]) -> str | None:
+    """Return why the contents of a container do not have all of its state; None where they do."""
+    known = {*keys, "_metadata"}  # which torch adds to its state dicts
+    attributes = getattr(container, "__dict__", {})
+    more = [name for name in attributes if name not in known and not name.startswith(("__", "_holdfast_"))]
+    if not more:
+        return None
+    what = f"is a {class_name(container)} with attributes of its own ({shortened(more)}) beside its contents"
+    return f"{what}; keep the container and them as attributes of an object, or {_ADVICE}"
+
+
+@lru_cache(maxsize=1024)
+def _hiding(kind: Any) -> Any | None:
+    """Return the class among a class and its bases whose instances hold more than ``__dict__`` and ``__slots__``."""
+    pointer = struct.calcsize("P")
+    while kind is not object:
+        base, entries = kind.__base__, vars(kind)
+        known = sum(name in entries for name in ("__dict__", "__weakref__"))
+        if "__slots__" in entries:  # only a class of Python has them
+            known += sum(isinstance(one, types.MemberDescriptorType) for one in entries.values())
+        if kind.__itemsize__ or kind.__basicsize__ - base.__basicsize__ > known * pointer:
+            return kind
+        kind = base
+    return None
+
+
+def class_name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
