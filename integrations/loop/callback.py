@@ -300,7 +300,7 @@ class CheckpointCallback:
             raise StateError(missing_extras(self._names - extras.keys()))
         self._saver.update(step, state, metrics, self._with_generators(extras))
         decision = self._manager.decide(step, metrics=metrics)
-        if self._stop.after_batch() if self._stop is not None else self._preemption.reached(step):
+        if self._stop.after_batch() if self._stop is not None else self._preemption.reached():
             return self._on_preemption(decision.save, decision.reason)
         if not decision.save:
             return _NOTHING_DUE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -105,17 +106,13 @@ class PreemptionSignal:
         if number not in self._signals:
             self._signals = (*self._signals, number)
 
-    def reached(self, step: int) -> bool:
-        """Return whether to save and stop at this step, the same on every process of a ``jax.distributed`` run.
+    def reached(self) -> bool:
+        """Return whether to save and stop now, the same on every process of a ``jax.distributed`` run.
 
-        Args:
-            step: The step just finished. In a ``jax.distributed`` run every process must ask for every step.
+        In such a run every process must ask after every step, and equally often.
         """
-        if not self.received and _jax_is_distributed():
-            from jax.experimental import multihost_utils
-
-            if multihost_utils.reached_preemption_sync_point(step):
-                self.request()
+        if not self.received and _jax_is_distributed() and _jax_agreement.reached():
+            self.request()
         return self.received
 
     def install(self) -> bool:
@@ -212,6 +209,37 @@ class GraceCheck:
                 self._grace,
             )
         self._exceeded = exceeded
+
+
+class _JaxAgreement:
+    """The point at which all processes of a ``jax.distributed`` run stop.
+
+    JAX agrees once for each connection, on "the largest number that a process has passed so far, plus one", and is true
+    only when it is passed that very number. The numbers here therefore count the calls since the connection was made,
+    whichever run makes them: the first number after a resume would otherwise be far beyond the one agreed on, and a
+    second run in the same process would start below it. Once reached, it stays reached, as JAX reports no later signal.
+    """
+
+    def __init__(self) -> None:
+        self._connection: Any = None
+        self._calls = 0
+        self._reached = False
+
+    def reached(self) -> bool:
+        """Return whether all processes are to stop at this call."""
+        from jax.experimental import multihost_utils
+
+        connection = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
+        connection = getattr(connection, "preemption_sync_manager", None)
+        if connection is not self._connection:
+            self._connection, self._calls, self._reached = connection, 0, False
+        if not self._reached:
+            self._calls += 1
+            self._reached = bool(multihost_utils.reached_preemption_sync_point(self._calls))
+        return self._reached
+
+
+_jax_agreement = _JaxAgreement()
 
 
 def _jax_is_distributed() -> bool:

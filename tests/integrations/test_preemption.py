@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import holdfast as hf
@@ -28,16 +30,16 @@ def test_the_signal_sets_the_flag_and_nothing_else() -> None:
         assert not preemption.received
         os.kill(os.getpid(), signal.SIGTERM)
         assert preemption.received
-        assert preemption.reached(3)
+        assert preemption.reached()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_request_stands_in_for_the_signal() -> None:
     preemption = PreemptionSignal()
-    assert not preemption.reached(1)
+    assert not preemption.reached()
     preemption.request()
     assert preemption.received
-    assert preemption.reached(2)
+    assert preemption.reached()
 
 
 def test_the_handler_that_was_there_is_called_and_comes_back() -> None:
@@ -243,13 +245,125 @@ def test_a_save_that_outlasts_the_grace_is_reported(caplog: pytest.LogCaptureFix
     ]
 
 
-def test_jax_distributed_keeps_its_own_handler(monkeypatch: pytest.MonkeyPatch) -> None:
-    jax = pytest.importorskip("jax")
-    from jax.experimental import multihost_utils
+class JaxService:
+    """How jax agrees on a step: one process of several, the other of which is as far as this one.
 
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda step: step == 5)
+    A port of ``PreemptionSyncManager`` (openxla/xla, tsl/distributed_runtime/preemption): the first notice settles on
+    the largest number passed so far, plus one; a call is the agreed one only if it passes that number.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        jax = pytest.importorskip("jax")
+        from jax._src import distributed
+        from jax.experimental import multihost_utils
+
+        self._last = 0
+        self._agreed: int | None = None
+        monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(distributed.global_state, "preemption_sync_manager", self)
+        monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", self.reached_sync_point)
+
+    def reached_sync_point(self, number: int) -> bool:
+        self._last = number
+        return self._agreed == number
+
+    def notice(self) -> None:
+        if self._agreed is None:
+            self._agreed = self._last + 1
+
+
+def test_jax_distributed_keeps_its_own_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = JaxService(monkeypatch)
     preemption = PreemptionSignal()
     assert not preemption.install()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert [preemption.reached(step) for step in range(3, 8)] == [False, False, True, True, True]
+    assert not preemption.reached()
+    service.notice()
+    assert [preemption.reached() for _ in range(3)] == [True, True, True]
+
+
+class Sensitive:
+    """A state that passes on when it is asked for its values and given them: when a restore or a save is under way."""
+
+    def __init__(self, event: Callable[[str], None]) -> None:
+        self._event = event
+
+    def get_state(self) -> dict[str, int]:
+        self._event("state taken")
+        return {}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self._event("state set")
+
+
+def resumed_run(directory: Path, event: Callable[[str], None]) -> int:
+    """Go on to step 20 from what is there; return how many steps were done in this life. ``event`` says where it is."""
+    done = 0
+    with hf.CheckpointCallback(directory, save_interval_steps=3) as checkpoint:
+        event("callback made")
+        sensitive = Sensitive(event)
+        state, start = checkpoint.restore_or_initialize({"w": np.zeros(3)}, sensitive=sensitive)
+        event("restored")
+        for step in range(start, 20):
+            event("batch drawn")
+            state = {"w": state["w"] + 1}
+            event("computed")
+            done += 1
+            if checkpoint.on_step(step + 1, state, sensitive=sensitive).should_stop:
+                break
+    return done
+
+
+def events_of(directory: Path) -> list[str]:
+    events: list[str] = []
+    resumed_run(directory, events.append)
+    return events
+
+
+@pytest.fixture(scope="module")
+def resumable(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Return a run that has saved step 11, and what happens in its next life."""
+    directory = tmp_path_factory.mktemp("resumable") / "run"
+    with hf.CheckpointCallback(directory, save_interval_steps=100) as checkpoint:
+        sensitive = Sensitive(lambda _: None)
+        checkpoint.restore_or_initialize({"w": np.zeros(3)}, sensitive=sensitive)
+        checkpoint.on_step(11, {"w": np.full(3, 11.0)}, sensitive=sensitive)
+    return directory, events_of(shutil.copytree(directory, directory.with_name("copy")))
+
+
+@pytest.mark.parametrize("instant", range(20))
+def test_a_resumed_jax_run_stops_at_a_signal_of_any_instant(
+    monkeypatch: pytest.MonkeyPatch, resumable: tuple[Path, list[str]], tmp_path: Path, instant: int
+) -> None:
+    directory, whole = resumable
+    service = JaxService(monkeypatch)
+    events: list[str] = []
+
+    def event(name: str) -> None:
+        events.append(name)
+        if len(events) == instant + 1:
+            service.notice()
+
+    run = shutil.copytree(directory, tmp_path / "run")
+    done = resumed_run(run, event)
+    assert len(events) > instant, f"the run has only {whole} instants"
+    after = whole[: instant + 1]
+    steps = after.count("computed")
+    assert done in (steps, steps + 1)  # the one under way is the last, or the next, if it is reported already
+    assert done < 9
+    assert hf.list_checkpoints(run)[-1].step == 11 + done
+    assert resumed_run(run, lambda _: None) == 1  # jax has stopped this process: a run that follows in it ends, too
+
+
+def test_one_count_for_the_runs_of_a_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two callbacks, as for pretraining and finetuning: the second does not start below the first."""
+    service = JaxService(monkeypatch)
+    for name, steps, stopped in (("first", 9, None), ("second", 7, 1)):
+        with hf.CheckpointCallback(tmp_path / name, save_interval_steps=100) as checkpoint:
+            checkpoint.restore_or_initialize({"w": np.zeros(3)})
+            for step in range(1, steps + 1):
+                if step == stopped:
+                    service.notice()
+                if checkpoint.on_step(step, {"w": np.full(3, step)}).should_stop:
+                    break
+        assert step == (stopped or steps)
