@@ -32,6 +32,7 @@ def save(path: Place, tree: Any, *, overwrite: bool = False, layout: Layout | No
         UnsupportedLeafError: A leaf cannot be saved; names every such leaf. Nothing was written.
         CheckpointExistsError: Something is there already.
         StorageConflictError: Another save to this path is under way.
+        OwnershipError: The path is that of a step in the directory of a run that another process keeps.
         StorageError: The storage refused; nothing is left behind.
 
     >>> import tempfile, numpy as np

@@ -31,12 +31,22 @@ from ..errors import (
     HoldfastError,
     InvalidLocationError,
     ObjectNotFoundError,
+    OwnershipError,
     StorageConflictError,
     StorageError,
     StorageUnavailableError,
 )
-from ..format import DELETED, PARTIAL, RECORD, CheckpointRecord
-from ..storage import TEMPORARY_PREFIX, Location, SaveLock, is_unreadable, unreadable_as_damage
+from ..format import DELETED, OWNER, PARTIAL, RECORD, STEP_FOLDER, CheckpointRecord
+from ..storage import (
+    TEMPORARY_PREFIX,
+    FileLock,
+    Location,
+    SaveLock,
+    as_location,
+    is_unreadable,
+    locked_elsewhere,
+    unreadable_as_damage,
+)
 
 _logger = logging.getLogger("holdfast")
 
@@ -188,6 +198,7 @@ class PendingCheckpoint:
         self._old: CheckpointRecord | None = None
         if location.is_local and location.exists() and not location.is_directory():
             raise CheckpointExistsError(f"{location}: a file is there; choose another path")
+        _check_not_of_another(location)
         names = {entry.name for entry in location.entries()}
         self._find_replaceable(names, overwrite=overwrite)
         untouched = not {PARTIAL, DELETED} & names
@@ -466,6 +477,23 @@ class PendingCheckpoint:
             else:
                 self.location.remove_tree(last=PARTIAL)
         return ours
+
+
+def _check_not_of_another(location: Location) -> None:
+    """Raise OwnershipError for the name of a step in the directory of a run that another process keeps.
+
+    That run would list the step, rank it and delete it, or save it itself at the same time.
+    """
+    if not location.is_local:
+        return
+    folder, name = os.path.split(os.path.realpath(location))
+    run = as_location(folder)
+    if STEP_FOLDER.fullmatch(name) and locked_elsewhere(run / OWNER):
+        found = FileLock(run / OWNER).content()
+        raise OwnershipError(
+            f"{location}: a run is writing to {run} (process {found.get('pid', '?')} on {found.get('host', '?')}), and "
+            f"{name!r} is the name of a step there. Save to another place, or wait for the run to end"
+        )
 
 
 def copy_left(location: Location) -> str | None:

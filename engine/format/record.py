@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +23,8 @@ from .ocdbt_read import is_inside
 RECORD = "checkpoint.json"  # name of the commit record inside a checkpoint's directory
 PARTIAL = "checkpoint.partial"  # marks a directory in which a save has begun; the commit removes it
 DELETED = "checkpoint.deleted"  # marks a directory whose checkpoint is being deleted; it is removed last
+OWNER = "owner.json"  # name of the file in a run's directory that says who writes there; locked while that run is alive
+STEP_FOLDER = re.compile(r"(.*[_-])?(0|[1-9][0-9]*)", re.DOTALL)  # names of the folders of steps: series and number
 
 TREES = "pytree"  # kind of an item that is a tree
 PROCESSES = "processes"  # kind of an item with a tree for each process

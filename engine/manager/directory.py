@@ -37,7 +37,7 @@ from ..errors import (
     StoragePermissionError,
     shortened_steps,
 )
-from ..format import PARTIAL, RECORD, CheckpointRecord, decode_document, encode_document
+from ..format import OWNER, PARTIAL, RECORD, CheckpointRecord, decode_document, encode_document
 from ..storage import Location, SaveLock, as_location, is_unreadable, max_concurrency, parallel_map
 from .events import EVENTS, ROTATED
 from .identity import OPTIONS, Doomed, RunIdentity, new_run, store_identity, stored_identity
@@ -46,7 +46,7 @@ from .late_metrics import LATE, LateMetrics, remove_late, with_late, write_late
 from .listing import StepEntry, list_steps, read_entry, series_and_step, series_of, step_folders
 from .metrics import metric_name, plain_metrics
 from .options import CheckpointManagerOptions
-from .ownership import OWNER, Ownership
+from .ownership import Ownership
 from .retention import KeepAll, KeepBest, Retention, StepInfo, StepList, info_of, reasons
 
 _logger = logging.getLogger("holdfast")

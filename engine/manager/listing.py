@@ -14,19 +14,16 @@ them.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..checkpoint import has_record, read_record
 from ..errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError
-from ..format import RECORD, CheckpointRecord
+from ..format import RECORD, STEP_FOLDER, CheckpointRecord
 from ..storage import Entry, Location, max_concurrency, parallel_map
 from .index import INDEX, RecordIndex
 from .late_metrics import LATE, LateMetrics, with_late
 from .retention import StepInfo, info_of
-
-_NAME = re.compile(r"(.*[_-])?(0|[1-9][0-9]*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +52,7 @@ def series_of(prefix: str | None) -> str:
 
 def series_and_step(folder: str) -> tuple[str, int] | None:
     """Return what the name of a folder says, or None if it is not that of a step."""
-    match = _NAME.fullmatch(folder)
+    match = STEP_FOLDER.fullmatch(folder)
     return (match[1] or "", int(match[2])) if match else None
 
 

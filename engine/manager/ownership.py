@@ -16,11 +16,10 @@ from collections.abc import Callable
 
 from ..clock import Clock
 from ..errors import HoldfastError, OwnershipError, StorageConflictError
+from ..format import OWNER
 from ..storage import FileLock, Location, os_errors
 
 _logger = logging.getLogger("holdfast")
-
-OWNER = "owner.json"  # name of the file that says who writes to a directory
 
 
 class Ownership:

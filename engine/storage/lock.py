@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import threading
+import time
 import weakref
 from typing import Any, ClassVar
 
@@ -22,6 +23,8 @@ from ..errors import (
 from .local import open_own
 from .location import Location
 from .status import os_errors
+
+_GLANCE = 0.02  # seconds, in which a process that only looks at a lock has done so
 
 
 class FileLock:
@@ -50,7 +53,11 @@ class FileLock:
         _held.add(self)
         try:
             self.obstacle = None
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_GLANCE)  # another process may have looked only whether it is locked
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.release()
             raise StorageConflictError(f"{self._place}: another process has locked this file") from error
@@ -80,6 +87,25 @@ class FileLock:
         except (ObjectNotFoundError, DamagedCheckpointError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
+
+
+def locked_elsewhere(place: Location) -> bool:
+    """Return whether another process has locked a local file; False where that cannot be told."""
+    try:
+        descriptor = open_own(place, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        status = os.fstat(descriptor)
+        held = [lock.descriptor for lock in list(_held) if lock.descriptor is not None]
+        return not any(os.path.samestat(status, os.fstat(one)) for one in held)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 class SaveLock(FileLock):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.cli.commands import error_of
 
 import holdfast as hf
 
@@ -24,6 +25,8 @@ TREE = {"weights": np.arange(10)}
 
 OWNER = """
 import sys, time
+from tests.cli.commands import error_of
+
 import holdfast as hf
 manager = hf.CheckpointManager(sys.argv[1])
 manager.save(1, {"by": "the other process"})
@@ -34,6 +37,8 @@ time.sleep(60)
 
 FORKING_OWNER = """
 import os, sys, time
+from tests.cli.commands import error_of
+
 import holdfast as hf
 manager = hf.CheckpointManager(sys.argv[1])
 manager.save(1, {"by": "the other process"})
@@ -229,3 +234,36 @@ def test_in_an_object_store_the_commit_notices(place: str) -> None:
         with pytest.raises(hf.OwnershipError, match=r"its owner\.json was moved or deleted"):
             manager.save(2, TREE)
     assert hf.CheckpointManager(place).all_steps() == [1]
+
+
+def test_nobody_saves_a_step_into_the_run_of_another_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, single = tmp_path / "run", tmp_path / "single"
+    hf.save(single, TREE)
+    (tmp_path / "link").symlink_to(run)
+    (tmp_path / "weights.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    with other_process(run) as (process, _):
+        for name, act in (
+            ("run/7", lambda: hf.save(run / "7", TREE)),
+            ("run/1", lambda: hf.save(run / "1", TREE, overwrite=True)),
+            ("run/eval_7", lambda: hf.save(run / "eval_7", TREE)),
+            ("link/7", lambda: hf.save(tmp_path / "link" / "7", TREE)),
+            ("run/7", lambda: hf.copy_checkpoint(single, run / "7")),
+            ("run/7", lambda: hf.import_checkpoint(tmp_path / "weights.safetensors", run / "7")),
+        ):
+            with pytest.raises(hf.OwnershipError, match=rf"{name}: a run is writing to .*process {process.pid} on"):
+                act()
+        message = error_of(capsys, "cp", single, run / "8", status=1)
+        assert f"run is writing to {run}" in message
+        assert sorted(path.name for path in run.iterdir() if path.is_dir()) == ["1"]
+        hf.save(run / "final", TREE)  # no step, and nothing that the run looks at
+        process.kill()
+        process.wait()
+        hf.save(run / "7", TREE)
+    with hf.CheckpointManager(run) as manager:
+        manager.acquire()
+        hf.save(run / "8", TREE)  # its own process may
+        assert manager.all_steps() == [1, 7]
+        manager.reload()
+        assert manager.all_steps() == [1, 7, 8]
