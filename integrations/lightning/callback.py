@@ -26,6 +26,7 @@ from ..loop import (
 )
 from ..options import documents, takes
 from .arguments import CallbackArguments
+from .finished import check_module, note_finished
 from .io import (
     ResumePath,
     ResumingCallback,
@@ -338,6 +339,8 @@ class CheckpointCallback(ResumingCallback):
             ours = [one.ckpt_path for one in trainer.callbacks if isinstance(one, CheckpointCallback)]
             path = max(filter(None, ours), key=os.path.getmtime, default=None)
         found = path or self.ckpt_path
+        if found and (decides or path is None) and self._options.resume == "auto":
+            check_module(self._store.directory, trainer.lightning_module)
         return (found or ResumePath(self._store.directory)) if self._store.agree(found is not None) else None
 
     def _take_over_signals(self, trainer: Any) -> None:
@@ -401,6 +404,8 @@ class CheckpointCallback(ResumingCallback):
             ended = "preempted" if isinstance(error, Preempted) else "failed" if error is not None else "finished"
             facts = {"error": described(error)} if ended == "failed" and error is not None else {}
             self._store.manager.events.write(ended, step=trainer.global_step, **facts)
+            if ended == "finished":
+                note_finished(self._store.directory, trainer.lightning_module)
             self._log_events(trainer)
 
     def _announce(self, trainer: Any) -> None:

@@ -83,6 +83,13 @@ def finish_epoch(progress: Any) -> None:
         tracker.ready = tracker.started = tracker.completed = tracker.processed
 
 
+def end_epoch(progress: Any) -> None:
+    """Count the epoch of a loop that was saved within it, as the last thing before its end."""
+    for tracker in (progress.total, progress.current):
+        tracker.processed = tracker.ready
+    finish_epoch(progress)
+
+
 def forget_unfinished(progress: Any) -> None:
     """Remove an evaluation that will be repeated from the counters."""
     for name, done in vars(progress.current).items():

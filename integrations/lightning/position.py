@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from . import epoch
-from .loops import LoopHooks, clear_restart, finish_epoch, forget_unfinished
+from .loops import LoopHooks, clear_restart, end_epoch, finish_epoch, forget_unfinished
 from .strategies import keeps_own_buffers, own_buffers, replicas
 from .switches import ModuleSwitches
 from .trees import is_plain_tree
@@ -126,8 +126,8 @@ class Position:
     def _run(self, original: Callable[[], None]) -> None:
         original()
         saved, self._saved = self._saved, None
-        if saved is not None:  # nothing was left to do
-            self._restore_module(saved)
+        if saved is not None:  # nothing was left to do: what the program does next begins where it did after the run
+            self._go_to_end(saved)
             for callback in self._trainer.callbacks:
                 if any(kind.__name__ in _FINISH_WEIGHTS for kind in type(callback).__mro__):
                     callback.on_train_end(self._trainer, self._trainer.lightning_module)
@@ -197,6 +197,18 @@ class Position:
         finish_epoch(self._fit.epoch_progress)
         self._fit._last_train_dl_reload_epoch = saved["reloaded_at_epoch"]
         epoch.end_loader_epoch(self._loaders(), saved["loaders"])
+        self._restore_random(saved["random"])
+
+    def _go_to_end(self, saved: dict[str, Any]) -> None:
+        parts = self._loaders()
+        if saved["point"] == "epoch" and len(saved["loaders"]) == len(epoch.loader_states(parts)):
+            self._go_to_epoch(saved)
+            return
+        self._restore_module(saved)
+        self._restore_validation_loaders(saved.get("validation", {}))
+        clear_restart(self._fit)
+        if self._fit.max_epochs in (None, -1) or self._fit.epoch_progress.current.processed < self._fit.max_epochs:
+            end_epoch(self._fit.epoch_progress)  # as the run has ended within it
         self._restore_random(saved["random"])
 
     def _find_batch(self, saved: dict[str, Any], fetcher: Any) -> None:

@@ -17,6 +17,7 @@ from ..loop import PreemptionSignal, Stop, announce, unfinished_neighbour, warn_
 from .arguments import CallbackArguments
 from .copies import Copies
 from .fitting import Fitting
+from .io import ResumePath
 from .loops import LoopHooks
 from .position import Point, Position
 from .stopping import leave
@@ -59,6 +60,7 @@ class FitSaver:
         self._hooks.place(self._fit.epoch_loop, "on_advance_end", self._after_batch)
         self._hooks.place(self._fit, "on_advance_end", self._after_epoch)
         self._hooks.place(self._fit.epoch_loop.val_loop, "on_run_start", self._validation_starts)
+        self._hooks.place(trainer._checkpoint_connector, "restore_loops", self._restore_loops)
         self._before_validation = StateBeforeValidation(trainer)
         self._point: Point | None = None
         self._copies = Copies() if options.save_on_exception else None
@@ -145,6 +147,19 @@ class FitSaver:
         if automatic and saved["should_stop"]:
             self._trainer.should_stop = True
         self._say("resumed from step %d in %s", step, format(path))
+
+    def _restore_loops(self, original: Callable[[], None]) -> None:
+        """Let a ``fit`` whose ``max_epochs`` the run is past find nothing left to do; Lightning raises an error.
+
+        Such is the first of two calls in one program, when the program is started again during the second.
+        """
+        limit = self._fit.max_epochs
+        if isinstance(self._trainer.ckpt_path, ResumePath):
+            self._fit.max_epochs = -1
+        try:
+            original()
+        finally:
+            self._fit.max_epochs = limit
 
     # ---- the points at which nothing is half done
 

@@ -38,6 +38,7 @@ from holdfast.recipes.self_play import Rules, Trainer
 from holdfast.recipes.self_play.checkpoints import TrainerCallback
 
 pytestmark = [
+    pytest.mark.usefixtures("fits_are_processes"),
     pytest.mark.usefixtures("default_sigterm"),
     *ADVICE,
 ]

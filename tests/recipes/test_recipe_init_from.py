@@ -40,6 +40,7 @@ def test_a_run_begins_with_the_weights_of_another(recipe: str, weight: str, capl
     np.testing.assert_allclose(first, second, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("fits_are_processes")
 @pytest.mark.parametrize("way", ["resume", "init_from"])
 @pytest.mark.parametrize(
     ("recipe", "kept", "new"),

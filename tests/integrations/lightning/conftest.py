@@ -31,6 +31,19 @@ def program() -> ModuleType:
     return module
 
 
+@pytest.fixture(autouse=True)
+def processes(request: pytest.FixtureRequest) -> None:
+    """Lets every ``fit`` stand for a process, except in tests that say when the program starts again."""
+    if "start_again" not in request.fixturenames:
+        request.getfixturevalue("fits_are_processes")
+
+
+@pytest.fixture
+def start_again(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Makes the test's calls of ``fit`` those of one program, which this starts again."""
+    return lambda: monkeypatch.setattr("holdfast.integrations.lightning.finished._modules", {})
+
+
 @pytest.fixture
 def new_directory() -> Callable[[], str]:
     """Makes names of directories that do not exist yet, in memory, where a save takes milliseconds."""
