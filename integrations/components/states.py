@@ -148,9 +148,9 @@ def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = F
     if not partial:
         _refuse_unnamed(component, others)
         _refuse_outside(component, graph)
+    found = capture(graph)
     for path, reason in skipped.items():
         _logger.warning("component %s: %s is not saved: it %s", format_component_path(component.path), path, reason)
-    found = capture(graph)
     state: dict[str, Any] = dict(found.tree)
     if _needs_document(found.document, found.tree):
         if GRAPH in state:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .capture import capture
 from .checkpoint import Checkpoint
 from .frameworks import is_module, is_optimizer, nnx_children
+from .keras import keras_kind
 from .manager import CheckpointManager
 from .paths import Path, format_node_path, format_section, parse_path, storage_name
 from .reader import CheckpointReader, GraphView, checkpoints_iterator, latest_checkpoint, load_checkpoint

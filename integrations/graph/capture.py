@@ -8,9 +8,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...engine.errors import UnsupportedLeafError
-from ...engine.pytree import MAX_DEPTH, class_name, escape_key, flatten, is_python_value, unescape_key, unflatten
-from .frameworks import is_module
+from ...engine.errors import UnsupportedLeafError, shortened
+from ...engine.pytree import (
+    MAX_DEPTH,
+    class_name,
+    escape_key,
+    flatten,
+    is_python_value,
+    is_torch_tensor,
+    unescape_key,
+    unflatten,
+)
+from .frameworks import is_module, is_uninitialized
 from .paths import Path, format_node_path, storage_name
 from .slots import BoxSlot, MemberSlot, StateSlot
 from .views import Branch, Leaf
@@ -39,6 +48,12 @@ def capture(graph: LiveGraph, *, apart: bool = False) -> CapturedGraph:
             f"{format_node_path(too_deep[0].path[:4])}/...: {len(too_deep)} values are more than {MAX_DEPTH} objects "
             "away from the checkpoint, and nothing was written; attach the objects that hold them under names of their "
             "own"
+        )
+    unborn = [node for node in graph.nodes if is_torch_tensor(node.value) and is_uninitialized(node.value)]
+    if unborn:
+        raise UnsupportedLeafError(
+            f"{shortened([format_node_path(node.path) for node in unborn])}: no shape yet, as the lazy module has not "
+            "run, and nothing was written; run the module once before the first save"
         )
     flat = flatten(_nested(graph.root, numbers, {id(node) for node in states}) or {})
     names = dict(zip(flat.values, flat.names, strict=True))

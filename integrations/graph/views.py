@@ -40,6 +40,7 @@ from .frameworks import (
     nnx_children,
     variable_accessors,
 )
+from .keras import VARIABLE, bare_variable, keras_children, keras_kind, variable_slot, why_not_saved
 from .outside import is_code_or_tool, why_more, why_refused
 from .paths import Path
 from .slots import BoxSlot, MemberSlot, PartSlot, Slot, StateSlot, proxy
@@ -68,11 +69,11 @@ class Position:
 class Edge:
     segment: str  # its name: the key, escaped
     key: Any
-    value: Any  # never a wrapper around a module, but the module
+    value: Any  # never a wrapper around a module or a parameter, but the module or parameter
     position: Position
 
     def __post_init__(self) -> None:
-        self.value = unwrapped(self.value)
+        self.value = bare_variable(unwrapped(self.value))
 
 
 @dataclass(slots=True)
@@ -159,6 +160,8 @@ def _classify_object(value: Any, position: Position) -> View:
         return _numbers(value, packed, position)
     if isinstance(value, dict | list) and expand(value) is not None and position.part is None:
         return _container(value, position)
+    if (kind := keras_kind(value)) is not None:
+        return _keras(kind, value, position)
     if is_module(value):
         children, notes = module_children(value)
         return Branch(class_name(value), _attributes(value, children, position), notes=notes)
@@ -292,6 +295,14 @@ def _variable(value: Any) -> View:
     slot = BoxSlot(value if _can_be_anchor(value) else proxy(value), (), get, change)
     view = classify(get(), Position(slot.anchor, slot.trail, change))
     return Leaf(slot, shared=True) if isinstance(view, Leaf) else view
+
+
+def _keras(kind: str, value: Any, position: Position) -> View:
+    if kind == VARIABLE:
+        return Leaf(variable_slot(value), shared=True)
+    if (reason := why_not_saved(value)) is not None:
+        return Unsaved(reason)
+    return Branch(class_name(value), _attributes(value, keras_children(value), position))
 
 
 def _plain_object(value: Any, position: Position) -> View:

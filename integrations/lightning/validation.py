@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .copies import Copies
 
@@ -57,7 +58,8 @@ class StateBeforeValidation:
         if self.checkpoint is None:
             module = self._trainer.lightning_module
             found += [*module.parameters(), *module.buffers()]
-        return [(tensor, -1 if tensor.is_inference() else tensor._version) for tensor in found]
+        known = [tensor for tensor in found if not isinstance(tensor, UninitializedBuffer | UninitializedParameter)]
+        return [(tensor, -1 if tensor.is_inference() else tensor._version) for tensor in known]
 
 
 def _is_harmless(trainer: Any) -> bool:

@@ -54,6 +54,11 @@ def _holds(value: Any) -> bool:
 
 def _is_object(value: object) -> bool:
     graph: Any = _imported("graph")
+    if "keras" in sys.modules:
+        from ..graph import keras_kind
+
+        if keras_kind(value) is not None:
+            return True
     return is_versioned(value) or (
         graph is not None and isinstance(value, (graph.Node, graph.Value, graph.TrackedList))
     )
@@ -253,7 +258,7 @@ def _tensors(part: Any) -> Iterator[Any]:
     found, seen = [part], {id(part)}
     for value in found:
         if is_torch_tensor(value):
-            if not value.is_inference():
+            if not isinstance(value, torch.nn.parameter.UninitializedTensorMixin) and not value.is_inference():
                 yield value
             continue
         below: Iterable[Any] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from tests.versions import nnx_assign, nnx_update
 
 import holdfast as hf
 from holdfast import graph
+from holdfast.engine.errors import UnsupportedLeafError
 
 torch.set_num_threads(1)
 create_state: Any = TrainState.create  # which has no types
@@ -330,7 +332,7 @@ def test_a_train_state_is_replaced_where_it_hangs(place: str) -> None:
     assert jax.random.key_data(checkpoint.key).tolist() == jax.random.key_data(jax.random.key(3)).tolist()
 
 
-def test_lazy_modules_of_torch(place: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_lazy_modules_of_torch(place: str) -> None:
     net: Any = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.LazyBatchNorm1d())
     net(torch.randn(4, 2))
     path = graph.Checkpoint(net=net, optimizer=trained(net)).save(f"{place}/ckpt")
@@ -338,6 +340,9 @@ def test_lazy_modules_of_torch(place: str, caplog: pytest.LogCaptureFixture) -> 
     weight = lazy[0].weight
     unborn = graph.Checkpoint(net=lazy)
     assert unborn.unsaved()["net/0/weight"] == "has no shape yet; run the module once"
+    with pytest.raises(UnsupportedLeafError, match=r"net/0/weight, net/0/bias, .* no shape yet.* run the module once"):
+        unborn.save(f"{place}/unborn")
+    assert not os.path.exists(f"{place}/unborn-1")
     optimizer = torch.optim.Adam(lazy.parameters())
     graph.Checkpoint(net=lazy, optimizer=optimizer).restore(path).assert_consumed()
     assert lazy[0].weight is weight
@@ -345,6 +350,18 @@ def test_lazy_modules_of_torch(place: str, caplog: pytest.LogCaptureFixture) -> 
     x = torch.randn(4, 2)
     assert torch.equal(lazy(x), net(x))
     assert moments(lazy, optimizer).keys() == moments(net, trained(net)).keys()
+
+
+def test_a_loop_whose_module_has_not_run_learns_it_from_the_save(place: str) -> None:
+    def train() -> None:
+        state = {"net": torch.nn.LazyLinear(3)}
+        with hf.CheckpointCallback(place, save_interval_steps=2) as callback:
+            callback.restore_or_initialize(state)
+            callback.on_step(1, state)
+            callback.on_step(2, state)
+
+    with pytest.raises(UnsupportedLeafError, match=r"net/weight, net/bias: no shape yet"):
+        train()
 
 
 def test_modules_of_nnx_that_are_built_later(place: str) -> None:
