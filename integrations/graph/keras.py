@@ -114,7 +114,8 @@ def _value(variable: Any) -> Any:
 
 
 def _name(variable: Any) -> str:
-    return str(variable.name)
+    """Return the name of a variable, without a number that Keras gave it."""
+    return "variable" if re.fullmatch(r"variable_\d+", variable.name) else str(variable.name)
 
 
 def _layer_name(layer: Any) -> str:

@@ -65,8 +65,14 @@ def test_variables_and_optimizers_alone(tmp_path: Path, backend: str) -> None:
 
 
 def test_what_a_layer_of_the_program_saves_by_itself(tmp_path: Path) -> None:
+    names = iter(("variable", "variable_1"))
+
     class Counting(keras_like.Dense):
         seen = 0
+
+        def build(self) -> None:
+            super().build()
+            self.own[0].name = next(names)
 
         def save_own_variables(self, store: Any) -> None:
             super().save_own_variables(store)
@@ -80,6 +86,7 @@ def test_what_a_layer_of_the_program_saves_by_itself(tmp_path: Path) -> None:
     for layer in (saved, fresh):
         layer.build()
     saved.seen = 7
+    assert saved.own[0].name != fresh.own[0].name  # Keras numbers weights without a name, too
     path = graph.Checkpoint(layer=saved).save(tmp_path / "ckpt")
     graph.Checkpoint(layer=fresh).restore(path).assert_consumed()
     assert fresh.seen == 7
@@ -121,12 +128,12 @@ import keras, numpy as np
 from holdfast import graph
 
 def model():
-    found = keras.Sequential([keras.layers.Dense(3), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+    found = keras.Sequential([keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
     found.build((None, 4))
     found.compile(keras.optimizers.Adam(0.1), "mse")
     return found
 
-x, y = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
+x, y = np.eye(8, 4, dtype="float32"), np.ones((8, 1), "float32")
 first, second = model(), model()
 first.fit(x, y, verbose=0)
 graph.Checkpoint(model=second).restore(graph.Checkpoint(model=first).save(sys.argv[2])).assert_consumed()
