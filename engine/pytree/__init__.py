@@ -62,7 +62,7 @@ from .names import (
 )
 from .packing import PACKED_FROM, PackedNumbers, pack_numbers, pack_tree, packed_again
 from .template import LeafRequest, LeafTemplate, compare, compare_metadata, describe_template, with_request
-from .torch_leaves import STRIDES, copy_tensors, tensor_like, tensor_of, tensors_over, with_strides
+from .torch_leaves import STRIDES, copy_tensors, is_permuted, tensor_like, tensor_of, tensors_over, with_strides
 from .transform import (
     Call,
     Computed,

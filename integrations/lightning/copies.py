@@ -44,6 +44,8 @@ class Copies:
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             return tensor.clone()
         memory = self._memory.get(path)
-        if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
-            memory = self._memory[path] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        like = torch.empty_like(tensor, device="meta")  # dense, with the tensor's order of axes
+        facts = like.shape, like.dtype, like.stride()
+        if memory is None or (memory.shape, memory.dtype, memory.stride()) != facts:
+            memory = self._memory[path] = torch.empty_like(tensor, device="cpu")
         return memory.copy_(tensor)

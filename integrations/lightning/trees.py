@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ...engine.errors import UnsupportedLeafError
+from ...engine.pytree import STRIDES, is_permuted, with_strides
 from .values import as_plain, from_plain
 
 POSITION = "holdfast"
@@ -123,7 +124,13 @@ class _Plain:
             return value
         if isinstance(value, torch.Tensor):
             unusual = value.layout != torch.strided or value.is_quantized or value.is_meta
-            return _Left(value) if unusual else value.detach()
+            if unusual:
+                return _Left(value)
+            if not hasattr(value, "placements") and not value.is_contiguous():
+                strides = list(value.stride())
+                if is_permuted(value.shape, strides):  # on which the rounding of the next steps may depend
+                    self.types.append((keys, f"{STRIDES} {json.dumps(strides)}"))
+            return value.detach()
         if isinstance(value, dict):
             return self.entries(value, keys)
         if kind in (list, tuple, set, frozenset):
@@ -165,6 +172,9 @@ def _value(value: Any, keys: _Keys, types: Mapping[_Keys, str]) -> Any:
     kind = types.get(keys)
     if kind == _NUMPY and isinstance(value, np.ndarray):
         return value
+    if kind is not None and kind.startswith(f"{STRIDES} "):
+        strides = json.loads(kind.removeprefix(STRIDES))
+        return with_strides(_tensor(value), strides) if isinstance(value, np.ndarray) else value
     found = _contents(value, keys, types)
     return found if kind is None else from_plain(found, kind)
 

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from tests.equality import assert_same
 
 import holdfast as hf
+from holdfast.integrations.lightning.copies import Copies
 from holdfast.integrations.lightning.epoch import capture_generators, restore_generators
 from holdfast.integrations.lightning.loops import LoopHooks
 from holdfast.integrations.lightning.saver import MetricsLedger
@@ -37,6 +38,27 @@ def through_disk(checkpoint: dict[str, Any], directory: Any) -> dict[str, Any]:
 
 
 # ---- trees
+
+
+def test_tensors_come_back_with_their_strides(tmp_path: Any) -> None:
+    """An optimizer that keeps a transposed matrix rounds differently with another order in memory."""
+    tensors = {
+        "transposed": torch.arange(6.0).reshape(2, 3).T,
+        "channels last": torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "bfloat16": torch.rand(3, 4, dtype=torch.bfloat16).T,
+        "batches": torch.rand(2, 3, 4).mT,
+        "ordinary": torch.rand(2, 3),
+        "every second": torch.rand(3, 4)[:, ::2],  # not dense: as an ordinary one
+        "expanded": torch.rand(3, 1).expand(3, 4),
+    }
+    checkpoint = {"state_dict": tensors, "optimizer_states": [{"state": {0: tensors}}], "callbacks": {"other": tensors}}
+    found = through_disk(checkpoint, tmp_path / "checkpoint")
+    copies = Copies()
+    for tree in (found, copies.of(checkpoint), copies.of(checkpoint)):
+        for each in (tree["state_dict"], tree["optimizer_states"][0]["state"][0], tree["callbacks"]["other"]):
+            for name, value in each.items():
+                assert torch.equal(value, tensors[name]), name
+                assert value.stride() == torch.empty_like(tensors[name]).stride(), name
 
 
 def test_every_kind_of_state_comes_back_as_what_it_was(tmp_path: Any) -> None:

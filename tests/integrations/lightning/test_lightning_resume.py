@@ -146,6 +146,48 @@ def test_two_optimizers(program: Any, new_directory: NewDirectory) -> None:
         assert fit(directory, 2)[0] == whole
 
 
+class Rotated(torch.optim.Optimizer):
+    """Keeps a rotation for each matrix, as SOAP does; it comes from an eigenvalue solver, in the order of Fortran."""
+
+    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for parameter in self.param_groups[0]["params"]:
+            gradient = parameter.grad.reshape(len(parameter), -1)
+            state = self.state[parameter]
+            if not state:
+                state["factor"] = torch.zeros(len(gradient), len(gradient))
+            state["factor"].lerp_(gradient @ gradient.T, 0.1)
+            state["rotation"] = torch.linalg.eigh(state["factor"]).eigenvectors
+            parameter.sub_((state["rotation"] @ (state["rotation"].T @ gradient)).sign().view_as(parameter), alpha=0.01)
+        return loss
+
+
+def test_an_optimizer_with_matrices_in_another_order(program: Any, new_directory: NewDirectory) -> None:
+    class Rotates(program.Model):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return Rotated(self.parameters())
+
+    def fit(directory: str, stop_after: int | None = None) -> list[Any]:
+        torch.manual_seed(1)
+        model = Rotates()
+        recorder = program.Recorder(stop_after=stop_after)
+        callback = CheckpointCallback(directory, save_interval_steps=1)
+        trainer = Trainer(callbacks=[callback, recorder], max_epochs=2, **program.QUIET)
+        trainer.fit(model, program.training_loader("shuffled"), program.validation_loader())
+        rotations = [state["rotation"] for state in trainer.optimizers[0].state.values()]
+        return [str(model.state_dict()), [(str(one), one.stride()) for one in rotations]]
+
+    whole, directory = fit(new_directory()), new_directory()
+    with pytest.raises(program.InterruptionError):
+        fit(directory, stop_after=6)
+    assert fit(directory) == whole
+    assert fit(directory) == whole  # as it was loaded
+
+
 @pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric val_loss which is not available")
 @pytest.mark.parametrize("schedule", ["step", "plateau of validation", "plateau"])
 def test_schedules(program: Any, new_directory: NewDirectory, schedule: str, every: bool) -> None:
