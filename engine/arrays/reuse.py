@@ -13,19 +13,22 @@ back to. There are thus two lineages of files. An object store copies the files,
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from ..format import content_digest
-from ..storage import FileIdentity, Location, max_concurrency, parallel_map
+from ..errors import DamagedCheckpointError, StorageError
+from ..format import content_digest, crc32c
+from ..storage import Buffer, FileIdentity, Location, max_concurrency, parallel_map
 from .encode import Digests, Source, chunk_bytes, chunk_view
-from .plan import Bytes, Catalog, Integers
+from .plan import CHECKSUM_BYTES, Bytes, Catalog, Integers
 
 _logger = logging.getLogger("holdfast")
 
@@ -285,7 +288,12 @@ class WrittenSteps:
         if self._off:
             return None
         try:
-            return source.share(target, file.identity)
+            found = source.identity()
+            if found != file.identity and found[:3] == file.identity[:3] and not _has_chunks(source, file):
+                raise OSError(errno.ESTALE, "it was changed after it was written, and its times were set back")
+            identity = source.share(target, file.identity._replace(changed=found.changed))
+            self._renew(file, identity)
+            return identity
         except OSError as error:
             reason = error.strerror or error
             if error.errno not in _OF_ONE_FILE:
@@ -297,6 +305,35 @@ class WrittenSteps:
                 self._refused.add(file.path)
                 _logger.info("%s: written again, as it cannot be shared: %s", source, reason)
             return None
+
+    def _renew(self, file: WrittenFile, identity: FileIdentity) -> None:
+        """Note what another name has changed of a file: the time of all of its names."""
+        for step in self._steps.values():
+            known = step.files.get(file.path)
+            if known is not None and known.identity.inode == identity.inode:
+                step.files[file.path] = replace(known, identity=identity)
+
+    @contextlib.contextmanager
+    def names_removed(self) -> Iterator[None]:
+        """Note what the deletion of steps changes of the files that other steps have, too: a time, and nothing else.
+
+        A file whose time has changed for a reason that is not known is read before it is shared.
+        """
+        with contextlib.ExitStack() as stack:
+            for part in self._parts.values():
+                stack.enter_context(part.names_removed())
+            names = Counter(path for step in list(self._steps.values()) for path in step.files)
+            files = [
+                (step, file)
+                for step in list(self._steps.values())
+                for file in list(step.files.values())
+                if names[file.path] > 1 and _identity_of(step, file) == file.identity
+            ]
+            yield
+            for step, file in files:
+                found = _identity_of(step, file)
+                if found is not None and found[:3] == file.identity[:3]:
+                    step.files[file.path] = replace(file, identity=found)
 
     def note(self, shared: SharedFiles, paths: Sequence[str], sizes: Sequence[int], table: Integers) -> None:
         """Note the new files, with rows of array, number in the array, file, offset, length and checksum."""
@@ -314,6 +351,26 @@ class WrittenSteps:
             identity = (step.folder / paths[number]).identity()
             step.files[paths[number]] = WrittenFile(paths[number], sizes[number], identity, found)
         step.files.update({file.path: file for file in shared.linked})
+
+
+def _identity_of(step: _WrittenStep, file: WrittenFile) -> FileIdentity | None:
+    with contextlib.suppress(OSError):
+        return (step.folder / file.path).identity()
+    return None
+
+
+def _has_chunks(place: Location, file: WrittenFile) -> bool:
+    """Read the chunks of a file; return whether they are what was written.
+
+    Other names of a file, such as those in a copy of hard links, change the same time as a program that writes to it.
+    """
+    buffer = Buffer()
+    with contextlib.suppress(DamagedCheckpointError, StorageError), place.open_data(size=file.size) as opened:
+        return all(
+            crc32c(opened.read(chunk.offset, chunk.length, buffer)[:-CHECKSUM_BYTES]) == chunk.checksum
+            for chunk in file.chunks
+        )
+    return False
 
 
 def _sample(source: Source, number: int) -> bytes | None:

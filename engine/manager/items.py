@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ..arrays import Layout, WrittenSteps
@@ -116,6 +117,14 @@ class ItemSet:
         for name, written in self._written.items():
             near = newest_with(name, infos), newest_with(name, infos, step)
             written.begin(step, [one for one in near if one is not None], functools.partial(run.has_item, name))
+
+    @contextlib.contextmanager
+    def steps_deleted(self) -> Iterator[None]:
+        """Note what the deletion of steps changes of the files that others share with them."""
+        with contextlib.ExitStack() as stack:
+            for written in self._written.values():
+                stack.enter_context(written.names_removed())
+            yield
 
     def damage_found(self) -> None:
         """Share no files with the steps so far: what is damaged in one of them may be shared by others."""

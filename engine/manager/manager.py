@@ -670,7 +670,8 @@ class CheckpointManager:
         )
         reached("committed", step)
         try:
-            self._run.collect()
+            with self._items.steps_deleted():
+                self._run.collect()
             self._notify_mirror()
         except Exception as error:
             raise SaveFailedError(

@@ -55,6 +55,7 @@ class FileIdentity(NamedTuple):
     inode: int
     size: int  # in bytes
     modified: int  # in nanoseconds
+    changed: int  # in nanoseconds: the time that no program can set back; that of its names and rights, too
 
 
 class DataReader(Protocol):

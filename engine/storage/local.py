@@ -194,8 +194,7 @@ class LocalBackend:
         return True
 
     def identity(self, key: str) -> FileIdentity:
-        status = os.lstat(key)
-        return FileIdentity(status.st_ino, status.st_size, status.st_mtime_ns)
+        return _identity(os.lstat(key))
 
     def share(self, key: str, target: str, known: FileIdentity) -> FileIdentity:
         """Link a file, or else clone it: a clone shares its blocks, and is durable on return, the name of neither is.
@@ -213,12 +212,12 @@ class LocalBackend:
                 raise
             return self._cloned(key, target, known, refusal)
         found = self.identity(target)
-        if found != known:  # replaced meanwhile; or a file system that copies where it should link
+        if found[:3] != known[:3]:  # replaced meanwhile; or a file system that copies where it should link
             os.unlink(target)
             raise OSError(errno.ESTALE, "the link leads to another file", target)
         with contextlib.suppress(OSError):
             os.chmod(target, 0o444 & stat.S_IMODE(os.stat(target).st_mode))
-        return found
+        return self.identity(target)
 
     def _cloned(self, source: str, target: str, known: FileIdentity, refusal: OSError) -> FileIdentity:
         """Clone a file where the file system can; otherwise raise the error of the link."""
@@ -234,7 +233,7 @@ class LocalBackend:
             finally:
                 os.close(written)
         found = self.identity(target)
-        if (status.st_ino, status.st_size, status.st_mtime_ns) != known or found.size != known.size:
+        if _identity(status) != known or found.size != known.size:
             os.unlink(target)
             raise OSError(errno.ESTALE, "the clone differs from the file", target)
         return found
@@ -413,6 +412,10 @@ def _filled_blocks(segment: Segment, block: memoryview, stop: threading.Event) -
         end = round_up(filled)
         block[filled:end] = bytes(end - filled)
         yield block[:end]
+
+
+def _identity(status: os.stat_result) -> FileIdentity:
+    return FileIdentity(status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def _open_direct(path: str, flags: int) -> int:

@@ -58,7 +58,7 @@ _UNKNOWN_SIZE = 32 << 20  # bytes that the time limit allows for an object of un
 
 _TRUSTED = 256 << 20  # bytes that are allocated for a range before the store has shown that it is there
 
-_BY_NAME = FileIdentity(0, 0, 0)  # of any object
+_BY_NAME = FileIdentity(0, 0, 0, 0)  # of any object
 
 _LARGE = 256 << 20  # bytes of a file whose upload is repeated before TensorStore has all of it in memory
 _AGAIN = (1.0, 5.0, 20.0)  # seconds to wait before each repetition

@@ -512,6 +512,13 @@ def _overwrite(step: Path) -> None:
     _largest(step).write_bytes(content[::-1])
 
 
+def _overwrite_and_set_back(step: Path) -> None:
+    """Writes to a file as rsync --inplace --times does, and as a bad disk might: nothing but the ctime shows it."""
+    times = _largest(step).stat()
+    _overwrite(step)
+    os.utime(_largest(step), ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
 def _replace(step: Path) -> None:
     file = _largest(step)
     content = file.read_bytes()
@@ -530,6 +537,7 @@ def _largest(step: Path) -> Path:
     [
         pytest.param(_truncate, id="truncated"),
         pytest.param(_overwrite, id="written to"),
+        pytest.param(_overwrite_and_set_back, id="written to, its times set back"),
         pytest.param(_replace, id="replaced"),
         pytest.param(lambda step: _largest(step).unlink(), id="deleted"),
         pytest.param(lambda step: step.rename(step.with_name("0.unreadable")), id="moved aside"),
@@ -544,6 +552,33 @@ def test_a_file_that_is_not_what_it_was(run: Path, meddle: Callable[[Path], obje
         assert save(writer, 2, tree(2)).shared_bytes == 0
     assert hf.verify(run, 2).ok
     assert_same(hf.load(run / "2"), tree(2))
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        pytest.param(lambda file: file.chmod(0o640), id="rights"),
+        pytest.param(lambda file: file.with_name("another").hardlink_to(file), id="a backup of links"),
+        pytest.param(lambda file: os.utime(file, ns=(0, file.stat().st_mtime_ns)), id="time of access"),
+    ],
+)
+def test_a_file_whose_bytes_are_what_they_were(run: Path, touch: Callable[[Path], object]) -> None:
+    with hf.CheckpointManager(run) as writer:
+        for step in range(2):
+            save(writer, step, tree(step))
+        touch(_largest(run / "0"))
+        assert save(writer, 2, tree(2)).shared_bytes
+    assert hf.verify(run).ok
+
+
+def test_deletions_of_the_run_itself_make_no_file_suspicious(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*arguments: Any) -> bool:
+        raise AssertionError("read again")
+
+    monkeypatch.setattr(reuse, "_has_chunks", read)
+    with manager(run, max_to_keep=3) as writer:
+        assert [bool(save(writer, step, tree(step)).shared_bytes) for step in range(8)] == [False] * 2 + [True] * 6
+    assert hf.verify(run).ok
 
 
 def test_shared_files_are_read_only(run: Path) -> None:
