@@ -18,7 +18,7 @@ from ...engine.pytree import Patterns
 from ...engine.storage import as_location
 from .constructing import build
 from .constructor_spec import CtorArguments
-from .live import ARGUMENTS, LiveComponent, discovered, kept_arguments, live_tree
+from .live import ARGUMENTS, LiveComponent, discovered, kept_arguments, live_tree, paths_of
 from .names import Names, Selection
 from .permissions import Permissions
 from .reading import open_component
@@ -236,7 +236,7 @@ class Checkpointable:
             TreeMismatchError: There is no such component; names those that exist.
         """
         live = live_tree(self)
-        known = [one.path for one in live.walk()]
+        known = {path: one.path for path, one in paths_of(live).items()}
         selection = Selection(components, not_components, known, type(self).__qualname__)
         return _take(live, selection)
 
@@ -282,6 +282,7 @@ def _give(one: LiveComponent, state: Any) -> None:
     """Give states to the components below one, to itself, and to those that its state has created."""
     if not isinstance(state, Mapping):
         raise TreeMismatchError(f"{type(one.value).__qualname__}: expected a dictionary, found {type(state).__name__}")
+    state = _by_name(one, state)
     known = {child.name for child in one.children}
     _give_children(one, state, but=())
     own = {key: value for key, value in state.items() if key not in known}
@@ -293,6 +294,29 @@ def _give(one: LiveComponent, state: Any) -> None:
         unused = [name for name in report.unused if name.split("/")[0] not in names]
         if unused:
             _logger.warning("%s has no place for these values: %s", type(one.value).__qualname__, ", ".join(unused))
+
+
+def _by_name(one: LiveComponent, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state in which components in a dictionary, such as ``{"policies": {"p0": ...}}``, have their full names.
+
+    RLlib nests the states of components as deep as their directories are.
+    """
+    flat = dict(state)
+    for child in one.children:
+        *keys, last = child.name.split("/")
+        holder: Any = flat
+        for key in keys if child.name not in state else ():
+            if not isinstance(holder.get(key), Mapping):
+                break
+            holder[key] = dict(holder[key])  # a copy, from which the state is taken
+            holder = holder[key]
+        else:
+            if holder is not flat and last in holder:
+                flat[child.name] = holder.pop(last)
+    for name in {child.name.partition("/")[0] for child in one.children}:
+        if flat.get(name) == {} and state.get(name):
+            del flat[name]  # it held states of components only
+    return flat
 
 
 def _give_children(one: LiveComponent, state: Mapping[str, Any], *, but: Collection[str]) -> None:

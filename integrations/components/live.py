@@ -55,11 +55,11 @@ class LiveComponent:
 
 
 def live_tree(root: Any, path: Path = (), name: str = "", top: LiveComponent | None = None) -> LiveComponent:
-    """Return the tree of the components below one; an object that is found twice is in it once, as near as it is."""
+    """Return the tree of the components below one; an object that is found twice is in it once, where it is first."""
     start = LiveComponent(root, path, name, above=top)
     seen = {id(root): start}
-    queue = [start]
-    for owner in queue:
+
+    def visit(owner: LiveComponent) -> None:
         taken: set[Path] = set()
         around: set[Path] = set()  # "a" beside "a/b" would be two owners of one directory
         for name, value in components_of(owner.value):
@@ -79,7 +79,9 @@ def live_tree(root: Any, path: Path = (), name: str = "", top: LiveComponent | N
                 continue
             child = seen[id(value)] = LiveComponent(value, path, name, above=start.root)
             owner.children.append(child)
-            queue.append(child)
+            visit(child)
+
+    visit(start)
     return start
 
 
@@ -87,7 +89,9 @@ def paths_of(root: LiveComponent) -> dict[Path, LiveComponent]:
     """Return the components of a tree by all their paths."""
     found = {one.path: one for one in root.walk()}
     for one in list(found.values()):
-        found.update({path: found[goal] for path, goal in one.same.items() if goal in found})
+        for path, goal in one.same.items():
+            for inside in found[goal].walk() if goal in found else ():
+                found.setdefault((*path, *found[goal].relative(inside)), inside)
     return found
 
 

@@ -7,7 +7,7 @@ between its keys.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ...engine.errors import OptionError, TreeMismatchError, shortened
 from ...engine.pytree import PathFilter, escape_first, escape_key, unescape_key
@@ -72,8 +72,9 @@ class Selection:
     """The components that a call selects."""
 
     def __init__(
-        self, components: Names | None, not_components: Names | None, known: Collection[Path], where: str
+        self, components: Names | None, not_components: Names | None, known: Mapping[Path, Path], where: str
     ) -> None:
+        """Choose among components; ``known`` has all their paths, each with the one that it is saved under."""
         self._in = None if components is None else _filter(components, known, where)
         self._out = frozenset() if not_components is None else _filter(not_components, known, where)
 
@@ -100,7 +101,7 @@ def _relative(paths: Iterable[Path], above: Path) -> list[str]:
     return sorted(format_component_path(path[size:]) for path in paths if path[:size] == above)
 
 
-def _filter(names: Names, known: Collection[Path], where: str) -> frozenset[Path]:
+def _filter(names: Names, known: Mapping[Path, Path], where: str) -> frozenset[Path]:
     found: set[Path] = set()
     paths = [path for path in known if path]
     for name in [names] if isinstance(names, str) else names:
@@ -112,7 +113,7 @@ def _filter(names: Names, known: Collection[Path], where: str) -> frozenset[Path
             found.update(hits)
         else:
             found.add(find(name, paths, where))
-    return frozenset(found)
+    return frozenset(known[path] for path in found)
 
 
 def _listed(paths: Sequence[Path]) -> str:

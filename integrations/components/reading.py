@@ -144,6 +144,8 @@ def _part_of_a_whole(location: Location) -> SavedComponent:
     known = parts_of(record)
     if path in known:
         return NativeComponent(location, parts_of(part_records(record)[path]))
+    if (other := _under_another_name(root, record, path)) is not None:
+        return other
     if path[-1] == STATE and path[:-1] in known:
         raise CheckpointNotFoundError(
             f"{location}: this is the folder of a component's state; give the component's directory, the one above"
@@ -152,6 +154,24 @@ def _part_of_a_whole(location: Location) -> SavedComponent:
     inside = [format_component_path(other) for other in known if other[: len(path)] == path]
     more = f"; below it are {', '.join(inside)}" if inside else ""
     raise CheckpointNotFoundError(f"{location}: {root} has no such component{more}; it has {names}")
+
+
+def _under_another_name(root: Location, record: CheckpointRecord, names: Path) -> SavedComponent | None:
+    """Open a component that is shared by the path that it is not saved under, from the trees around that path."""
+    above: tuple[Location, CheckpointRecord, Path] | None = (root, record, names)
+    while above is not None:
+        root, record, names = above
+        whole = NativeComponent(root, parts_of(record))
+        start = whole.description.path
+        for one in all_components(whole):
+            for relative, goal in one.description.same.items():
+                alias = (*one.path, *relative)
+                path = (*goal[len(start) :], *names[len(alias) :])
+                if names[: len(alias)] == alias and goal[: len(start)] == start and path in parts_of(record):
+                    return NativeComponent(below(root, path), parts_of(part_records(record)[path]))
+        found = whole_around(root)
+        above = None if found is None else (found[0], found[1], (*found[2], *names))
+    return None
 
 
 def _what_is_at(location: Location) -> str:

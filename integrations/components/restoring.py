@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,11 +156,11 @@ class _Restore:
 
         def visit(one: LiveComponent, saved: SavedComponent) -> None:
             for child in one.children:
-                origin = saved.children.get(one.relative(child)) or self._same(saved, one.relative(child))
+                origin = descend(saved, one.relative(child)) or self._same(saved, one.relative(child))
                 if origin is not None:
                     visit(child, origin)
             for path, goal in one.same.items():
-                if (origin := saved.children.get(path[len(one.path) :])) is not None:
+                if (origin := descend(saved, path[len(one.path) :])) is not None:
                     elsewhere.setdefault(goal, origin)
             found[one.path] = saved
 
@@ -268,7 +268,7 @@ class _Restore:
             checkpoint=str(self._saved.location),
             restored=tuple(map(format_component_path, self._done)),
             missing=tuple(self._missing()),
-            unused=tuple(format_component_path(one.path) for one in below if one.path not in used),
+            unused=tuple(format_component_path(one.path) for one in below if not _is_used(one, used)),
             missing_values=_values({path: one.missing for path, one in self._done.items()}),
             unused_values=_values({path: one.unused for path, one in self._done.items()}),
             separate=tuple(self._separate()),
@@ -282,6 +282,11 @@ class _Restore:
                 pair = by_path.get((*path, *relative)), by_path.get(other)
                 if goal[: len(start)] == start and None not in pair and pair[0] is not pair[1]:
                     yield format_component_path((*path, *relative)), format_component_path(other)
+
+
+def _is_used(one: SavedComponent, used: Collection[Path]) -> bool:
+    """Whether a saved component was restored, or is only a container of some that were."""
+    return one.path in used or (any(path[: len(one.path)] == one.path for path in used) and one.state() == {})
 
 
 def _read(origin: SavedComponent, one: LiveComponent) -> Any:

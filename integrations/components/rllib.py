@@ -36,9 +36,9 @@ class RLlibComponent(RLlibDirectory):
 
     def _constructor(self) -> tuple[str, dict[str, Any] | None, str]:
         """Return the name of the class, the constructor spec, and why there is none."""
-        place = self.location / CONSTRUCTOR
-        content = read_checked(place, None, limit=_SMALL)
+        place, name = self.location / CONSTRUCTOR, ""
         try:
+            content = read_checked(place, None, limit=_SMALL)
             found = unpickle(content, BUILDERS)
             kind = found.get("class") if isinstance(found, dict) else None
             given = found.get("ctor_args_and_kwargs") if isinstance(found, dict) else None
@@ -46,8 +46,8 @@ class RLlibComponent(RLlibDirectory):
             if not isinstance(given, tuple) or len(given) != 2:
                 return name, None, f"{place} has no constructor arguments"
             args, kwargs = without_objects(list(given), [], len(content))
-        except DamagedCheckpointError as error:
-            raise DamagedCheckpointError(f"{place}: {error}") from error
+        except DamagedCheckpointError as error:  # states can be restored without it
+            return name, None, f"{place} cannot be read: {error}"
         named = isinstance(kwargs, dict) and all(isinstance(key, str) and key.isidentifier() for key in kwargs)
         if not isinstance(args, list | tuple) or not named:
             return name, None, f"the arguments in {place} are not plain data"

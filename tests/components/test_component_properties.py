@@ -314,5 +314,5 @@ def test_names_that_people_write(text: str, known: list[str]) -> None:
     with contextlib.suppress(hf.OptionError):
         assert component_path(format_component_path(component_path(text))) == component_path(text)
     with contextlib.suppress(hf.OptionError, hf.TreeMismatchError):
-        chosen = Selection(text, None, paths, "here")
+        chosen = Selection(text, None, {path: path for path in paths}, "here")
         assert any(chosen.has(path) for path in paths)

@@ -7,6 +7,7 @@ import json
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -487,3 +488,64 @@ def test_a_checkpoint_of_an_earlier_version_that_lacks_moments_is_not_complete(p
     report = running.restore_from_path(path)
     assert report.missing_values[0] == "learner: optimizer/slots"
     assert torch.equal(running.policy.net[0].weight, trainer.policy.net[0].weight)
+
+
+# ---- the first path, and all others
+
+
+class Trains(Checkpointable):
+    def __init__(self, policy: TorchPolicy) -> None:
+        self.optimizer = torch.optim.Adam(policy.parameters())
+
+
+class Acts(Checkpointable):
+    def __init__(self, policy: TorchPolicy) -> None:
+        self.policy, self.steps = policy, 0
+
+
+class Program(Checkpointable):
+    """A policy that is reached through an actor first, or at once."""
+
+    policy: TorchPolicy
+
+    def __init__(self, seed: int, first: str = "actor") -> None:
+        policy = TorchPolicy(seed)
+        parts = {"actor": Acts(policy), "policy": policy}
+        for name in sorted(parts, key=lambda name: name != first):
+            setattr(self, name, parts[name])
+        self.trainer = Trains(policy)
+        policy.net(torch.ones(1, 3)).square().sum().backward()
+        self.trainer.optimizer.step()
+
+    def values(self) -> list[Any]:
+        return Torch(TorchPolicy).values(self.policy, self.trainer.optimizer)
+
+
+def first(policy: torch.nn.Module) -> torch.Tensor:
+    return next(policy.parameters())
+
+
+def test_a_shared_component_is_saved_under_its_first_path_and_known_by_all(tmp_path: Path) -> None:
+    one = Program(1)
+    one.save_to_path(tmp_path / "one")
+    assert (tmp_path / "one/actor/policy/checkpoint.json").exists()
+    assert not (tmp_path / "one/policy").exists()
+    for name in ("policy", "actor/policy"):
+        made = TorchPolicy.from_checkpoint(tmp_path / "one" / name, seed=5)
+        assert torch.equal(first(made), first(one.policy))
+        assert list(one.get_state(components=name)["actor"]["policy"]) == ["net"]
+        again = Program(2)
+        again.restore_from_path(tmp_path / "one" / name, component=name)
+        assert torch.equal(first(again.policy), first(one.policy))
+    with pytest.raises(hf.CheckpointNotFoundError, match="has no such component"):
+        TorchPolicy.from_checkpoint(tmp_path / "one" / "other")
+
+
+@pytest.mark.parametrize(("before", "after"), [("actor", "policy"), ("policy", "actor")])
+def test_the_first_path_may_be_another_one_later(tmp_path: Path, before: str, after: str) -> None:
+    one, again = Program(1, before), Program(2, after)
+    one.save_to_path(tmp_path / "one")
+    report = again.restore_from_path(tmp_path / "one", strict=True)
+    assert report.complete
+    for value, found in zip(one.values(), again.values(), strict=True):
+        np.testing.assert_array_equal(value, found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import logging
+import os
 import pickle
 import struct
 import sys
@@ -160,6 +161,59 @@ def test_components_are_made_of_classes_that_the_caller_names(tmp_path: Path, ra
     named = Module.from_checkpoint(path, renamed={"ray_stub:Trainer": Module})
     for made in (named, Module.from_checkpoint(path, fallback=True)):
         assert np.array_equal(values_of(made)["net.0.weight"], WEIGHTS["net.0.weight"])
+
+
+class Made:
+    """Pickles as what a function that is pickled makes, as cloudpickle does with classes and functions of a script."""
+
+    def __init__(self, *names: Any) -> None:
+        self.names = names
+
+    def __call__(self) -> None:
+        """Never called."""
+
+    def __reduce__(self) -> Any:
+        return Made(*self.names[1:]) if self.names else os.system, ("true",)
+
+
+def test_what_a_restore_does_not_need_is_no_damage(tmp_path: Path, ray_class: type) -> None:
+    path = write(tmp_path / "x", ray_class, "pkl")
+    mapping = {"class": Made("Script"), "ctor_args_and_kwargs": ((), {"policy_mapping_fn": Made("lambda", "code")})}
+    for content in (pickled(mapping), b"\x80\x05", b""):
+        (path / "class_and_ctor_args.pkl").write_bytes(content)
+        learner = Learner()
+        learner.restore_from_path(path)
+        assert learner.updates == 7
+        with pytest.raises((hf.NotAllowedError, hf.DamagedCheckpointError, hf.OptionError)):
+            Learner.from_checkpoint(path)
+    (path / "state.pkl").write_bytes(pickled({"updates": 8, "policy_mapping_fn": Made("lambda")}))
+    learner.restore_from_path(path)
+    assert learner.updates == 8
+
+
+class DictionaryLearner(Checkpointable):
+    """Has its modules in a dictionary."""
+
+    def __init__(self) -> None:
+        self.rl_module = {"p0": Module()}
+        self.updates, self.rate, self.mean = 0, 0.0, np.ones(3)
+
+
+def test_a_dictionary_of_components_is_the_same_tree(tmp_path: Path, ray_class: type) -> None:
+    path = write(tmp_path / "x", ray_class, "msgpack")
+    learner = DictionaryLearner()
+    report = learner.restore_from_path(path)
+    assert (report.missing, report.unused) == ((), ())
+    assert np.array_equal(values_of(learner.rl_module["p0"])["net.0.weight"], WEIGHTS["net.0.weight"])
+
+    learner = DictionaryLearner()
+    state = read_state(path)
+    learner.set_state(state)
+    assert learner.updates == 7
+    assert np.array_equal(values_of(learner.rl_module["p0"])["net.0.bias"], WEIGHTS["net.0.bias"])
+    assert list(state["rl_module"]) == ["p0"]  # which is not changed
+    learner.set_state(DictionaryLearner().get_state())
+    assert learner.updates == 0
 
 
 def test_hostile_pickles_run_nothing(tmp_path: Path, ray_class: type, caplog: pytest.LogCaptureFixture) -> None:

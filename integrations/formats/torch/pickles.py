@@ -165,6 +165,8 @@ class _Machine:
     # ---- objects
 
     def call(self, function: Any, arguments: Any) -> Any:
+        if isinstance(function, Inert) and type(arguments) is tuple:  # a class or function that is pickled as code
+            return Inert(function.name, arguments)
         if not isinstance(function, Name) or type(arguments) is not tuple:
             self.fail("it calls something that is not a name")
         builder = self.builders.get(function)
