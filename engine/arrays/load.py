@@ -106,9 +106,9 @@ def _resumed(
         if made.keys() == {name for name in began if name.partition(".")[0] in asked}:
             try:
                 structure = regrown(structure, source.tree.select(chosen).structure)
+                made = {name: made.get(name) or new_leaf(name, saved[name]) for name in leaf_names(structure)}
             except GrowthProblem as problem:
                 raise TreeMismatchError(f"{source.location}: the state has grown:", [str(problem)]) from None
-            made = {name: made.get(name) or new_leaf(name, saved[name]) for name in leaf_names(structure)}
     return structure, list(made.values()), differs
 
 

@@ -26,6 +26,7 @@ from .jax_leaves import is_key, template_sharding
 from .leaves import (
     ARRAY_KINDS,
     EXTERNAL,
+    NAME_ONLY,
     NUMBER_KINDS,
     NUMBERS,
     PLACEHOLDER,

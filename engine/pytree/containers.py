@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from .leaves import loaded
+from .leaves import StaticLeaf, loaded
 
 _FACTORIES: dict[Any, str] = {kind: kind.__name__ for kind in (bool, dict, float, int, list, set, str, tuple)}
 # Default factories that a document can name; others are not stored.
@@ -33,6 +34,9 @@ def expand(value: object, objects: NnxObjects | None = None) -> Contents | None:
         return opener(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         namedtuple: Any = type(value)
+        jax = loaded("jax")
+        if jax is not None and _has_own_children(value, jax) and (contents := _open_registered(value, jax)) is not None:
+            return contents
         return Contents("namedtuple", list(value._fields), list(value), namedtuple._make, class_name(value))
     if is_nnx(value):
         return _open_nnx(value, objects or NnxObjects())
@@ -163,16 +167,29 @@ def _open_nnx(value: object, objects: NnxObjects) -> Contents:
     return Contents("node", keys, list(variables.values()), partial(objects.build, number, keys), class_name(value))
 
 
+def _has_own_children(value: tuple[Any, ...], jax: Any) -> bool:
+    """Return whether a named tuple is registered with jax with other children than its fields."""
+    children = jax.tree_util.tree_leaves(value, is_leaf=lambda inner: inner is not value)
+    return len(children) != len(value) or not all(map(operator.is_, children, value))
+
+
 def _open_registered(value: object, jax: Any) -> Contents | None:
     """Open one level of a type that is registered with jax; static fields stay in the treedef."""
     children, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)
     if len(children) == 1 and children[0][0] == ():
         return None  # a leaf for jax
     entries = [path[0] for path, _ in children]
-    values = [child for _, child in children]
+    values = [StaticLeaf.of(child) or child for _, child in children]
+    build = treedef.unflatten
+    if any(type(child) is StaticLeaf for child in values):
+        build = partial(_with_functions, treedef)
     if entries and [getattr(entry, "idx", None) for entry in entries] == list(range(len(entries))):
-        return Contents("list", None, values, treedef.unflatten, class_name(value))
-    return Contents("node", [_entry_key(entry) for entry in entries], values, treedef.unflatten, class_name(value))
+        return Contents("list", None, values, build, class_name(value))
+    return Contents("node", [_entry_key(entry) for entry in entries], values, build, class_name(value))
+
+
+def _with_functions(treedef: Any, children: list[Any]) -> Any:
+    return treedef.unflatten([child.function if type(child) is StaticLeaf else child for child in children])
 
 
 def _entry_key(entry: Any) -> Any:

@@ -16,10 +16,12 @@ from .host_leaves import INT64, describe_numpy, describe_python, is_python_value
 from .jax_leaves import JaxDescriber, WholeArrays, is_key, is_tracer, is_whole
 from .jax_leaves import template_facts as jax_facts
 from .leaves import (
+    STATIC,
     ArrayLeaf,
     LeafMetadata,
     LeafProblem,
     Piece,
+    StaticLeaf,
     ValueLeaf,
     is_jax_abstract,
     is_jax_array,
@@ -53,6 +55,9 @@ def describe(names: Sequence[str], values: Sequence[Any], *, pinned_bytes: int =
     return leaves
 
 
+_PASSED = LeafMetadata | PackedNumbers | StaticLeaf
+
+
 def check_savable(names: Sequence[str], values: Sequence[Any]) -> None:
     """Raise the error that `describe` would raise for these leaves. Nothing is copied; abstract leaves are passed."""
     problems: list[tuple[str, str]] = []
@@ -66,7 +71,7 @@ def check_savable(names: Sequence[str], values: Sequence[Any]) -> None:
                 torch_facts(value)
             elif is_python_value(value):
                 describe_python(value)
-            elif not (value is ... or isinstance(value, LeafMetadata | PackedNumbers) or is_jax_abstract(value)):
+            elif not (value is ... or isinstance(value, _PASSED) or is_jax_abstract(value)):
                 _refuse(value)
         except LeafProblem as problem:
             problems.append((name, str(problem)))
@@ -100,6 +105,8 @@ class _Classifier:
             return None, describe_python
         if isinstance(value, PackedNumbers):
             return None, PackedNumbers.describe
+        if isinstance(value, StaticLeaf):
+            return None, _describe_static
         if is_jax_array(value) and not is_tracer(value):
             self._jax = self._jax or JaxDescriber(self._pinned_bytes)
             prepare = self._jax.prepare if self._jax.prefetches else None
@@ -108,6 +115,10 @@ class _Classifier:
             self._torch = self._torch or TorchDescriber(later=self._pinned_bytes > 0)
             return self._torch.prepare, self._torch.describe_distributed if is_dtensor(value) else self._torch.describe
         return None, _refuse
+
+
+def _describe_static(value: StaticLeaf) -> ValueLeaf:
+    return ValueLeaf({"kind": STATIC, "value": value.name})
 
 
 def _refuse(value: Any) -> ArrayLeaf:
@@ -123,7 +134,9 @@ def _refuse(value: Any) -> ArrayLeaf:
     if hasattr(value, "get_state"):
         raise LeafProblem(f"is of type {kind}; store its get_state()")
     if callable(value):
-        raise LeafProblem(f"is of type {kind}, which is code; leave it out of the tree")
+        raise LeafProblem(
+            f"is of type {kind}, which is code; leave it out of the tree, as eqx.partition(tree, eqx.is_array) does"
+        )
     raise LeafProblem(f"is of type {kind}; leaves are arrays, numbers, strings, bytes and None")
 
 

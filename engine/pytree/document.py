@@ -3,7 +3,7 @@
 A container is ``{"type": ..., "keys": [...], "children": [...]}``; null takes the place of a leaf. The documents of the
 leaves follow in a list. A document that many leaves share stands once, under "facts", and the list has its number.
 Keys that are str are escaped as in the leaves' names, which keeps lone surrogates out of JSON and ``"1"`` apart from
-``1``. A document never names code to run.
+``1``; keys that are tuples are lists. A document never names code to run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import DamagedCheckpointError
 from .containers import FACTORIES, build_counter, build_defaultdict, build_deque, build_mapping
 from .flatten import MAX_DEPTH, Key, TreeDef, key_segments, plain_key, unflatten
-from .names import unescape_key
+from .names import escape_key, unescape_key
 
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple}
 _MAPPINGS = {"dict", "ordered_dict", "default_dict", "counter", "mapping", "namedtuple", "dataclass", "node"}
@@ -96,7 +96,7 @@ def _encode_node(node: TreeDef) -> dict[str, Any]:
         segments = key_segments(node.keys)
         plain = [plain_key(key) for key in node.keys]
         document["keys"] = [
-            segment if isinstance(key, str) else key for segment, key in zip(segments, plain, strict=True)
+            segment if isinstance(key, str) else _encode_key(key) for segment, key in zip(segments, plain, strict=True)
         ]
     document["children"] = [None if child is None else _encode_node(child) for child in node.children]
     return document
@@ -147,11 +147,30 @@ def _decode_keys(stored: Any, where: str) -> tuple[list[Key], list[str]]:
         elif isinstance(item, int) and -(1 << 63) <= item < 1 << 63:
             keys.append(item)
             segments.append(str(item))
+        elif isinstance(item, list):
+            try:
+                keys.append(plain_key(_decode_tuple(item)))
+            except ValueError as error:
+                raise DamagedCheckpointError(f"{where} has the key {item!r:.80}: {error}") from error
+            segments.append(escape_key(repr(keys[-1])))
         else:
-            raise DamagedCheckpointError(f"{where} has the key {item!r:.80}; keys are str or int")
+            raise DamagedCheckpointError(f"{where} has the key {item!r:.80}; keys are str, int or lists of them")
     if len(set(keys)) != len(keys) or len(set(segments)) != len(segments):
         raise DamagedCheckpointError(f"{where} has two keys that are the same")
     return keys, segments
+
+
+def _encode_key(key: Key) -> Any:
+    """Return a part of a key that is a tuple as JSON."""
+    if isinstance(key, str):
+        return escape_key(key)
+    return list(map(_encode_key, key)) if isinstance(key, tuple) else key
+
+
+def _decode_tuple(stored: Any) -> Any:
+    if isinstance(stored, list):
+        return tuple(map(_decode_tuple, stored))
+    return unescape_key(stored) if isinstance(stored, str) else stored
 
 
 def _plain_node(kind: str, keys: list[Key] | None, children: list[TreeDef | None], label: str | None = None) -> TreeDef:

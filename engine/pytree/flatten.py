@@ -14,17 +14,24 @@ import numpy as np
 
 from ..errors import UnsupportedLeafError
 from .containers import NnxObjects, expand
-from .leaves import LeafMetadata, is_jax_abstract, is_jax_array, is_torch_tensor
+from .leaves import LeafMetadata, StaticLeaf, is_jax_abstract, is_jax_array, is_torch_tensor
 from .names import escape_first, escape_key, format_path
 
-# A key of a mapping or the name of an attribute. ``True`` and ``False`` are keys of their own in documents.
-Key = str | int
+# A key of a mapping or the name of an attribute. ``True`` and ``False`` are keys of their own in documents. Tuples hold
+# such keys, as those of groups of parameters in the states of numpyro.
+Key = str | int | tuple[Any, ...]
 
 MAX_DEPTH = 200  # levels of containers. Deeper trees are errors, as code that walks trees, JSON included, recurses.
 
 _LARGEST_KEY = 1 << 63  # integer keys have 64 bits
+_DEEPEST_KEY = 8  # levels of tuples in a key
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, set, frozenset)
-_LEAF_TYPES: set[type] = {*_SCALARS, np.ndarray, LeafMetadata}  # grows with the array types of the frameworks in use
+_LEAF_TYPES: set[type] = {
+    *_SCALARS,
+    np.ndarray,
+    LeafMetadata,
+    StaticLeaf,
+}  # grows with the array types of the frameworks in use
 
 
 @dataclass(slots=True)
@@ -48,13 +55,13 @@ class Flattened:
 def flatten(tree: Any, leaf_types: tuple[type, ...] = ()) -> Flattened:
     """Take a tree apart into leaves, names and containers.
 
-    Containers are dict and its subclasses and other mappings (keys str or int, in their own order), list, tuple,
+    Containers are dict and its subclasses and other mappings (keys as in `Key`, in their own order), list, tuple,
     deque, namedtuple, dataclasses, and every type that is registered with jax. None is a leaf, and so is every other
     value, of any type; `describe` refuses those that cannot be saved.
 
     Instances of `leaf_types` are leaves, containers or not. The structure may refer to the containers themselves: keep
     the document made from it, not the structure, where the arrays in them should be freed. One error names every key
-    that is neither str nor int, container that contains itself, and container below `MAX_DEPTH` levels.
+    that is no `Key`, container that contains itself, and container below `MAX_DEPTH` levels.
     """
     walk = _Walk(leaf_types)
     with collection_paused():
@@ -80,7 +87,10 @@ class _Walk:
             self.values.append(value)
             return None
         if id(value) in self.above or depth == MAX_DEPTH:
-            problem = f"containers are nested deeper than {MAX_DEPTH} levels"
+            problem = (
+                f"containers are nested deeper than {MAX_DEPTH} levels; keep their values in one list, such as that of "
+                "jax.tree.leaves, and put them together again with jax.tree.unflatten"
+            )
             if id(value) in self.above:
                 above = format_path(self.above[id(value)])
                 problem = f"{type(value).__name__} contains itself: it is also at {above}"
@@ -143,7 +153,7 @@ def key_segments(keys: Sequence[object] | None, count: int = 0) -> list[str]:
         else:
             odd = True
             plain = plain_key(key)
-            segments.append(escape_key(plain) if isinstance(plain, str) else str(plain))
+            segments.append(escape_key(plain if isinstance(plain, str) else repr(plain)))
     if odd:
         taken = {segment for segment, key in zip(segments, keys, strict=True) if not isinstance(key, str)}
         for index, key in enumerate(keys):
@@ -154,8 +164,8 @@ def key_segments(keys: Sequence[object] | None, count: int = 0) -> list[str]:
     return segments
 
 
-def plain_key(key: object) -> Key:
-    """Return the plain str, int or bool that equals a key."""
+def plain_key(key: object, depth: int = 0) -> Key:
+    """Return the plain str, int or bool, or the tuple of them, that equals a key."""
     if isinstance(key, str):
         return str.__str__(key)
     if isinstance(key, bool | np.bool_):
@@ -165,7 +175,11 @@ def plain_key(key: object) -> Key:
         if not -_LARGEST_KEY <= number < _LARGEST_KEY:
             raise KeyProblem("has an integer key that does not fit 64 bits; use a string")
         return number
-    raise KeyProblem(f"has the key {key!r:.80} of type {type(key).__name__}; keys must be str or int")
+    if isinstance(key, tuple) and depth < _DEEPEST_KEY:
+        return tuple([plain_key(part, depth + 1) for part in key])
+    raise KeyProblem(
+        f"has the key {key!r:.80} of type {type(key).__name__}; keys must be str or int, or tuples of them"
+    )
 
 
 def unflatten(structure: TreeDef | None, values: Sequence[Any]) -> Any:
@@ -215,12 +229,14 @@ _EXACT: dict[str, type] = {"dict": dict, "list": list, "tuple": tuple, "ordered_
 class _Container:
     """One container of an outline."""
 
-    __slots__ = ("children", "keys", "kind", "label", "size", "type", "types")
+    __slots__ = ("children", "keys", "kind", "label", "size", "type", "type_of", "types")
 
     def __init__(self, node: TreeDef) -> None:
         self.type = _EXACT.get(node.kind) if node.label is None else None
         self.kind, self.label, self.keys = node.kind, node.label, node.keys
-        self.types = None if node.keys is None else list(map(type, node.keys))  # 1, True and np.int64(1) are equal
+        # 1, True and np.int64(1) are equal.
+        self.type_of = _types_in if node.keys is not None and any(map(_is_tuple, node.keys)) else type
+        self.types = None if node.keys is None else list(map(self.type_of, node.keys))
         self.size = len(node.children)
         children = [None if child is None else _Container(child) for child in node.children]
         self.children = children if any(child is not None for child in children) else None  # None if all are leaves
@@ -240,7 +256,7 @@ class _Container:
             keys, values = None, value
         else:
             keys, values = list(value), value.values()
-        if len(values) != self.size or keys != self.keys or (keys and list(map(type, keys)) != self.types):
+        if len(values) != self.size or keys != self.keys or (keys and list(map(self.type_of, keys)) != self.types):
             return False
         if self.children is None:
             leaves.extend(values)
@@ -251,6 +267,14 @@ class _Container:
             elif not known.collect(child, leaves, objects):
                 return False
         return True
+
+
+def _is_tuple(key: object) -> bool:
+    return isinstance(key, tuple)
+
+
+def _types_in(key: object) -> object:
+    return tuple(map(_types_in, key)) if isinstance(key, tuple) else type(key)
 
 
 def _without_values(node: TreeDef) -> TreeDef:

@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import DamagedCheckpointError
 from .flatten import TreeDef, key_segments
 from .host_leaves import number_kind
-from .leaves import NUMBER_KINDS, ArrayLeaf, Details, Saved, ValueLeaf, spell
+from .leaves import NUMBER_KINDS, STATIC, ArrayLeaf, Details, Saved, ValueLeaf, spell
 from .names import escape_key, format_path
 from .template import LeafRequest, LeafTemplate, made_like
 
@@ -140,7 +140,7 @@ def as_saved(template: LeafTemplate, saved: Saved, began: LeafType | None) -> Le
         began: The type of the leaf in the fresh state that the run began with.
     """
     now, then = LeafType.of(template), LeafType.of(saved)
-    if template.kind == "any" or now == then or began is None:
+    if template.kind == "any" or now == then or began is None or saved.kind == STATIC:
         return template
     if now.is_like(began):
         return _like_saved(template, saved, keeps_kind=now.kind != began.kind)
@@ -167,6 +167,8 @@ def _like_saved(template: LeafTemplate, saved: Saved, *, keeps_kind: bool) -> Le
 def new_leaf(name: str, saved: Saved, kind: str | None = None) -> LeafTemplate:
     """Return the template of a leaf that comes back as it was saved, of the library that it had."""
     kind = kind or saved.kind
+    if kind == STATIC:
+        raise GrowthProblem(f"{format_path(name)}: {saved} (checkpoint), which the fresh state lacks: make it there")
     if kind not in {"jax", "key", "torch"}:
         return LeafTemplate(name, "any", None, None, None)
     return made_like(name, LeafRequest(kind="jax" if kind == "key" else kind, weak=saved.weak), saved)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError
-from .leaves import EXTERNAL, PLACEHOLDER, ArrayLeaf, Details, ExternalLeaf, LeafProblem, Piece, ValueLeaf
+from .leaves import EXTERNAL, PLACEHOLDER, STATIC, ArrayLeaf, Details, ExternalLeaf, LeafProblem, Piece, ValueLeaf
 from .names import format_path
 
 _ARRAY: Details = {"kind": "numpy"}
@@ -145,7 +145,7 @@ def _base64(data: bytes) -> str:
 def decode_value(details: Details, name: str) -> Any:
     if details["kind"] == EXTERNAL:
         return ExternalLeaf(name, details)
-    if details["kind"] == PLACEHOLDER and details.keys().isdisjoint({"value", "base64"}):
+    if details["kind"] == STATIC or (details["kind"] == PLACEHOLDER and details.keys().isdisjoint({"value", "base64"})):
         return ...
     try:
         return _decode(details, True)

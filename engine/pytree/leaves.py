@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,7 +26,10 @@ NUMBERS = "numbers"  # kind of the leaves that are sequences of numbers (`packin
 MIXED = "mixed"  # the elements of such a sequence that are bool, int and float side by side
 EXTERNAL = "external"  # kind of the leaves whose values a handler stores
 WEAK = "weak"  # in the details of jax arrays that are weakly typed
+STATIC = "static"  # kind of the functions in objects of jax, of which the name is stored
 PLACEHOLDER = "placeholder"  # kind of the leaves that another library saved by name alone; their value is ``...``
+
+NAME_ONLY = frozenset({PLACEHOLDER, STATIC})  # kinds of the leaves that have no data
 
 _LANDMARKS = {  # the modules that are looked for, and a name that each has once it is imported
     "flax.nnx": "Variable",
@@ -199,7 +203,9 @@ class Saved:
 
     @property
     def variant(self) -> str | None:
-        """Return what the dtype does not say: a key's implementation, the torch dtype that numpy lacks."""
+        """Return what the dtype does not say: a key's implementation, the torch dtype that numpy lacks, a name."""
+        if self.kind == STATIC:
+            return str(self.details.get("value"))
         found = self.details.get("impl" if self.kind == "key" else "torch_dtype")
         return None if found is None else str(found)
 
@@ -223,6 +229,8 @@ def spell(kind: str, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None,
         return "None"
     if kind == PLACEHOLDER:
         return "a placeholder, saved without data"
+    if kind == STATIC:
+        return f"the function {variant}"
     if dtype is None or shape is None or kind in NUMBER_KINDS or kind in {"str", "bytes"}:
         return kind
     if kind == NUMBERS:
@@ -253,6 +261,56 @@ class LeafMetadata:
 
     def __str__(self) -> str:
         return self.kind if self.dtype is None else f"{self.dtype}{list(self.shape)}"
+
+
+class StaticLeaf:
+    """A function in an object that is registered with jax, such as the activation in a module of Equinox.
+
+    It is code of the program: its name is saved, and the template has the function.
+    """
+
+    __slots__ = ("function", "name")
+
+    def __init__(self, function: Any, name: str) -> None:
+        self.function = function
+        self.name = name
+
+    @classmethod
+    def of(cls, value: Any) -> StaticLeaf | None:
+        """Return a function that has no state but constants; None for everything else, also for other functions."""
+        name = _name_of_code(value, 0) if callable(value) else None
+        return None if name is None else cls(value, name)
+
+
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type, np.dtype, types.ModuleType)
+_DEEPEST = 8  # functions in functions
+
+
+def _name_of_code(value: Any, depth: int) -> str | None:
+    wrapped = getattr(value, "__wrapped__", None)
+    if type(value).__module__.partition(".")[0] in {"jax", "jaxlib"} and wrapped is not None and depth < _DEEPEST:
+        return _name_of_code(wrapped, depth + 1)  # what jax.jit and jax.custom_jvp return
+    is_ufunc = isinstance(value, np.ufunc) or type(value).__module__ == "jax.numpy"
+    is_builtin = isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, types.ModuleType | None)
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        held = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        if not all(_is_constant(one, depth + 1) for one in held):
+            return None
+    elif not (is_ufunc or is_builtin or isinstance(value, type)):
+        return None
+    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", type(value).__qualname__)
+    # Private modules of a library are others in its next version.
+    module = (getattr(value, "__module__", None) or type(value).__module__).partition("._")[0]
+    return f"{module}:{name}"
+
+
+def _is_constant(value: Any, depth: int) -> bool:
+    if depth > _DEEPEST:
+        return False
+    if isinstance(value, tuple | frozenset):
+        return all(_is_constant(one, depth + 1) for one in value)
+    return isinstance(value, _CONSTANTS) or _name_of_code(value, depth + 1) is not None
 
 
 def metadata_of(saved: Saved) -> LeafMetadata:

@@ -15,7 +15,7 @@ from . import jax_leaves, torch_leaves
 from .cast import CastProblem, cast_checked, cast_number, exact_cast
 from .flatten import collection_paused
 from .host_leaves import decode_bytes, decode_value, number_kind
-from .leaves import ARRAY_KINDS, NUMBER_KINDS, NUMBERS, Box, Saved, spell, whole
+from .leaves import ARRAY_KINDS, NUMBER_KINDS, NUMBERS, STATIC, Box, Saved, spell, whole
 from .names import format_path
 from .packing import packed_again
 from .template import LeafTemplate
@@ -88,7 +88,7 @@ def materialize(
             elif template.kind in NUMBER_KINDS:
                 results[index] = _number(template, _plain(leaf, array, name), array, name)
             elif template.dtype is None:
-                results[index] = _plain(leaf, array, name)
+                results[index] = template.leaf if template.kind == STATIC else _plain(leaf, array, name)
             else:
                 part = _part(template, leaf, array) if parts is None else parts.get(index)
                 if part is None:

@@ -16,9 +16,11 @@ from .leaves import (
     ARRAY_KINDS,
     NUMBER_KINDS,
     NUMBERS,
+    STATIC,
     LeafMetadata,
     LeafProblem,
     Saved,
+    StaticLeaf,
     is_jax_abstract,
     is_jax_array,
     is_torch_tensor,
@@ -80,6 +82,8 @@ def _describer(value: Any) -> Callable[[str, Any], LeafTemplate]:
         return _describe_jax
     if is_torch_tensor(value):
         return _describe_torch
+    if isinstance(value, StaticLeaf):
+        return _describe_static
     return _describe_python
 
 
@@ -98,6 +102,10 @@ def _describe_jax(name: str, value: Any) -> LeafTemplate:
 def _describe_torch(name: str, value: Any) -> LeafTemplate:
     kind, dtype, shape, variant = torch_leaves.template_facts(value)
     return LeafTemplate(name, kind, shape, dtype, value, variant)
+
+
+def _describe_static(name: str, value: StaticLeaf) -> LeafTemplate:
+    return LeafTemplate(name, STATIC, None, None, value, value.name)
 
 
 def _describe_python(name: str, value: Any) -> LeafTemplate:
@@ -154,7 +162,7 @@ def _fits(template: LeafTemplate, saved: Saved) -> bool:
         number = _saved_number(saved)
         return number == wanted or (template.cast and _castable(number, wanted))
     if template.dtype is None:
-        return wanted == kind
+        return wanted == kind and (wanted != STATIC or template.variant == saved.variant)
     if kind in NUMBER_KINDS:
         number = number_kind(template.dtype)
         same = number == kind or (template.cast and _castable(kind, number))

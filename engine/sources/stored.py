@@ -22,7 +22,7 @@ from ..clock import UNHEARD
 from ..errors import DamagedCheckpointError, UnsupportedLeafError, itemized
 from ..pytree import (
     MAX_DEPTH,
-    PLACEHOLDER,
+    NAME_ONLY,
     PathFilter,
     Patterns,
     Saved,
@@ -121,7 +121,7 @@ def selected(source: TreeSource, select: Patterns | None) -> TreeSource:
 
 def without_placeholders(source: TreeSource) -> tuple[TreeSource, list[str]]:
     """Leave out the leaves that were saved by their names alone; return a line for each."""
-    left_out = {leaf.name for leaf in source.leaves if leaf.saved.kind == PLACEHOLDER}
+    left_out = {leaf.name for leaf in source.leaves if leaf.saved.kind in NAME_ONLY}
     if left_out and source.tree.structure is None:
         raise UnsupportedLeafError(f"{source.location}: this was saved as a placeholder: it has no data")
     lines = [f"{format_path(name)} (saved as a placeholder: it has no data)" for name in sorted(left_out)]

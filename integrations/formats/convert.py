@@ -25,7 +25,7 @@ from ...engine.errors import (
 from ...engine.format import CheckpointRecord
 from ...engine.handlers import JsonCheckpointHandler, PreparedItem, PyTreeCheckpointHandler
 from ...engine.manager import StepEntry, best_step_in, store_metadata
-from ...engine.pytree import EXTERNAL, PLACEHOLDER, ArrayLeaf, Patterns, Piece, TreeDef, ValueLeaf, format_path
+from ...engine.pytree import EXTERNAL, NAME_ONLY, ArrayLeaf, Patterns, Piece, TreeDef, ValueLeaf, format_path
 from ...engine.sources import (
     JSON,
     METRICS,
@@ -339,7 +339,7 @@ def _conversion(
 ) -> Conversion:
     # Leaves without data, and those that may be empty containers, are not counted: the result may lack them.
     found = (leaf for tree in trees for leaf in tree.leaves)
-    leaves = [leaf for leaf in found if leaf.saved.kind != PLACEHOLDER and OPTIONAL not in leaf.saved.details]
+    leaves = [leaf for leaf in found if leaf.saved.kind not in NAME_ONLY and OPTIONAL not in leaf.saved.details]
     return Conversion(
         source=str(checkpoint.location),
         path=str(target),

@@ -137,7 +137,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "bytearray": (bytearray(b"x"), "bytearray"),
     "set": ({1, (2, 3)}, "tuple"),
     "gigantic": (1 << (1 << 23), "bits"),
-    "tuple_key": ({("a", "b"): 1}, "keys must be"),
+    "tuple_key": ({("a", b"b"): 1}, "keys must be"),
     "float_key": ({1.5: 1}, "keys must be"),
     "large_key": ({1 << 70: 1}, "64 bits"),
 }

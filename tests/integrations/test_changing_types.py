@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -118,6 +120,66 @@ def beside_modules_update(state: Any) -> Any:
     return {**state, "losses": [*state["losses"], loss], "rate": jnp.asarray(state["rate"]) * 0.5}
 
 
+@jax.tree_util.register_pytree_with_keys_class
+@dataclass
+class Layer:
+    """A module as those of Equinox: its fields are leaves, also the functions among them."""
+
+    weight: Any
+    activation: Callable[[Any], Any]
+    final: Callable[[Any], Any] = lambda x: x
+
+    def tree_flatten_with_keys(self) -> Any:
+        return [(jax.tree_util.GetAttrKey(name), value) for name, value in vars(self).items()], None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, children: Any) -> Layer:
+        return cls(*children)
+
+
+NEGATIVE = jax.jit(jnp.negative)
+
+
+def modules() -> dict[str, Any]:
+    return {"layers": [Layer(jnp.ones((2, 2)), jax.nn.silu), Layer(jnp.ones(2), jnp.tanh, NEGATIVE)]}
+
+
+def modules_update(state: Any) -> Any:
+    def changed(layer: Layer) -> Layer:
+        return Layer(layer.final(layer.activation(layer.weight * 0.5)), layer.activation, layer.final)
+
+    return {"layers": list(map(changed, state["layers"]))}
+
+
+class Packed(NamedTuple):
+    """A state as that of jax.example_libraries.optimizers: registered with jax, with a structure beside its leaves."""
+
+    leaves: tuple[Any, ...]
+    structure: Any
+
+
+jax.tree_util.register_pytree_node(
+    Packed, lambda one: ((one.leaves,), one.structure), lambda aux, leaf: Packed(*leaf, aux)
+)
+
+
+def grouped() -> dict[str, Any]:
+    """States of numpyro: matrices by groups of parameters, and optimizers of jax's examples."""
+    leaves, structure = jax.tree.flatten({"a": jnp.ones(2), "b": jnp.zeros(1)})
+    return {
+        "mass": {("a", "b"): jnp.eye(2), ("c",): jnp.eye(1)},
+        "packed": Packed(tuple(leaves), structure),
+    }
+
+
+def grouped_update(state: Any) -> Any:
+    leaves, structure = state["packed"]
+    return {
+        "mass": {key: value * 0.5 for key, value in state["mass"].items()},
+        "packed": Packed(tuple(leaf * 2 + 1 for leaf in leaves), structure),
+    }
+
+
 PROGRAMS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "numbers": (numbers, update),
     "weak arrays": (weak_arrays, update),
@@ -125,6 +187,8 @@ PROGRAMS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "optimizer": (optimizer, optimizer_update),
     "DynamicScale": (scaled, scaled_update),
     "growing": (growing, growing_update),
+    "modules with functions": (modules, modules_update),
+    "tuples as keys": (grouped, grouped_update),
     "beside modules": (beside_modules, beside_modules_update),
 }
 
@@ -225,3 +289,24 @@ def test_steps_without_recorded_types_go_by_the_template(place: str, caplog: pyt
     assert restored["rate"] == pytest.approx(0.09)
     assert type(restored["rate"]) is float
     assert not caplog.records
+
+
+def scaled_by(factor: Any) -> Callable[[Any], Any]:
+    return lambda x: x * factor
+
+
+def test_functions_come_from_the_program(place: str) -> None:
+    """By their names; those that hold values, which may change, are refused."""
+    layer = Layer(jnp.ones(2), jax.nn.silu, scaled_by(2.0))
+    train({"layer": layer}, lambda state: state, place, 1)
+    with pytest.raises(
+        hf.TreeMismatchError, match=r"layer/activation: expected the function jax:relu .*found .* jax:silu"
+    ):
+        train({"layer": Layer(jnp.ones(2), jax.nn.relu, scaled_by(2.0))}, lambda state: state, place, 2)
+    assert train({"layer": layer}, lambda state: state, place, 1)["layer"].final is layer.final
+    saved = hf.load(f"{place}/1")
+    assert saved["state"]["layer"]["activation"] is ...
+    functions: list[Any] = [scaled_by(jnp.ones(2)), scaled_by([1.0]), [].append, partial(jnp.add, jnp.ones(2))]
+    for function in functions:
+        with pytest.raises(hf.UnsupportedLeafError, match=r"layer/activation: .* is code.*eqx\.partition"):
+            train({"layer": Layer(jnp.ones(2), function)}, lambda state: state, f"{place}/other", 1)

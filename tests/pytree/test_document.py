@@ -40,6 +40,10 @@ def through_json(tree: Any) -> Any:
     [
         ({"a": 1, 1: 2, "1": 3, -5: 4}, {"a": 1, 1: 2, "1": 3, -5: 4}),
         ({True: 1, "True": 2}, {True: 1, "True": 2}),
+        (
+            {("a", "b"): 1, ("a.b", (2, True)): 2, (): 3, "()": 4},
+            {("a", "b"): 1, ("a.b", (2, True)): 2, (): 3, "()": 4},
+        ),
         ({"": 1, "a.b": 2, "\ud83d\ude00": 3, "\ud800": 4}, {"": 1, "a.b": 2, "\ud83d\ude00": 3, "\ud800": 4}),
         ([1, (2, [3]), {}], [1, (2, [3]), {}]),
         (Pair(1, Pair(2, ())), {"left": 1, "right": {"left": 2, "right": ()}}),
@@ -63,7 +67,10 @@ def test_a_document_brings_plain_containers_back(tree: Any, expected: Any) -> No
 
 
 scalars = st.integers() | st.none()
-keys = st.text(st.characters(codec=None), max_size=3) | st.integers(-9, 9) | st.sampled_from(["1", "-1", "True"])
+keys: st.SearchStrategy[Any] = (
+    st.text(st.characters(codec=None), max_size=3) | st.integers(-9, 9) | st.sampled_from(["1", "-1", "True"])
+)
+keys = keys | st.lists(keys | st.tuples(keys), max_size=2).map(tuple)
 trees = st.recursive(
     scalars,
     lambda inner: (
@@ -166,7 +173,7 @@ def nested(levels: int) -> Any:
         {"tree": {"type": "dict", "keys": [], "children": [None]}, "leaves": [LEAF]},
         {"tree": {"type": "dict", "keys": [None], "children": [None]}, "leaves": [LEAF]},
         {"tree": {"type": "dict", "keys": [1.5], "children": [None]}, "leaves": [LEAF]},
-        {"tree": {"type": "dict", "keys": [[]], "children": [None]}, "leaves": [LEAF]},
+        {"tree": {"type": "dict", "keys": [[1.5]], "children": [None]}, "leaves": [LEAF]},
         {"tree": {"type": "dict", "keys": [1 << 64], "children": [None]}, "leaves": [LEAF]},
         {"tree": {"type": "dict", "keys": ["a/b"], "children": [None]}, "leaves": [LEAF]},
         {"tree": {"type": "dict", "keys": [".."], "children": [None]}, "leaves": [LEAF]},

@@ -61,6 +61,7 @@ class Color(enum.StrEnum):
         ({"1": "str"}, ["1"]),
         ({-3: 0, "-3": 1, "%2D3": 2}, ["-3", "%2D3", "%252D3"]),
         ({True: 0, "True": 1}, ["True", "%54rue"]),
+        ({("a", "b.c"): 0, (1,): 1, "(1,)": 2}, ["('a', 'b%2Ec')", "(1,)", "%281,)"]),
         ({np.int64(4): 0, Color.RED: 1}, ["4", "red"]),
         ({"a.b": 1, "a": {"b": 2}}, ["a%2Eb", "a.b"]),
         ({"": 1}, ["%"]),
@@ -160,7 +161,9 @@ def test_too_deep_a_tree_is_an_error_and_no_recursion_error() -> None:
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        ((1, 2), r"the key \(1, 2\) of type tuple"),
+        ((1, 2.5), r"the key 2.5 of type float"),
+        ((((((((((1,),),),),),),),),), "of type tuple"),
+        ((1 << 70,), "does not fit 64 bits"),
         (1.5, "of type float"),
         (None, "of type NoneType"),
         (b"k", "of type bytes"),

@@ -23,7 +23,7 @@ from ....engine.distributed import Coordinator, run_on_primary
 from ....engine.errors import CheckpointExistsError, OptionError, StorageError, UnsupportedLeafError
 from ....engine.format import RECORD, encode_array_metadata, storage_dtype
 from ....engine.manager import StepEntry
-from ....engine.pytree import PLACEHOLDER, Patterns, Saved, TreeDef, format_path, materialize
+from ....engine.pytree import NAME_ONLY, Patterns, Saved, TreeDef, format_path, materialize
 from ....engine.sources import (
     JSON,
     METRICS,
@@ -146,7 +146,7 @@ class _Planner:
         if saved.kind == "none":
             self._entry(path, NONE, skip=True)
             return None
-        if saved.kind == PLACEHOLDER:
+        if saved.kind in NAME_ONLY:
             self._entry(path, WITHOUT_DATA)
             return None
         if saved.kind == "str":
