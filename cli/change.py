@@ -25,9 +25,8 @@ from ..engine.manager import (
     best,
     list_steps,
     reasons,
-    stored_function,
     stored_identity,
-    stored_options,
+    stored_rules,
 )
 from ..engine.sources import find_steps
 from ..engine.storage import Location, as_location
@@ -74,7 +73,8 @@ class ChangedRun:
         self.entries = _of_one_prefix(self.location, found.entries, prefix)
         self.series = series = self.entries[0].series
         self.mirror = stored_identity(self.location).mirror
-        stored = stored_options(self.location) or CheckpointManagerOptions()
+        found_options, self.function = stored_rules(self.location)
+        stored = found_options or CheckpointManagerOptions()
         step_prefix = series if series.endswith("-") else series.removesuffix("_") or None
         self.options = replace(stored, read_only=False, step_prefix=step_prefix)
 
@@ -165,11 +165,10 @@ def _pruning_options(run: ChangedRun, rules: dict[str, Any], only: bool) -> Chec
             raise OptionError("--only needs a rule that says what to keep, such as --keep-latest 3")
         return CheckpointManagerOptions(**rules)
     if "best_fn" not in rules:
-        function = stored_function(run.location)
-        if function is not None:
+        if run.function is not None:
             raise OptionError(
-                f"{run.location}: the run ranks its checkpoints by a function of its program, {function}, so the best "
-                "are not known here, and nothing was deleted; give --best-fn METRIC and --best-mode, or --only"
+                f"{run.location}: the run ranks its checkpoints by a function of its program, {run.function}, so the "
+                "best are not known here, and nothing was deleted; give --best-fn METRIC and --best-mode, or --only"
             )
     elif rules["best_fn"] != run.options.best_fn and "best_mode" not in rules:
         raise OptionError(f"--best-fn {rules['best_fn']} needs --best-mode max or min; nothing was deleted")

@@ -12,7 +12,7 @@ from .arrays import Problem, SavedLeaf, naming
 from .checkpoint import Place, has_changed
 from .errors import CheckpointNotFoundError, HoldfastError, shortened_text
 from .format import CheckpointRecord, FileRecord
-from .manager import StepEntry, reasons, stored_function, stored_options
+from .manager import StepEntry, reasons, stored_rules
 from .pytree import materialize
 from .sources import JSON, METRICS, TREE, CheckpointSource, find_steps, leaf_path, open_at, read_checkpoint, trees_in
 from .storage import Entry, Location, as_location
@@ -94,10 +94,11 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
     if not steps.is_native:
         return [_foreign_summary(entry, steps.format) for entry in steps.entries]
     # Options say what the last run keeps, not which of several series it wrote.
-    options = stored_options(location) if len({entry.series for entry in steps.entries}) < 2 else None
+    several = len({entry.series for entry in steps.entries}) > 1
+    options, function = (None, None) if several else stored_rules(location)
     infos = [entry.info for entry in steps.entries if entry.record is not None]
     # Without the function that ranks the steps, nobody but the run can tell why one is kept.
-    kept = {} if options is None or stored_function(location) else reasons(infos, options.rules())
+    kept = {} if options is None or function is not None else reasons(infos, options.rules())
     seen: set[tuple[int, int]] = set()
     found = [_native_summary(entry, kept.get(entry.step, ()), seen) for entry in steps.entries]
     for entry, one in zip(steps.entries, found, strict=True):

@@ -25,6 +25,7 @@ class BackgroundSave:
     def __init__(self, timeout: float = 3600.0) -> None:
         self._timeout = timeout
         self._thread: Helper | None = None
+        self._changing = threading.Lock()  # of the line above: several threads of the program may save and wait
         self._awaited = threading.Event()  # whether the loop waits for the save that is under way
         self._what = ""
         self._step: int | None = None
@@ -37,8 +38,6 @@ class BackgroundSave:
 
     def start(self, work: Callable[[], object], *, what: str, step: int | None = None) -> None:
         """Run work on a thread of its own."""
-        if self.running:
-            raise StateError(f"{what}: {self._what} is still being saved; wait for it first")
 
         def run() -> None:
             try:
@@ -53,31 +52,38 @@ class BackgroundSave:
             finally:
                 _running.discard(self)
 
-        self._what, self._step = what, step
-        self._awaited = threading.Event()
-        self._thread = thread = Helper(run, "holdfast-save", awaited=self._awaited)
-        _running.add(self)
-        try:
-            thread.start()
-        except BaseException:  # an interrupt, after which the thread may run, or the system has no more threads
-            if not thread.is_alive():
-                _running.discard(self)
-            raise
+        awaited = threading.Event()
+        thread = Helper(run, "holdfast-save", awaited=awaited)
+        with self._changing:
+            if self.running:
+                raise StateError(f"{what}: {self._what} is still being saved; wait for it first")
+            self._what, self._step, self._awaited, self._thread = what, step, awaited, thread
+            _running.add(self)
+            try:
+                thread.start()
+            except BaseException:  # an interrupt, after which the thread may run, or the system has no more threads
+                if not thread.is_alive():
+                    _running.discard(self)
+                raise
 
     def join(self) -> None:
         """Wait until no save is under way; an error of it is kept."""
-        thread = self._thread
-        if thread is None:
-            return
-        self._awaited.set()
-        thread.join(self._timeout)
-        if thread.is_alive():
-            raise SaveFailedError(
-                f"{self._what} is still not saved after {self._timeout:g} s; the storage may hang. "
-                "Raise save_timeout_secs if it is only slow",
-                self._step,
-            )
-        self._thread = None
+        while True:
+            with self._changing:
+                thread, awaited, what, step = self._thread, self._awaited, self._what, self._step
+            if thread is None:
+                return
+            awaited.set()
+            thread.join(self._timeout)
+            if thread.is_alive():
+                raise SaveFailedError(
+                    f"{what} is still not saved after {self._timeout:g} s; the storage may hang. "
+                    "Raise save_timeout_secs if it is only slow",
+                    step,
+                )
+            with self._changing:
+                if self._thread is thread:  # otherwise another thread has begun the next save
+                    self._thread = None
 
     def take_error(self) -> SaveFailedError | None:
         """Return the error of the last save and forget it, so that it is raised once."""

@@ -187,10 +187,14 @@ class PendingCheckpoint:
         items: Iterable[str],
         *,
         overwrite: bool,
+        owned: bool = False,
         parts: CommitParts | None = None,
         copies: str | None = None,
     ) -> None:
         self.location = location
+        # Whether the caller alone may write here, and makes sure of that right before the commit: in an object store,
+        # a marker of another save is then that of a run that was superseded, which will not commit.
+        self._owned = owned and location.is_remote
         self.continues = False  # whether an interrupted copy of the same checkpoint goes on, with the files it has
         self._copies = copies  # the fingerprint of the checkpoint that this is a copy of
         self._parts = parts or CommitParts(location)
@@ -244,6 +248,11 @@ class PendingCheckpoint:
         self._stays = False
         self._conditional = False
         self._lost = False  # whether another save was committed first
+
+    @property
+    def replaces(self) -> bool:
+        """Whether there is a checkpoint that the commit replaces."""
+        return self._old_record is not None
 
     def begin(self) -> None:
         """Make the folders, and mark the directory so that a crash leaves nothing unexplained; done once."""
@@ -322,7 +331,7 @@ class PendingCheckpoint:
 
     def commit(self, record: CheckpointRecord) -> None:
         """Make the checkpoint exist; its items must be durable."""
-        if not self._is_claimed():
+        if not self._owned and not self._is_claimed():
             raise self._lock.conflict()
         if self._old is not None:
             self._parts.withdraw(self._old)
@@ -336,7 +345,7 @@ class PendingCheckpoint:
                 self._stays, self._lost = False, True
                 raise self._lock.conflict()
             overtaken = not self._is_claimed()
-            alone = self._old_record is None and not self._conditional
+            alone = self._old_record is None and not self._conditional and not self._owned
             if overtaken and (alone or not self._is_whole(record)):
                 # Another save began in this very moment, or a run that removes what it finds without a record.
                 raise self._lock.conflict()
@@ -357,9 +366,11 @@ class PendingCheckpoint:
                     "save it again, replacing it, or delete it"
                 )
             raise
-        if overtaken:  # by a save that replaces this one, or that finds this record and fails
+        if overtaken and not self._owned:  # by a save that replaces this one, or that finds this record and fails
             self._lock.release()
             return
+        if overtaken:  # by a superseded run, which fails
+            self._leftovers |= {*filter(self._parts.owns, self._lock.folders())} - _folders(record) - {PARTIAL, DELETED}
         with _leftover(self.location):
             self._parts.publish(record, replaces=self._old is not None)
             _remove_folders(self._parts, {*record.replaced, *self._leftovers}, record)

@@ -108,6 +108,7 @@ class Save:
         items: Mapping[str, ItemToSave],
         *,
         overwrite: bool,
+        owned: bool = False,
         began: float | None = None,
         record: Callable[[Mapping[str, ItemRecord]], CheckpointRecord],
         rendezvous: Rendezvous | None = None,
@@ -127,7 +128,9 @@ class Save:
             self._role = Worker(location, rendezvous, timeout)
         else:
             try:
-                self._role = Primary(location, items, overwrite=overwrite, rendezvous=rendezvous, timeout=timeout)
+                self._role = Primary(
+                    location, items, overwrite=overwrite, owned=owned, rendezvous=rendezvous, timeout=timeout
+                )
             except BaseException as error:
                 if rendezvous is not None:
                     rendezvous.fail(error)
@@ -185,6 +188,11 @@ class Save:
             total_seconds=total,
         )
 
+    @property
+    def replaces(self) -> bool:
+        """Whether there is a checkpoint that this one replaces; only process 0 knows."""
+        return isinstance(self._role, Primary) and self._role.replaces
+
     def give_up(self, error: BaseException) -> bool:
         """Remove what was written, and tell the other processes; not if :meth:`complete` has begun: it does so itself.
 
@@ -229,15 +237,20 @@ class Primary:
         items: Iterable[str],
         *,
         overwrite: bool,
+        owned: bool,
         rendezvous: Rendezvous | None,
         timeout: float,
     ) -> None:
-        self._pending = PendingCheckpoint(location, items, overwrite=overwrite)
+        self._pending = PendingCheckpoint(location, items, overwrite=overwrite, owned=owned)
         self._rendezvous = rendezvous
         self._timeout = timeout
         self._opened = False
         self._committed = False
         self.process = ProcessInfo(0, 1 if rendezvous is None else rendezvous.count, self._pending.token)
+
+    @property
+    def replaces(self) -> bool:
+        return self._pending.replaces
 
     def open(self) -> Mapping[str, Location]:
         """Return the folder of every item, made ready."""

@@ -65,19 +65,17 @@ def new_run() -> str:
 
 def stored_options(location: Location) -> CheckpointManagerOptions | None:
     """Return the retention options of the last run on a directory, or None if they are unknown."""
-    try:
-        return CheckpointManagerOptions.from_document(_read(location)["options"])
-    except (HoldfastError, KeyError, AttributeError):
-        return None
+    return stored_rules(location)[0]
 
 
-def stored_function(location: Location) -> str | None:
-    """Return the name of the function by which the last run ranked its steps; None where it used none."""
+def stored_rules(location: Location) -> tuple[CheckpointManagerOptions | None, str | None]:
+    """Return the same, and the name of the function by which the run ranked its steps, if it used one."""
     try:
-        found = _read(location)["options"].get("best_function")
+        document = _read(location)["options"]
+        options, function = CheckpointManagerOptions.from_document(document), document.get("best_function")
     except (HoldfastError, KeyError, AttributeError):
-        return None
-    return found if isinstance(found, str) else None
+        return None, None
+    return options, function if isinstance(function, str) else None
 
 
 def stored_identity(location: Location) -> RunIdentity:

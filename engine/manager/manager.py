@@ -128,7 +128,7 @@ class CheckpointManager:
             self.directory.url, coordinator, seconds(self.options.barrier_timeout_secs, name="barrier_timeout_secs")
         )
         self._run = RunDirectory(
-            self.directory, self.options, self._clock, self._background.join, writes=self._processes.is_primary
+            self.directory, self.options, self._clock, self._drain, writes=self._processes.is_primary
         )
         self.events = RunEvents(self.directory, self._clock, self._processes.index)
         self._listeners: list[Callable[[SaveReport], None]] = []
@@ -570,6 +570,7 @@ class CheckpointManager:
         self._check_writable()
         step = valid_step(step)
         decision = Decision(True, "forced") if force else self.decide(step, metrics=metrics)
+        replaces = force or self._run.is_damaged(step) or self._rollback.replaces(step)
         if not decision.save:
             return False
         self.acquire()
@@ -578,12 +579,12 @@ class CheckpointManager:
         self._background.join()
         with self._changing:
             self._background.join()  # of another thread that has saved meanwhile
+            self._check_writable()
             not_due = [] if force else self._not_due(step)
             rendezvous = self._processes.rendezvous("save")
             try:
                 self._run.ownership.check(at_once=True)
-                overwrite = force or self._run.is_damaged(step) or self._rollback.replaces(step)
-                self._run.make_room(step, replaces=overwrite)
+                self._run.make_room(step, replaces=replaces)
                 facts = check_json("custom_metadata", custom_metadata)
                 pending = _PendingSave(step, None if metrics is None else plain_metrics(metrics), facts)
                 if reason is None or not isinstance(self.options.best_fn, str):  # a callback has asked decide() before
@@ -600,7 +601,8 @@ class CheckpointManager:
                 save = Save(
                     self._run.step_location(step),
                     values,
-                    overwrite=overwrite,
+                    overwrite=True,  # what is there without having been due was committed by a run that is superseded
+                    owned=True,
                     began=began,
                     record=lambda found: self._record(pending, found, reason or decision.reason),
                     rendezvous=rendezvous,
@@ -610,6 +612,12 @@ class CheckpointManager:
                 if self._mirror is not None:
                     self._mirror.save_ended()
                 raise
+            if save.replaces and not replaces:
+                _logger.warning(
+                    "%s: step %d was committed by another run since this one has looked, and is replaced",
+                    self.directory,
+                    step,
+                )
             earlier: SaveFailedError | None = None
             try:
                 self._went_on_from = None
@@ -752,8 +760,12 @@ class CheckpointManager:
             return
         if not self._processes.is_primary:
             self._change(step, recorded)
-        if not self._background.running:  # a save that is under way collects at its end
-            self._background.start(self._run.collect, what=f"{self.directory}: deleting old steps")
+        if self._changing.acquire(blocking=False):  # a save that is under way, or begins, collects at its end
+            try:
+                if not self._background.running:
+                    self._background.start(self._run.collect, what=f"{self.directory}: deleting old steps")
+            finally:
+                self._changing.release()
 
     def _change(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._join_save_of(step)
@@ -871,6 +883,11 @@ class CheckpointManager:
             if self._mirror is not None and self._processes.is_primary:
                 self._mirror.start()
 
+    def _drain(self) -> None:
+        """Wait until no thread begins a save, and none is under way: a newer manager takes over."""
+        with self._changing:
+            self._background.join()
+
     def _check_writable(self) -> None:
         if self._closed:
             raise StateError(f"{self.directory}: this manager is closed; make a new one")
@@ -903,9 +920,10 @@ class CheckpointManager:
 
     def _close(self, error: BaseException | None) -> None:
         """Close the manager; ``error`` is the exception with which the program leaves its ``with`` statement."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._changing:  # a save that another thread begins comes before, or is refused
+            if self._closed:
+                return
+            self._closed = True
         try:
             try:
                 self._background.wait()

@@ -6,6 +6,7 @@ there, the file holds a token, the latest writer wins, and an earlier one finds 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -18,6 +19,7 @@ from ..errors import (
     DamagedCheckpointError,
     ObjectNotFoundError,
     StorageConflictError,
+    StorageError,
     StoragePermissionError,
 )
 from .local import open_own
@@ -66,11 +68,16 @@ class FileLock:
 
     def is_current(self) -> bool:
         """Whether the locked file still has its name: another process may have replaced, moved or removed it."""
+        descriptor = self.descriptor
         try:
             with os_errors(self._place.url, "access"):
-                return self.descriptor is not None and os.path.samestat(os.fstat(self.descriptor), os.stat(self._place))
+                return descriptor is not None and os.path.samestat(os.fstat(descriptor), os.stat(self._place))
         except ObjectNotFoundError:
             return False
+        except StorageError as error:
+            if error.errno == errno.EBADF:  # another thread has released it meanwhile
+                return False
+            raise
 
     def release(self) -> None:
         """Close the file, which releases the lock; the file stays."""

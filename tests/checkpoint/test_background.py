@@ -33,6 +33,35 @@ def test_error_is_told_once() -> None:
     save.check()
 
 
+def test_a_wait_does_not_forget_what_another_thread_has_begun_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    save, go, looked = BackgroundSave(), threading.Event(), threading.Event()
+    save.start(lambda: None, what="step 1")
+    real, waits = Helper.join, []
+
+    def join(thread: Helper, timeout: float | None = None) -> None:
+        waits.append(thread)
+        if len(waits) > 1:
+            looked.set()
+        real(thread, timeout)
+        if len(waits) == 1:
+            other = threading.Thread(target=lambda: save.start(go.wait, what="step 2"))
+            other.start()
+            other.join()
+
+    def wait() -> None:
+        save.join()
+        looked.set()
+
+    monkeypatch.setattr(Helper, "join", join)
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    assert looked.wait(10)
+    assert save.running, "the second save is under way"
+    go.set()
+    waiter.join()
+    assert len(waits) == 2, "it was waited for, too"
+
+
 @pytest.mark.usefixtures("default_sigint")
 def test_an_interrupted_wait_does_not_hide_the_save() -> None:
     save, go = BackgroundSave(), threading.Event()

@@ -11,15 +11,18 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.cli.commands import error_of
 
 import holdfast as hf
+from holdfast.engine.storage import FileLock, Helper, as_location
 
 TREE = {"weights": np.arange(10)}
 
@@ -135,6 +138,116 @@ def test_the_newer_manager_takes_over(tmp_path: Path, kind: str) -> None:
     newer.save(3, TREE)
     newer.close()
     assert newer.all_steps() == [1, 2, 3]
+
+
+class Slow(hf.PyTreeCheckpointHandler):
+    """Waits in the snapshot, and then in the background."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.snapshot, self.writing, self.written = (threading.Event() for _ in range(3))
+        self.begun = threading.Event()
+
+    def prepare(self, item: Any, **kwargs: Any) -> Any:
+        self.begun.set()
+        assert self.snapshot.wait(60)
+        prepared: Any = super().prepare(item, **kwargs)
+        write = prepared.write
+
+        def slowly(*arguments: Any) -> Any:
+            self.writing.set()
+            assert self.written.wait(60)
+            return write(*arguments)
+
+        prepared.write = slowly
+        return prepared
+
+
+def in_a_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[BaseException | None]]:
+    ended: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            ended.append(error)
+        else:
+            ended.append(None)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, ended
+
+
+def test_a_newer_manager_waits_for_a_save_that_another_thread_begins(tmp_path: Path) -> None:
+    slow = Slow()
+    older = hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(slow))
+    older.acquire()
+    saving, _ = in_a_thread(lambda: older.save(1, TREE))
+    assert slow.begun.wait(60)
+    newer, acquired = hf.CheckpointManager(tmp_path), threading.Event()
+
+    def go_on() -> None:
+        newer.acquire()
+        acquired.set()
+        assert slow.writing.wait(60)
+        newer.save(1, TREE, force=True)
+        newer.wait_until_finished()
+
+    taking, ended = in_a_thread(go_on)
+    assert not acquired.wait(0.3), "the older manager is about to save"
+    slow.snapshot.set()
+    assert slow.writing.wait(60)
+    slow.written.set()
+    for thread in (saving, taking):
+        thread.join()
+    assert ended == [None]
+    with pytest.raises(hf.OwnershipError):
+        older.save(2, TREE)
+    older.close()
+    newer.close()
+    assert hf.verify(tmp_path).ok
+
+
+def test_nothing_is_saved_once_another_thread_has_closed_the_manager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow()
+    manager = hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(slow))
+    slow.snapshot.set()
+    manager.save(1, TREE)
+    assert slow.writing.wait(60)
+    waiting = threading.Semaphore(0)
+    real = Helper.join
+
+    def join(thread: Helper, timeout: float | None = None) -> None:
+        if thread.is_alive():
+            waiting.release()
+        real(thread, timeout)
+
+    monkeypatch.setattr(Helper, "join", join)
+    saving, ended = in_a_thread(lambda: manager.save(2, TREE))
+    assert waiting.acquire(timeout=60), "it waits for the first save"
+    closing, _ = in_a_thread(manager.close)
+    assert waiting.acquire(timeout=60), "and so does the end"
+    slow.written.set()
+    for thread in (saving, closing):
+        thread.join()
+    assert isinstance(ended[0], hf.StateError)
+    assert not manager.is_saving_in_progress()
+    assert not (tmp_path / "2").exists()
+
+
+@pytest.mark.parametrize("reused", [False, True])
+def test_a_lock_that_another_thread_has_released_is_not_held(tmp_path: Path, reused: bool) -> None:
+    lock = FileLock(as_location(tmp_path) / "owner.json")
+    lock.acquire(os.O_RDWR | os.O_CREAT)
+    descriptor = lock.descriptor
+    assert lock.is_current()
+    lock.release()
+    lock.descriptor = descriptor  # as another thread has read it just before
+    with open(os.devnull) if reused else contextlib.nullcontext():
+        assert not lock.is_current()
 
 
 def test_closing_gives_the_directory_back(tmp_path: Path) -> None:

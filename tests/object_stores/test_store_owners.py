@@ -94,6 +94,63 @@ def test_a_store_that_is_silent_for_a_while_is_no_other_run(store: Store) -> Non
     assert hf.verify(f"{store.url}/run").ok
 
 
+def older_run(process: Process, environment: dict[str, str], url: str) -> str:
+    """Saves step 1, and step 2 when it is allowed to go on; returns how that ended."""
+    assert process.count == 1
+    os.environ.update(environment)
+    with contextlib.suppress(hf.SaveFailedError), hf.CheckpointManager(url) as run:
+        run.save(1, TREE)
+        run.wait_until_finished()
+        hf.save(f"{url}-waits", {"a": 1})
+        try:
+            run.save(2, {"w": TREE["w"] + 1})
+            run.wait_until_finished()
+        except hf.HoldfastError as error:
+            return f"{type(error).__name__}: {error}"
+    return "it has saved"
+
+
+def test_the_newer_run_goes_on_though_the_older_one_begins_to_save_the_same_step(store: Store) -> None:
+    url = f"{store.url}/run"
+    waits, older_goes_on, saving, newer_goes_on = (threading.Event() for _ in range(4))
+    store.server.fail(r"(PUT|POST).*run-waits", act=waits.set, after=older_goes_on)
+    ended: list[str] = []
+    older = threading.Thread(
+        target=lambda: ended.extend(run_processes(older_run, 1, store.environment, url, backend="none"))
+    )
+    older.start()
+    assert waits.wait(60)
+    newer = hf.CheckpointManager(url)
+    assert np.array_equal(newer.restore(1)["w"], TREE["w"])
+    store.server.fail(r"(PUT|POST).*run/2/state\.\w+/tree\.json", act=saving.set, after=newer_goes_on)
+    newer.save(2, TREE)
+    assert saving.wait(10)
+    older_goes_on.set()
+    older.join()
+    newer_goes_on.set()
+    newer.wait_until_finished()
+    newer.save(3, TREE)
+    newer.close()
+    assert "another manager has taken over" in ended[0]
+    assert newer.all_steps() == [1, 2, 3]
+    assert np.array_equal(hf.load(f"{url}/2")["w"], TREE["w"])
+    assert hf.verify(url).ok
+    assert len({key.split("/")[2] for key in store.stored("run/2/")}) == 2, "the record and one tree"
+
+
+def test_a_step_that_the_older_run_has_saved_meanwhile_is_replaced(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"{store.url}/run"
+    with hf.CheckpointManager(url) as newer:  # which has no step yet
+        assert run_processes(take_over, 1, store.environment, url, 2, backend="none") == [[2]]
+        newer.save(2, {"w": TREE["w"] + 1})
+        newer.wait_until_finished()
+    assert "step 2 was committed by another run" in caplog.text
+    assert np.array_equal(hf.load(f"{url}/2")["w"], TREE["w"] + 1)
+    assert hf.verify(url).ok
+
+
 def saves(url: str, values: Sequence[int], **options: Any) -> dict[int, Any]:
     """Saves several values to one path at once; returns of each the report or the error."""
     outcomes: dict[int, Any] = {}
