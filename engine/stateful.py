@@ -364,8 +364,7 @@ def generators_of(loader: object) -> dict[str, Any]:
 
 def ended_epoch(loader: Any, state: Any) -> bool:
     """Return whether a loader of torchdata has given the last batch of an epoch by its state, as far as it can tell."""
-    own = state.get(_OWN_STATE, state)
-    return is_torchdata_loader(loader) and 0 < _yielded(own) == _length(loader)
+    return is_torchdata_loader(loader) and 0 < _yielded(state.get(_OWN_STATE, state)) == _length(loader)
 
 
 def _samplers(loader: Any) -> list[Any]:

@@ -107,6 +107,9 @@ class CheckpointCallback:
     - plain data (None, numbers, strings, bytes, and dicts, lists and tuples of them): ``checkpoint.extras[name]`` is
       the restored value as it was saved; the passed value is no template.
 
+    Of torch modules in the state or the extras, a checkpoint also holds the gradients that no optimizer has used yet,
+    so that ``on_step`` may be called for each micro-batch. Several processes save none, and warn.
+
     The global random generators of Python, numpy and torch, which ``torch.randn``, dropout and ``np.random.shuffle``
     draw from, are saved with the extras, and restored when everything else is. So draw what the program needs once,
     such as a validation set, before ``restore_or_initialize``. ``global_generators=False`` leaves them out.
@@ -258,14 +261,14 @@ class CheckpointCallback:
                 state, taken = adapter.with_weights(state, place)
                 logger.info("took the weights from %s; everything else starts fresh", taken)
                 warn_of_misfits(adapter.misfits, f"init_from={str(place)!r}", "weights")
-            self._begin_generators()
+            self._begin_steps(state, extras)
             return state, 0
         if place is not None:
             logger.info("init_from=%s is ignored, as the run resumes", place)
         self.extras = {name: restored.extras[name] for name in extras}
         self._restored = restored.step
         state = initial.completed(adapter, restored.state)
-        self._begin_generators()
+        self._begin_steps(state, extras)
         return state, restored.step
 
     def on_step(self, step: int, state: Any, *, metrics: Mapping[str, Any] | None = None, **extras: Any) -> StepOutcome:
@@ -407,7 +410,9 @@ class CheckpointCallback:
         """Return the extras with the global generators, last, so that they have the last word in a restore."""
         return extras if self._generators is None else {**extras, GLOBAL_GENERATORS: self._generators}
 
-    def _begin_generators(self) -> None:
+    def _begin_steps(self, state: Any, extras: Mapping[str, Any]) -> None:
+        """Set the global generators, when everything else is restored, and note what steps will change."""
+        self._saver.watch(state, extras)
         missing = [] if self._generators is None else self._generators.begin()
         if missing:
             logger.warning(
@@ -444,7 +449,7 @@ class CheckpointCallback:
                 "restore_or_initialize before the loop, or choose another directory"
             )
         self._adapt(state)
-        self._begin_generators()
+        self._begin_steps((), {})  # what it was before the first step is not known
 
     def _on_preemption(self, due: bool, why: str) -> StepOutcome:
         if self._should_stop:  # asked before, and the loop goes on: save by the ordinary rules

@@ -24,7 +24,8 @@ from .objects import is_versioned
 from .states import LoopArguments
 from .trees import from_tree, is_stream, to_tree
 
-_TAKEN = ("step", "state", "metrics")
+GRADIENTS = "accumulated_gradients"
+_TAKEN = ("step", "state", "metrics", GRADIENTS)
 _OPTIONS = frozenset(LoopArguments.__dataclass_fields__)
 GLOBAL_GENERATORS = "global_generators"
 
@@ -87,7 +88,7 @@ def check_extras(extras: Mapping[str, Any]) -> None:
     """
     if taken := [name for name in extras if name in _TAKEN]:
         raise OptionError(
-            f"an extra cannot be called {taken[0]!r}, as on_step has an argument of this name; choose another name"
+            f"an extra cannot be called {taken[0]!r}, as the callback uses this name itself; choose another name"
         )
     check_no_options(extras)
     for name, extra in extras.items():

@@ -92,6 +92,7 @@ class ObjectsAdapter(StateAdapter):
     """
 
     needs = "one torch module in the state"
+    may_have_gradients = True
 
     def __init__(self, misfits: Misfits | None = None) -> None:
         super().__init__(misfits)
@@ -121,8 +122,14 @@ class ObjectsAdapter(StateAdapter):
         values = self._graph_root().values()
         return type(state)._make(values) if hasattr(state, "_make") else type(state)(values)
 
+    def watch(self, state: Any) -> None:
+        self._versions.watch(state)
+
     def note(self, state: Any) -> None:
         self._versions.note(state)
+
+    def gradients(self) -> Mapping[str, Any]:
+        return self._versions.gradients()
 
     def why_lost(self, step: int, state: Any) -> str | None:
         return self._versions.why_lost()
@@ -190,6 +197,7 @@ class ComponentAdapter(StateAdapter):
     """Knows trees of components, saved as directories and restored in place."""
 
     is_component_tree = True
+    may_have_gradients = True
 
     def __init__(self, misfits: Misfits | None = None) -> None:
         super().__init__(misfits)
@@ -208,8 +216,14 @@ class ComponentAdapter(StateAdapter):
     def restore_kwargs(self) -> Mapping[str, Any]:
         return {} if self.misfits is None else {"misfits": self.misfits}
 
+    def watch(self, state: Any) -> None:
+        self._versions.watch(state)
+
     def note(self, state: Any) -> None:
         self._versions.note(state)
+
+    def gradients(self) -> Mapping[str, Any]:
+        return self._versions.gradients()
 
     def why_lost(self, step: int, state: Any) -> str | None:
         return self._versions.why_lost()
@@ -220,21 +234,61 @@ class TensorVersions:
 
     def __init__(self) -> None:
         self._parts: list[Any] = []
+        self._names: list[str] = []
         self._tensors: list[Any] = []
+        self._before: list[int] = []  # at the step before the last one
         self._noted: list[int] = []
+        self._begun: dict[int, int] = {}
+
+    def watch(self, state: Any) -> None:
+        """Remember the versions before the first step; tensors that the program makes later are not known yet."""
+        self._begun = {id(tensor): tensor._version for tensor in named_tensors(state).values()}
 
     def note(self, state: Any) -> None:
         """Remember the versions as they are now."""
         parts = [part for _, part in located(state, _is_watched)]
+        self._before = self._noted
         if len(parts) != len(self._parts) or any(map(_differ, parts, self._parts)):
+            known = self._begun | dict(zip(map(id, self._tensors), self._noted, strict=True))
             self._parts = parts  # searched once, not at every step
-            self._tensors = list({id(one): one for part in parts for one in _tensors(part)}.values())
+            found = named_tensors(state)
+            self._names, self._tensors = list(found), list(found.values())
+            self._before = [known.get(id(tensor), -1) for tensor in self._tensors]
         self._noted = [tensor._version for tensor in self._tensors]
+
+    def gradients(self) -> dict[str, Any]:
+        """Return by name the gradients of parameters that the last step has not changed: no optimizer has used them.
+
+        What an optimizer has used and the program has not cleared yet is among them where a step has left a parameter
+        out; it is part of the program's state as well.
+        """
+        rows = zip(self._names, self._tensors, self._before, self._noted, strict=True)
+        found = {name: tensor for name, tensor, before, now in rows if before == now and tensor.is_leaf}
+        return {name: tensor.grad for name, tensor in found.items() if tensor.grad is not None}
 
     def why_lost(self) -> str | None:
         if [tensor._version for tensor in self._tensors] == self._noted:
             return None
         return "its tensors were changed since; call on_step after every update"
+
+
+def set_gradients(state: Any, gradients: Mapping[str, Any]) -> list[str]:
+    """Give parameters the gradients that were accumulated at the save, and return the names of those that are gone."""
+    tensors = named_tensors(state)
+    for name, gradient in gradients.items():
+        tensor = tensors.get(name)
+        if tensor is not None and tensor.requires_grad and tensor.shape == gradient.shape:
+            tensor.grad = gradient.to(tensor.device)
+    return [name for name, gradient in gradients.items() if name not in tensors or tensors[name].grad is None]
+
+
+def named_tensors(state: Any) -> dict[str, Any]:
+    """Return the tensors that count their changes, each once, by the path on which a search finds it first."""
+    found: dict[int, tuple[str, Any]] = {}
+    for path, part in located(state, _is_watched):
+        for name, tensor in _tensors(path, part):
+            found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
 
 
 def _differ(one: Any, other: Any) -> bool:
@@ -250,28 +304,28 @@ def _is_watched(value: object) -> bool:
     return is_versioned(value) or is_component(value) or _is_object(value) or _is_plain_object(value)
 
 
-def _tensors(part: Any) -> Iterator[Any]:
+def _tensors(path: str, part: Any) -> Iterator[tuple[str, Any]]:
     """Generate the tensors that count their changes, of everything that an object of the program holds."""
     torch: Any = loaded("torch")
     if torch is None:
         return
-    found, seen = [part], {id(part)}
-    for value in found:
+    found, seen = [(path, part)], {id(part)}
+    for name, value in found:
         if is_torch_tensor(value):
             if not isinstance(value, torch.nn.parameter.UninitializedTensorMixin) and not value.is_inference():
-                yield value
+                yield name, value
             continue
-        below: Iterable[Any] = ()
+        below: Iterable[tuple[Any, Any]] = ()
         if isinstance(value, torch.nn.Module):
-            below = (*value.parameters(), *value.buffers())
+            below = (*value.named_parameters(), *value.named_buffers())
         elif isinstance(value, torch.optim.Optimizer):
-            below = (one for group in value.param_groups for one in group["params"])
+            below = enumerate(one for group in value.param_groups for one in group["params"])
         elif isinstance(value, dict):
-            below = value.values()
+            below = value.items()
         elif isinstance(value, (list, tuple)):
-            below = value
+            below = enumerate(value)
         elif type(value).__module__.partition(".")[0] not in _FOREIGN:
-            below = getattr(value, "__dict__", {}).values()
-        new = [one for one in below if id(one) not in seen and not is_python_value(one)]
-        seen.update(map(id, new))
+            below = getattr(value, "__dict__", {}).items()
+        new = [(f"{name}.{key}", one) for key, one in below if id(one) not in seen and not is_python_value(one)]
+        seen.update(id(one) for _, one in new)
         found += new

@@ -17,15 +17,17 @@ from ...engine.errors import (
     CheckpointNotFoundError,
     HoldfastError,
     TreeMismatchError,
+    shortened,
     shortened_steps,
 )
 from ...engine.manager import EVENTS, CheckpointManager, Restored, has_finished, list_steps, newest_step
 from ...engine.sources import Misfits
-from ...engine.stateful import is_stream
+from ...engine.stateful import decode_state, is_stream
 from ...engine.storage import Location, as_location
 from ..options import Resume
 from .announce import announce
-from .extras import GLOBAL_GENERATORS, check_names, restore_extras, templates_of
+from .extras import GLOBAL_GENERATORS, GRADIENTS, check_names, restore_extras, templates_of
+from .objects import set_gradients
 from .states import StateAdapter
 
 logger = logging.getLogger("holdfast")
@@ -160,9 +162,10 @@ def restore(
     chosen = resume_step(resume, manager)
     templates: dict[str, Any] = {item: adapter.template(template)}
     kwargs = {item: adapter.restore_kwargs()}
-    if extras:
+    if has_extras := bool(extras) or adapter.may_have_gradients:
         templates |= {"extras": None, "process": None}
-        kwargs |= {"extras": {"as_saved": extras.keys() - templates_of(extras).keys()}, "process": {"as_saved": True}}
+        as_saved = {GRADIENTS} | (extras.keys() - templates_of(extras).keys())
+        kwargs |= {"extras": {"as_saved": as_saved}, "process": {"as_saved": True}}
     try:
         if chosen is None:
             restored = manager.restore_latest(templates, restore_kwargs=kwargs)
@@ -174,11 +177,14 @@ def restore(
     if restored is None:
         return None
     step, values = restored.step, {}
-    if extras:
+    saved: dict[str, Any] = {}
+    if has_extras:
         saved, fresh = _saved_extras(manager, restored, extras)
         extras = _without_unsaved_generators(extras, saved, step)
         values = _restore_extras(manager, adapter, step, extras, saved, fresh)
     state = adapter.from_tree(template, restored.items[item])
+    if gradients := saved.get(GRADIENTS):
+        _restore_gradients(state, values, gradients)
     if restored.skipped:
         lost = ", ".join(str(skipped) for skipped, _ in restored.skipped)
         logger.warning("fell back past damaged steps (%s): resumed from step %d in %s", lost, step, manager.directory)
@@ -216,6 +222,15 @@ def _saved_extras(
             ", ".join(fresh),
         )
     return {**common, **(own or {})}, fresh
+
+
+def _restore_gradients(state: Any, extras: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    missing = []
+    for place, objects in (("state", state), ("extras", extras)):
+        found = {name.removeprefix(f"{place}."): one for name, one in saved.items() if name.startswith(f"{place}.")}
+        missing += [f"{place}.{name}" for name in set_gradients(objects, decode_state(found))] if found else []
+    if missing:
+        logger.warning("accumulated gradients are lost, as their parameters are gone: %s", shortened(missing))
 
 
 def _without_unsaved_generators(extras: Mapping[str, Any], saved: Mapping[str, Any], step: int) -> Mapping[str, Any]:

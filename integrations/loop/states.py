@@ -50,11 +50,13 @@ class StateAdapter:
         needs: What a state must have to take weights from another checkpoint.
         is_component_tree: Whether the item is a tree of components, which is the only tree of a checkpoint without
             extras.
+        may_have_gradients: Whether a state may hold gradients that no optimizer has used.
         misfits: Where a restore that takes what fits notes the rest; None where everything has to match.
     """
 
     needs = "a state with params"
     is_component_tree = False
+    may_have_gradients = False
 
     def __init__(self, misfits: Misfits | None = None) -> None:
         self.misfits = misfits
@@ -98,6 +100,13 @@ class StateAdapter:
 
     def warn_of_step(self, step: int, state: Any) -> None:
         """Warn if the state is not the state of this step, at a moment that may wait for a device; never raises."""
+
+    def watch(self, state: Any) -> None:
+        """Remember what steps will change, before the first one."""
+
+    def gradients(self) -> Mapping[str, Any]:
+        """Return by name the gradients in the last step's state that no optimizer has used."""
+        return {}
 
     def note(self, state: Any) -> None:
         """Remember the state of the step that was just reported."""

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...engine.errors import CheckpointNotFoundError, OptionError, SaveFailedError
+from ...engine.errors import CheckpointNotFoundError, OptionError, SaveFailedError, shortened
 from ...engine.generators import GlobalGenerators, capture
 from ...engine.handlers import PyTreeCheckpointHandler
 from ...engine.manager import CheckpointManager, number_of
 from ...engine.pytree import FreshTypes
-from ...engine.stateful import state_of
-from .extras import GLOBAL_GENERATORS, changes_in_place, is_own, moves, tree_of
+from ...engine.stateful import encode_state, state_of
+from .extras import GLOBAL_GENERATORS, GRADIENTS, changes_in_place, is_own, moves, tree_of
 from .objects import TensorVersions, is_versioned
 from .states import StateAdapter, is_deleted
 
@@ -35,19 +35,20 @@ class LastStep:
     before it ends; so their positions are taken at every step, at any cost.
     """
 
-    def __init__(self, step: int, adapter: StateAdapter, item: str) -> None:
+    def __init__(self, step: int, adapter: StateAdapter, item: str, versions: TensorVersions) -> None:
         self.step = step
         self.metrics: Mapping[str, Any] | None = None
         self.state: Any = None
         self._adapter = adapter
         self._item = item
-        self._versions = TensorVersions()  # of extras that are torch modules or optimizers
+        self._versions = versions  # of extras that are torch modules or optimizers
         self._extras: Mapping[str, Any] = {}
         self._positions: dict[str, Any] = {}
         self._slow = 0  # how many of the last steps were slow
         self._passed: list[tuple[str, type]] = []
         self._moving: Mapping[str, Callable[[Any], Any]] = {}
         self._watched: list[str] = []
+        self._has_warned = False
 
     def update(self, step: int, state: Any, metrics: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
         """Replace the step with the one that the loop has just finished."""
@@ -66,6 +67,11 @@ class LastStep:
         """
         found = {self._item: self._adapter.to_tree(self.state)}
         extras = {name: self._tree_of(name, extra) for name, extra in self._extras.items()}
+        if gradients := self._gradients():
+            if alone:
+                extras[GRADIENTS] = encode_state(gradients)
+            else:
+                self._warn_of_gradients(gradients)
         own = {} if alone else {name: extras.pop(name) for name, extra in self._extras.items() if is_own(extra)}
         if extras or not self._adapter.is_component_tree:
             found["extras"] = extras
@@ -85,6 +91,22 @@ class LastStep:
             return "arrays of its extras were donated since; call on_step after every update"
         return self._versions.why_lost()
 
+    def _gradients(self) -> dict[str, Any]:
+        """Return the gradients that no optimizer has used, where each micro-batch is reported as a step."""
+        found = {f"state.{name}": one for name, one in self._adapter.gradients().items()}
+        return found | {f"extras.{name}": one for name, one in self._versions.gradients().items()}
+
+    def _warn_of_gradients(self, gradients: Mapping[str, Any]) -> None:
+        if not self._has_warned and all(map(_is_finite, gradients.values())):
+            self._has_warned = True
+            logger.warning(
+                "step %d is saved without the gradients of %d parameters (%s), which no optimizer has used yet: "
+                "several processes do not save them. Call on_step after optimizer.step(), not for each micro-batch",
+                self.step,
+                len(gradients),
+                shortened(list(gradients)),
+            )
+
     def _tree_of(self, name: str, extra: Any) -> Any:
         if name not in self._positions:
             return tree_of(extra)
@@ -96,7 +118,7 @@ class LastStep:
         begin = time.perf_counter()
         self._positions = {name: take(self._extras[name]) for name, take in moving.items()}
         if self._watched:
-            self._versions.note([self._extras[name] for name in self._watched])
+            self._versions.note({name: self._extras[name] for name in self._watched})
         cost = time.perf_counter() - begin
         self._slow = self._slow + 1 if cost > _SLOW or self._slow < 0 else 0
         if self._slow == _SAMPLES:
@@ -118,6 +140,12 @@ class LastStep:
         return self._moving
 
 
+def _is_finite(gradient: Any) -> bool:
+    """Return whether an optimizer would use a gradient: a scaler leaves out a step whose gradients overflow."""
+    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return bool((local.coalesce().values() if local.is_sparse else local).isfinite().all())
+
+
 def _taking(extra: Any) -> Callable[[Any], Any]:
     """Return what takes the state of an extra that moves."""
     if isinstance(extra, GlobalGenerators):
@@ -135,6 +163,7 @@ class StepSaver:
         self._last: LastStep | None = None
         self._saved: int | None = None
         self.fresh_extras: FreshTypes | None = None  # that the run began with
+        self._extra_versions = TensorVersions()
 
     @property
     def step(self) -> int | None:
@@ -146,12 +175,17 @@ class StepSaver:
         """Whether the last step is saved, or no step was reported."""
         return self._last is None or self._holds(self._last.step)
 
+    def watch(self, state: Any, extras: Mapping[str, Any]) -> None:
+        """Take note of the state before the first step."""
+        self._adapter.watch(state)
+        self._extra_versions.watch({name: extra for name, extra in extras.items() if is_versioned(extra)})
+
     def update(self, step: int, state: Any, metrics: Mapping[str, Any] | None, extras: Mapping[str, Any]) -> None:
         """Take note of a step that the loop has finished."""
         if self._last is not None:
             self._last.update(step, state, metrics, extras)
             return
-        self._last = LastStep(step, self._adapter, self._item)
+        self._last = LastStep(step, self._adapter, self._item, self._extra_versions)
         self._last.update(step, state, metrics, extras)
         self._last.check_savable()  # the first save may be an hour away
 

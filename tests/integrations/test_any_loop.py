@@ -425,3 +425,57 @@ def test_names_of_options_are_no_names_of_extras(name: str, tmp_path: Path) -> N
         checkpoint.restore_or_initialize(state)
         with pytest.raises(hf.OptionError, match=f"{name}= is an option"):
             checkpoint.on_step(1, state, **mistaken)
+
+
+# ---- loops of torch that accumulate gradients
+
+
+class Trainer:
+    """An object with its model and optimizer as attributes."""
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        self.parts = [model]
+        self.optimizer = optimizer
+
+
+class SparseNet(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(9, 2, sparse=True)
+
+    def forward(self, x: Any) -> Any:
+        return self.embedding((x.abs() * 3).long().clamp(max=8))
+
+
+def accumulate(directory: Path, kind: str, stop: int = 0) -> list[Any]:
+    """Each micro-batch is a step; the optimizer takes one step for three of them."""
+    torch.manual_seed(4)
+    net: Any = SparseNet() if kind == "sparse" else torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.0 if kind == "sparse" else 0.9)
+    extras = {"net": net, "optimizer": optimizer} if kind == "extras" else {}
+    state: Any = {"w": 1} if extras else {"net": net, "optimizer": optimizer}
+    if kind == "object":
+        state = Trainer(net, optimizer)
+    with hf.CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
+        state, start = checkpoint.restore_or_initialize(state, **extras)
+        for step in range(start + 1, 10):
+            net(torch.randn(4, 3)).square().mean().backward()
+            if step % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            checkpoint.on_step(step, state, **extras)
+            if step == stop:
+                break
+    return list(net.state_dict().values())
+
+
+@pytest.mark.parametrize("kind", ["dict", "extras", "object", "sparse"])
+def test_gradients_that_no_optimizer_has_used_are_saved(kind: str, tmp_path: Path) -> None:
+    whole = accumulate(tmp_path / "whole", kind)
+    for stop in (1, 3, 5):
+        accumulate(tmp_path / f"{stop}", kind, stop)
+        assert all(map(torch.equal, accumulate(tmp_path / f"{stop}", kind), whole)), stop
+    held = {
+        step: "accumulated_gradients" in hf.load(tmp_path / "whole" / f"{step}", item="extras") for step in (1, 5, 9)
+    }
+    assert held == {1: True, 5: True, 9: False}

@@ -347,7 +347,7 @@ def loop_over_epochs(directory: Path, stop: int = 0, **options: Any) -> list[Any
     ],
     ids=str,
 )
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", r"ignore:os.fork\(\) was called:RuntimeWarning")
 def test_a_loop_over_epochs_is_stopped_at_the_end_of_one_and_elsewhere(
     options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -369,7 +369,7 @@ def test_a_loop_over_epochs_is_stopped_at_the_end_of_one_and_elsewhere(
     ],
     ids=["draws in workers", "sampler without a state"],
 )
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", r"ignore:os.fork\(\) was called:RuntimeWarning")
 def test_what_a_stateful_loader_does_not_keep_is_said(
     options: dict[str, Any], warning: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -20,7 +20,7 @@ from holdfast.integrations.loop import CheckpointCallback
 @pytest.mark.parametrize("name", ["step", "metrics"])
 def test_names_that_an_extra_cannot_have(tmp_path: Path, name: str) -> None:
     checkpoint = CheckpointCallback(tmp_path)
-    with pytest.raises(hf.OptionError, match=f"an extra cannot be called '{name}', as on_step has an argument"):
+    with pytest.raises(hf.OptionError, match=f"an extra cannot be called '{name}', as the callback uses this name"):
         checkpoint.restore_or_initialize({"w": np.zeros(2)}, **{name: 3})
     assert list(tmp_path.iterdir()) == []
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
 from pathlib import Path
+from typing import Self
 
 import pytest
 from tests.processes.harness import Process, run_processes
@@ -53,3 +55,40 @@ def test_all_save_the_same_step(tmp_path: Path) -> None:
     resumed = run_processes(train, 2, str(tmp_path / "one"), {}, backend="torch")
     assert {status for _, _, status, _ in resumed} == {0}
     assert [(step, parameters) for _, step, _, parameters in resumed] == [(STEPS, one[3]) for one in whole]
+
+
+def accumulate(process: Process, directory: str) -> tuple[bool, list[str]]:
+    """Reports each micro-batch as a step; what is logged, and whether a checkpoint holds gradients."""
+    import torch
+
+    model = torch.nn.Linear(2, 1)
+    with Logged() as logged, hf.CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
+        state, _ = checkpoint.restore_or_initialize({"model": model})
+        for step in (1, 2):
+            model(torch.ones(1, 2)).sum().backward()
+            checkpoint.on_step(step, state)
+    return "accumulated_gradients" in hf.load(directory, item="extras"), logged.warnings
+
+
+class Logged(logging.Handler):
+    """Collects the warnings of holdfast."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.warnings: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.warnings.append(record.getMessage())
+
+    def __enter__(self) -> Self:
+        logging.getLogger("holdfast").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("holdfast").removeHandler(self)
+
+
+def test_several_processes_warn_of_gradients_that_they_do_not_save(tmp_path: Path) -> None:
+    for held, warnings in run_processes(accumulate, 2, str(tmp_path), backend="torch"):
+        assert not held
+        assert [text.startswith("step 1 is saved without the gradients of 2 parameters") for text in warnings] == [True]
