@@ -135,7 +135,7 @@ def time_left(seconds: float) -> str:
 
 def metrics_text(metrics: Mapping[str, Any] | None) -> str:
     """Return metrics in one line, nested ones with ``/`` in their names."""
-    return ", ".join(f"{name} {_number(value)}" for name, value in _flat(metrics or {}))
+    return ", ".join(f"{name} {_number(value)}".lstrip() for name, value in _flat(metrics or {}))
 
 
 def count(number: int, one: str, many: str) -> str:
@@ -144,6 +144,8 @@ def count(number: int, one: str, many: str) -> str:
 
 
 def _number(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_number, value[:4]))}{', ...' * (len(value) > 4)}]"
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 

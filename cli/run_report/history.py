@@ -18,6 +18,8 @@ How = Literal["finished", "closed", "preempted", "crashed", "hung", "failed", "l
 ``failed`` with an exception, ``crashed`` by a signal or a status, ``lost`` without a word;
 ``open`` without a word so far, on another machine, where it may be running."""
 
+_CHARTED = 16  # numbers of a list
+
 WORDS: Mapping[How, str] = {
     "finished": "finished",
     "closed": "closed",
@@ -142,6 +144,8 @@ def read_history(events: Iterable[Mapping[str, Any]]) -> History:
 def add_metrics(history: History, step: int, metrics: Mapping[str, Any] | None, prefix: str = "") -> None:
     """Note the metrics of a step; nested ones get ``/`` in their names."""
     for name, value in (metrics or {}).items():
+        if isinstance(value, list):
+            value = {str(place): inner for place, inner in enumerate(value[:_CHARTED])}
         if isinstance(value, Mapping):
             add_metrics(history, step, value, f"{prefix}{name}/")
         elif isinstance(value, int | float) and not isinstance(value, bool):

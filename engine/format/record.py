@@ -227,6 +227,8 @@ def encode_metrics(value: Any) -> Any:
     """Return metrics as JSON, where text stands for NaN and infinities, which JSON does not have."""
     if isinstance(value, Mapping):
         return {str(key): encode_metrics(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [encode_metrics(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     return value
@@ -241,6 +243,8 @@ def decode_metrics(metrics: Any) -> dict[str, Any]:
 def _decode_numbers(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _decode_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_decode_numbers(inner) for inner in value]
     return float(value) if isinstance(value, str) else value
 
 

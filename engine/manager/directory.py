@@ -95,7 +95,7 @@ def store_metadata(location: Location, metadata: Mapping[str, Any] | None) -> No
 def record_metrics(
     directory: Place,
     step: int,
-    metrics: Mapping[str, Any],
+    metrics: Any,
     *,
     step_prefix: str | None = None,
     clock: Clock | None = None,
@@ -108,7 +108,7 @@ def record_metrics(
     Args:
         directory: The directory of the run: a path or a URL.
         step: A committed step.
-        metrics: Numbers, possibly nested. They replace metrics of the same name that the step has.
+        metrics: Numbers, as for ``save`` of a manager. They replace metrics of the same name that the step has.
         step_prefix: That of the run, if its steps have one.
         clock: Where the time comes from, which orders metrics of the same name.
 

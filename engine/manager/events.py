@@ -280,8 +280,9 @@ def event_scalars(event: Event) -> dict[str, float]:
 
 
 def few(metrics: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return metrics for an event, or None if there are none; the first ones if there are very many."""
-    return dict(list(metrics.items())[:_METRICS]) if metrics else None
+    """Return metrics for an event, or None if there are none; the first ones if there are very many, no long lists."""
+    short = [one for one in (metrics or {}).items() if not (isinstance(one[1], list) and len(one[1]) > _METRICS)]
+    return dict(short[:_METRICS]) or None
 
 
 _rotating = threading.Lock()

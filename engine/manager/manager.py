@@ -36,7 +36,7 @@ from .directory import record_metrics as add_metrics
 from .events import RunEvents, described, few, find_watchers, guarded, reached
 from .identity import stored_options
 from .items import ItemSet
-from .metrics import MetricWatch, plain_metrics
+from .metrics import MetricWatch, as_given, named, plain_containers, plain_metrics
 from .mirror import MirrorStatus, RunMirror
 from .options import CheckpointManagerOptions
 from .retention import StepInfo, best, newest_with
@@ -269,8 +269,8 @@ class CheckpointManager:
         self._run.record(step)
         return self._run.kept().get(step, ())
 
-    def metrics(self, step: int) -> Mapping[str, Any] | None:
-        """Return the metrics stored with a step, or None.
+    def metrics(self, step: int) -> Any:
+        """Return the metrics stored with a step, a dictionary if they were given as one; None without any.
 
         Args:
             step: The step.
@@ -280,7 +280,8 @@ class CheckpointManager:
         """
         self._run.record(step)
         self._run.add_late_metrics()
-        return self._run.record(step).metrics
+        found = self._run.record(step).metrics
+        return None if found is None else as_given(found)
 
     def custom_metadata(self, step: int) -> Mapping[str, Any] | None:
         """Return what was passed as ``custom_metadata`` when a step was saved, or None.
@@ -505,7 +506,7 @@ class CheckpointManager:
 
     # ---- saving
 
-    def decide(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> Decision:
+    def decide(self, step: int, *, metrics: Any = None) -> Decision:
         """Return whether a save is due, and the reason.
 
         The run begins with the first step that is asked about. After a save that failed, the next step is due.
@@ -515,6 +516,10 @@ class CheckpointManager:
             metrics: The metrics of this step, for ``save_on_best``.
         """
         reached("step", step)
+        if metrics is not None:
+            metrics = named(metrics)
+            if self.options.save_on_best and callable(self.options.best_fn):
+                metrics = plain_containers(metrics)
         pending = self._pending
         in_flight = pending is not None and pending.step == step
         saved = in_flight or (step in self._run and not self._rollback.replaces(step))
@@ -529,7 +534,7 @@ class CheckpointManager:
             self._watch.note(step, metrics, known=lambda metric: best(self._run.infos(), metric) is not None)
             self._watch = None if self._watch.ended else self._watch
 
-    def should_save(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
+    def should_save(self, step: int, *, metrics: Any = None) -> bool:
         """Return whether a save is due at a step."""
         return not self.options.read_only and self.decide(step, metrics=metrics).save
 
@@ -538,7 +543,7 @@ class CheckpointManager:
         step: int,
         items: Any,
         *,
-        metrics: Mapping[str, Any] | None = None,
+        metrics: Any = None,
         custom_metadata: Mapping[str, Any] | None = None,
         force: bool = False,
         save_kwargs: Mapping[str, Any] | None = None,
@@ -550,7 +555,9 @@ class CheckpointManager:
             step: The number of optimizer updates in the items, 0 or more.
             items: The item, or a dictionary of items if the manager has several; those of ``item_intervals`` are saved
                 if they are due, and may be left out.
-            metrics: Numbers to store with the checkpoint and to rank it by.
+            metrics: Numbers to store with the checkpoint and to rank it by: a dictionary, or any other container. It
+                may hold dictionaries, lists, tuples, namedtuples, dataclasses and arrays of up to 4096 numbers. They
+                come back, and are given to ``best_fn``, as dictionaries and lists.
             custom_metadata: Facts about this step, as JSON can hold them; see :meth:`custom_metadata`.
             force: Save although nothing is due; a checkpoint of the same step is replaced, atomically. After
                 :meth:`restore` of an older step, the steps after it are replaced in this way without being forced.
@@ -728,14 +735,14 @@ class CheckpointManager:
 
     # ---- changing what was saved
 
-    def record_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def record_metrics(self, step: int, metrics: Any) -> None:
         """Store metrics with a step that was saved or is being saved; new values replace old ones.
 
         A manager that is ``read_only`` leaves them to the run beside it, as ``hf.record_metrics`` does.
 
         Args:
             step: The step.
-            metrics: Numbers, possibly nested.
+            metrics: Numbers, as for :meth:`save`.
 
         Raises:
             CheckpointNotFoundError: There is no such step.

@@ -1,7 +1,12 @@
-"""Metrics of a step: one number out of all that a loop reports, which number is better, and the form to store."""
+"""Metrics of a step: one number out of all that a loop reports, which number is better, and the form to store.
+
+Metrics are a dictionary of numbers and of lists, arrays, dictionaries and other containers of them. What is no
+dictionary itself is kept in one under the name ``""``, and handed out as it was.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import logging
 import math
@@ -14,11 +19,13 @@ from ..errors import OptionError, shortened
 _logger = logging.getLogger("holdfast")
 
 # A metric's name, with ``/`` between the names of nested mappings, or a function of all metrics of a step.
-Metric = str | Callable[[Mapping[str, Any]], Any]
+Metric = str | Callable[[Any], Any]
 
 Mode = Literal["max", "min"]  # whether larger or smaller values are better
 
 _ABSENT = object()
+_WHOLE = ""  # the name of metrics that are no dictionary
+_MOST = 4096  # numbers of one array or list
 _OF_EVALUATION = re.compile(r"(val|valid|validation|eval|evaluation|test|dev)(?![a-z])", re.IGNORECASE)
 _PATIENCE = 1000  # steps that may come without an evaluation
 
@@ -34,7 +41,7 @@ def metric_value(metrics: Mapping[str, Any] | None, metric: Metric) -> float | N
     if isinstance(metric, str):
         return _rank(_lookup(metrics, metric))
     try:
-        return _rank(metric(metrics))
+        return _rank(metric(as_given(metrics)))
     except KeyError:
         return None
 
@@ -68,7 +75,7 @@ def _lookup(metrics: Mapping[str, Any], name: str) -> Any:
     cut = name.rfind("/")
     while cut >= 0:
         inner = metrics.get(name[:cut])
-        if isinstance(inner, Mapping):
+        if isinstance(inner, Mapping) or (inner := _entries(inner)):
             found = _lookup(inner, name[cut + 1 :])
             if found is not _ABSENT:
                 return found
@@ -103,20 +110,82 @@ def _rank(value: Any) -> float | None:
         return None
 
 
-def plain_metrics(metrics: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return metrics as nested dictionaries of plain numbers; fetches those that are still on a device."""
-    if not isinstance(metrics, Mapping):
-        raise OptionError(f"metrics must be a dictionary of numbers, not {type(metrics).__name__}")
-    found: dict[str, Any] = {}
-    for key, value in metrics.items():
-        name = f"{path}{key}"
-        if isinstance(value, Mapping):
-            found[str(key)] = plain_metrics(value, f"{name}/")
-        elif (number := number_of(value)) is not None:
-            found[str(key)] = number
-        else:
-            raise OptionError(f"metric {name!r} is not a number but {value!r:.60}")
+def named(metrics: Any) -> Mapping[str, Any]:
+    """Return metrics as a mapping."""
+    if isinstance(metrics, Mapping):
+        return metrics
+    fields = _fields(metrics)
+    return {_WHOLE: metrics} if fields is None else fields
+
+
+def as_given(metrics: Mapping[str, Any]) -> Any:
+    """Return metrics as the program gave them, which may be no dictionary."""
+    return metrics[_WHOLE] if metrics.keys() == {_WHOLE} else metrics
+
+
+def plain_metrics(metrics: Any, *, omitted: Callable[[str, Exception], None] | None = None) -> dict[str, Any]:
+    """Return metrics as nested dictionaries and lists of plain numbers; fetches those that are still on a device.
+
+    Args:
+        metrics: The metrics.
+        omitted: Called with the name of each entry that cannot be stored, and why; it is left out. None raises.
+
+    Raises:
+        OptionError: A value is neither a number nor a container of numbers, or has too many of them.
+    """
+    found: dict[str, Any] = _plain(named(metrics), "", omitted)
     return found
+
+
+def plain_containers(metrics: Mapping[str, Any]) -> Any:
+    """Return metrics with the containers that they are stored with; values on a device stay there."""
+    fields = _fields(metrics)
+    if fields is not None:
+        return {str(key): plain_containers(value) for key, value in fields.items()}
+    return [plain_containers(value) for value in metrics] if isinstance(metrics, (list, tuple)) else metrics
+
+
+def _plain(value: Any, path: str, omitted: Callable[[str, Exception], None] | None) -> Any:
+    fields = _fields(value)
+    if fields is not None:
+        found: dict[str, Any] = {}
+        for key, inner in fields.items():
+            try:
+                found[str(key)] = _plain(inner, f"{path}/{key}" if path else str(key), omitted)
+            except (OptionError, RuntimeError) as error:  # such as an array whose computation failed
+                if omitted is None:
+                    raise
+                omitted(f"{path}/{key}" if path else str(key), error)
+        return found
+    number = None if isinstance(value, (list, tuple)) else number_of(value)
+    if number is not None:
+        return number
+    shape = (len(value),) if isinstance(value, (list, tuple)) else getattr(value, "shape", ())
+    if not (isinstance(value, (list, tuple)) or (shape and hasattr(value, "tolist"))):
+        raise OptionError(f"metric {path!r} is not a number but {value!r:.60}")
+    if math.prod(shape) > _MOST:
+        raise OptionError(f"metric {path!r} has {math.prod(shape)} numbers, more than {_MOST}: save it as an item")
+    values = value if isinstance(value, (list, tuple)) else value.tolist()
+    return [_plain(inner, f"{path}/{place}", None) for place, inner in enumerate(values)]
+
+
+def _entries(value: Any) -> dict[str, Any]:
+    """Return the entries of a container that is no mapping, those of lists and arrays by their places."""
+    fields = _fields(value)
+    if fields is None and (isinstance(value, (list, tuple)) or bool(getattr(value, "shape", None))):
+        fields = {str(place): inner for place, inner in enumerate(value)}
+    return fields or {}
+
+
+def _fields(value: Any) -> dict[Any, Any] | None:
+    """Return the entries of a container with named entries; None for everything else."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return dict(zip(value._fields, value, strict=True))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+    return None
 
 
 # ---- metrics that do not come
@@ -172,7 +241,7 @@ def _missing(metrics: Mapping[str, Any], metric: Metric) -> str | None:
             return metric
         return None if math.prod(getattr(value, "shape", ())) == 1 else metric
     try:
-        return metric_name(metric) if metric(metrics) is None else None
+        return metric_name(metric) if metric(as_given(metrics)) is None else None
     except KeyError as error:
         return str(error.args[0]) if error.args else metric_name(metric)
     except Exception:  # which the save that ranks this step reports

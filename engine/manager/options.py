@@ -35,7 +35,7 @@ from .retention import (
 
 _ONLY_MANAGERS = ": only CheckpointManagerOptions takes it"
 
-BestFn = str | Callable[[Mapping[str, Any]], float]
+BestFn = str | Callable[[Any], float]
 BestMode = Literal["max", "min"]
 
 T = TypeVar("T")

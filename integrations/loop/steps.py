@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...engine.errors import CheckpointNotFoundError, OptionError, SaveFailedError, shortened
 from ...engine.generators import GlobalGenerators, capture
 from ...engine.handlers import PyTreeCheckpointHandler
-from ...engine.manager import CheckpointManager, number_of
+from ...engine.manager import CheckpointManager, plain_metrics
 from ...engine.pytree import FreshTypes
 from ...engine.stateful import encode_state, state_of
 from .extras import GLOBAL_GENERATORS, GRADIENTS, changes_in_place, is_own, moves, tree_of
@@ -259,12 +259,17 @@ def check_metrics(metrics: object) -> None:
 
 
 def host_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics as Python numbers, without what is not a number, such as a confusion matrix.
+    """Return metrics as Python numbers and lists of them, without what is neither, such as an image or text.
 
     All copies from a device are started before the first is waited for.
     """
+
+    def omitted(name: str, error: Exception) -> None:
+        if isinstance(error, RuntimeError):  # the computation failed, or the value was donated
+            logger.warning("the metric %s cannot be read, and is not stored: %s", name, error)
+
     _start_copies(metrics)
-    return _numbers(metrics)
+    return plain_metrics(metrics, omitted=omitted)
 
 
 def _start_copies(metrics: Mapping[str, Any]) -> None:
@@ -274,19 +279,3 @@ def _start_copies(metrics: Mapping[str, Any]) -> None:
         elif (start := getattr(value, "copy_to_host_async", None)) is not None:
             with contextlib.suppress(RuntimeError):  # reported when the value is read
                 start()
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    numbers: dict[str, Any] = {}
-    for name, value in metrics.items():
-        if isinstance(value, Mapping):
-            numbers[str(name)] = _numbers(value)
-            continue
-        try:
-            number = number_of(value)
-        except RuntimeError as error:  # its computation failed, or it was donated
-            logger.warning("the metric %s cannot be read, and is not stored: %s", name, error)
-            continue
-        if number is not None:
-            numbers[str(name)] = number
-    return numbers

@@ -448,16 +448,20 @@ def test_metrics_are_stored_as_numbers(tmp_path: Path) -> None:
         "lr": 0.125,
         "done": True,
         "half": jnp.bfloat16(1.5),
+        "halves": jnp.ones(2, jnp.bfloat16),
+        "image": np.zeros((80, 80)),
+        "names": ["a", "b"],
     }
     with CheckpointCallback(tmp_path) as checkpoint:
         checkpoint.on_step(1, state_at(1), metrics=metrics)
     assert hf.CheckpointManager(tmp_path).metrics(1) == {
         "loss": 0.5,
-        "val": {"accuracy": 0.25},
+        "val": {"accuracy": 0.25, "confusion": [[1, 0], [0, 1]]},
         "count": 3,
         "lr": 0.125,
         "done": True,
         "half": 1.5,
+        "halves": [1.0, 1.0],
     }
 
 

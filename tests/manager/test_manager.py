@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 import holdfast as hf
+from holdfast.cli.main import main
 from holdfast.engine.checkpoint.commit import PendingCheckpoint
 
 
@@ -254,6 +257,72 @@ def test_metrics_keep_their_values_over_a_restart(tmp_path: Path) -> None:
     assert found is not None
     assert np.isnan(found["nan"])
     assert {**found, "nan": 0} == {"nan": 0, "inf": float("-inf"), "count": 3, "nested": {"loss": 0.1}, "array": 1.0}
+
+
+class Scores(NamedTuple):
+    accuracy: float
+    losses: Any
+
+
+@dataclasses.dataclass
+class Report:
+    scores: Scores
+
+
+SCORES = Report(Scores(0.5, np.array([0.25, math.inf])))
+PLAIN = {"scores": {"accuracy": 0.5, "losses": [0.25, math.inf]}}
+
+
+@pytest.mark.parametrize(
+    ("given", "best_fn", "stored"),
+    [
+        ({"loss": [0.5, 2]}, lambda metrics: sum(metrics["loss"]), {"loss": [0.5, 2]}),
+        ({"loss": (0.5, np.float32(2))}, lambda metrics: metrics["loss"][1], {"loss": [0.5, 2.0]}),
+        ({"loss": np.eye(2)}, lambda metrics: metrics["loss"][1][1], {"loss": [[1.0, 0.0], [0.0, 1.0]]}),
+        ({"heads": [{"loss": 1}, {"loss": 2}]}, "heads/1/loss", {"heads": [{"loss": 1}, {"loss": 2}]}),
+        ({"empty": [], "loss": 1}, "loss", {"empty": [], "loss": 1}),
+        (0.5, lambda metrics: metrics, 0.5),
+        (np.float32(0.5), lambda metrics: metrics, 0.5),
+        ([0.5, 2], lambda metrics: metrics[1], [0.5, 2]),
+        (np.arange(3), lambda metrics: metrics[1], [0, 1, 2]),
+        (Scores(0.5, [1]), lambda metrics: metrics["accuracy"], {"accuracy": 0.5, "losses": [1]}),
+        (SCORES, lambda metrics: metrics["scores"]["losses"][0], PLAIN),
+        (SCORES, "scores/losses/1", PLAIN),
+    ],
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_metrics_may_be_any_containers_of_numbers(
+    tmp_path: Path, given: Any, best_fn: Any, stored: Any, late: bool
+) -> None:
+    """They are the same for ``best_fn`` when the step is saved and after a restart."""
+    options = hf.CheckpointManagerOptions(save_on_best=not late, best_fn=best_fn, best_mode="max", max_to_keep=1)
+    with hf.CheckpointManager(tmp_path, options=options) as manager:
+        assert manager.save(1, tree(1), metrics=None if late else given, force=late)
+        if late:
+            manager.record_metrics(1, given)
+        manager.wait_until_finished()
+        assert manager.best_step() == 1
+        assert manager.metrics(1) == stored
+    with hf.CheckpointManager(tmp_path, options=options) as manager:
+        assert manager.best_step() == 1
+        assert manager.metrics(1) == stored
+        assert manager.should_save(2, metrics=given) == late, "it is no better"
+    assert main(["ls", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"names": ["a"]}, "metric 'names/0' is not a number but 'a'"),
+        ("low", "metric '' is not a number but 'low'"),
+        ({"image": np.zeros((80, 80))}, "metric 'image' has 6400 numbers, more than 4096: save it as an item"),
+        ({"object": object()}, "metric 'object' is not a number"),
+    ],
+)
+def test_metrics_that_are_no_numbers(tmp_path: Path, given: Any, said: str) -> None:
+    with hf.CheckpointManager(tmp_path) as manager, pytest.raises(hf.OptionError, match=said):
+        manager.save(1, tree(1), metrics=given)
+    assert not (tmp_path / "1").exists()
 
 
 def test_a_save_that_is_refused_leaves_nothing(tmp_path: Path) -> None:

@@ -127,10 +127,10 @@ class SeveralNumbers:
 
 
 @pytest.mark.parametrize(
-    "value", ["0.5", b"0.5", None, 1j, [0.5], np.array([1.0, 2.0]), SeveralNumbers()], ids=plain_id
+    "value", ["0.5", b"0.5", None, 1j, ["0.5"], np.array(["a", "b"]), SeveralNumbers()], ids=plain_id
 )
 def test_what_is_no_number_is_refused(value: Any) -> None:
-    with pytest.raises(OptionError, match="metric 'val/loss' is not a number"):
+    with pytest.raises(OptionError, match=r"metric 'val/loss(/0)?' is not a number"):
         plain_metrics({"val": {"loss": value}})
 
 

@@ -272,11 +272,11 @@ def test_a_copy_gives_way_to_a_save(
     tmp_path: Path, place: str, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     monkeypatch.setattr(copying, "BESIDE", 1e-3)  # bytes a second: nothing arrives beside a save
-    saving, given_way = threading.Event(), threading.Event()
+    second, saving, given_way = threading.Event(), threading.Event(), threading.Event()
     complete, take = saves.Save.complete, copying.Throttle.take
 
     def completes(save: saves.Save) -> Any:
-        if gate.is_set():
+        if second.is_set():
             assert saving.wait(60)
             if end == "it fails":
                 raise hf.StorageFullError("full")
@@ -292,8 +292,9 @@ def test_a_copy_gives_way_to_a_save(
     with manager(tmp_path / "run", place) as run:
         run.save(1, tree(1))
         wait_until(run, lambda status: status.copying == 1)
-        gate.set()
+        second.set()
         run.save(2, tree(2))
+        gate.set()  # not before the save has begun, or the copy may be done by then
         assert given_way.wait(60)
         assert steps(place) == []
         if end == "the run ends":
