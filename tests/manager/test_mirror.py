@@ -283,7 +283,9 @@ def test_a_copy_gives_way_to_a_save(
         return complete(save)
 
     def takes(throttle: copying.Throttle, count: int, *, sent: bool = True) -> None:
-        if gate.is_set() and throttle._gives_way():
+        while not gate.wait(0.01) and not throttle._ended():
+            pass
+        if throttle._gives_way():
             given_way.set()
         take(throttle, count)
 
