@@ -51,8 +51,11 @@ class TorchDescriber:
         self._later = later
         self._copies: dict[int, Any] = {}
         self._devices: set[Any] = set()
+        self._axes: dict[Mesh, set[int]] = {}  # of each root mesh, those that DTensors of the tree are spread over
 
     def prepare(self, value: Any) -> None:
+        if is_dtensor(value) and (place := _place_in_root(value.device_mesh)) is not None:
+            self._axes.setdefault(place[0], set()).update(place[1])
         if value.device.type not in _ON_HOST and _why_not(self._torch, value) is None:
             overlaps = value.device.type in _ASYNCHRONOUS
             own = self._own(value) if is_dtensor(value) else value.detach()
@@ -72,7 +75,7 @@ class TorchDescriber:
 
     def describe_distributed(self, value: Any) -> ArrayLeaf:
         """Describe a DTensor: the part that this process holds, and which process holds which part."""
-        sharding = sharding_of(value)
+        sharding = self._sharding(value)
         array, volatile, encoding = self._array(value, self._own(value))
         shape, parts = sharding.shape, sharding.parts()
         share = sharding.share(self._rank)
@@ -90,6 +93,20 @@ class TorchDescriber:
         if value.requires_grad:
             details["requires_grad"] = True
         return ArrayLeaf(array.dtype, shape, pieces, volatile, details, parts if self._count > 1 else None)
+
+    def _sharding(self, value: Any) -> DTensorSharding:
+        """Return the sharding of a DTensor among all processes that have it, however many meshes it is on.
+
+        In a tree that is spread over two axes of a mesh, such as those of tensor parallelism and FSDP2, a parameter on
+        one of them is the same along the other. A mesh's axis that no DTensor of the tree is spread over, such as that
+        of the stages of a pipeline, may have other parameters in each place.
+        """
+        sharding, place = sharding_of(value), _place_in_root(value.device_mesh)
+        more = () if place is None else tuple(sorted(self._axes.get(place[0], set()) - place[1]))
+        if place is None or not more:
+            return sharding
+        copies = tuple([Division(None)] * len(more))
+        return DTensorSharding(_repeated(sharding.mesh, place[0], more), copies + sharding.divisions, sharding.shape)
 
     @cached_property
     def _rank(self) -> int:
@@ -565,5 +582,36 @@ def _mesh(mesh: Any) -> Mesh:
     return found
 
 
+def _place_in_root(mesh: Any) -> tuple[Mesh, frozenset[int]] | None:
+    """Return the mesh that a mesh was cut from, and the axes of it that it has all of; None where it has others."""
+    if mesh not in _places:
+        torch: Any = loaded("torch")
+        get = getattr(mesh, "_get_root_mesh", None)  # in earlier versions of torch, a function of the module
+        found = torch.distributed.device_mesh._mesh_resources.get_root_mesh(mesh) if get is None else get()
+        root, own = _mesh(found), _mesh(mesh)
+        _places[mesh] = None
+        if root.coordinates.keys() >= set(own.processes):
+            places = [root.coordinates[process] for process in own.processes]
+            axes = frozenset(axis for axis, indices in enumerate(zip(*places, strict=True)) if len({*indices}) > 1)
+            if math.prod(root.shape[axis] for axis in axes) == len(places):
+                _places[mesh] = root, axes
+    return _places[mesh]
+
+
+@lru_cache(maxsize=64)
+def _repeated(mesh: Mesh, root: Mesh, axes: tuple[int, ...]) -> Mesh:
+    """Return a mesh with its copies along other axes of the root, which come first."""
+    ranks = {place: process for process, place in root.coordinates.items()}
+    processes = []
+    for indices in itertools.product(*(range(root.shape[axis]) for axis in axes)):
+        for process in mesh.processes:
+            moved = dict(zip(axes, indices, strict=True))
+            place = root.coordinates[process]
+            processes.append(ranks[tuple(moved.get(axis, index) for axis, index in enumerate(place))])
+    shape, names = (tuple(values[axis] for axis in axes) for values in (root.shape, root.names))
+    return _interned((*shape, *mesh.shape), tuple(processes), (*names, *mesh.names))
+
+
+_places: weakref.WeakKeyDictionary[Any, tuple[Mesh, frozenset[int]] | None] = weakref.WeakKeyDictionary()
 _known: weakref.WeakKeyDictionary[Any, Mesh] = weakref.WeakKeyDictionary()
 _interned = lru_cache(maxsize=64)(Mesh)  # equal meshes are one object, which is quickly found in other caches
