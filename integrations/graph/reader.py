@@ -15,13 +15,16 @@ import numpy as np
 
 from ...engine.checkpoint import Place, has_record
 from ...engine.errors import DamagedCheckpointError, ObjectNotFoundError, OptionError, shortened
+from ...engine.pytree import escape_key
 from ...engine.sources import find_steps, recognise
 from ...engine.storage import Location, as_location
+from ..formats.tensorflow.tree import ATTRIBUTES, VALUE, object_path
 from .paths import Path, format_node_path, parse_path
 from .saved import SavedGraph
 from .stored import StoredGraph, open_graph
 
 _logger = logging.getLogger("holdfast")
+_SUFFIX = f"/{ATTRIBUTES}/{VALUE}"  # ends the names of TensorFlow
 
 
 class GraphView:
@@ -76,7 +79,7 @@ class CheckpointReader:
     """One checkpoint, opened for reading.
 
     Values have their paths as names. Those that TensorFlow wrote have TensorFlow's names, such as
-    ``net/l1/kernel/.ATTRIBUTES/VARIABLE_VALUE``, and can be read by their paths as well.
+    ``net/l1/kernel/.ATTRIBUTES/VARIABLE_VALUE``. Both kinds of names read a value of any checkpoint.
 
     Args:
         stored: Its graph, opened for reading.
@@ -110,7 +113,7 @@ class CheckpointReader:
 
     def has_tensor(self, path: str) -> bool:
         """Return whether any path, or a name of TensorFlow's, leads to a value."""
-        return path in self._named or path in self._values or (path != "" and self._name(path) is not None)
+        return path in self._named or self._name(path) is not None
 
     def get_tensor(self, path: str) -> Any:
         """Read a value.
@@ -127,14 +130,18 @@ class CheckpointReader:
         """
         if self._stored.variables is not None and path in self._named:
             return self._stored.variables.read(path)
-        name = self._values.get(path) or self._name(path)
+        name = self._name(path)
         if name is None:
             some = shortened(self._named or self._values)
             raise ObjectNotFoundError(f"{self.path} has no value at {path!r}; it has {some}")
         return self._stored.load([name])[0]
 
     def _name(self, path: str) -> str | None:
-        number = self._stored.graph.find(parse_path(path))
+        """Return the storage name of the value that a path or a name of TensorFlow's leads to."""
+        if path in self._values or path == "":
+            return self._values.get(path)
+        tensorflow = path.endswith(_SUFFIX)
+        number = self._stored.graph.find(tuple(map(escape_key, object_path(path))) if tensorflow else parse_path(path))
         return None if number is None else self._stored.graph.nodes[number].value
 
     def _leaves(self) -> Iterator[tuple[str, str]]:

@@ -120,6 +120,25 @@ def test_t23_inspect(saved: str) -> None:
         assert not reader.has_tensor("net")
         with pytest.raises(hf.ObjectNotFoundError, match="nat/bias"):
             reader.get_tensor("nat/bias")
+        leads = {"net/bias": True, "alias/b": True, "odd/a.Sb.Sc": True, "net": False, "nat/b": False}
+        for name, there in leads.items():
+            assert reader.has_tensor(f"{name}/.ATTRIBUTES/VARIABLE_VALUE") is there
+        assert reader.get_tensor("alias/b/.ATTRIBUTES/VARIABLE_VALUE").tolist() == [0, 1, 2]
+        with pytest.raises(hf.ObjectNotFoundError, match=r"nat/b/\.ATTRIBUTES"):
+            reader.get_tensor("nat/b/.ATTRIBUTES/VARIABLE_VALUE")
+
+
+def test_a_name_of_tensorflow_leads_to_what_an_optimizer_keeps(place: str) -> None:
+    net = torch.nn.Linear(1, 1)
+    adam = torch.optim.Adam(net.parameters())
+    net(torch.ones(1)).backward()
+    adam.step()
+    reader = graph.load_checkpoint(graph.Checkpoint(net=net, adam=adam).save(f"{place}/slots"))
+    name = "net/weight/.OPTIMIZER_SLOT/adam/exp_avg/.ATTRIBUTES/VARIABLE_VALUE"
+    assert reader.get_tensor(name) == adam.state[net.weight]["exp_avg"]
+
+
+def test_t23_nothing_to_inspect(saved: str) -> None:
     with pytest.raises(hf.CheckpointNotFoundError):
         graph.load_checkpoint(f"{saved}/nothing")
 
