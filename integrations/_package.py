@@ -93,6 +93,7 @@ if TYPE_CHECKING:
     from .engine.manager import Decision as Decision
     from .engine.manager import Mirror as Mirror
     from .engine.manager import MirrorStatus as MirrorStatus
+    from .engine.manager import Peek as Peek
     from .engine.manager import Restored as Restored
     from .engine.manager import copy_checkpoint as copy_checkpoint
     from .engine.manager import event_scalars as event_scalars
@@ -134,8 +135,8 @@ _HOMES = {
     """,
     "engine.inspection": "CheckpointSummary LeafSummary describe list_checkpoints",
     "engine.manager": """
-        CheckpointManager CheckpointManagerOptions CopyReport Decision Mirror MirrorStatus Restored copy_checkpoint
-        event_scalars record_metrics
+        CheckpointManager CheckpointManagerOptions CopyReport Decision Mirror MirrorStatus Peek Restored
+        copy_checkpoint event_scalars record_metrics
     """,
     "engine.pytree": "LeafMetadata Transform apply_transformations",
     "engine.stateful": "skip_to",

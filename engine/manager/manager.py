@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar, overload
@@ -62,6 +62,26 @@ class Restored:
     step: int
     items: Any
     skipped: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peek:
+    """What a restore would take, without the state.
+
+    Attributes:
+        step: The step; None for a checkpoint without a number.
+        extras: What was saved beside the state by name, as it is loaded without a template; for a checkpoint of
+            ``holdfast.graph``, its numbers and texts by their paths.
+        metrics: The metrics that are stored with it, or None.
+        metadata: The facts about the run that are stored beside the checkpoints, or None.
+        custom_metadata: What was passed as ``custom_metadata`` when it was saved, or None.
+    """
+
+    step: int | None
+    extras: Mapping[str, Any]
+    metrics: Any = None
+    metadata: Mapping[str, Any] | None = None
+    custom_metadata: Mapping[str, Any] | None = None
 
 
 class CheckpointManager:
@@ -428,6 +448,46 @@ class CheckpointManager:
                     [f"step {step}: {one.what}" for step, one in skipped],
                 )
             )
+        return None
+
+    def peek(self, items: Collection[str] = (), *, step: int | None = None) -> Peek | None:
+        """Look at what a restore would take, before it: a program may have to be built for the step it resumes from.
+
+        Only the items that are named are read. So a step whose other items turn out to be damaged is passed over by the
+        restore alone. Nothing is noted of it: the run has resumed from nothing.
+
+        Args:
+            items: The items to read, such as ``["extras"]``.
+            step: The step; None is the newest that is whole as far as it is read.
+
+        Returns:
+            The step with these items as ``extras``, or None if the directory holds no checkpoint.
+
+        Raises:
+            CheckpointNotFoundError: There is no such step.
+            NoWholeCheckpointError: There are checkpoints, and all of them are damaged.
+        """
+        self._background.join()
+        if step is None:
+            steps = self._processes.decide("steps", self._steps_of_both_places)
+        else:
+            steps = [(valid_step(step), True)]
+            if self._mirror is not None:
+                self.fetch(step)
+        damaged = []
+        for number, is_here in reversed(steps):
+            if not is_here and not self._fetch(number):
+                continue
+            found, damage = self._restore_everywhere(number, dict.fromkeys(items), {}) if items else ({}, None)
+            if damage is None:
+                custom = self.custom_metadata(number)
+                run = self._run.stored_metadata()
+                return Peek(
+                    step=number, extras=found, metrics=self.metrics(number), metadata=run, custom_metadata=custom
+                )
+            damaged.append(f"step {number}: {damage.what}")
+        if damaged:
+            raise NoWholeCheckpointError(itemized(f"{self.directory}: nothing can be read:", damaged))
         return None
 
     def _steps_of_both_places(self) -> list[tuple[int, bool]]:

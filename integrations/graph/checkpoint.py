@@ -19,11 +19,12 @@ from ...engine.errors import (
     TreeMismatchError,
 )
 from ...engine.format import RECORD, CheckpointRecord, ItemRecord
+from ...engine.manager import Peek
 from ...engine.pytree import Patterns, collection_paused
 from ...engine.storage import Location, as_location
 from .capture import CapturedGraph, capture
 from .paths import Path, format_node_path
-from .reader import locate, numbers_of
+from .reader import locate, numbers_of, plain_values
 from .restoration import Restoration, RestoreStatus, check_restored, describe_no_match
 from .saved import Rename
 from .stored import GraphCheckpointHandler, StoredGraph, open_graph
@@ -213,6 +214,24 @@ class Checkpoint(Node):
         """
         stored = self._open(path)
         return self._restore(stored, partial=partial, counts=False, rename=rename, select=select, exclude=exclude)
+
+    def peek(self, path: Place) -> Peek:
+        """Look at what a restore would take: the step, and the numbers and texts of the program.
+
+        For programs that have to build objects for the step that they resume from. Nothing changes.
+
+        Args:
+            path: A checkpoint, or a directory of numbered ones, whose newest is taken.
+
+        Returns:
+            The step, metrics, and numbers and texts by their paths, such as ``{"epoch": 3}``; not those of optimizers,
+            modules and objects with a state of their own.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            DamagedCheckpointError: It does not verify.
+        """
+        return plain_values(self._open(path))
 
     # ---- internal
 

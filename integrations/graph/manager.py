@@ -14,7 +14,7 @@ from ...engine.checkpoint import AsyncCheckpointer, Checkpointer, Place
 from ...engine.clock import Clock, SystemClock
 from ...engine.errors import CheckpointExistsError, OptionError, SaveFailedError
 from ...engine.manager import CheckpointManager as StepManager
-from ...engine.manager import CheckpointManagerOptions, Mirror, Rule, StepInfo, list_steps
+from ...engine.manager import CheckpointManagerOptions, Mirror, Peek, Rule, StepInfo, list_steps
 from ...engine.storage import as_location
 from .checkpoint import Checkpoint
 from .reader import numbers_of
@@ -209,6 +209,11 @@ class CheckpointManager:
             return None
         self.status = restored.items
         return self._path(restored.step)
+
+    def peek(self) -> Peek | None:
+        """Look at the newest checkpoint, as `Checkpoint.peek` does; None if there is none."""
+        newest = self.latest_checkpoint
+        return None if newest is None else self._checkpoint.peek(newest)
 
     def note_restore(self, stored: StoredGraph) -> None:
         """Count the interval from a checkpoint that was restored, if it is one of this directory."""

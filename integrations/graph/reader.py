@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.checkpoint import Place, has_record
+from ...engine.checkpoint import Place, has_record, read_record
 from ...engine.errors import DamagedCheckpointError, ObjectNotFoundError, OptionError, shortened
+from ...engine.manager import Peek
 from ...engine.pytree import escape_key
 from ...engine.sources import find_steps, recognise
 from ...engine.storage import Location, as_location
@@ -22,6 +23,9 @@ from ..formats.tensorflow.tree import ATTRIBUTES, VALUE, object_path
 from .paths import Path, format_node_path, parse_path
 from .saved import SavedGraph
 from .stored import StoredGraph, open_graph
+from .values import PLAIN_KINDS
+from .views import COUNTER
+from .walk import GROUPS, OPTIMIZER_SLOTS
 
 _logger = logging.getLogger("holdfast")
 _SUFFIX = f"/{ATTRIBUTES}/{VALUE}"  # ends the names of TensorFlow
@@ -165,6 +169,21 @@ def load_checkpoint(path: Place) -> CheckpointReader:
         DamagedCheckpointError: It does not verify.
     """
     return CheckpointReader(open_graph(locate(path)))
+
+
+def plain_values(stored: StoredGraph) -> Peek:
+    """Read the numbers and texts of a checkpoint that are no part of optimizers and of the states of objects."""
+    graph = stored.graph
+    options = [graph.path(node.edges[GROUPS]) for node in graph.nodes if node.groups and GROUPS in node.edges]
+    found: dict[str, str] = {}
+    for number, node in graph.values():
+        leaf, path = stored.leaves.get(str(node.value)), graph.path(number)
+        inside = OPTIMIZER_SLOTS in path or any(path[: len(one)] == one for one in options)
+        if leaf is not None and leaf.saved.kind in PLAIN_KINDS and path != (COUNTER,) and not inside:
+            found[format_node_path(path)] = leaf.name
+    values = stored.load(list(found.values()))
+    step = read_record(stored.checkpoint).step if has_record(stored.checkpoint) else None
+    return Peek(step=step, extras=dict(zip(found, values, strict=True)))
 
 
 def numbers_of(directory: Location, name: str) -> list[int]:

@@ -18,7 +18,7 @@ from ...engine.distributed import ProcessGroup
 from ...engine.errors import StateError
 from ...engine.generators import GlobalGenerators
 from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHandler
-from ...engine.manager import CheckpointManager, described, reached
+from ...engine.manager import CheckpointManager, Peek, described, reached
 from ...engine.sources import Misfits
 from ..options import documents, takes
 from .announce import announce
@@ -26,7 +26,7 @@ from .extras import GLOBAL_GENERATORS, check_extras, check_no_options, fresh_ext
 from .initial import InitialState
 from .objects import adapter_for
 from .preemption import PREEMPTED, WITHOUT_GRACE, GraceCheck, PreemptionSignal
-from .resuming import all_steps, check_resume, restore, unfinished_neighbour, warn_of_misfits
+from .resuming import all_steps, check_resume, peek, restore, unfinished_neighbour, warn_of_misfits
 from .states import LoopArguments, StateAdapter
 from .steps import StepSaver, check_metrics
 from .stopping import AgreedStop, Stop, part
@@ -270,6 +270,26 @@ class CheckpointCallback:
         state = initial.completed(adapter, restored.state)
         self._begin_steps(state, extras)
         return state, restored.step
+
+    def peek(self) -> Peek | None:
+        """Look at what ``restore_or_initialize`` will take, before the state is built.
+
+        For programs whose state depends on the step: pruned layers, groups of parameters that were added.
+        All processes call it together. The step is that of ``resume``; only its extras are read, so that a step whose
+        state turns out to be damaged is passed over by the restore alone.
+
+        Returns:
+            Step, extras, metrics and metadata, or None for a fresh start. The extras of objects are the states that
+            their methods have returned; arrays are those of numpy, and tensors of torch where the program has imported
+            it.
+
+        Raises:
+            CheckpointNotFoundError: ``resume`` names a step that is not there, or ``"must"``, and there is none.
+            NoWholeCheckpointError: There are checkpoints, but all of them are damaged.
+        """
+        if self._options.resume == "must":
+            check_resume("must", all_steps(self._manager.directory), self._manager.directory)
+        return peek(self._manager, self._options.resume)
 
     def on_step(self, step: int, state: Any, *, metrics: Mapping[str, Any] | None = None, **extras: Any) -> StepOutcome:
         """Report that an update is done, and save if a save is due. Call it after every update.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import glob
 import logging
 import os
@@ -16,11 +17,12 @@ from ...engine.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     HoldfastError,
+    StateError,
     TreeMismatchError,
     shortened,
     shortened_steps,
 )
-from ...engine.manager import EVENTS, CheckpointManager, Restored, has_finished, list_steps, newest_step
+from ...engine.manager import EVENTS, CheckpointManager, Peek, Restored, has_finished, list_steps, newest_step
 from ...engine.sources import Misfits
 from ...engine.stateful import decode_state, is_stream
 from ...engine.storage import Location, as_location
@@ -194,6 +196,25 @@ def restore(
         manager.note_resume(chosen)  # warns of the later steps
     warn_of_misfits(adapter.misfits, f"step {step}", "state")
     return Resumed(step, state, values)
+
+
+def peek(manager: CheckpointManager, resume: Resume) -> Peek | None:
+    """Read the extras of the checkpoint that :func:`restore` would take, and what is stored with it."""
+    if resume == "never":
+        return None
+    found = manager.peek(["extras", "process"], step=resume_step(resume, manager))
+    if found is None:
+        return None
+    saved = {**(found.extras.get("extras") or {}), **(found.extras.get("process") or {})}
+    given = {name: value for name, value in saved.items() if name not in (GRADIENTS, GLOBAL_GENERATORS)}
+    return dataclasses.replace(found, extras={name: _decoded(value) for name, value in given.items()})
+
+
+def _decoded(value: Any) -> Any:
+    try:
+        return decode_state(value)
+    except StateError:  # of a class that the program does not have yet
+        return value
 
 
 def warn_of_misfits(misfits: Misfits | None, place: str, what: str) -> None:
