@@ -10,7 +10,7 @@ import hashlib
 import re
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,7 @@ from .assignment import WriteAssignment
 from .plan import CHECKSUM_BYTES, Catalog, Integers
 
 _MAGIC = b"HfFragm\0"
-_VERSION = 3
+_VERSION = 4
 _DIGEST_BYTES = 16
 _TOKEN = 4  # bytes
 _DATA_PATH = re.compile(r"d/[0-9a-f]{8}\.[0-9]+\.[0-9]+")
@@ -143,13 +143,14 @@ def make_fragment(
     table: NDArray[np.int64],
     sizes: Sequence[int],
     shared: Sequence[str] = (),
+    values: Mapping[str, str] | None = None,
 ) -> bytes:
     """Encode what a process wrote: rows of array, number in the array, file, offset, length and checksum.
 
-    ``shared`` are the paths of the last files, which belong to earlier saves, too.
+    ``shared`` are the paths of the last files, which belong to earlier saves, too; ``values`` go to `Catalog.lines`.
     """
     # Process 0 knows its own tree.
-    digest, description = _describe(catalog.lines()) if member.index else (bytes(_DIGEST_BYTES), b"")
+    digest, description = _describe(catalog.lines(values or {})) if member.index else (bytes(_DIGEST_BYTES), b"")
     return Fragment(
         process=member.index,
         processes=member.count,
@@ -184,8 +185,13 @@ def _described_lines(description: bytes, source: str) -> list[str]:
         ) from error
 
 
-def merge_fragments(catalog: Catalog, fragments: Sequence[bytes]) -> tuple[ArrayIndex, dict[str, FileRecord]]:
-    """Merge the fragments of all processes, in their order, into an index and the data files by path."""
+def merge_fragments(
+    catalog: Catalog, fragments: Sequence[bytes], values: Mapping[str, str] | None = None
+) -> tuple[ArrayIndex, dict[str, FileRecord]]:
+    """Merge the fragments of all processes, in their order, into an index and the data files by path.
+
+    ``values`` are those of process 0, which all processes must have.
+    """
     total = int(catalog.starts[-1])
     file_ids = np.full(total, -1, np.int32)
     offsets, lengths = np.zeros(total, np.int64), np.zeros(total, np.int64)
@@ -208,7 +214,7 @@ def merge_fragments(catalog: Catalog, fragments: Sequence[bytes]) -> tuple[Array
             )
         if process:
             if not own:
-                own = catalog.lines()
+                own = catalog.lines(values or {})
                 digest, _ = _describe(own)
             if fragment.digest != digest:
                 raise _mismatch(process, own, _described_lines(fragment.description, source))
@@ -307,6 +313,8 @@ def _mismatch(process: int, own: Sequence[str], theirs: Sequence[str]) -> TreeMi
         elif here != there:
             differences.append(f"{format_path(name)}: process 0 has {here}, process {process} has {there}")
     return TreeMismatchError(
-        f"process {process} saves another tree than process 0; every process must save the same leaves:",
+        f"process {process} saves another tree than process 0, and nothing was committed: every process must save the "
+        "same leaves, numbers and plain values, or a resume would give some of them those of another one. What differs "
+        "on purpose is an extra of its own in a callback, and an item of hf.PerProcessCheckpointHandler in a manager:",
         first_lines(differences),
     )

@@ -259,10 +259,15 @@ class Catalog:
         order = np.lexsort((numbers, self.positions[arrays]))
         return arrays[order], numbers[order]
 
-    def lines(self) -> list[str]:
-        """Describe every leaf in a line: its name, a tab, and all that must be the same on every process."""
-        found = [f"{name}\t{encoding.text}" for name, encoding in zip(self.names, self.encodings, strict=True)]
-        return found + [f"{name}\ta value" for name in sorted(self._values)]
+    def lines(self, values: Mapping[str, str]) -> list[str]:
+        """Describe every leaf in a line: its name, a tab, and all that must be the same on every process.
+
+        Args:
+            values: The values of leaves by name, as text on one line; those of plain values and numbers.
+        """
+        described = zip(self.names, self.encodings, strict=True)
+        found = [f"{name}\t{values.get(name, encoding.text)}" for name, encoding in described]
+        return found + [f"{name}\t{values.get(name, 'a value')}" for name in sorted(self._values)]
 
 
 def _encoding(name: str, leaf: ArrayLeaf, limit: int, level: int | None) -> ArrayEncoding:

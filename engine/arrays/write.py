@@ -6,6 +6,7 @@ as a checkpoint.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
 import uuid
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from ..distributed import ProcessInfo
 from ..errors import OptionError, UnsupportedLeafError
 from ..format import FileRecord, crc32c, encode_document
-from ..pytree import ArrayLeaf, Box, Details, Piece, TreeDef, format_path, to_document
+from ..pytree import ArrayLeaf, Box, Details, Piece, TreeDef, ValueLeaf, format_path, to_document
 from ..storage import DataFile, Location, Segment
 from .assignment import WriteAssignment
 from .encode import ChunkToCompress, Source, segment_parts, write_compressed
@@ -47,6 +48,8 @@ TREE_KIND = "tree"
 
 _ALONE = ProcessInfo()
 _WORTH = 64 << 10  # bytes a leaf; to copy less takes no longer than to find out which process writes it
+_ARRAYS = {"numpy", "jax", "torch", "key"}  # kinds of leaves that are arrays
+_SHOWN = 60  # characters of a value in an error
 _NAME_LIMIT = 60_000  # bytes; the index adds the numbers of chunks to a name
 
 
@@ -181,7 +184,8 @@ class TreeWriter:
             data.sync_directory()
         if self.when_written is not None:
             self.when_written()
-        return make_fragment(self._catalog, member, token, table, sizes, [file.path for file in linked])
+        values = _plain_values(self._tree) if member.index else None  # process 0 compares its own in merge()
+        return make_fragment(self._catalog, member, token, table, sizes, [file.path for file in linked], values)
 
     def _in_turn(self, chunks: ChunkIds) -> Iterator[list[tuple[int, int]]]:
         """Generate groups of chunks that are on the host: the first are written while others are under way."""
@@ -236,7 +240,8 @@ class TreeWriter:
 
     def merge(self, location: Location, fragments: Sequence[bytes]) -> dict[str, FileRecord]:
         """Write the index over the chunks of all processes and the tree's structure, durably; on process 0 only."""
-        index, written = merge_fragments(self._catalog, fragments)
+        values = _plain_values(self._tree) if len(fragments) > 1 else None
+        index, written = merge_fragments(self._catalog, fragments, values)
         manifest, nodes = index.encode(node_file=INDEX, database_id=uuid.uuid4().bytes, created_ns=time.time_ns())
         try:
             structure = self.plan.document(self._tree, self._catalog.documents(self._tree.leaves))
@@ -292,6 +297,32 @@ class TreeWriter:
         return sources
 
 
+def _plain_values(tree: HostTree) -> dict[str, str]:
+    """Return the values of a tree that are no arrays, by name: what processes at different steps differ in.
+
+    Single numbers count where every process has the whole of them, whatever library they are of: that is what steps
+    and counts of optimizers are.
+    """
+    found = {}
+    for name, leaf in zip(tree.names, tree.leaves, strict=True):
+        if isinstance(leaf, ValueLeaf):
+            kind, *values = leaf.details.values() if list(leaf.details)[:1] == ["kind"] else (leaf.details,)
+            found[name] = _on_one_line(" ".join(["a value of kind", str(kind), *map(repr, values)]))
+        elif leaf.parts is None and leaf.pieces and (leaf.details["kind"] not in _ARRAYS or leaf.shape == ()):
+            array, kind = np.asarray(leaf.pieces[0].array), leaf.details["kind"]
+            text = str(array) if leaf.shape == () else f"{list(leaf.shape)} {array.tobytes().hex()}"
+            found[name] = _on_one_line(f"{leaf.dtype if kind in _ARRAYS else kind} {text}")
+    return found
+
+
+def _on_one_line(text: str) -> str:
+    """Return a text on one line; a digest of it replaces what is too long for an error."""
+    if len(text) <= _SHOWN and text.isprintable():
+        return text
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return f"{''.join(filter(str.isprintable, text[:_SHOWN]))}... (digest {digest})"
+
+
 def _raw(piece: Piece, extra: int) -> Piece:
     """Return a piece as bytes, with one more axis for the bytes of an element."""
     array = np.ascontiguousarray(piece.array).reshape(piece.array.shape)
@@ -311,7 +342,7 @@ def _needed(catalog: Catalog, leaves: Sequence[HostLeaf], chunks: ChunkIds) -> l
         leaf = leaves[position]
         # Elements stored as bytes have an axis that the leaf does not have.
         spec, extra = encoding.spec, encoding.stored.extra
-        if isinstance(leaf, ArrayLeaf) and leaf.volatile and len(own) < spec.chunks and extra is None:
+        if isinstance(leaf, ArrayLeaf) and leaf.volatile and len(own) < spec.chunks and extra is None and leaf.shape:
             boxes = list(_boxes(spec, own))
             found[position] = replace(leaf, pieces=[part for piece in leaf.pieces for part in _parts(piece, boxes)])
     return found

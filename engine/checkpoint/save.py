@@ -125,7 +125,7 @@ class Save:
         self.in_background = any(item.background for item in items.values())
         self._role: Primary | Worker
         if rendezvous is not None and rendezvous.index > 0:
-            self._role = Worker(location, rendezvous, timeout)
+            self._role = Worker(location, items, rendezvous, timeout)
         else:
             try:
                 self._role = Primary(
@@ -311,8 +311,9 @@ class Primary:
 class Worker:
     """Any process but process 0: it writes its share and leaves what process 0 needs to know of it in a file."""
 
-    def __init__(self, location: Location, rendezvous: Rendezvous, timeout: float) -> None:
+    def __init__(self, location: Location, items: Iterable[str], rendezvous: Rendezvous, timeout: float) -> None:
         self._location = location
+        self._items = sorted(items)
         self._rendezvous = rendezvous
         self._timeout = timeout
         self._folders: dict[str, Location] | None = None
@@ -329,6 +330,12 @@ class Worker:
                 raise StateError(
                     f"process {self._rendezvous.index} saves to {self._location.url}, and process 0 to {plan['path']}; "
                     "all processes have to save to the same path, or each alone, with coordinator=hf.Alone()"
+                )
+            if sorted(plan["folders"]) != self._items:
+                raise StateError(
+                    f"process {self._rendezvous.index} saves the items {self._items} of {self._location.url}, and "
+                    f"process 0 {sorted(plan['folders'])}; all processes have to save the same ones: give each "
+                    "the same items, and the same kinds of extras"
                 )
             self._token = plan["token"]
             self._folders = {name: self._location / folder for name, folder in plan["folders"].items()}

@@ -290,7 +290,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
     ),
     "missing": ({"narrow": None}, "narrow: process 0 has bool.*, process 2 has a value"),
     "more": ({"more": VALUES[:3]}, r"more: only process 2 has it, as float32\[3\]"),
-    "another_kind": ({"note": VALUES[:3]}, r"note: process 0 has a value, process 2 has float32\[3\]"),
+    "another_kind": ({"note": VALUES[:3]}, r"note: process 0 has a value of kind str .*, process 2 has float32\[3\]"),
 }
 
 

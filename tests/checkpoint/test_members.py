@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import shutil
 import subprocess
@@ -117,15 +118,81 @@ def test_steps_that_differ_are_told(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
-def test_numbers_that_differ_are_those_of_process_0(tmp_path: Path) -> None:
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+OWN_VALUES: dict[str, tuple[Any, Any, str]] = {
+    "int": (10, 12, "process 0 has int 10, process 1 has int 12"),
+    "float": (0.1, 0.1 + 2e-17, "process 0 has float 0.1, process 1 has float 0.10000000000000002"),
+    "bool": (True, False, "process 0 has bool True, process 1 has bool False"),
+    "number of numpy": (np.int64(3), np.int64(4), "process 0 has numpy_scalar 3"),
+    "enumeration": (Level.LOW, Level.HIGH, "process 0 has int 1"),
+    "text": ("a", "b", "process 0 has a value of kind str 'a', process 1 has a value of kind str 'b'"),
+    "text of lines": ("a\nb", "a b", r"kind str 'a\nb'"),
+    "long text": ("x" * 100_000, "x" * 99_999 + "y", "digest"),
+    "bytes": (b"a", b"b", "kind bytes"),
+    "None": (None, 1, "process 0 has a value of kind none, process 1 has int 1"),
+    "huge number": (1 << 90, (1 << 90) + 1, "kind int"),
+    "long list of numbers": ([0.5] * 100, [0.5] * 99 + [0.25], "count/99: process 0 has float 0.5"),
+    "step that is an array": (np.array(7), np.array(8), "process 0 has int64 7, process 1 has int64 8"),
+}
+
+
+@pytest.mark.parametrize("name", OWN_VALUES)
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])  # of large trees, each copies what it writes
+def test_plain_values_that_differ_are_refused(tmp_path: Path, name: str, large: bool) -> None:
+    """Processes at different steps: one has gone on from another checkpoint, or has missed an update."""
+    mine, theirs, message = OWN_VALUES[name]
+    weights = np.zeros((1 << 18) if large else 4)
+
     def run(coordinator: Coordinator) -> Any:
-        own = {"time": 1.5 + coordinator.process_index, "text": f"process {coordinator.process_index}"}
-        hf.Checkpointer(hf.PyTreeCheckpointHandler(), coordinator=coordinator).save(
-            tmp_path / "one", {f"{name}{i}": value for name, value in own.items() for i in range(8)}
-        )
+        several = manager(tmp_path, coordinator)
+        several.save(1, {"w": weights, "same": [1, "x"], "count": mine})
+        several.save(2, {"w": weights, "same": [1, "x"], "count": theirs if coordinator.process_index else mine})
+        with pytest.raises(hf.SaveFailedError) as caught:
+            several.wait_until_finished()
+        several.save(3, {"w": weights, "same": [1, "x"], "count": theirs})
+        several.close()
+        return str(caught.value)
+
+    for text in unwrap(together(2, run)):
+        assert "\n  count" in text
+        assert "same" not in text.partition("leaves, numbers")[2].partition("count")[0]
+        assert message in text
+        assert "hf.PerProcessCheckpointHandler" in text
+    assert [found.step for found in hf.list_checkpoints(tmp_path)] == [1, 3]
+
+
+def test_values_that_are_alike_are_no_difference(tmp_path: Path) -> None:
+    def run(coordinator: Coordinator) -> Any:
+        own = {"nan": float("nan"), "half": np.float16(0.5), "set": {"a", "b", "c"}, "none": None, "zero": -0.0}
+        own["large"] = np.full(3, coordinator.process_index)  # arrays are not compared: hf.check_replicas does that
+        with manager(tmp_path, coordinator) as several:
+            several.save(1, own)
 
     unwrap(together(3, run))
-    assert set(hf.load(tmp_path / "one").values()) == {1.5, "process 0"}
+    assert hf.load(tmp_path)["large"].shape == (3,)
+
+
+def test_items_that_differ_are_told(tmp_path: Path) -> None:
+    """Before, an item that only process 0 had of each process was saved with the share of process 0 alone."""
+
+    def run(coordinator: Coordinator) -> Any:
+        handlers = {"state": hf.PyTreeCheckpointHandler(), "own": hf.PerProcessCheckpointHandler()}
+        items = {name: hf.AsyncCheckpointer(handler) for name, handler in handlers.items()}
+        if coordinator.process_index == 1:
+            del items["own"]
+        several = hf.CheckpointManager(
+            tmp_path, items, options=hf.CheckpointManagerOptions(barrier_timeout_secs=10), coordinator=coordinator
+        )
+        with pytest.raises((hf.HoldfastError, hf.SaveFailedError)) as caught:
+            save_and_wait(several, 1, {name: tree(1) for name in items})
+        return str(caught.value)
+
+    assert all("process 1 saves the items ['state']" in text for text in unwrap(together(2, run)))
+    assert hf.list_checkpoints(tmp_path) == []
 
 
 def test_small_items_are_written_by_process_0(tmp_path: Path) -> None:
