@@ -436,6 +436,27 @@ def warn_of_lost_draws(loader: Any, state: Mapping[str, Any]) -> None:
             return
 
 
+def warn_of_held_records(name: str, thing: object) -> None:
+    """Warn of operations of a Grain ``DataLoader`` that may hold records, which its iterator does not save."""
+    if type(thing).__name__ != "DataLoaderIterator" or not type(thing).__module__.startswith("grain."):
+        return
+    operations = getattr(getattr(thing, "_data_loader", None), "_operations", ())
+    own = [one for one in operations if not any(map(_is_of_grain, type(one).__mro__))]
+    if own:
+        _logger.warning(
+            "%s= applies operations of the program to whole iterators: %s. A DataLoader of Grain does not save what "
+            "such an operation holds from one record to the next, as packing does, so that a resume loses it; the "
+            "packing of grain.MapDataset and grain.IterDataset is exact",
+            name,
+            ", ".join(type(one).__qualname__ for one in own),
+        )
+
+
+def _is_of_grain(kind: type) -> bool:
+    # `Operation` is the protocol of the operations of programs.
+    return kind.__module__.startswith("grain.") and kind.__name__ != "Operation"
+
+
 # ---- states as trees
 
 

@@ -28,7 +28,7 @@ from ..arrays import (
     write_file,
 )
 from ..distributed import ProcessInfo
-from ..errors import OptionError, UnsupportedLeafError
+from ..errors import OptionError, UnsupportedLeafError, shortened
 from ..format import FileRecord
 from ..peer_names import keyword_only, refuse_unknown
 from ..pytree import (
@@ -47,7 +47,9 @@ from ..pytree import (
     describe_template,
     escape_key,
     flatten,
+    format_path,
     loaded,
+    shared_memory,
 )
 from ..storage import Location
 from .args import Leaf, RestoreArgs, SaveArgs, aggregate, broadcast_prefix, cast
@@ -106,6 +108,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         self._aggregate = aggregate_handler or MsgpackHandler()
         self._staging = StagingBuffer(default_pinned_bytes() if pinned_bytes is None else pinned_bytes)
         self._known: _KnownPlan | None = None  # of the last tree that was written
+        self._is_first = True  # until a snapshot was taken
 
     def prepare(
         self,
@@ -158,6 +161,9 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         external = ExternalLeaves(self._registry, flat.names, flat.values, args, snapshot=snapshot)
         later = self._staging.pinned_bytes if snapshot and save_args is None else 0
         leaves = _described(flat, external, later)
+        if snapshot and self._is_first:
+            self._is_first = False
+            _warn_of_shared_memory(flat.names, leaves)
         files: dict[str, bytes] = {}
         if save_args is not None:
             leaves = [
@@ -340,6 +346,18 @@ def _libraries(reader: TreeSource, torch_tensors: bool, jax_below: bool | Collec
         elif of_jax and saved.kind in {"jax", "key"} and (roots is None or name.partition(".")[0] in roots):
             requests[name] = LeafRequest(kind="jax", weak=saved.weak)
     return requests
+
+
+def _warn_of_shared_memory(names: Sequence[str], leaves: Sequence[Leaf]) -> None:
+    """Warn of jax arrays in the memory of other arrays of the tree, which the program may change in place."""
+    if shared := shared_memory(names, leaves):
+        pairs = [f"{format_path(one)} with {format_path(other)}" for one, other in shared]
+        _logger.warning(
+            "jax arrays share memory with arrays that can be changed in place, as after jax.device_put or dlpack: %s. "
+            "Such a change also changes the jax array, and perhaps what is being saved: make it with "
+            "jnp.array(..., copy=True)",
+            shortened(pairs),
+        )
 
 
 def _described(flat: Flattened, external: ExternalLeaves, pinned_bytes: int) -> list[Leaf]:

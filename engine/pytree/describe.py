@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
-from operator import attrgetter, eq
+from operator import attrgetter, eq, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,6 +77,39 @@ def check_savable(names: Sequence[str], values: Sequence[Any]) -> None:
         except LeafProblem as problem:
             problems.append((name, str(problem)))
     report_problems(problems, "these leaves cannot be saved")
+
+
+def shared_memory(names: Sequence[str], leaves: Sequence[Any]) -> list[tuple[str, str]]:
+    """Return the names of jax arrays on the host that lie in the memory of other leaves, each with that of the other.
+
+    Neither jax nor numpy tells of memory that both use; the addresses do, where both arrays are leaves.
+    """
+    named = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, ArrayLeaf)]
+    changing = sorted((*_bounds(array), name) for name, leaf in named if leaf.volatile for array in _on_host(leaf))
+    if not changing:
+        return []
+    found: dict[str, str] = {}
+    for name, leaf in named:
+        for array in _on_host(leaf) if leaf.details["kind"] == "jax" else ():
+            low, high = _bounds(array)
+            place = bisect.bisect_left(changing, high, key=itemgetter(0)) - 1  # the last that begins before its end
+            if low < high and place >= 0 and changing[place][1] > low:
+                found[name] = changing[place][2]
+    return list(found.items())
+
+
+def _on_host(leaf: ArrayLeaf) -> list[NDArray[Any]]:
+    return [piece.array for piece in leaf.pieces if isinstance(piece.array, np.ndarray)]
+
+
+def _bounds(array: NDArray[Any]) -> tuple[int, int]:
+    """Return the address of the first byte of an array, and that after its last one."""
+    start = array.__array_interface__["data"][0]
+    if not array.size:
+        return start, start
+    spans = [stride * (count - 1) for stride, count in zip(array.strides, array.shape, strict=True)]
+    low, high = sum(min(span, 0) for span in spans), sum(max(span, 0) for span in spans)
+    return start + low, start + high + array.itemsize
 
 
 class _Classifier:

@@ -18,6 +18,7 @@ from ...engine.stateful import (
     is_torchdata_loader,
     restore_state,
     state_of,
+    warn_of_held_records,
 )
 from .announce import announce
 from .objects import is_versioned
@@ -82,7 +83,7 @@ def restore_extras(extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[
 
 
 def check_extras(extras: Mapping[str, Any]) -> None:
-    """Raise OptionError for names that are taken, and for iterators and loaders without a state.
+    """Raise OptionError for names that are taken, and for iterators and loaders without a state; warn of lost records.
 
     The first save may be an hour away.
     """
@@ -92,6 +93,7 @@ def check_extras(extras: Mapping[str, Any]) -> None:
         )
     check_no_options(extras)
     for name, extra in extras.items():
+        warn_of_held_records(name, extra)
         if is_torchdata_loader(extra) and (sampler := drawing_sampler(extra)) is not None:
             raise OptionError(
                 f"{name}= is a {type(extra).__qualname__} whose order is drawn by a {sampler}, which has no state: "

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax  # type: ignore[import-untyped]  # it ships no types
 import pytest
+import torch
 from flax import nnx
 from flax.training.dynamic_scale import DynamicScale
 from tests.equality import assert_same
@@ -310,3 +311,29 @@ def test_functions_come_from_the_program(place: str) -> None:
     for function in functions:
         with pytest.raises(hf.UnsupportedLeafError, match=r"layer/activation: .* is code.*eqx\.partition"):
             train({"layer": Layer(jnp.ones(2), function)}, lambda state: state, f"{place}/other", 1)
+
+
+def aligned(count: int) -> Any:
+    """Return an array that jax on CPUs takes over without a copy."""
+    memory = np.zeros(count + 16, np.float32)
+    first = -memory.ctypes.data // 4 % 16
+    return memory[first : first + count]
+
+
+def test_jax_arrays_in_the_memory_of_others_are_named(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    host, tensor = aligned(64), torch.zeros(64)
+    state = {
+        "host": host[::-1],
+        "tensor": {"t": tensor},
+        "put": jax.device_put(host),
+        "dlpack": jnp.from_dlpack(tensor),
+        "copy": jnp.array(host, copy=True),
+        "empty": jnp.zeros(0),
+    }
+    shares = np.shares_memory(np.asarray(state["put"]), host)
+    with hf.CheckpointManager(place) as manager:
+        for step in (1, 2):
+            manager.save(step, state)
+    [said] = [record.getMessage() for record in caplog.records]
+    pairs = ["put with host"] * shares + ["dlpack with tensor/t"]
+    assert f"as after jax.device_put or dlpack: {', '.join(pairs)}. Such a change" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -397,3 +398,39 @@ def test_a_sampler_that_draws_without_a_state_is_refused(sampler: Callable[[], A
             checkpoint.restore_or_initialize({"w": 0}, data=loader)
     with pytest.raises(hf.OptionError, match="draws its order"):
         hf.skip_to(DataLoader(Samples(), batch_sampler=batches))
+
+
+class Pack:
+    """Puts records together until they weigh enough, and holds those of the next pack meanwhile."""
+
+    def __call__(self, records: Any) -> Any:
+        held: list[Any] = []
+        for record in records:
+            if sum(held) + record.data > 20:
+                yield type(record)(record.metadata.remove_record_key(), held)
+                held = []
+            held.append(record.data)
+
+
+@pytest.mark.parametrize("operations", [[Pack()], []], ids=["packing", "nothing"])
+def test_operations_of_grain_that_hold_records_are_named(
+    operations: list[Any], place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    grain = pytest.importorskip("grain")
+
+    def batches() -> Any:
+        sampler = grain.samplers.SequentialSampler(40, grain.sharding.NoSharding())
+        source = grain.sources.RangeDataSource(0, 40, 1)
+        return iter(grain.DataLoader(data_source=source, sampler=sampler, operations=operations))
+
+    data = batches()
+    with caplog.at_level(logging.WARNING, "holdfast"), CheckpointCallback(place) as checkpoint:
+        checkpoint.restore_or_initialize({"w": 0}, data=data)
+        next(data)
+        checkpoint.on_step(1, {"w": 1}, data=data)
+    again = batches()
+    with CheckpointCallback(place) as checkpoint:
+        checkpoint.restore_or_initialize({"w": 0}, data=again)
+    assert (next(again) == next(data)) is not bool(operations)  # what is warned of is lost indeed
+    said = {record.getMessage().partition(". ")[0] for record in caplog.records}
+    assert said == ({"data= applies operations of the program to whole iterators: Pack"} if operations else set())
