@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from ...engine.errors import TreeMismatchError
+from ...engine.errors import TreeMismatchError, shortened
 from ...engine.pytree import unwrapped_name
 from ...engine.sources import Misfits
+from ..loop import Hyperparameters, StateAdapter, announce
 from .loops import LoopHooks
 from .strategies import is_sharded
 from .tuning import is_search_file
@@ -172,6 +173,14 @@ class Fitting:
         if is_search_file(self._trainer.ckpt_path):
             original(checkpoint)
             return
+        named = {f"optimizer_{index}": one for index, one in enumerate(self._trainer.strategy.optimizers)}
+        mine = Hyperparameters(StateAdapter(), (), named)
+        self._load_into_optimizers(original, checkpoint)
+        if differing := mine.differences((), named):
+            text = "hyperparameters differ, and those that were saved count: %s"
+            announce(text, shortened(differing), shown=self._trainer.is_global_zero)
+
+    def _load_into_optimizers(self, original: Callable[..., Any], checkpoint: _State) -> None:
         optimizers, states = self._trainer.strategy.optimizers, list(checkpoint["optimizer_states"])
         live, saved = Description.of(self._trainer).optimizers, self._saved_optimizers(states)
         if self.misfits is None:

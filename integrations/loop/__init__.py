@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .announce import announce
 from .callback import CheckpointCallback, StepOutcome
+from .hyperparameters import Hyperparameters
 from .objects import ComponentAdapter
 from .preemption import PREEMPTED, WITHOUT_GRACE, GraceCheck, PreemptionSignal
 from .resuming import all_steps, check_resume, resume_step, unfinished_neighbour, warn_of_misfits
@@ -17,6 +18,7 @@ __all__ = [
     "CheckpointCallback",
     "ComponentAdapter",
     "GraceCheck",
+    "Hyperparameters",
     "LoopArguments",
     "OwnStop",
     "PreemptionSignal",

@@ -248,7 +248,8 @@ class CheckpointCallback:
             self._names = frozenset(extras)
             restored = None
             if resume != "never":
-                restored = restore(self._manager, adapter, self._item, template, self._with_generators(extras), resume)
+                every = self._with_generators(extras)
+                restored = restore(self._manager, adapter, self._item, template, every, self._options)
         except BaseException:
             self._begun = False  # or the loop could go on without what it has not restored
             raise

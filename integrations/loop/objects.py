@@ -291,6 +291,16 @@ def named_tensors(state: Any) -> dict[str, Any]:
     return dict(found.values())
 
 
+def searched(state: Any) -> Iterator[tuple[str, Any]]:
+    """Generate everything that a search of live objects finds, with the path on which it finds it first."""
+    seen: set[int] = set()
+    for path, part in located(state, lambda value: _is_watched(value) or hasattr(value, "load_state_dict")):
+        for name, value in _searched(path, part):
+            if id(value) not in seen:
+                seen.add(id(value))
+                yield name, value
+
+
 def _differ(one: Any, other: Any) -> bool:
     return one is not other
 
@@ -309,11 +319,20 @@ def _tensors(path: str, part: Any) -> Iterator[tuple[str, Any]]:
     torch: Any = loaded("torch")
     if torch is None:
         return
+    for name, value in _searched(path, part):
+        is_tensor = is_torch_tensor(value) and not isinstance(value, torch.nn.parameter.UninitializedTensorMixin)
+        if is_tensor and not value.is_inference():
+            yield name, value
+
+
+def _searched(path: str, part: Any) -> Iterator[tuple[str, Any]]:
+    torch: Any = loaded("torch")
+    if torch is None:
+        return
     found, seen = [(path, part)], {id(part)}
     for name, value in found:
+        yield name, value
         if is_torch_tensor(value):
-            if not isinstance(value, torch.nn.parameter.UninitializedTensorMixin) and not value.is_inference():
-                yield name, value
             continue
         below: Iterable[tuple[Any, Any]] = ()
         if isinstance(value, torch.nn.Module):

@@ -29,8 +29,9 @@ from ...engine.storage import Location, as_location
 from ..options import Resume
 from .announce import announce
 from .extras import GLOBAL_GENERATORS, GRADIENTS, check_names, restore_extras, templates_of
+from .hyperparameters import Hyperparameters
 from .objects import set_gradients
-from .states import StateAdapter
+from .states import LoopArguments, StateAdapter
 
 logger = logging.getLogger("holdfast")
 
@@ -154,14 +155,15 @@ def restore(
     item: str,
     template: Any,
     extras: Mapping[str, Any],
-    resume: Resume,
+    options: LoopArguments,
 ) -> Resumed | None:
     """Restore the newest whole checkpoint, or the step that ``resume`` names; return None when there is none.
 
     Everything is read before anything is changed in place, except in trees of components. A step that is named is
     restored or the run ends: there is no fallback.
     """
-    chosen = resume_step(resume, manager)
+    chosen = resume_step(options.resume, manager)
+    mine = Hyperparameters(adapter, template, extras)
     templates: dict[str, Any] = {item: adapter.template(template)}
     kwargs = {item: adapter.restore_kwargs()}
     if has_extras := bool(extras) or adapter.may_have_gradients:
@@ -192,6 +194,13 @@ def restore(
         logger.warning("fell back past damaged steps (%s): resumed from step %d in %s", lost, step, manager.directory)
     else:
         announce("resumed from step %d in %s", step, manager.directory, shown=manager.process_index == 0)
+    if differing := mine.differences(state, extras):
+        is_mine = options.hyperparameters == "program"
+        state = mine.put_back(state, extras) if is_mine else state
+        text = "hyperparameters differ, and those %s count (hyperparameters=%r): %s"
+        whose = "of the program" if is_mine else "that were saved"
+        first = manager.process_index == 0
+        announce(text, whose, options.hyperparameters, shortened(differing), shown=first)
     if chosen is not None:
         manager.note_resume(chosen)  # warns of the later steps
     warn_of_misfits(adapter.misfits, f"step {step}", "state")

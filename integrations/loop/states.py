@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ...engine.checkpoint import Place
 from ...engine.clock import Clock
@@ -34,6 +34,14 @@ class LoopArguments(CallbackOptions):
         default=None,
         metadata=documentation("JSON about the run, such as its configuration, stored with the checkpoints."),
     )
+    hyperparameters: Literal["saved", "program"] = field(
+        default="saved",
+        metadata=documentation(
+            'Which hyperparameters count in a resume where they differ, such as a new learning rate: ``"saved"`` takes '
+            'all of the saved state, ``"program"`` keeps the options of torch\'s optimizers and the values of '
+            "``optax.inject_hyperparams`` as the program has set them. A line says what differs."
+        ),
+    )
     global_generators: bool = field(
         default=True,
         metadata=documentation(
@@ -41,6 +49,11 @@ class LoopArguments(CallbackOptions):
             "far as the program has imported them. Each of several processes has its own."
         ),
     )
+
+    def __post_init__(self) -> None:
+        if self.hyperparameters not in ("saved", "program"):
+            raise OptionError(f"hyperparameters={self.hyperparameters!r} must be 'saved' or 'program'")
+        super().__post_init__()
 
 
 class StateAdapter:

@@ -479,3 +479,93 @@ def test_gradients_that_no_optimizer_has_used_are_saved(kind: str, tmp_path: Pat
         step: "accumulated_gradients" in hf.load(tmp_path / "whole" / f"{step}", item="extras") for step in (1, 5, 9)
     }
     assert held == {1: True, 5: True, 9: False}
+
+
+# ---- hyperparameters that the program has changed
+
+
+def torch_state(rate: float, schedule: str) -> dict[str, Any]:
+    net = Net(0)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=rate)
+    state = {"net": net, "optimizer": optimizer}
+    if schedule == "step":
+        state["schedule"] = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    elif schedule == "one cycle":
+        state["schedule"] = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=9)
+    return state
+
+
+def rate_after(directory: Path, rate: float, schedule: str, step: int, **options: Any) -> float:
+    """Trains one step, and returns the rate of the next one."""
+    state = torch_state(rate, schedule)
+    with hf.CheckpointCallback(directory, **options) as checkpoint:
+        checkpoint.restore_or_initialize(state)
+        found = float(state["optimizer"].param_groups[0]["lr"])
+        torch_update(state["net"], state["optimizer"], torch.ones(2, 3))
+        if "schedule" in state:
+            state["schedule"].step()
+        checkpoint.on_step(step, state)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chosen", "rates"),
+    [
+        ("none", "saved", (0.1, 0.1)),
+        ("none", "program", (0.4, 0.4)),
+        ("step", "saved", (0.05, 0.025)),
+        ("step", "program", (0.2, 0.1)),
+    ],
+)
+def test_a_new_learning_rate_is_said_and_can_be_chosen(
+    schedule: str, chosen: str, rates: tuple[float, float], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "holdfast")
+    rate_after(tmp_path, 0.1, schedule, 1)
+    caplog.clear()
+    assert rate_after(tmp_path, 0.4, schedule, 2, hyperparameters=chosen) == pytest.approx(rates[0])
+    option = "initial_lr" if schedule == "step" else "lr"
+    (said,) = [one.getMessage() for one in caplog.records if "hyperparameters differ" in one.getMessage()]
+    assert f"optimizer.param_groups[0].{option} (program 0.4, saved 0.1)" in said
+    assert f"hyperparameters='{chosen}'" in said
+    caplog.clear()
+    again = 0.4 if chosen == "program" else 0.1
+    assert rate_after(tmp_path, again, schedule, 3, hyperparameters=chosen) == pytest.approx(rates[1])
+    assert "hyperparameters differ" not in caplog.text
+
+
+def test_what_a_schedule_moves_is_no_difference(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "holdfast")
+    for step in (1, 2, 3):
+        rate_after(tmp_path, 0.1, "one cycle", step)
+    assert "hyperparameters differ" not in caplog.text
+
+
+@pytest.mark.parametrize(("chosen", "rate"), [("saved", 0.1), ("program", 0.4)])
+def test_a_new_rate_of_optax_is_said_and_can_be_chosen(
+    chosen: Any, rate: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "holdfast")
+
+    def state_with(given: Any) -> dict[str, Any]:
+        params = {"w": jnp.ones(2)}
+        optimizer = optax.chain(
+            optax.clip(1.0),
+            optax.inject_hyperparams(optax.adamw)(given, weight_decay=optax.linear_schedule(0.1, 0.2, 3)),
+        )
+        return {"params": params, "opt": optimizer.init(params)}
+
+    with hf.CheckpointCallback(tmp_path) as checkpoint:
+        state, _ = checkpoint.restore_or_initialize(state_with(0.1))
+        checkpoint.on_step(1, state)
+    with hf.CheckpointCallback(tmp_path, hyperparameters=chosen) as checkpoint:
+        state, _ = checkpoint.restore_or_initialize(state_with(0.4))
+    assert float(state["opt"][1].hyperparams["learning_rate"]) == pytest.approx(rate)
+    assert "opt/1/hyperparams/learning_rate (program 0.4, saved 0.1)" in caplog.text
+    assert "weight_decay" not in caplog.text
+
+
+def test_a_choice_of_hyperparameters_that_is_none(tmp_path: Path) -> None:
+    choice: Any = "mine"
+    with pytest.raises(hf.OptionError, match="must be 'saved' or 'program'"):
+        hf.CheckpointCallback(tmp_path, hyperparameters=choice)

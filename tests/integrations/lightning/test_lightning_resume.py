@@ -6,6 +6,7 @@ import functools
 import logging
 import signal
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -313,3 +314,38 @@ def test_what_is_not_exact_is_said_once(
     (told,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "ModelPruning makes its pruning permanent" in told
     assert "head.weight" in told
+
+
+class Rated(LightningModule):
+    """A module whose learning rate is an argument."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.layer, self.rate = torch.nn.Linear(1, 1), rate
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = self.layer(batch).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.rate)
+
+
+def test_a_new_learning_rate_that_does_not_count_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "holdfast")
+    for rate, steps in ((0.1, 2), (0.1, 3), (0.4, 4)):
+        caplog.clear()
+        module = Rated(rate)
+        trainer = Trainer(
+            max_steps=steps,
+            accelerator="cpu",
+            callbacks=[CheckpointCallback(tmp_path, save_interval_steps=1)],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        ones: Any = torch.ones(8, 1)
+        trainer.fit(module, torch.utils.data.DataLoader(ones))
+        assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1
+        said = "optimizer_0.param_groups[0].lr (program 0.4, saved 0.1)" in caplog.text
+        assert said == (rate == 0.4)

@@ -1,0 +1,161 @@
+"""Hyperparameters in a state: what the program sets, what was saved, and which of them counts.
+
+The options of torch's optimizers, such as learning rates, and what ``optax.inject_hyperparams`` keeps are part of a
+state, so a restore replaces them. What a schedule moves is no difference; the rate that it began with is one.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...engine.pytree import flatten, format_path, is_jax_abstract, is_torch_tensor, loaded, unflatten
+from .objects import searched
+from .states import StateAdapter
+from .trees import TreeAdapter
+
+_SCHEDULED = ("lr", "initial_lr", "momentum", "betas", "base_momentum", "max_momentum", "max_lr", "min_lr")
+_INJECTED, _MOVED = "hyperparams", "hyperparams_states"
+
+Groups = Mapping[tuple[str, int, str], Any]  # by the optimizer's path, the group's index and the option
+
+
+class Hyperparameters:
+    """The hyperparameters of a program before a restore replaces them."""
+
+    def __init__(self, adapter: StateAdapter, state: Any, extras: Mapping[str, Any]) -> None:
+        self._adapter = adapter
+        self._groups = {place: _plain(value) for place, value in _options(state, extras).items()}
+        self._leaves = _injected(adapter, state)
+
+    def differences(self, state: Any, extras: Mapping[str, Any]) -> list[str]:
+        """Return what differs from the restored ones, for people."""
+        groups, found = _options(state, extras), []
+        for place, mine in self._groups.items():
+            saved = _plain(groups.get(place, mine))
+            if not _same(mine, saved) and not self._is_moved(place, groups):
+                path, index, option = place
+                found.append(f"{path}.param_groups[{index}].{option} (program {_short(mine)}, saved {_short(saved)})")
+        restored = _injected(self._adapter, state)
+        for name, mine in self._leaves.items():
+            if name in restored and not _same(_plain(mine), _plain(restored[name])):
+                values = f"program {_short(_plain(mine))}, saved {_short(_plain(restored[name]))}"
+                found.append(f"{format_path(name)} ({values})")
+        return found
+
+    def put_back(self, state: Any, extras: Mapping[str, Any]) -> Any:
+        """Return the state with the program's hyperparameters; optimizers of torch are changed in place."""
+        groups = _options(state, extras)
+        moved = {place for place in self._groups if self._is_moved(place, groups)}
+        for path, optimizer in _optimizers(state, extras):
+            for index, group in enumerate(optimizer.param_groups):
+                self._scale(group, self._groups.get((path, index, "initial_lr")))
+                for option in group:
+                    place = (path, index, option)
+                    if place in self._groups and place not in moved:
+                        _set(group, option, self._groups[place])
+        for _, schedule in _schedules(state, extras):
+            groups_of = schedule.optimizer.param_groups
+            if all("initial_lr" in group for group in groups_of):
+                schedule.base_lrs = [_plain(group["initial_lr"]) for group in groups_of]
+                schedule._last_lr = [_plain(group["lr"]) for group in groups_of]
+        if not self._leaves:
+            return state
+        flat = flatten(self._adapter.to_tree(state))
+        leaves = [self._leaves.get(name, value) for name, value in zip(flat.names, flat.values, strict=True)]
+        return self._adapter.from_tree(state, unflatten(flat.structure, leaves))
+
+    def _is_moved(self, place: tuple[str, int, str], groups: Groups) -> bool:
+        """Return whether a schedule moves an option; the rate that a schedule began with is the program's."""
+        path, index, option = place
+        scheduled = (path, index, "initial_lr") in groups
+        if option in ("betas", "momentum"):
+            return scheduled and (path, index, "max_momentum") in groups
+        return scheduled and option in _SCHEDULED and option != "initial_lr"
+
+    def _scale(self, group: dict[str, Any], mine: Any) -> None:
+        """Scale the present rate of a schedule as the rate that it began with has changed."""
+        saved = _plain(group.get("initial_lr"))
+        if isinstance(mine, float) and isinstance(saved, float) and saved and not _same(mine, saved):
+            _set(group, "lr", _plain(group["lr"]) * (mine / saved))
+
+
+def _optimizers(state: Any, extras: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    torch: Any = loaded("torch")
+    if torch is None:
+        return []
+    found = ((name, value) for name, value in _searched(state, extras) if isinstance(value, torch.optim.Optimizer))
+    return list(found)
+
+
+def _schedules(state: Any, extras: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    torch: Any = loaded("torch")
+    if torch is None:
+        return []
+    kind = torch.optim.lr_scheduler.LRScheduler
+    found = [(name, value) for name, value in _searched(state, extras) if isinstance(value, kind)]
+    return [(name, value) for name, value in found if hasattr(value, "base_lrs")]
+
+
+def _searched(state: Any, extras: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield from searched(state)
+    yield from searched(dict(extras))
+
+
+def _options(state: Any, extras: Mapping[str, Any]) -> dict[tuple[str, int, str], Any]:
+    """Return the options of all groups of torch's optimizers that are numbers, flags or pairs of numbers."""
+    found = {}
+    for path, optimizer in _optimizers(state, extras):
+        for index, group in enumerate(optimizer.param_groups):
+            for option, value in group.items():
+                is_number = is_torch_tensor(value) and value.numel() == 1
+                if option != "params" and (is_number or isinstance(value, (bool, int, float, tuple))):
+                    found[path, index, option] = value
+    return found
+
+
+def _injected(adapter: StateAdapter, state: Any) -> dict[str, Any]:
+    """Return the hyperparameters in states of ``optax.inject_hyperparams`` that no schedule moves, by leaf."""
+    if not isinstance(adapter, TreeAdapter) or "optax" not in sys.modules:
+        return {}
+    flat = flatten(adapter.to_tree(state))
+    names = set(flat.names)
+    found = {}
+    for name, value in zip(flat.names, flat.values, strict=True):
+        before, key, option = name.rpartition(f".{_INJECTED}.")
+        moved = any(other.startswith(f"{before}.{_MOVED}.{option}.") for other in names) if key else True
+        is_number = not is_jax_abstract(value) and getattr(value, "shape", ()) == ()
+        if not moved and "." not in option and is_number:
+            found[name] = value
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    if not hasattr(value, "dtype") or not getattr(value, "is_fully_replicated", True):
+        return value
+    return value.item() if is_torch_tensor(value) else np.asarray(value).item()
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, float) and isinstance(other, (int, float)):
+        return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
+    return bool(one == other)
+
+
+def _set(group: dict[str, Any], option: str, value: Any) -> None:
+    if is_torch_tensor(group[option]):
+        group[option].fill_(value)
+    else:
+        group[option] = value
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
