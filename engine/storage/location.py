@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import pathlib
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import IO, Any
 from urllib.parse import unquote
 
 from ..errors import DamagedCheckpointError, InvalidLocationError
 from .backend import Backend, DataFile, DataReader, Entry, FileIdentity, Segment
 from .buffers import PAGE
 from .local import LocalBackend
+from .object_files import open_object
 from .object_store import ObjectStoreBackend, ObjectStoreSnapshot, open_backend
 from .parallel import REQUESTS, UPLOADS, parallel_map
 from .redirects import Redirects
@@ -109,7 +111,8 @@ class Location:
     """A file, an object or a directory, on a disk or in an object store; made by ``as_location``.
 
     Locations are immutable, can be compared and hashed, and need not exist. All methods raise only errors of
-    ``holdfast.engine.errors``, most of them kinds of ``StorageError``, with the path in the message.
+    ``holdfast.engine.errors``, most of them kinds of ``StorageError``, with the path in the message. Those that have
+    the names of ``pathlib`` are for handlers that were written for a path, and raise what ``pathlib`` raises.
     """
 
     __slots__ = ("_backend", "_key")
@@ -191,6 +194,83 @@ class Location:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return as_location, (self.url,)
+
+    # ---- as pathlib has them
+
+    def joinpath(self, *names: str | os.PathLike[str]) -> Location:
+        """Return a location below this one."""
+        found = self
+        for name in names:
+            found = found / os.fspath(name)
+        return found
+
+    def is_file(self) -> bool:
+        """Return whether this is a file or an object."""
+        return os.path.isfile(self._key) if self.is_local else self.is_there()
+
+    def is_dir(self) -> bool:
+        """Return whether this is a directory; in object stores, whether any object lies below."""
+        return self.is_directory()
+
+    def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        """Create this directory; object stores need none, and nothing happens there."""
+        if self.is_local:
+            self.path.mkdir(mode, parents, exist_ok)
+
+    def iterdir(self) -> Iterator[Location]:
+        """Generate what lies directly inside, sorted by name."""
+        return (self / entry.name for entry in self.entries())
+
+    def glob(self, pattern: str) -> Iterator[Location]:
+        """Generate what matches a pattern such as ``"*.npz"`` or ``"**/*.json"``, sorted; links are not followed."""
+        return iter(dict.fromkeys(self._matching(pattern.split("/"))))
+
+    def _matching(self, pattern: Sequence[str]) -> Iterator[Location]:
+        first, *rest = pattern
+        if first == "**":
+            yield from self._matching(rest) if rest else (self,)
+        for entry in self.entries():
+            place = self / entry.name
+            if first == "**":
+                if entry.is_directory and not place.is_link():
+                    yield from place._matching(pattern)
+            elif fnmatch.fnmatchcase(entry.name, first):
+                if not rest:
+                    yield place
+                elif entry.is_directory:
+                    yield from place._matching(rest)
+
+    def open(
+        self,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+    ) -> IO[Any]:
+        """Open the file or object; an object is in memory, and is sent when it is closed.
+
+        Text is UTF-8 unless another encoding is given.
+        """
+        text = {"encoding": encoding, "errors": errors, "newline": newline}
+        if not self.is_local:
+            send, url = self.write_bytes, self.url
+            return open_object(mode, read=self.read_bytes, exists=self.is_there, send=send, url=url, **text)
+        if "b" not in mode:
+            text["encoding"] = encoding or "utf-8"
+        return open(self._key, mode, buffering, **text)  # type: ignore[call-overload,no-any-return]
+
+    def read_text(self, encoding: str | None = None, errors: str | None = None) -> str:
+        """Return the content as text, in UTF-8 unless another encoding is given."""
+        with self.open(encoding=encoding, errors=errors) as file:
+            return str(file.read())
+
+    def write_text(
+        self, data: str, encoding: str | None = None, errors: str | None = None, newline: str | None = None
+    ) -> int:
+        """Write text, in UTF-8 unless another encoding is given; return the number of its characters."""
+        with self.open("w", encoding=encoding, errors=errors, newline=newline) as file:
+            return int(file.write(data))
 
     def snapshot(self) -> Location:
         """Return this location with its listing fixed: an object store lists what lies below once, now.

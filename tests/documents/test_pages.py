@@ -9,7 +9,15 @@ from tests.documents.examples import LANGUAGES, blocks_of, declared, missing
 from tests.documents.pages import DOCS, run_page
 
 FOLDERS = ("trouble", "migrate")
-PAGES = ["index.md", "tutorial.md", "which_interface.md", "how_it_works.md", "file_format.md", "events.md"]
+PAGES = [
+    "index.md",
+    "tutorial.md",
+    "which_interface.md",
+    "how_it_works.md",
+    "file_format.md",
+    "events.md",
+    "aggregates.md",
+]
 PAGES += sorted(path.relative_to(DOCS).as_posix() for folder in FOLDERS for path in (DOCS / folder).glob("*.md"))
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import pathlib
 import pickle
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
-from holdfast.engine.errors import InvalidLocationError
+import holdfast as hf
+from holdfast.engine.errors import InvalidLocationError, OptionError
 from holdfast.engine.storage import Location, as_location
 
 
@@ -157,3 +161,89 @@ def test_other_objects_are_not_a_place(place: object) -> None:
 def test_bytes_are_not_a_place() -> None:
     with pytest.raises(InvalidLocationError):
         as_location(os.fsencode("/x"))  # type: ignore[arg-type]  # That is what the test is about.
+
+
+# ---- as handlers that were written for pathlib use them
+
+
+def names(folder: Any, places: Iterable[Any]) -> list[str]:
+    return sorted(str(place)[len(str(folder)) + 1 :] for place in places)
+
+
+def work(folder: Any) -> list[Any]:
+    """Writes and reads as such handlers do; returns all that it has seen."""
+    folder.mkdir(parents=True, exist_ok=True)
+    deep = folder.joinpath("deep", "er")
+    deep.mkdir(parents=True)
+    with (folder / "data.bin").open("wb") as file:
+        file.write(b"12")
+        file.write(b"3")
+    with (folder / "data.bin").open("ab") as file:
+        file.write(b"4")
+    with deep.joinpath("table.csv").open("w", newline="") as file:
+        file.writelines(["a,b\r\n", "ü,2\r\n"])
+    seen: list[Any] = [(folder / "note.txt").write_text("été\n", encoding="utf-8")]
+    with (folder / "note.txt").open(encoding="utf-8") as file:
+        seen += list(file)
+    with (folder / "data.bin").open("rb") as file:
+        seen += [file.read(1), file.seek(-1, os.SEEK_END), file.read()]
+    with pytest.raises(FileExistsError):
+        (folder / "data.bin").open("xb")
+    for missing in ("r", "rb"):
+        with pytest.raises(FileNotFoundError):
+            (folder / "missing").open(missing)
+    (folder / "new").open("xb").close()
+    seen.append(names(folder, folder.iterdir()))
+    seen += [names(folder, folder.glob(one)) for one in ("*.*", "**/*.csv", "d*", "*/er/*", "**/er", "nothing*")]
+    seen += [
+        [place.is_file(), place.is_dir(), place.exists()] for place in (folder / "data.bin", deep, folder / "none")
+    ]
+    with (deep / "table.csv").open(encoding="utf-8", newline="") as file:
+        seen.append(file.read())
+    return [*seen, (folder / "note.txt").read_text(encoding="utf-8"), (folder / "data.bin").read_bytes()]
+
+
+def test_handlers_find_the_methods_of_pathlib(place: str, tmp_path: pathlib.Path) -> None:
+    expected = work(tmp_path / "pathlib")
+    assert expected[-2:] == ["été\n", b"1234"]
+    assert work(as_location(tmp_path / "disk")) == expected
+    assert work(as_location(place)) == expected
+
+
+def test_a_directory_that_is_there(tmp_path: pathlib.Path) -> None:
+    as_location(tmp_path).mkdir(exist_ok=True)
+    with pytest.raises(FileExistsError):
+        as_location(tmp_path).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert list(as_location(tmp_path).glob("**/link")) == [as_location(tmp_path / "link")]
+
+
+def test_an_object_is_not_changed_in_the_middle(place: str) -> None:
+    with pytest.raises(OptionError, match=r"mode='r\+b' opens no object of a store"):
+        (as_location(place) / "x").open("r+b")
+
+
+class Notes(hf.CheckpointHandler):
+    """A handler as its author wrote it for a path."""
+
+    def save(self, directory: Any, item: dict[str, str], **kwargs: Any) -> None:
+        (directory / "notes").mkdir()
+        for name, text in item.items():
+            directory.joinpath("notes", f"{name}.txt").write_text(text)
+        with directory.joinpath("index.json").open("w") as file:
+            json.dump(sorted(item), file)
+
+    def restore(self, directory: Any, item: Any = None, **kwargs: Any) -> dict[str, str]:
+        with directory.joinpath("index.json").open() as file:
+            names = json.load(file)
+        assert sorted(path.name for path in directory.glob("notes/*.txt")) == [f"{name}.txt" for name in names]
+        assert sorted(path.name for path in directory.iterdir() if path.is_file()) == ["index.json"]
+        return {name: (directory / "notes" / f"{name}.txt").read_text() for name in names}
+
+
+@pytest.mark.parametrize("remote", [True, False])
+def test_a_handler_for_paths_saves_to_any_storage(place: str, tmp_path: pathlib.Path, remote: bool) -> None:
+    target = place if remote else tmp_path / "one"
+    hf.Checkpointer(Notes()).save(target, {"b": "zwei", "a": "ü"})
+    assert hf.verify(target).ok
+    assert hf.Checkpointer(Notes()).restore(target) == {"b": "zwei", "a": "ü"}
