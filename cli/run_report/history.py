@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
@@ -31,6 +32,10 @@ WORDS: Mapping[How, str] = {
     "running": "running",
     "open": "running or lost",
 }
+
+
+_LATEST = 253402300799  # seconds since 1970-01-01 UTC: the end of the year 9999
+_DEEPEST = 32  # nested metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +131,7 @@ def read_history(events: Iterable[Mapping[str, Any]]) -> History:
     for event in events:
         when = _number(event.get("time"))
         run = str(event.get("run", ""))
-        if when is None:
+        if when is None or when > _LATEST:
             continue
         attempt = by_run.get(run)
         if attempt is None:  # its first events may be in a file that is gone
@@ -141,23 +146,27 @@ def read_history(events: Iterable[Mapping[str, Any]]) -> History:
     return history
 
 
-def add_metrics(history: History, step: int, metrics: Mapping[str, Any] | None, prefix: str = "") -> None:
+def add_metrics(
+    history: History, step: int, metrics: Mapping[str, Any] | None, prefix: str = "", depth: int = 0
+) -> None:
     """Note the metrics of a step; nested ones get ``/`` in their names."""
     for name, value in (metrics or {}).items():
         if isinstance(value, list):
             value = {str(place): inner for place, inner in enumerate(value[:_CHARTED])}
         if isinstance(value, Mapping):
-            add_metrics(history, step, value, f"{prefix}{name}/")
+            if depth < _DEEPEST:
+                add_metrics(history, step, value, f"{prefix}{name}/", depth + 1)
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            history.metrics.setdefault(f"{prefix}{name}", {})[step] = float(value)
+            with contextlib.suppress(OverflowError):
+                history.metrics.setdefault(f"{prefix}{name}", {})[step] = float(value)
 
 
 def _take(history: History, attempt: Attempt, event: Mapping[str, Any], when: float) -> None:
-    name, step = event["event"], _whole(event.get("step"))
+    name, step = event["event"], _count(event.get("step"))
     if step is not None and name in ("saved", "preempted", "finished", "failed", "closed", "ended", "restored"):
         attempt.last_step = step if name == "restored" else max(step, attempt.last_step or 0)
     if name == "started":
-        attempt.newest, attempt.pid = _whole(event.get("newest")), _whole(event.get("pid"))
+        attempt.newest, attempt.pid = _count(event.get("newest")), _count(event.get("pid"))
         attempt.host = str(event.get("host", ""))
     elif name == "restored":
         attempt.restored = step
@@ -211,7 +220,7 @@ def _take_skipped(history: History, attempt: Attempt, skipped: Any, when: float)
     found = [
         (number, str(one.get("damage", "")))
         for one in (skipped if isinstance(skipped, Sequence) else ())
-        if isinstance(one, Mapping) and (number := _whole(one.get("step"))) is not None
+        if isinstance(one, Mapping) and (number := _count(one.get("step"))) is not None
     ]
     if not found:
         return
@@ -338,11 +347,16 @@ def duration(seconds: float) -> str:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """Return a time, a span or a number of bytes; None for what can be none."""
+    return float(value) if isinstance(value, int | float) and type(value) is not bool and 0 <= value < 2**63 else None
+
+
+def _count(value: Any) -> int | None:
+    return value if (found := _whole(value)) is not None and found >= 0 else None
 
 
 def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if isinstance(value, int) and type(value) is not bool and abs(value) < 2**63 else None
 
 
 def _mapping(value: Any) -> Mapping[str, Any] | None:

@@ -38,6 +38,7 @@ _logger = logging.getLogger("holdfast")
 EVENTS = "events.jsonl"  # name of the file
 ROTATED = "events.1.jsonl"  # what it is called when it has reached its limit
 _LIMIT = 8 << 20  # bytes
+_MOST = 8 * _LIMIT  # bytes that are read of a file
 _METRICS = 64  # metrics of one event, at most
 _PREEMPTED = (75, 128 + signal.SIGTERM)  # statuses of a program that was preempted
 _EARLY = 8  # events that are kept before the run owns its directory
@@ -302,18 +303,20 @@ def _append(path: Path, text: str) -> None:
 def read_events(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
     """Read the events in a file from an offset on; return them and the offset to go on from.
 
-    A last line without its end is left for the next call, and a line that is no event is skipped.
+    A last line without its end is left for the next call, and a line that is no event is skipped. Of a file that is
+    far beyond its limit, only the end is read.
     """
     try:
         with open(open_own(path, os.O_RDONLY), "rb") as file:
+            offset = max(offset, os.fstat(file.fileno()).st_size - _MOST)
             file.seek(offset)
-            content = file.read()
+            content = file.read(_MOST)
     except OSError:
         return [], offset
     end = content.rfind(b"\n") + 1
     found = []
     for line in content[:end].splitlines():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             event = json.loads(line)
             if isinstance(event, dict) and isinstance(event.get("event"), str):
                 found.append(event)

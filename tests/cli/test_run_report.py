@@ -18,6 +18,7 @@ from tests.cli.commands import error_of, output_of
 import holdfast as hf
 from holdfast.cli.run_report import charts, facts, page
 from holdfast.cli.run_report.history import History, duration, read_history
+from holdfast.engine.manager import read_events
 
 HOSTILE = "</script><!--<script>"
 LEAF = HOSTILE.replace("/", "%2F")  # as a path shows this key
@@ -157,6 +158,61 @@ def test_events_of_fallbacks_failures_and_mirrors() -> None:
     assert marks == ["start", "fallback", "failed save", "mirror failed", "lost", "fetched"]
     (fallback,) = [note for note in history.notes if note.mark == "fallback"]
     assert fallback.title == "Fell back to step 8: 1 step damaged (9)"
+
+
+WHOLE = [
+    event("started", 1e9, newest=None, pid=5, host="h"),
+    event("restored", 1e9 + 1, step=3, seconds=1.0, skipped=[{"step": 4, "damage": "x"}]),
+    saved(1e9 + 2, 5, metrics={"loss": 1.0}),
+    event("metrics", 1e9 + 2, step=5, metrics={"acc": 1.0}),
+    event("save_failed", 1e9 + 3, step=6, error="e"),
+    event("fetched", 1e9 + 3, step=6, mirror="m", bytes=3, seconds=1.0),
+    event("mirror_failed", 1e9 + 3, step=6, mirror="m", error="e"),
+    event("preempted", 1e9 + 4, step=6),
+    event("started", 1e9 + 5, "b", newest=5, pid=6, host="h"),
+    event("failed", 1e9 + 7, "b", step=8, error="x"),
+    event("closed", 1e9 + 7, "b", step=8),
+    event("finished", 1e9 + 7, "b", step=8),
+    event("ended", 1e9 + 8, "b", how="crashed", status=1, seconds=3.0, step=9, why="w"),
+]
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, "\ud800", "\x1b[31m\n\u202e", -1, 10**30, HUGE, -HUGE, 1e308, math.nan, math.inf, [], {}, -math.inf]
+    + [{"step": HUGE}, [{"step": HUGE, "damage": []}], {"loss": HUGE, "b": {"c": math.inf}}, {"\ud800": 1}, 5e-324],
+    ids=lambda value: str(value)[:8],
+)
+def test_any_value_of_any_event(tmp_path: Path, value: Any) -> None:
+    for name in sorted({key for one in WHOLE for key in one}):
+        for number, one in enumerate(WHOLE):
+            if name in one:
+                events = [*WHOLE[:number], {**one, name: value}, *WHOLE[number + 1 :]]
+                (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in events))
+                found = read_history(read_events(tmp_path / "events.jsonl")[0])
+                assert found.attempts
+        page.draw_page([facts.RunFacts("run", "place", [], found, has_events=True)], now=0.0, version="1")
+
+
+def test_any_line_of_the_events(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
+    whole = (run / "events.jsonl").read_bytes()
+    nested = b'{"event":"metrics","time":1,"step":1,"metrics":'
+    lines = [
+        b"[" * 100_000,
+        nested + b'{"a":' * 900 + b"1" + b"}" * 901,
+        nested + b'{"a":' * 50_000,
+        b'{"event":"saved","step":7,"time":' + b"1" * 5000 + b"}",
+        b"\xff\xfe\0",
+        b"null",
+        b'{"event":1}',
+        b"\0" * 100,
+        b"x" * (1 << 20),
+    ]
+    (run / "events.jsonl").write_bytes(b"\n".join([*lines, whole]))
+    output_of(capsys, "report", run, "-o", tmp_path / "page.html")
+    expected = len(read_history([json.loads(line) for line in whole.splitlines()]).saves)
+    assert len(read_history(read_events(run / "events.jsonl")[0]).saves) == expected > 0
 
 
 def test_times_keep_their_order_and_long_pauses_are_short() -> None:
