@@ -20,6 +20,7 @@ from .schema import Config
 from .yaml_reader import Document, read_yaml
 
 _PACKAGE = f"{__package__.rpartition('.')[0]}.configs"
+_MOST_FILES = 200  # that ``defaults`` lead to
 _EXPECTED = {
     "bool_type": "true or false",
     "finite_number": "a finite number",
@@ -90,8 +91,19 @@ def load_configuration(name: str, arguments: Sequence[str] = ()) -> Configuratio
     return Configuration(source, recipe, config)
 
 
-def _read(name: str, including: tuple[str, ...] = ()) -> tuple[str, Document]:
-    """Read a file and those that its ``defaults`` name, whose keys it overrides; return what to call it, too."""
+class _TooManyFilesError(ConfigError):
+    """Files that ``defaults`` name again and again name each other."""
+
+
+def _read(name: str, including: tuple[str, ...] = (), numbers: Iterator[int] | None = None) -> tuple[str, Document]:
+    """Read a file and those that its ``defaults`` name, whose keys it overrides; return what to call it, too.
+
+    ``including`` are the files around it, and ``numbers`` counts all that are read.
+    """
+    numbers = itertools.count() if numbers is None else numbers
+    if next(numbers) > _MOST_FILES:
+        text = f"defaults lead to more than {_MOST_FILES} files, those that are named again included"
+        raise _TooManyFilesError([Problem(SourceLine(including[0]), "defaults", text)])
     source, text = read_config(name)
     document = read_yaml(text, source)
     if not isinstance(document.values, dict) or "defaults" not in document.values:
@@ -111,10 +123,15 @@ def _read(name: str, including: tuple[str, ...] = ()) -> tuple[str, Document]:
             document.problems.append(Problem(place, "defaults", f"{one} includes itself, by way of {source}"))
             continue
         try:
-            inner = _read(path, (*including, source))[1]
+            inner = _read(path, (*including, source), numbers)[1]
+        except _TooManyFilesError:
+            raise
         except ConfigError as error:
             document.problems += [Problem(place, "defaults", str(problem)) for problem in error.problems]
             continue
+        if not inner.problems and not isinstance(inner.values, dict):
+            text = f"{one}: expected a file of a section with keys, found {found(inner.values)}"
+            document.problems.append(Problem(place, "defaults", text))
         _merge(merged, inner)
     _merge(merged, document)
     return source, merged

@@ -9,6 +9,7 @@ scalar without quotes that is nothing else is read as YAML again, so that it may
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -17,10 +18,13 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from .problems import KeyPath, Problem, SourceLine, dotted
 
+_DEEPEST = 100  # lists and sections in each other
+_MOST = 100_000  # values of a document, an alias counted as what it stands for
 _TAG = "tag:yaml.org,2002:"
 _ENVIRONMENT = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)(?:,([^}]*))?\}")
 _TEXT_TAGS = {f"{_TAG}str", f"{_TAG}timestamp", f"{_TAG}value", f"{_TAG}merge"}
@@ -55,10 +59,16 @@ class _Reader:
         self._one_place = one_place
         self._document = Document()
         self._open: set[int] = set()
+        self._count = 0  # values so far
 
     def read(self, text: str) -> Document:
         self._document.places[()] = SourceLine(self._source)
         try:
+            line = _too_deep(text)
+            if line is not None:
+                place = SourceLine(self._source, None if self._one_place else line)
+                self._report(place, (), f"lists and sections lie in each other more than {_DEEPEST} deep")
+                return self._document
             root: Node | None = YAML(typ="safe", pure=True).compose(text)
         except MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
@@ -69,9 +79,15 @@ class _Reader:
             self._report(SourceLine(self._source), (), f"this is not YAML: {' '.join(str(error).split())}")
             return self._document
         self._document.values = None if root is None else self._value(root, ())
+        if self._count > _MOST:  # of aliases of aliases, most likely
+            self._document = Document(None, {(): SourceLine(self._source)})
+            self._report(SourceLine(self._source), (), f"this has more than {_MOST} values, those of aliases included")
         return self._document
 
     def _value(self, node: Node, path: KeyPath) -> Any:
+        self._count += 1
+        if self._count > _MOST:
+            return None
         if id(node) in self._open:
             self._report(self._place(node), path, "an alias that holds itself has no value")
             return None
@@ -80,7 +96,8 @@ class _Reader:
             if isinstance(node, MappingNode) and str(node.tag) == f"{_TAG}map":
                 return self._mapping(node, path)
             if isinstance(node, SequenceNode) and str(node.tag) == f"{_TAG}seq":
-                return [self._item(item, (*path, index)) for index, item in enumerate(node.value)]
+                items = itertools.takewhile(lambda _: self._count <= _MOST, enumerate(node.value))
+                return [self._item(item, (*path, index)) for index, item in items]
             if isinstance(node, ScalarNode):
                 return self._scalar(node, path)
         finally:
@@ -91,6 +108,8 @@ class _Reader:
     def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for key_node, value_node in node.value:
+            if self._count > _MOST:
+                break
             place = self._place(key_node)
             if not isinstance(key_node, ScalarNode):
                 self._report(place, path, "a key must be text, found a list or a section")
@@ -142,7 +161,7 @@ class _Reader:
         text = _ENVIRONMENT.sub(value, text)
         if not plain:
             return text
-        again = YAML(typ="safe", pure=True).compose(text)
+        again = None if _too_deep(text) else YAML(typ="safe", pure=True).compose(text)
         is_scalar = isinstance(again, ScalarNode) and again.tag not in _TEXT_TAGS
         return self._scalar(again, path) if is_scalar else text
 
@@ -151,6 +170,19 @@ class _Reader:
 
     def _report(self, place: SourceLine, path: KeyPath, text: str) -> None:
         self._document.problems.append(Problem(place, dotted(path), text))
+
+
+def _too_deep(text: str) -> int | None:
+    """Return the line at which lists and sections lie in each other too deep to be read; None where they do not."""
+    depth = 0
+    for event in YAML(typ="safe", pure=True).parse(text):
+        if isinstance(event, CollectionStartEvent):
+            depth += 1
+            if depth > _DEEPEST:
+                return int(event.start_mark.line) + 1
+        elif isinstance(event, CollectionEndEvent):
+            depth -= 1
+    return None
 
 
 def _integer(text: str) -> int:

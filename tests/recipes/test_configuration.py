@@ -445,3 +445,53 @@ def test_the_checkpoint_section_has_the_words_of_the_callbacks() -> None:
     section = load_configuration("flax_digits").config.checkpoint.callback_arguments()
 
     assert list(section) == list(inspect.signature(CallbackOptions).parameters)
+
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
+TOO_DEEP = "lists and sections lie in each other more than 100 deep"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (BOMB, "config.yaml: this has more than 100000 values, those of aliases included"),
+        ("[" * 500 + "]" * 500, f"config.yaml:1: {TOO_DEEP}"),
+        ("{a: " * 500 + "}" * 500, f"config.yaml:1: {TOO_DEEP}"),
+        ("\n".join(" " * n + "a:" for n in range(1500)), f"config.yaml:101: {TOO_DEEP}"),
+        ("- " * 1500, f"config.yaml:1: {TOO_DEEP}"),
+    ],
+    ids=["bomb", "lists", "sections", "indented", "items"],
+)
+@pytest.mark.parametrize("included", [False, True])
+def test_bombs_are_one_error(tmp_path: Path, text: str, message: str, included: bool) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    (tmp_path / "outer.yaml").write_text("defaults: config\nrecipe: flax_digits\n")
+    with pytest.raises(ConfigError) as caught:
+        load_configuration(str(tmp_path / ("outer" if included else "config")))
+    (problem,) = caught.value.problems
+    assert message in str(problem)
+
+
+def test_a_variable_of_the_environment_may_be_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP", "[" * 500)
+    assert read_yaml("a: ${env:DEEP}", "here").values == {"a": "[" * 500}
+
+
+@pytest.mark.parametrize(
+    ("text", "what"), [("- a\n- b\n", r"the list \['a', 'b'\]"), ("words", 'the text "words"'), ("", "nothing")]
+)
+def test_defaults_of_a_file_that_is_no_section(tmp_path: Path, text: str, what: str) -> None:
+    (tmp_path / "base.yaml").write_text(text)
+    (tmp_path / "config.yaml").write_text("recipe: flax_digits\ndefaults: base\n")
+    with pytest.raises(ConfigError, match=f"config.yaml:2: defaults: base: expected a file .*, found {what}") as caught:
+        load_configuration(str(tmp_path / "config"))
+    assert len(caught.value.problems) == 1
+
+
+def test_defaults_that_double_with_each_file(tmp_path: Path) -> None:
+    for number in range(40):
+        (tmp_path / f"{number}.yaml").write_text(f"defaults: [{number + 1}.yaml, {number + 1}.yaml]\n")
+    (tmp_path / "40.yaml").write_text("recipe: flax_digits\n")
+    with pytest.raises(ConfigError, match="defaults lead to more than 200 files") as caught:
+        load_configuration(str(tmp_path / "0.yaml"))
+    assert len(caught.value.problems) == 1
