@@ -27,7 +27,7 @@ from ..engine.clock import format_size, seconds
 from ..engine.errors import HoldfastError, OptionError, shortened, shortened_steps
 from ..engine.manager import TRACES, DrillPlan, Point, list_steps, read_events
 from ..engine.sources import LeafDifference, compare_checkpoints, open_at
-from ..engine.storage import CLAIMS, DRILL, as_location
+from ..engine.storage import CLAIMS, DRILL, STRAYS, as_location
 from .findings import Causes, Finding, Report, StepDifference, Trace, in_use, print_report, unseeded
 from .log import configure_logging
 from .program import Program, Signals, shell_status
@@ -483,7 +483,7 @@ class _Drill:
             def look() -> bool:
                 nonlocal signalled, why
                 traces.read()
-                if program.forwarded:
+                if program.forwarded or (self._folder / STRAYS).exists():
                     return True
                 now, (sign, step) = time.monotonic(), program.last_sign()
                 if signalled is None and traces.interrupted:
@@ -508,12 +508,27 @@ class _Drill:
                 program.sweep(0.5)
             if program.forwarded:
                 raise _StoppedError(program.forwarded[-1])
+            self._check_strays()
         start.killed = why == "grace"
         traces.read()
         start.trace = traces.trace()
         ended = {"preempted", "finished", "failed"}
         start.state = next((one["event"] for one in reversed(program.new_events()) if one["event"] in ended), None)
         return start
+
+    def _check_strays(self) -> None:
+        """Raise DrillError if the program has started another one that does not know of the rehearsal."""
+        path = self._folder / STRAYS
+        if not path.exists():
+            return
+        strays = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        commands = shortened(" ".join(one["command"]) for one in strays)
+        raise DrillError(
+            f"the program has started another one with an environment of its own, without {DRILL}, which would have "
+            f"written to its real directory, and was refused: {commands}. "
+            f"Pass on the environment (env={{**os.environ, ...}} in subprocess); give that program an empty {DRILL} if "
+            "it is no part of what is rehearsed"
+        )
 
     # ---- directories and checkpoints
 

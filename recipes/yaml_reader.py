@@ -162,8 +162,9 @@ class _Reader:
         if not plain:
             return text
         again = None if _too_deep(text) else YAML(typ="safe", pure=True).compose(text)
-        is_scalar = isinstance(again, ScalarNode) and again.tag not in _TEXT_TAGS
-        return self._scalar(again, path) if is_scalar else text
+        if isinstance(again, ScalarNode) and again.tag not in _TEXT_TAGS:
+            return self._scalar(again, path)
+        return text
 
     def _place(self, node: Node) -> SourceLine:
         return SourceLine(self._source, None if self._one_place else node.start_mark.line + 1)

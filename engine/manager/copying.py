@@ -92,7 +92,7 @@ def copy_checkpoint(
     ...     hf.load(f"{directory}/b")
     {'w': array([0, 1, 2])}
     """
-    origin, target = as_location(source), as_location(destination)
+    origin, target = as_location(source), as_location(destination, writes=True)
     rate = None if max_bandwidth is None else bytes_per_second(max_bandwidth, name="max_bandwidth")
 
     def work() -> list[list[Any]]:

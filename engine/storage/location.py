@@ -20,10 +20,7 @@ from .local import LocalBackend
 from .object_files import open_object
 from .object_store import ObjectStoreBackend, ObjectStoreSnapshot, open_backend
 from .parallel import REQUESTS, UPLOADS, parallel_map
-from .redirects import Redirects
-
-DRILL = "HOLDFAST_DRILL"
-"""Environment variable of a program that ``holdfast drill`` rehearses: the folder of the rehearsal."""
+from .redirects import DRILL, Redirects, check_no_stray
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _COLLAPSED = re.compile(r"(?:file|memory|s3|gs|gcs|https?|az|abfs|hdfs):/", re.IGNORECASE)
@@ -46,12 +43,15 @@ def as_location(place: str | os.PathLike[str] | Location, *, writes: bool = Fals
 
     Raises:
         InvalidLocationError: It is neither, or the URL's scheme is not one of these.
+        StateError: This process is about to write, and belongs to a rehearsal without knowing of it.
 
     >>> as_location("memory://runs/x") / "1200"
     Location('memory://runs/x/1200')
     """
     location = place if isinstance(place, Location) else _parsed(place)
     if _redirects is None:
+        if writes and (location.is_local or location.is_remote):
+            check_no_stray()
         return location
     target = _redirects.target(location.url, writes=writes)
     return location if target == location.url else _parsed(target)

@@ -116,7 +116,7 @@ def import_checkpoint(
         OptionError: The source is one of holdfast's own.
         PeerFailedError: It failed on process 0; raised on the others.
     """
-    origin, target = as_location(source), as_location(destination)
+    origin, target = as_location(source), as_location(destination, writes=True)
     about = [origin.url, target.url, overwrite]
 
     def work() -> list[Conversion]:
@@ -195,7 +195,7 @@ def export_checkpoint(
         raise OptionError(f"to={to!r} is not one of {', '.join(map(repr, get_args(ExportFormat)))}")
     if to == "orbax" and overwrite:
         raise OptionError("overwrite= does not apply to Orbax: remove the destination, or choose another path")
-    origin, target = as_location(source), as_location(destination)
+    origin, target = as_location(source), as_location(destination, writes=True)
 
     def work() -> list[Conversion]:
         chosen = best_step_in(origin) if step == "best" else step

@@ -444,6 +444,46 @@ def test_drills_that_cannot_be_carried_out(tmp_path: Path, arguments: list[objec
     assert re.search(said, error.partition("holdfast: ")[2], re.DOTALL), error
 
 
+CHILD = """
+import sys
+import holdfast as hf
+with hf.CheckpointCallback("real", save_interval_steps=1) as checkpoint:
+    state, start = checkpoint.restore_or_initialize({"w": 0})
+    for step in range(start, 9):
+        if checkpoint.on_step(step + 1, {"w": step}).should_stop:
+            break
+sys.exit(checkpoint.exit_status)
+"""
+
+# A program that starts another one with an environment of its own, and goes on whatever becomes of it.
+PARENT = """
+import os, subprocess, sys
+own = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "HOME") if name in os.environ}
+subprocess.run([sys.executable, "child.py"], env=own, check=False)
+exec(open("child.py").read().replace("real", "own"))
+"""
+
+
+def test_a_program_with_an_environment_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "child.py").write_text(CHILD)
+    (tmp_path / "parent.py").write_text(PARENT)
+    arguments = ["--steps", 3, "--kinds", "term", "--at", 2, "--", sys.executable, "parent.py"]
+    said = drill(tmp_path, *arguments, status=2)["said"]
+    assert not (tmp_path / "real").exists()
+    assert "started another one with an environment of its own, without HOLDFAST_DRILL" in said
+    assert "child.py. Pass on the environment (env={**os.environ, ...}" in said
+
+
+def test_a_program_that_is_no_part_of_the_rehearsal(tmp_path: Path) -> None:
+    """An empty variable says so."""
+    (tmp_path / "child.py").write_text(CHILD)
+    program = [sys.executable, "child.py"]
+    script = f"import os, subprocess\nsubprocess.run({program}, env={{**os.environ, 'HOLDFAST_DRILL': ''}}, check=True)"
+    environment = {**os.environ, "HOLDFAST_DRILL": str(tmp_path / "rehearsal")}
+    subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, check=True)
+    assert (tmp_path / "real" / "9").is_dir()
+
+
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "ready")
     (tmp_path / "tmp").mkdir()

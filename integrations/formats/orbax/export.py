@@ -246,7 +246,7 @@ def export_orbax(
     A single tree becomes a directory for a ``StandardCheckpointer``, a directory of steps one for a
     ``CheckpointManager``. Integer keys become strings, the only keys of Orbax.
     """
-    origin, target = as_location(source), as_location(destination)
+    origin, target = as_location(source), as_location(destination, writes=True)
     metadata: Mapping[str, Any] | None = None
     if step is None and not is_run(origin):
         checkpoint = open_checkpoint(origin)
