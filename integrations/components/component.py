@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import uuid
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Never, Protocol, Self, runtime_checkable
 
 from ...engine.arrays import Layout
@@ -19,12 +19,12 @@ from ...engine.storage import as_location
 from .constructing import build
 from .constructor_spec import CtorArguments
 from .live import ARGUMENTS, LiveComponent, discovered, kept_arguments, live_tree, paths_of
-from .names import Names, Selection
+from .names import Names, Selection, format_component_path
 from .permissions import Permissions
-from .reading import open_component
-from .restoring import ComponentReport, KeepPatterns, locate, restore_saved
+from .reading import SavedComponent, open_component
+from .restoring import ComponentReport, KeepPatterns, descend, locate, restore_saved
 from .saving import prepare
-from .states import call_get_state, default_state, inherited, overrides, set_default_state
+from .states import Fetched, call_get_state, default_state, inherited, is_remote, overrides, set_default_state, takes
 
 _logger = logging.getLogger("holdfast")
 
@@ -152,7 +152,7 @@ class Checkpointable:
         Args:
             path: The directory of a tree of components, or of one of its parts.
             component: Restores only this component, such as ``"learner/p1"``, from the component at ``path``, which may
-                have another name there.
+                have another name there: ``path`` is its own directory, ``<tree>/learner/p1``, not that of the tree.
             keep: Patterns of paths such as ``"**/lr"``: values that match stay as they are. A path is that of the
                 component and that of the value within it: ``learner/optimizer/groups/0/lr``. A pattern that matches
                 nothing is an error.
@@ -171,7 +171,10 @@ class Checkpointable:
         live = live_tree(self)
         target = live if component is None else locate(live, component)
         kept = None if keep is None else KeepPatterns(keep)
-        return restore_saved(target, open_component(path), strict=strict, keep=kept)
+        saved = open_component(path)
+        if component is not None:
+            _refuse_tree_above(target, saved)
+        return restore_saved(target, saved, strict=strict, keep=kept)
 
     @classmethod
     def from_checkpoint(
@@ -221,24 +224,31 @@ class Checkpointable:
     # ---- methods to override
 
     @inherited
-    def get_state(self, components: Names | None = None, *, not_components: Names | None = None) -> dict[str, Any]:
+    def get_state(
+        self, components: Names | None = None, *, not_components: Names | None = None, **options: Any
+    ) -> dict[str, Any]:
         """Take the state: a snapshot, which later changes do not touch.
 
         Args:
             components: Only these of the components below, such as ``"learner/p0"``, a list of such paths, or a pattern
                 such as ``"learner/*"``; None is all. Components on the way to them come without the rest below them.
             not_components: None of these; this wins over ``components``.
+            **options: Arguments for components below that have a ``get_state`` of their own: each gets those that it
+                takes, such as ``inference_only=True``.
 
         Returns:
             The component's own state, and under their names the states of the components below.
 
         Raises:
             TreeMismatchError: There is no such component; names those that exist.
+            OptionError: No component takes an option.
         """
         live = live_tree(self)
         known = {path: one.path for path, one in paths_of(live).items()}
         selection = Selection(components, not_components, known, type(self).__qualname__)
-        return _take(live, selection)
+        if not overrides(self, "get_state"):
+            _refuse_untaken(live, options)
+        return _take(live, selection, options)
 
     @inherited
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -266,16 +276,49 @@ class Checkpointable:
         return {}
 
 
-def _take(one: LiveComponent, selection: Selection) -> dict[str, Any]:
-    state = default_state(one, snapshot=True)
-    for child in one.children:
-        if not selection.leads_to(child.path):
-            continue
-        if overrides(child.value, "get_state"):
-            state[child.name] = call_get_state(child.value, *selection.below(child.path))
-        else:
-            state[child.name] = _take(child, selection)
-    return state
+def _refuse_tree_above(target: LiveComponent, saved: SavedComponent) -> None:
+    """Raise OptionError for the directory of a tree where that of one of its components is meant."""
+    there = descend(saved, target.path)
+    own = {path[:1] for path, _ in target.named()}
+    if there is not None and target.path[:1] not in own:
+        name = format_component_path(target.path)
+        raise OptionError(
+            f"{saved.location} is a tree that has a component {name!r} itself, and component= names the part of the "
+            f"program that gets the state at path. Pass path={there.location.url!r}; or leave component= out to "
+            "restore the whole tree; nothing was changed"
+        )
+
+
+def _refuse_untaken(live: LiveComponent, options: Mapping[str, Any]) -> None:
+    own = [one for one in live.walk() if overrides(one.value, "get_state")]
+    for name in options:
+        if not any(takes(one.value, name) for one in own):
+            raise OptionError(
+                f"get_state() got an unexpected keyword argument {name!r}: no component of "
+                f"{type(live.value).__qualname__} has a get_state() of its own that takes it"
+            )
+
+
+def _take(live: LiveComponent, selection: Selection, options: Mapping[str, Any]) -> dict[str, Any]:
+    def asked(one: LiveComponent) -> Callable[[], Any]:
+        return lambda: call_get_state(one.value, *selection.below(one.path), options)
+
+    def selected(one: LiveComponent) -> list[LiveComponent]:
+        return [child for child in one.children if selection.leads_to(child.path)]
+
+    def owned(one: LiveComponent) -> Iterator[LiveComponent]:
+        for child in selected(one):
+            yield from (child,) if overrides(child.value, "get_state") else owned(child)
+
+    def take(one: LiveComponent) -> dict[str, Any]:
+        state = default_state(one, snapshot=True)
+        for child in selected(one):
+            own = overrides(child.value, "get_state")
+            state[child.name] = fetched.get(child.value, asked(child)) if own else take(child)
+        return state
+
+    with Fetched({id(one.value): asked(one) for one in owned(live) if is_remote(one.value)}) as fetched:
+        return take(live)
 
 
 def _give(one: LiveComponent, state: Any) -> None:

@@ -295,6 +295,8 @@ def _read(origin: SavedComponent, one: LiveComponent) -> Any:
 
 
 def locate(live: LiveComponent, component: str) -> LiveComponent:
+    if component in ("", "(root)", ".", "/"):
+        raise OptionError(f"component={component!r} is no part of the tree; leave component= out to restore all of it")
     by_path = paths_of(live)
     return by_path[find(component, by_path, type(live.value).__qualname__)]
 

@@ -33,7 +33,7 @@ from .layout import DATA, KIND, ComponentParts, Description, item_name
 from .live import LiveComponent, is_component, live_tree, method_of, unnamed
 from .names import format_component_path
 from .permissions import import_path
-from .states import own_state
+from .states import own_states
 
 _logger = logging.getLogger("holdfast")
 
@@ -143,7 +143,7 @@ def _own_states(live: LiveComponent) -> dict[Path, Any]:
                 format_component_path(one.path),
                 name,
             )
-    return {one.path: own_state(one, snapshot=False) for one in live.walk()}
+    return own_states(live.walk())
 
 
 def _given(live: LiveComponent, state: Mapping[str, Any]) -> dict[Path, Any]:

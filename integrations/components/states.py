@@ -8,13 +8,16 @@ torch optimizer keeps for parameters of those belong to the optimizer, by the pa
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import inspect
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial as bound
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -63,6 +66,8 @@ Keep = Callable[[Path, SavedLeaf | None], bool]
 # Key of a state for the document of its objects, as text, where the names of the values do not imply them.
 GRAPH = "__graph__"
 
+_AT_ONCE = 32  # states of remote components that are asked for at the same time
+
 
 class _GivenState(Location):
     """The place of a state that the program gave, for messages."""
@@ -105,31 +110,72 @@ def has_own(value: Any, method: str) -> bool:
     return overrides(value, method) and not is_optimizer(value)
 
 
-def call_get_state(value: Any, components: Names | None, not_components: Names | None) -> Any:
+def call_get_state(
+    value: Any, components: Names | None, not_components: Names | None, options: Mapping[str, Any] | None = None
+) -> Any:
     """Call an object's own ``get_state`` with as many of the arguments as it takes."""
-    method = value.get_state
-    given = {"components": components, "not_components": not_components}
+    given = {"components": components, "not_components": not_components, **(options or {})}
     arguments = {name: names for name, names in given.items() if names is not None}
-    if arguments:
-        try:
-            parameters = inspect.signature(method).parameters.values()
-        except (TypeError, ValueError):
-            parameters = ()  # type: ignore[assignment]  # the signature of a function in C is unknown
-        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
-            known = {one.name for one in parameters}
-            arguments = {name: names for name, names in arguments.items() if name in known}
-    return method(**arguments)
+    return value.get_state(**{name: one for name, one in arguments.items() if takes(value, name)})
+
+
+def takes(value: Any, name: str) -> bool:
+    """Whether an object's own ``get_state`` takes an argument by name."""
+    try:
+        parameters = inspect.signature(value.get_state).parameters.values()
+    except (TypeError, ValueError):  # the signature of a function in C is unknown
+        return False
+    return any(one.kind is one.VAR_KEYWORD or one.name == name for one in parameters)
+
+
+def is_remote(value: Any) -> bool:
+    """Whether a class says that ``get_state`` of its objects may run in a thread, beside that of others."""
+    return getattr(type(value), "__remote__", False) is True and has_own(value, "get_state")
+
+
+class Fetched:
+    """States of remote components, all asked for at once; others are taken by the calling thread meanwhile."""
+
+    def __init__(self, remote: Mapping[int, Callable[[], Any]]) -> None:
+        """Ask for states, by the ids of their components."""
+        self._pool = ThreadPoolExecutor(min(len(remote), _AT_ONCE) or 1, "holdfast-states")
+        contexts = ((key, contextvars.copy_context(), ask) for key, ask in remote.items())
+        self._states = {key: self._pool.submit(context.run, ask) for key, context, ask in contexts}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def get(self, value: Any, ask: Callable[[], Any]) -> Any:
+        """Return a state that was asked for, or take it now; raise what the component raised."""
+        found = self._states.get(id(value))
+        return ask() if found is None else found.result()
 
 
 # ---- taking
 
 
-def own_state(component: LiveComponent, *, snapshot: bool, partial: bool = False) -> Any:
+def own_states(components: Iterable[LiveComponent]) -> dict[Path, Any]:
+    """Take the states of components, those of remote ones all at once."""
+    known = list(components)
+    with Fetched({id(one.value): bound(_asked, one) for one in known if is_remote(one.value)}) as fetched:
+        return {one.path: own_state(one, snapshot=False, fetched=fetched) for one in known}
+
+
+def _asked(component: LiveComponent) -> Any:
+    return call_get_state(component.value, None, sorted(child.name for child in component.children) or None)
+
+
+def own_state(
+    component: LiveComponent, *, snapshot: bool, partial: bool = False, fetched: Fetched | None = None
+) -> Any:
     """Take the state of a component; ``partial`` allows that values for parameters outside of the tree are left out."""
     if not has_own(component.value, "get_state"):
         return default_state(component, snapshot=snapshot, partial=partial)
     names = {child.name for child in component.children}
-    state = call_get_state(component.value, None, sorted(names) or None)
+    state = _asked(component) if fetched is None else fetched.get(component.value, lambda: _asked(component))
     if isinstance(state, Mapping) and names & state.keys():
         state = {key: value for key, value in state.items() if key not in names}
     return copied(state) if snapshot else pack_tree(state)

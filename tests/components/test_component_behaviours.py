@@ -369,7 +369,7 @@ class League(Checkpointable):
         """Adds a member."""
         self.members[name] = Policy(3)
 
-    def get_state(self, components: Any = None, *, not_components: Any = None) -> dict[str, Any]:
+    def get_state(self, components: Any = None, *, not_components: Any = None, **options: Any) -> dict[str, Any]:
         """Returns the names besides the members' states."""
         return {**super().get_state(components, not_components=not_components), "names": sorted(self.members)}
 
@@ -443,7 +443,7 @@ class Odd(Checkpointable):
     def __init__(self) -> None:
         self.state: dict[Any, Any] = {}
 
-    def get_state(self, components: Any = None, *, not_components: Any = None) -> dict[str, Any]:
+    def get_state(self, components: Any = None, *, not_components: Any = None, **options: Any) -> dict[str, Any]:
         """Returns it."""
         return {"odd": self.state}
 
