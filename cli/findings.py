@@ -245,6 +245,7 @@ class Causes:
             ]
             by_kind = {kind: [one for one in here if one[1].kind == kind] for kind in _CAUSES}
             in_lightning = not {"lightning", "pytorch_lightning"}.isdisjoint(self._reference.libraries)
+            by_kind["value"] = _likeliest(by_kind["value"])
             found = [
                 _not_restored(kind, those, step, self._run.restored, in_lightning=in_lightning)
                 for kind, those in by_kind.items()
@@ -277,6 +278,18 @@ def in_use(name: str, facts: Mapping[int, Mapping[str, Fact]]) -> bool:
 
 def _described(name: str, fact: Fact) -> str:
     return name if not fact.where else f"`{name}` ({fact.type}; {fact.where})"
+
+
+# Words in the names of values that the next step seldom depends on: those of reports, and those of the time.
+_REPORTED = frozenset(["best", "history", "log", "logs", "loss", "losses", "metric", "metrics", "score", "accuracy"])
+_TIMES = frozenset(["time", "times", "elapsed", "duration", "seconds", "secs", "timestamp", "clock", "eta", "wall"])
+
+
+def _likeliest(values: list[tuple[str, Fact, Fact]]) -> list[tuple[str, Fact, Fact]]:
+    """Return values with what is only reported last, and without times unless there is nothing else."""
+    words = {name: frozenset(re.split(r"[^a-z]+", name.lower())) for name, _, _ in values}
+    lasting = [entry for entry in values if not words[entry[0]] & _TIMES] or values
+    return sorted(lasting, key=lambda entry: bool(words[entry[0]] & _REPORTED))
 
 
 def _not_restored(

@@ -207,7 +207,11 @@ def _fact(thing: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
         return "generator", _digest(_text(thing.bit_generator.state))
     if isinstance(thing, np.random.RandomState):
         return "generator", _digest(_text(thing.get_state(legacy=False)))
+    if isinstance(thing, np.number | np.bool_):
+        return "value", repr(thing.item())
     if isinstance(thing, np.ndarray):
+        if thing.ndim == 0 and thing.dtype.kind in "biufc":
+            return "value", repr(thing.item())
         small = with_arrays and 0 < thing.nbytes <= _BYTES and thing.dtype != object
         return ("array", _digest(thing.tobytes())) if small else None
     torch, jax = loaded("torch"), loaded("jax")
@@ -233,6 +237,8 @@ def _fact(thing: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
 def _fact_of_torch(torch: Any, tensor: Any) -> tuple[Kind, str] | None:
     if tensor.device.type == "meta" or not 0 < tensor.numel() * tensor.element_size() <= _BYTES:
         return None
+    if tensor.ndim == 0:
+        return "value", repr(tensor.item())
     bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return "array", _digest(bits.numpy().tobytes())
 
@@ -245,6 +251,8 @@ def _fact_of_jax(jax: Any, array: Any, *, with_arrays: bool) -> tuple[Kind, str]
     is_key = array.dtype == np.uint32 and array.shape in ((2,), (4,))  # a key of the older kind
     if not (is_key or (with_arrays and 0 < array.nbytes <= _BYTES)):
         return None
+    if array.ndim == 0:
+        return "value", repr(array.item())  # a number, such as a moving average, which may be weakly typed
     return "generator" if is_key else "array", _digest(np.asarray(array).tobytes())
 
 

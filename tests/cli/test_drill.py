@@ -16,7 +16,8 @@ import pytest
 from tests.cli.commands import error_of
 
 from holdfast.cli.drill import KINDS, DrillOptions, Interruption, choose, places_to_save
-from holdfast.cli.findings import kind_of_state
+from holdfast.cli.findings import Causes, Report, StepDifference, Trace, kind_of_state
+from holdfast.engine.manager import Fact
 
 PROGRAM = [sys.executable, "-W", "error", str(Path(__file__).with_name("programs.py"))]
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -114,6 +115,30 @@ def test_the_kind_of_state(leaf: str, kind: str) -> None:
 )
 def test_arguments_that_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
     assert said in error_of(capsys, "drill", *arguments, "--", "true", status=2)
+
+
+def trace(**values: Any) -> Trace:
+    """Return the trace of a start whose variables have these values after steps 3 and 4."""
+    facts = [{name: Fact("value", "float", "train.py", str(one[at])) for name, one in values.items()} for at in (0, 1)]
+    return Trace(steps=[3, 4], restored=2, facts={3: facts[0], 4: facts[1]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"started_time": 9, "best": 9, "ema": 9}, ("ema", "best")),
+        ({"best_loss": 9, "self.elapsed": 9}, ("best_loss",)),
+        ({"elapsed": 9}, ("elapsed",)),
+        ({"metrics['loss']": 9, "rate": 9, "wall_time": 9}, ("rate", "metrics['loss']")),
+    ],
+    ids=str,
+)
+def test_what_the_next_step_depends_on_is_named_first(changes: dict[str, int], names: tuple[str, ...]) -> None:
+    """Times, which change anyway, are left out beside other values; what is only reported comes last."""
+    whole, resumed = trace(**dict.fromkeys(changes, (1, 2))), trace(**{name: (one, 2) for name, one in changes.items()})
+    report = Report(command=[], seed=0, differences=[StepDifference(3, "run", [])])
+    (finding,) = Causes(whole, resumed, (whole, whole)).of(report, [])
+    assert (finding.cause, finding.names) == ("value", names)
 
 
 # ---- real programs

@@ -70,6 +70,18 @@ def split(keys: Any) -> None:
     keys["key"] = jax.random.split(keys["key"])[0]
 
 
+def jax_average() -> Any:
+    import jax.numpy as jnp
+
+    return {"average": jnp.asarray(0.5)}
+
+
+def torch_scalar() -> Any:
+    import torch
+
+    return torch.tensor(1.0)
+
+
 def nnx_rngs() -> Any:
     from flax import nnx
 
@@ -97,6 +109,10 @@ def numbers() -> Iterator[int]:
         (lambda: zip([1, 2], [3, 4], strict=True), next, "position"),
         (lambda: itertools.cycle([1, 2]), next, "position"),
         (lambda: {"count": 1}, lambda it: it.update(count=2), "value"),
+        (jax_average, lambda it: it.update(average=it["average"] * 2), "value"),
+        (lambda: {"scale": np.float32(1)}, lambda it: it.update(scale=np.float32(2)), "value"),
+        (lambda: np.ones(()), lambda it: it.fill(2), "value"),
+        (torch_scalar, lambda it: it.add_(1), "value"),
     ],
     ids=lambda one: getattr(one, "__name__", str(one)),
 )
