@@ -20,6 +20,7 @@ from flax.training.train_state import TrainState
 from holdfast.integrations.flax import CheckpointCallback
 
 from .cases import Case, first_difference, judge
+from .jax_programs import PROGRAMS
 
 TOTAL, BATCHES, FEATURES = 7, 3, 4  # steps, batches of an epoch, features
 NEVER = 10_000
@@ -187,6 +188,7 @@ def _update(optimizer: Any, gradients: Any, moments: Any, params: Any, loss: Any
     return found
 
 
+PROGRAM = "program"
 STATES = {"tree": _tree, "TrainState": _train_state, "nnx": _nnx}
 
 
@@ -220,7 +222,7 @@ class Loop:
 
 
 def bits(value: Any) -> Any:
-    """Return the bytes of every leaf, by path."""
+    """Return the type and the bytes of every leaf, by path."""
     if isinstance(value, dict):
         return {key: bits(item) for key, item in value.items()}
     if isinstance(value, nnx.Module | nnx.Optimizer):
@@ -228,17 +230,19 @@ def bits(value: Any) -> Any:
     found: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(value):
         name = jax.tree_util.keystr(path)
+        if callable(leaf):
+            found[name] = leaf
+            continue
         is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         array = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-        # The counter of a TrainState is an int until the first step.
-        is_counter = array.ndim == 0 and array.dtype.kind == "i"
-        found[name] = int(array) if is_counter else (str(array.dtype), array.shape, array.tobytes())
+        kind = f"{type(leaf).__name__}{' weak' if getattr(leaf, 'weak_type', False) else ''}"
+        found[name] = (kind, str(array.dtype), array.shape, array.tobytes())
     return found
 
 
 def groups() -> list[tuple[str, str]]:
-    """Return pairs of a state and an optimizer."""
-    return list(itertools.product(STATES, OPTIMIZERS))
+    """Return pairs of a state and an optimizer, and the programs."""
+    return [*itertools.product(STATES, OPTIMIZERS), *((PROGRAM, name) for name in PROGRAMS)]
 
 
 _directories = itertools.count()
@@ -249,8 +253,8 @@ def _new_directory() -> str:
 
 
 def run_group(state: str, optimizer: str, only: tuple[str, ...] = ()) -> Iterator[Case]:
-    """Yield the cases of one state and optimizer whose names contain one of ``only``."""
-    loop = Loop(*STATES[state](OPTIMIZERS[optimizer]()))
+    """Yield the cases of one state and optimizer, or of one program, whose names contain one of ``only``."""
+    loop = Loop(*(PROGRAMS[optimizer]() if state == PROGRAM else STATES[state](OPTIMIZERS[optimizer]())))
     whole = loop.run(_new_directory())
 
     def interrupted(*interruptions: dict[str, int]) -> Callable[[], str | None]:

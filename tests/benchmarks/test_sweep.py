@@ -28,6 +28,8 @@ def test_a_few_cases(tmp_path: Path) -> None:
         "lightning/stateful and plain/validation across epochs/error after step 8",
         "lightning/shuffled/default/longer with the same trainer",
         "jax/nnx/adam/SIGTERM in step 4",
+        "jax/program/numbers/SIGTERM in step 4",
+        "jax/program/growing/SIGTERM in step 4",
     ]
     arguments = ["--processes", "1", "--json", str(report)]
     for text in only:
@@ -36,9 +38,9 @@ def test_a_few_cases(tmp_path: Path) -> None:
     cases = {case["name"]: case for case in json.loads(report.read_text())}
     assert {case["verdict"] for case in cases.values()} == {"equal"}
     assert {name for text in only for name in cases if name.startswith(text)} == cases.keys()
-    assert len(cases) == 7  # the first of them stands for four
+    assert len(cases) == 9  # the first of them stands for four
     assert (
-        "7 of 7 cases equal bit for bit, 0 refused with a message, 0 not equal" in (tmp_path / "sweep.log").read_text()
+        "9 of 9 cases equal bit for bit, 0 refused with a message, 0 not equal" in (tmp_path / "sweep.log").read_text()
     )
     # Only where the workers have lived through an epoch before, their random generators are lost.
     warned = {
