@@ -7,8 +7,12 @@ import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.documents.examples import Examples
+
+import holdfast as hf
+from holdfast import graph
 
 
 @pytest.mark.needs("flax", "0.11")
@@ -28,3 +32,25 @@ def test_the_page_runs(
     assert "Initializing from scratch." in printed
     assert re.search(r"Restored from .*torch_ckpts/ckpt-5", printed)
     assert re.search(r"Saved checkpoint for step 100: .*torch_ckpts/ckpt-10", printed)
+
+
+def test_the_names_for_users_of_tensorflow_exist() -> None:
+    page = (Path(__file__).parents[2] / "docs/migrate/tf_train_checkpoint.md").read_text()
+    names = set(re.findall(r"\bgraph\.([A-Za-z_]+)", page))
+    assert len(names) >= 9
+    assert names <= set(graph.__all__)
+    methods = {
+        graph.Checkpoint: "save write read restore save_counter",
+        graph.CheckpointManager: "save latest_checkpoint checkpoints restore_or_initialize",
+        graph.RestoreStatus: "assert_consumed assert_existing_objects_matched assert_nontrivial_match expect_partial",
+        graph.CheckpointReader: "get_variable_to_shape_map get_variable_to_dtype_map get_tensor has_tensor",
+        graph.Value: "assign assign_add __int__",
+    }
+    for kind, listed in methods.items():
+        assert [name for name in listed.split() if not hasattr(kind, name)] == []
+
+
+def test_a_shape_that_differs_stays_an_error_in_a_partial_restore(tmp_path: Path) -> None:
+    path = graph.Checkpoint(weight=np.zeros(2), bias=np.zeros(1)).save(tmp_path / "ckpt")
+    with pytest.raises(hf.TreeMismatchError, match="weight"):
+        graph.Checkpoint(weight=np.ones(3)).restore(path, partial=True)
