@@ -40,7 +40,7 @@ class ProcessGroup:
         """Return the rendezvous for the next joint action, or None if this process is alone."""
         if self.alone:
             return None
-        return next_rendezvous(self._coordinator, f"{self._name}: {what}")
+        return next_rendezvous(self._coordinator, f"{self._name}: {what}", self.timeout)
 
     def fail(self, what: str, error: BaseException) -> None:
         """Report to the other processes that this one cannot take part in their next joint action."""

@@ -19,6 +19,7 @@ from urllib.parse import quote
 import google_crc32c
 
 from ..errors import BarrierTimeoutError, PeerFailedError, describe_error, shortened
+from .bounded import BoundedCoordinator
 from .coordinators import Coordinator
 
 _logger = logging.getLogger("holdfast")
@@ -30,6 +31,7 @@ _HEADER = struct.Struct("<QI")  # length of the value and its crc32c
 _FIRST_PART = PART_SIZE - _HEADER.size
 _FIRST_WAIT = 0.1  # seconds until a waiting process first checks whether another has failed
 _LONGEST_WAIT = 1.0
+_SILENCE = 600.0  # seconds in which a store has to answer, where nothing else is said
 _MESSAGE_LIMIT = 4000  # characters of an error that the other processes get
 _MOST_RETIRED = 64  # closed rendezvous to keep in mind; another process that died never closed its own
 _MOST_KEYS = 4000  # keys that a process reports for deletion
@@ -39,12 +41,12 @@ _counts: weakref.WeakKeyDictionary[Coordinator, dict[str, int]] = weakref.WeakKe
 _retired: weakref.WeakKeyDictionary[Coordinator, list[_Retired]] = weakref.WeakKeyDictionary()
 
 
-def next_rendezvous(coordinator: Coordinator, name: str) -> Rendezvous:
-    """Make a rendezvous with a unique name: ``name`` and a number."""
+def next_rendezvous(coordinator: Coordinator, name: str, limit: float = _SILENCE) -> Rendezvous:
+    """Make a rendezvous with a unique name, ``name`` and a number; ``limit`` is how long the store may be silent."""
     with _lock:
         counts = _counts.setdefault(coordinator, {})
         counts[name] = number = counts.get(name, 0) + 1
-    return Rendezvous(coordinator, f"{name}#{number}")
+    return Rendezvous(coordinator, f"{name}#{number}", limit)
 
 
 class Rendezvous:
@@ -55,14 +57,15 @@ class Rendezvous:
     that waits raises
 
     - `BarrierTimeoutError`, which names the missing processes, after ``timeout`` seconds,
-    - `PeerFailedError` within about a second after another process has called `fail`, and when the store is gone.
+    - `PeerFailedError` within about a second after another process has called `fail`, when the store is gone, and when
+      it has not answered for ``limit`` seconds.
 
     Process 0 is the hub: `all_gather` costs every other process one message to it and one back.
     """
 
-    def __init__(self, coordinator: Coordinator, name: str) -> None:
+    def __init__(self, coordinator: Coordinator, name: str, limit: float = _SILENCE) -> None:
         self.name = name
-        self.coordinator = coordinator
+        self.coordinator = BoundedCoordinator(coordinator, limit)
         self.index = coordinator.process_index
         self.count = coordinator.process_count
         self._prefix = quote(name, safe="")
@@ -247,7 +250,7 @@ class Rendezvous:
     def _gone(self, error: ConnectionError) -> PeerFailedError:
         message = (
             f"{self.name}: the store that connects the processes is gone, so process 0 or the launcher, its "
-            f"server, must have ended ({error}); check their logs"
+            f"server, must have ended or be stopped ({error}); check their logs"
         )
         return PeerFailedError(message, 0)
 
@@ -265,9 +268,10 @@ def _deadline(timeout: float) -> float:
     return time.monotonic() + timeout
 
 
-def _retire(coordinator: Coordinator, prefix: str, keys: Sequence[str], deleted: set[str]) -> None:
+def _retire(bounded: BoundedCoordinator, prefix: str, keys: Sequence[str], deleted: set[str]) -> None:
     """Note that this process has closed a rendezvous; process 0 deletes its keys once all others have, too."""
-    try:
+
+    def work(coordinator: Coordinator) -> None:
         if coordinator.process_index:
             coordinator.put(f"{prefix}/left/{coordinator.process_index}", json.dumps(keys[:_MOST_KEYS]).encode())
             return
@@ -278,6 +282,9 @@ def _retire(coordinator: Coordinator, prefix: str, keys: Sequence[str], deleted:
             del retired[:-_MOST_RETIRED]
             # The other processes have closed those of earlier saves by now, and may still use this one.
             retired[:] = [one for one in retired if not one.sweep(coordinator)]
+
+    try:
+        bounded.run(work)
     except Exception as error:
         _logger.debug("%s: its keys stay in the store: %s", prefix, error)
 

@@ -358,7 +358,7 @@ class CheckpointCallback(ResumingCallback):
         group = self._store.processes.rendezvous("where to stop")
         if group is None:
             return OwnStop(self._preemption)
-        return AgreedStop(group, self._preemption, lambda: sum(evaluation.max_batches))
+        return AgreedStop(group, self._preemption, lambda: sum(evaluation.max_batches), self._store.processes.timeout)
 
     def _leave_evaluation(self, trainer: Any) -> None:
         if self._evaluation is not None and self._evaluation.in_validation():

@@ -450,7 +450,7 @@ class CheckpointCallback:
         if self._stop is None and not self._preemption.is_agreed:
             group = self._processes.rendezvous("where to stop")
             if group is not None:
-                self._stop = AgreedStop(group, self._preemption, lambda: 0.0)
+                self._stop = AgreedStop(group, self._preemption, lambda: 0.0, self._processes.timeout)
                 self._stop.begin()
         self._begun = True
 

@@ -72,9 +72,14 @@ class AgreedStop:
     """
 
     def __init__(
-        self, group: Rendezvous, preemption: PreemptionSignal, validation_batches: Callable[[], float]
+        self,
+        group: Rendezvous,
+        preemption: PreemptionSignal,
+        validation_batches: Callable[[], float],
+        timeout: float = _PATIENCE,
     ) -> None:
         self._group = group
+        self._patience = min(timeout, _PATIENCE)
         self._preemption = preemption
         self._validation_batches = validation_batches
         self._alarm = f"{quote(group.name, safe='')}/preempted"
@@ -109,7 +114,7 @@ class AgreedStop:
             if not self._answered:
                 self._answered = True
                 self._decline()
-        self._thread.join(_PATIENCE)
+        self._thread.join(self._patience)
         self._group.close()
 
     def _is_due(self) -> bool:
@@ -144,18 +149,18 @@ class AgreedStop:
                 self._stop = (stop[0], stop[1])
 
     def _exchange(self, point: list[Any]) -> Any:
-        answers = self._group.gather("passed", json.dumps(point).encode(), _PATIENCE)
+        answers = self._group.gather("passed", json.dumps(point).encode(), self._patience)
         answer = None if answers is None else _first_open([json.loads(one) for one in answers])
-        return json.loads(self._group.broadcast("stop", json.dumps(answer).encode(), _PATIENCE))
+        return json.loads(self._group.broadcast("stop", json.dumps(answer).encode(), self._patience))
 
     def _decline(self) -> None:
         """Answer that this process passes no more points."""
         answer = json.dumps(None).encode()
         try:
             if self._group.index == 0:
-                self._group.broadcast("stop", answer, _PATIENCE)
+                self._group.broadcast("stop", answer, self._patience)
             else:
-                self._group.gather("passed", answer, _PATIENCE)
+                self._group.gather("passed", answer, self._patience)
         except Exception as error:  # the others have ended, and do not ask any more
             logger.debug("%s: %s", self._group.name, error)
 
@@ -178,6 +183,6 @@ def part(processes: ProcessGroup) -> None:
         return
     with contextlib.closing(group):
         try:
-            group.gather("ended", b"", _PATIENCE)
+            group.gather("ended", b"", min(_PATIENCE, processes.timeout))
         except (BarrierTimeoutError, PeerFailedError) as error:  # nothing of this process is lost by that
             logger.warning("not all processes have ended the run with this one: %s", error)

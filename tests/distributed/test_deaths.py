@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.processes.harness import Outcome, Process, run_outcomes, told
 
+import holdfast as hf
 from holdfast.engine.distributed import current_coordinator, next_rendezvous
 from holdfast.engine.errors import BarrierTimeoutError, PeerFailedError
 
@@ -56,3 +61,39 @@ def test_jax_ends_all_others_when_process_0_is_gone() -> None:
 def test_a_store_in_a_file_survives_process_0() -> None:
     ended = outcomes("torch", 2, 0, store="file")
     assert ended[1].value == ("timeout", (0,)), told(ended)
+
+
+def meet_frozen(process: Process, directory: str, saves: bool) -> str | None:
+    """Process 1 stops process 0 as an operator would (SIGSTOP), and says how its next joint action ends."""
+    group = next_rendezvous(current_coordinator(), "process ids")
+    pid = int(group.broadcast("pid", str(os.getpid()).encode() if process.index == 0 else None, 30))
+    options = hf.CheckpointManagerOptions(barrier_timeout_secs=1)
+    manager = hf.CheckpointManager(directory, options=options)
+    manager.save(1, {"w": np.zeros(4)})
+    manager.wait_until_finished()
+    group.barrier("saved", 30)
+    if process.index == 0:
+        return group.receive("told", 1, 30).decode()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        if saves:
+            manager.save(2, {"w": np.ones(4)})
+            manager.wait_until_finished()
+        else:
+            manager.restore_latest()
+    except hf.HoldfastError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        with contextlib.suppress(hf.HoldfastError):
+            manager.close()
+        os.kill(pid, signal.SIGCONT)
+        group.send("told", b"resumed")
+    return None
+
+
+@pytest.mark.parametrize("saves", [True, False], ids=["save", "restore"])
+def test_a_frozen_process_0_of_torch_is_not_awaited_for_ever(tmp_path: Path, saves: bool) -> None:
+    pytest.importorskip("torch")
+    ended = run_outcomes(meet_frozen, 2, str(tmp_path), saves, backend="torch", timeout=20)
+    assert ended[0].value == "resumed", told(ended)
+    assert "has not answered for 1 s" in ended[1].value, told(ended)

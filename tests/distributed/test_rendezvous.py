@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -156,3 +157,39 @@ def test_the_notes_of_an_error_reach_the_other_processes() -> None:
     Rendezvous(one, "save").fail(error)
     with pytest.raises(PeerFailedError, match="process 0 failed: KeyError: 'word'\nraised by serialize of the"):
         Rendezvous(other, "save").check()
+
+
+class Frozen(MemoryCoordinator):
+    """A coordinator whose store does not answer until ``thawed``: its process is stopped, and its machine is up."""
+
+    thawed: threading.Event
+
+    def put(self, key: str, value: bytes) -> None:
+        self.thawed.wait()
+        super().put(key, value)
+
+    def get(self, key: str, timeout: float) -> bytes:
+        self.thawed.wait()
+        return super().get(key, timeout)
+
+    def try_get(self, key: str) -> bytes | None:
+        self.thawed.wait()
+        return super().try_get(key)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_no_call_waits_for_a_frozen_store_for_ever(operation: str) -> None:
+    made = memory_coordinators(2)[1]
+    made.__class__ = Frozen
+    assert isinstance(made, Frozen)
+    made.thawed = threading.Event()
+    rendezvous = next_rendezvous(made, "save", 0.2)
+    try:
+        with pytest.raises(PeerFailedError, match=r"has not answered for 0\.2 s: its process is stopped"):
+            OPERATIONS[operation](rendezvous)
+        rendezvous.fail(ValueError("the others cannot be told"))
+        rendezvous.close()
+        made.thawed.set()
+        next_rendezvous(made, "save", 30).send("x", b"1")  # it answers again
+    finally:
+        made.thawed.set()
