@@ -24,7 +24,7 @@ from .events import (
     read_events,
 )
 from .identity import stored_identity, stored_options, stored_rules
-from .listing import StepEntry, list_steps, newest_step, step_folders
+from .listing import StepEntry, list_steps, newest_step, series_of, step_folders
 from .manager import CheckpointManager, Peek, Restored, best_step_in
 from .metrics import Metric, Mode, better, metric_name, metric_value, number_of, plain_metrics
 from .mirror import MirrorStatus

@@ -496,6 +496,11 @@ class CheckpointManager:
         there = [] if self._mirror is None else self._mirror.steps()
         return sorted([(step, True) for step in here] + [(step, False) for step in set(there).difference(here)])
 
+    @property
+    def resumed_from(self) -> int | None:
+        """The step that the run goes on from since the last restore; None if nothing was restored."""
+        return self._went_on_from
+
     def note_resume(self, step: int) -> list[int]:
         """Note that the run goes on from a step, and warn at once if there are later ones.
 

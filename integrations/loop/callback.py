@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar, overload
 from ...engine.checkpoint import AsyncCheckpointer
 from ...engine.clock import seconds
 from ...engine.distributed import ProcessGroup
-from ...engine.errors import StateError
+from ...engine.errors import OptionError, StateError
 from ...engine.generators import GlobalGenerators
 from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHandler
 from ...engine.manager import CheckpointManager, Peek, described, reached
@@ -165,6 +165,8 @@ class CheckpointCallback:
         self._closed = False
         self._should_stop = False
         self._restored: int | None = None
+        self._went_on_from: int | None = None
+        self._reported: int | None = None
         self.extras: dict[str, Any] = {}
 
     @property
@@ -239,7 +241,7 @@ class CheckpointCallback:
         adapter.begin(template)
         self._saver.fresh_extras = fresh_extras(extras)
         if resume in ("must", "never"):
-            check_resume(resume, all_steps(self._manager.directory), self._manager.directory)
+            check_resume(resume, all_steps(self._manager.directory, self._options.step_prefix), self._manager.directory)
         if resume == "never" or self._manager.latest_step() is None:
             initial.check_fresh(adapter)
         self._begin()
@@ -263,6 +265,7 @@ class CheckpointCallback:
                 logger.info("took the weights from %s; everything else starts fresh", taken)
                 warn_of_misfits(adapter.misfits, f"init_from={str(place)!r}", "weights")
             self._begin_steps(state, extras)
+            self._announce_first_save()
             return state, 0
         if place is not None:
             logger.info("init_from=%s is ignored, as the run resumes", place)
@@ -289,7 +292,7 @@ class CheckpointCallback:
             NoWholeCheckpointError: There are checkpoints, but all of them are damaged.
         """
         if self._options.resume == "must":
-            check_resume("must", all_steps(self._manager.directory), self._manager.directory)
+            check_resume("must", all_steps(self._manager.directory, self._options.step_prefix), self._manager.directory)
         return peek(self._manager, self._options.resume)
 
     def on_step(self, step: int, state: Any, *, metrics: Mapping[str, Any] | None = None, **extras: Any) -> StepOutcome:
@@ -319,6 +322,7 @@ class CheckpointCallback:
         if metrics is not None:
             check_metrics(metrics)
         check_no_options(extras)
+        self._check_order(step)
         self._adapter.check_step(step, state)
         if not self._names <= extras.keys():
             raise StateError(missing_extras(self._names - extras.keys()))
@@ -426,6 +430,28 @@ class CheckpointCallback:
         handler = self._options.tree_handler()
         handler.optional = True  # trees of components have the item only if there are extras
         return handler
+
+    def _check_order(self, step: int) -> None:
+        """Raise OptionError if the step is before the last one, unless the program has restored an earlier one."""
+        if (restored := self._manager.resumed_from) != self._went_on_from:
+            self._went_on_from = restored  # None again after a save
+            self._reported = self._reported if restored is None else restored
+        if self._reported is not None and step < self._reported:
+            raise OptionError(
+                f"on_step({step}) came after step {self._reported}: step N means that N updates are in the state, so "
+                "it never goes down. Begin the loop at the step that restore_or_initialize has returned; to go back, "
+                "restore the earlier step first"
+            )
+        self._reported = step
+
+    def _announce_first_save(self) -> None:
+        """Say when the first save will be, where the program has not said when to save."""
+        if self._options.has_triggers:
+            return
+        minutes = seconds(self._options.DEFAULT_TRIGGER["save_interval_secs"]) / 60
+        end = " or at the end" if self._options.save_at_end else ""
+        text = "no save_interval_steps= or other trigger is set: the first save is in %g minutes%s, or at a preemption"
+        self._announce(text, minutes, end)
 
     def _with_generators(self, extras: dict[str, Any]) -> dict[str, Any]:
         """Return the extras with the global generators, last, so that they have the last word in a restore."""

@@ -22,7 +22,16 @@ from ...engine.errors import (
     shortened,
     shortened_steps,
 )
-from ...engine.manager import EVENTS, CheckpointManager, Peek, Restored, has_finished, list_steps, newest_step
+from ...engine.manager import (
+    EVENTS,
+    CheckpointManager,
+    Peek,
+    Restored,
+    has_finished,
+    list_steps,
+    newest_step,
+    series_of,
+)
 from ...engine.sources import Misfits
 from ...engine.stateful import decode_state, is_stream
 from ...engine.storage import Location, as_location
@@ -55,9 +64,9 @@ class Resumed:
     extras: dict[str, Any]
 
 
-def all_steps(directory: Location) -> list[int]:
+def all_steps(directory: Location, prefix: str | None = None) -> list[int]:
     """Return the steps in a directory, damaged ones included, in ascending order."""
-    return [entry.step for entry in list_steps(directory, "")]
+    return [entry.step for entry in list_steps(directory, series_of(prefix))]
 
 
 def unfinished_neighbour(directory: Location) -> str:

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ...engine.checkpoint import Place
-from ...engine.clock import Clock
+from ...engine.clock import Clock, Duration
 from ...engine.errors import OptionError
 from ...engine.handlers import AsyncCheckpointHandler
-from ...engine.manager import documentation, documented
+from ...engine.manager import CheckpointManagerOptions, documentation, documented
 from ...engine.pytree import loaded
 from ...engine.sources import Misfits, load_weights
 from ..options import CallbackOptions
 
 _PARAMS = "params"
+
+
+def _as_of_managers(name: str) -> Any:
+    """Return the metadata of an option of managers, which a callback takes as well."""
+    return CheckpointManagerOptions.__dataclass_fields__[name].metadata
 
 
 @documented
@@ -50,10 +55,30 @@ class LoopArguments(CallbackOptions):
         ),
     )
 
+    keep_checkpoints_without_metrics: bool = field(
+        default=False, metadata=_as_of_managers("keep_checkpoints_without_metrics")
+    )
+    item_intervals: Mapping[str, int] = field(default_factory=dict, metadata=_as_of_managers("item_intervals"))
+    step_prefix: str | None = field(default=None, metadata=_as_of_managers("step_prefix"))
+    save_timeout_secs: Duration = field(default="1h", metadata=_as_of_managers("save_timeout_secs"))
+    barrier_timeout_secs: Duration = field(default="10m", metadata=_as_of_managers("barrier_timeout_secs"))
+
     def __post_init__(self) -> None:
         if self.hyperparameters not in ("saved", "program"):
             raise OptionError(f"hyperparameters={self.hyperparameters!r} must be 'saved' or 'program'")
         super().__post_init__()
+        self.manager_options()  # which checks the others
+
+    def manager_options(self) -> CheckpointManagerOptions:
+        """Return the same options for a manager."""
+        return replace(
+            super().manager_options(),
+            keep_checkpoints_without_metrics=self.keep_checkpoints_without_metrics,
+            item_intervals=self.item_intervals,
+            step_prefix=self.step_prefix,
+            save_timeout_secs=self.save_timeout_secs,
+            barrier_timeout_secs=self.barrier_timeout_secs,
+        )
 
 
 class StateAdapter:

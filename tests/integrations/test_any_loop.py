@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -569,3 +570,64 @@ def test_a_choice_of_hyperparameters_that_is_none(tmp_path: Path) -> None:
     choice: Any = "mine"
     with pytest.raises(hf.OptionError, match="must be 'saved' or 'program'"):
         hf.CheckpointCallback(tmp_path, hyperparameters=choice)
+
+
+# ---- options of managers, and mistakes of the first day
+
+
+def test_the_callback_takes_whatever_a_manager_takes(tmp_path: Path) -> None:
+    of_managers = inspect.signature(hf.CheckpointManagerOptions).parameters
+    of_the_callback = inspect.signature(hf.CheckpointCallback).parameters
+    assert set(of_managers) - set(of_the_callback) == {"read_only"}
+    given: dict[str, Any] = {
+        "keep_checkpoints_without_metrics": True,
+        "item_intervals": {"extras": 4},
+        "step_prefix": "step",
+        "save_timeout_secs": "20m",
+        "barrier_timeout_secs": "2m",
+    }
+    with hf.CheckpointCallback(tmp_path, save_interval_steps=2, resume="auto", **given) as checkpoint:
+        assert {name: getattr(checkpoint.manager.options, name) for name in given} == given
+        state, _ = checkpoint.restore_or_initialize({"w": np.ones(2)})
+        for step in range(1, 7):
+            checkpoint.on_step(step, state)
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_2", "step_4", "step_6"]
+    with pytest.raises(hf.CheckpointExistsError):
+        hf.CheckpointCallback(tmp_path, resume="never", step_prefix="step").restore_or_initialize(state)
+    for wrong in ({"barrier_timeout_secs": "soon"}, {"item_intervals": {"extras": 0}}):
+        with pytest.raises(hf.OptionError, match=next(iter(wrong))):
+            hf.CheckpointCallback(tmp_path, **wrong)
+
+
+def test_steps_that_go_down_are_refused(tmp_path: Path) -> None:
+    state = {"w": np.ones(2)}
+    with hf.CheckpointCallback(tmp_path, save_interval_steps=5) as checkpoint:
+        checkpoint.restore_or_initialize(state)
+        checkpoint.on_step(5, state)
+        with pytest.raises(hf.OptionError, match=r"on_step\(3\) came after step 5"):
+            checkpoint.on_step(3, state)
+        checkpoint.on_step(10, state)
+    with hf.CheckpointCallback(tmp_path) as checkpoint:
+        checkpoint.restore_or_initialize(state)
+        with pytest.raises(hf.OptionError, match=r"on_step\(1\) came after step 10"):  # a loop that begins at 0 again
+            checkpoint.on_step(1, state)
+        checkpoint.manager.restore(5, {"state": state})  # a program that goes back says so
+        assert checkpoint.on_step(6, state).saved is False
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "the first save is in 15 minutes or at the end, or at a preemption"),
+        ({"save_at_end": False}, "the first save is in 15 minutes, or at a preemption"),
+        ({"save_interval_steps": 5}, None),
+    ],
+)
+def test_a_run_without_a_trigger_says_when_it_saves(
+    options: dict[str, Any], said: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "holdfast")
+    with hf.CheckpointCallback(tmp_path, **options) as checkpoint:
+        checkpoint.restore_or_initialize({"w": np.ones(2)})
+    found = [one.getMessage() for one in caplog.records if "the first save" in one.getMessage()]
+    assert [text.partition(": ")[2] for text in found] == ([] if said is None else [said])

@@ -205,7 +205,7 @@ def test_names_of_other_libraries_are_explained(tmp_path: Path, name: str, advic
 
 def test_an_option_of_managers_only(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="only CheckpointManagerOptions takes it"):
-        FlaxCallback(tmp_path, step_prefix="step")  # type: ignore[call-arg]
+        FlaxCallback(tmp_path, read_only=True)  # type: ignore[call-arg]
 
 
 TAKERS: dict[str, Callable[..., CallbackOptions]] = {
