@@ -6,11 +6,13 @@ Each program trains for three epochs of five batches; its model has dropout (ran
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as lightning
+import numpy as np
 import torch
 import torchmetrics
 from lightning.pytorch import callbacks
@@ -55,6 +57,9 @@ class Net(lightning.LightningModule):
     def on_train_batch_end(self, *args: Any) -> None:
         # Runs after the hooks of all callbacks, so it would be missed by what is saved in one of those.
         self.average.mul_(0.5).add_(self.head.weight.detach(), alpha=0.5)
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined] # missing in Lightning's types
+            if (after_batch := getattr(callback, "after_batch", None)) is not None:
+                after_batch(self.trainer)
 
     def validation_step(self, batch: Any, index: int) -> None:
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined] # missing in Lightning's types
@@ -183,6 +188,34 @@ class Stream(IterableDataset[Any]):
             yield dataset[index]
 
 
+class Noise(IterableDataset[Any]):
+    """Draws its samples from a generator of the process, in an order that it shuffles in a buffer as it goes."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __iter__(self) -> Iterator[Any]:
+        buffer = [self._sample() for _ in range(3)]
+        for _ in range(BATCHES * BATCH_SIZE):
+            place = int(self._draw(1)[0] * len(buffer))
+            yield buffer[place]
+            buffer[place] = self._sample()
+
+    def _sample(self) -> Any:
+        drawn = torch.tensor(self._draw(FEATURES), dtype=torch.float32)
+        return drawn, drawn.sum(0, keepdim=True)
+
+    def _draw(self, count: int) -> list[float]:
+        if self.kind == "torch":
+            return [float(one) for one in torch.rand(count)]
+        return [random.random() if self.kind == "python" else np.random.rand() for _ in range(count)]
+
+
+class SizedNoise(Noise):
+    def __len__(self) -> int:
+        return BATCHES * BATCH_SIZE
+
+
 def _loader(**options: Any) -> DataLoader[Any]:
     return DataLoader(samples(BATCHES * BATCH_SIZE, seed=1), BATCH_SIZE, **options)
 
@@ -200,6 +233,10 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "weighted": lambda: _loader(sampler=WeightedRandomSampler([1.0, 2.0] * 10, BATCHES * BATCH_SIZE)),
     "stateful": SizedStatefulLoader,
     "stream": lambda: DataLoader(Stream(), batch_size=BATCH_SIZE),
+    "noise": lambda: DataLoader(Noise("torch"), batch_size=BATCH_SIZE),
+    "noise of known length": lambda: DataLoader(SizedNoise("torch"), batch_size=BATCH_SIZE),
+    "noise of Python": lambda: DataLoader(Noise("python"), batch_size=BATCH_SIZE),
+    "noise of numpy": lambda: DataLoader(SizedNoise("numpy"), batch_size=BATCH_SIZE),
     "workers": lambda: _loader(shuffle=True, num_workers=2),
     "two": lambda: {"one": _loader(shuffle=True), "short": _short()},
     "stateful and plain": lambda: {"one": SizedStatefulLoader(), "short": _short()},
@@ -371,6 +408,7 @@ COMMON = {
     "early stopping": Setup(
         {"max_epochs": 9}, callbacks=lambda: [callbacks.EarlyStopping("val_loss", patience=2, min_delta=10.0)]
     ),
+    "float64": Setup({"precision": "64-true"}),
 }
 
 AVERAGES = {

@@ -7,6 +7,7 @@ import itertools
 import logging
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import tempfile
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as lightning
+import numpy as np
 import torch
 
 from holdfast.integrations.lightning import CheckpointCallback
@@ -55,8 +57,8 @@ class Interruption:
     """What happens when.
 
     Attributes:
-        kind: ``error``, ``signal``, ``signal before validation``, ``signal in validation``, ``signal at epoch end`` or
-            ``kill``.
+        kind: ``error``, ``signal``, ``signal after batch``, ``signal before validation``, ``signal in validation``,
+            ``signal at epoch end`` or ``kill``.
         step: After how many steps.
         batch: The batch of a validation.
     """
@@ -98,6 +100,11 @@ class Recorder(lightning.Callback):
         if self._happens("signal before validation", trainer):
             self._signal()
 
+    def after_batch(self, trainer: Any) -> None:
+        """Be called by the module's own hook, after those of all callbacks."""
+        if self._happens("signal after batch", trainer):
+            self._signal()
+
     def during_validation(self, trainer: Any, index: int) -> None:
         """Be called by the module, as a hook would make the program another one."""
         if not trainer.sanity_checking and self._happens("signal in validation", trainer, index):
@@ -126,17 +133,21 @@ class Program:
     def __init__(
         self, directory: str, setup: str, loader: str, *, seed: int = 1, every: int = NEVER, **limits: int
     ) -> None:
-        torch.manual_seed(seed)
+        for generator in (torch.manual_seed, np.random.seed, random.seed):
+            generator(seed)
         self.directory, self.loader, self.every = directory, loader, every
         self.setup = SETUPS[setup]
         self.module = self.setup.model()
         self.recorder = Recorder()
+        self.drawn: list[Any] | None = None
         self.training, self.validation = LOADERS[loader](), validation_loader(**self.setup.validation)
         self.trainer = self.new_trainer(**limits)
 
     def new_trainer(self, **limits: int) -> Any:
         """Return another trainer, with callbacks of its own."""
-        checkpoint = CheckpointCallback(self.directory, save_interval_steps=self.every)
+        # Programs after the first stand for processes of their own, which know of no run before.
+        resume: Any = "must" if CheckpointCallback(self.directory).manager.all_steps() else "auto"
+        checkpoint = CheckpointCallback(self.directory, save_interval_steps=self.every, resume=resume)
         return lightning.Trainer(
             callbacks=[self.recorder, checkpoint, *self.setup.callbacks()], **{**QUIET, **self.setup.trainer, **limits}
         )
@@ -154,6 +165,7 @@ class Program:
             return 1
         except SystemExit as error:
             return int(str(error.code))
+        self.drawn = [torch.rand(2).tolist(), np.random.rand(), random.random()]  # as what follows a run would draw
         return None
 
     def final(self) -> dict[str, Any]:
@@ -169,6 +181,7 @@ class Program:
             "modes": {name: part.training for name, part in self.module.named_modules()},
             "optimizers": [bits(optimizer.state_dict()) for optimizer in trainer.optimizers],
             "schedules": [bits(each.scheduler.state_dict()) for each in trainer.lr_scheduler_configs],
+            "drawn after it": self.drawn,
             "averages": [bits(average.state_dict()) for average in averages if average is not None],
         }
 
@@ -191,7 +204,7 @@ def bits(value: Any) -> Any:
 # ---- cases
 
 _SPECIAL = AVERAGES | FINETUNING | VALIDATION_LOADERS
-_OTHERS = [name for name in LOADERS if name not in ("shuffled", "stateful")]
+_OTHERS = [name for name in LOADERS if name not in ("shuffled", "stateful") and not name.startswith("noise")]
 _ONLY_SIZED = ("StochasticWeightAveraging",)  # refuses data without a length
 _PLANS_AHEAD = ("StochasticWeightAveraging",)  # adds an epoch to those of the trainer, at every start
 
@@ -211,6 +224,7 @@ def groups() -> list[tuple[str, str]]:
         while setup in _ONLY_SIZED and other == "stream":
             other = next(turns)
         found += [(loader, setup) for loader in ("shuffled", other)]
+    found += [(loader, "default") for loader in LOADERS if loader.startswith("noise")]
     return list(dict.fromkeys(found))
 
 
@@ -263,6 +277,7 @@ def _cases(whole: Program, loader: str, setup: str, number: int) -> Iterator[tup
     yield f"steps 1 to {repeated} in part again", interrupted(Interruption("error", repeated), every=2)
     signalled = near(1 + (3 * number) % (last - 2))  # not the last step: hooks of the end do not run after it
     yield f"SIGTERM in step {signalled + 1}", interrupted(Interruption("signal", signalled))
+    yield f"SIGTERM at the end of batch {signalled}", interrupted(Interruption("signal after batch", signalled))
     yield (
         f"SIGTERM in steps {within + 1} and {near(epoch_end + 2) + 1}",
         interrupted(Interruption("signal", within), Interruption("signal", near(epoch_end + 2))),
@@ -348,7 +363,7 @@ def _finished(whole: Program, loader: str, setup: str) -> str | None:
     again.fit()
     if again.recorder.events:
         return f"events: expected none, found {sorted(again.recorder.events)}"
-    return _compare(whole, [again], ("step", "module", "trained", "averages"))
+    return _compare(whole, [again], ("step", "module", "trained", "averages", "drawn after it"))
 
 
 def _longer(whole: Program, loader: str, setup: str, kind: str) -> str | None:

@@ -171,11 +171,13 @@ def capture_generators(device: torch.device, loaders: Sequence[object]) -> dict[
 
 def restore_generators(state: dict[str, Any], device: torch.device, loaders: Sequence[object]) -> None:
     """Give all generators the state that :func:`capture_generators` took, without those that are gone."""
-    torch.set_rng_state(state["torch"])
-    np.random.set_state(state["numpy"])
-    python = state["python"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    restore_loader_generators(state["loaders"], loaders)
+    if "torch" in state:
+        torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        np.random.set_state(state["numpy"])
+    if (python := state.get("python")) is not None:
+        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    restore_loader_generators(state.get("loaders", {}), loaders)
     saved = state.get("device")
     if saved is not None and saved["type"] == device.type:
         getattr(torch, device.type).set_rng_state(saved["state"])

@@ -130,6 +130,9 @@ class Fitting:
             original(checkpoint, *args, **kwargs)
             return
         self._without_average(checkpoint)
+        if self._trainer.precision_plugin.precision == "64-true":
+            # Lightning loads before it makes the module one of float64, so that float32 would round the weights.
+            self._trainer.precision_plugin.convert_module(self._trainer.lightning_module)
         weights = checkpoint[_WEIGHTS if _WEIGHTS in checkpoint else "state_dict"]
         self._shapes = {unwrapped_name(name): value.shape for name, value in weights.items() if _is_array(value)}
         if self.misfits is None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from . import epoch
+from .drawing import MOST, Drawing, draws_in_process, warn_of_draws
 from .loops import LoopHooks, clear_restart, end_epoch, finish_epoch, forget_unfinished
 from .strategies import keeps_own_buffers, own_buffers, replicas
 from .switches import ModuleSwitches
@@ -48,6 +49,8 @@ class Position:
         self._keeps_random = False  # whether the random streams of the checkpoint are those of another process
         self._skip_batch = False
         self._has_warned = False
+        self._has_too_many_draws = False
+        self._drawing: Drawing | None = None  # while batches are drawn whose random numbers have to be noted
         epoch_loop = self._fit.epoch_loop
         hooks.place(trainer, "_run_sanity_check", self._sanity_check)
         hooks.place(self._fit, "run", self._run)
@@ -56,6 +59,8 @@ class Position:
         hooks.place(epoch_loop, "reset", self._counters_reset)
         hooks.place(epoch_loop, "on_run_start", self._batches_start)
         hooks.place(epoch_loop, "advance", self._batch)
+        hooks.place(epoch_loop, "_on_before_fetch", self._before_fetch)
+        hooks.place(epoch_loop, "_on_after_fetch", self._after_fetch)
         hooks.place(epoch_loop.val_loop, "run", self._validation)
 
     def begin(self) -> None:
@@ -153,16 +158,19 @@ class Position:
 
     def _batches_start(self, original: Callable[[Any], None], fetcher: Any) -> None:
         saved, self._saved = self._saved, None
+        self._drawing = None
         if saved is not None:
             self._find_batch(saved, fetcher)
             original(fetcher)
             self._go_to_batch(saved, fetcher)
+            self._follow_draws({})
             return
         before, iterator = self._before_iterator(), fetcher.combined_loader._iterator
         original(fetcher)
         if fetcher.combined_loader._iterator is not iterator or not self._epoch:
             self._epoch = before
         self._epoch["at_first_batch"] = self._random()
+        self._follow_draws(self._epoch["at_first_batch"])
 
     def _batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         if self._skip_batch:
@@ -176,7 +184,30 @@ class Position:
             marks = epoch.marks(fetcher.combined_loader._iterator.iterators)
             original(fetcher)
             if epoch.has_restarted(marks, epoch.marks(fetcher.combined_loader._iterator.iterators)):
-                self._epoch.setdefault("restarts", {})[drawn] = before
+                self._epoch.setdefault("restarts", {})[drawn] = before  # all generators, whatever the dataset draws
+
+    def _follow_draws(self, state: dict[str, Any]) -> None:
+        parts = self._loaders()
+        self._drawing = Drawing() if draws_in_process(parts) and not epoch.all_stateful(parts) else None
+        if self._drawing is not None:
+            self._drawing.begin(state)
+
+    def _before_fetch(self, original: Callable[[], None]) -> None:
+        original()
+        if self._drawing is not None:
+            self._drawing.before()
+
+    def _after_fetch(self, original: Callable[[], None]) -> None:
+        original()
+        if self._drawing is None or not (states := self._drawing.after()):
+            return
+        noted = self._epoch.setdefault("restarts", {})
+        noted.setdefault(self._fit._data_fetcher.fetched, {}).update(states)
+        if len(noted) > MOST:
+            self._drawing = None
+            if not self._has_too_many_draws and self._trainer.is_global_zero:
+                self._has_too_many_draws = True
+                warn_of_draws()
 
     def _validation(self, original: Callable[[], Any]) -> Any:
         if self._trainer.sanity_checking:

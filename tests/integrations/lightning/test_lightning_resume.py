@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from benchmarks.sweep.lightning_programs import DrawsNumbers
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from tests.fixtures import StoredFiles
 from tests.lightning_advice import ADVICE
+from torch.utils.data import DataLoader
 
 from holdfast.engine.storage import as_location
 from holdfast.integrations.lightning import CheckpointCallback
@@ -145,6 +146,72 @@ def test_two_optimizers(program: Any, new_directory: NewDirectory) -> None:
         with pytest.raises(program.InterruptionError):
             fit(directory, 1, stop_after=step)
         assert fit(directory, 2)[0] == whole
+
+
+class Draws(torch.utils.data.IterableDataset[Any]):
+    """Shuffles in a buffer with the generator of the process, from which the model's dropout draws, too."""
+
+    def __iter__(self) -> Iterator[Any]:
+        buffer = list(torch.rand(4, 3))
+        for _ in range(20):
+            place = int(torch.randint(len(buffer), ()))
+            yield buffer[place], buffer[place].sum(0, keepdim=True)
+            buffer[place] = torch.rand(3)
+
+
+class SizedDraws(Draws):
+    def __len__(self) -> int:
+        return 20
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+@pytest.mark.parametrize("kind", [Draws, SizedDraws])
+@pytest.mark.parametrize("variant", [{}, {"val_check_interval": 3}], ids=str)
+def test_a_dataset_that_draws_in_the_process_of_the_model(
+    program: Any, new_directory: NewDirectory, monkeypatch: pytest.MonkeyPatch, kind: type[Draws], variant: Any
+) -> None:
+    monkeypatch.setattr(program, "training_loader", lambda _: DataLoader(kind(), batch_size=program.BATCH_SIZE))
+    check(program, new_directory, [2, 4, 5, 8], **variant)
+
+    def fit(directory: str, signal_at: int | None = None) -> dict[str, Any]:
+        class Signalled(program.Model):  # type: ignore[misc]
+            def on_train_batch_end(self, *args: Any) -> None:  # after the hooks of all callbacks
+                super().on_train_batch_end(*args)
+                if self.trainer.global_step == signal_at:
+                    signal.raise_signal(signal.SIGTERM)
+
+        torch.manual_seed(1 if signal_at else 2)
+        callback, recorder = (
+            CheckpointCallback(directory, save_interval_steps=1000, save_at_end=False),
+            program.Recorder(),
+        )
+        trainer = Trainer(callbacks=[callback, recorder], max_epochs=3, **program.QUIET, **variant)
+        module = Signalled()
+        trainer.fit(module, program.training_loader(""), program.validation_loader())
+        return dict(program.Outcome(trainer, module, recorder).final)
+
+    whole = fit(new_directory(), 100)
+    for step in (3, 5, 7):
+        directory = new_directory()
+        with pytest.raises(SystemExit):
+            fit(directory, step)
+        assert fit(directory) == whole, f"preempted at the end of step {step}"
+
+
+def test_more_random_numbers_than_are_noted(
+    program: Any, new_directory: NewDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(program, "training_loader", lambda _: DataLoader(Draws(), batch_size=program.BATCH_SIZE))
+    for most, said in ((5, False), (2, True)):
+        caplog.clear()
+        monkeypatch.setattr("holdfast.integrations.lightning.position.MOST", most)
+        program.run(new_directory(), checkpoint=NEVER)
+        assert caplog.text.count("draws random numbers in the process that trains (num_workers=0)") == said
+
+
+@pytest.mark.parametrize("loader", ["shuffled", "stateful stream"])
+def test_float64(program: Any, new_directory: NewDirectory, loader: str) -> None:
+    check(program, new_directory, [2, 5, 8], loader=loader, precision="64-true")
 
 
 class Rotated(torch.optim.Optimizer):
