@@ -14,4 +14,4 @@ from .saved import current_name
 from .stored import GraphCheckpointHandler, StoredGraph, open_graph
 from .tracked import Node, TrackedDict, TrackedList, Untracked, Value, tracked_attributes
 from .views import Leaf
-from .walk import OPTIMIZER_SLOTS, LiveGraph, LiveNode, walk
+from .walk import OPTIMIZER_SLOTS, LiveGraph, LiveNode, check, walk

@@ -30,7 +30,7 @@ from .saved import Rename
 from .stored import GraphCheckpointHandler, StoredGraph, open_graph
 from .tracked import Node
 from .views import COUNTER, root_view
-from .walk import walk
+from .walk import check, walk
 
 _logger = logging.getLogger("holdfast")
 
@@ -257,7 +257,7 @@ class Checkpoint(Node):
         exclude: Patterns | None = None,
     ) -> RestoreStatus:
         if not (partial or select or exclude):
-            walk(self)  # what no save can take is an error now, not at the first save
+            check(self)  # what no save can take is an error now, not at the first save
         has_counter = COUNTER in stored.graph.nodes[0].edges
         ignore: set[Path] = set() if counts and has_counter else {(COUNTER,)}
         before = self._holdfast_counter

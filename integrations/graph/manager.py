@@ -20,7 +20,7 @@ from .checkpoint import Checkpoint
 from .reader import numbers_of
 from .restoration import RestoreStatus
 from .stored import GraphCheckpointHandler, StoredGraph
-from .walk import walk
+from .walk import check
 
 _logger = logging.getLogger("holdfast")
 _PRESERVED = "preserved for good"
@@ -205,7 +205,7 @@ class CheckpointManager:
         if restored is None:
             if self._init is not None:
                 self._init()
-            walk(self._checkpoint)
+            check(self._checkpoint)
             return None
         self.status = restored.items
         return self._path(restored.step)

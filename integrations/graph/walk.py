@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...engine.errors import UnsupportedLeafError
-from ...engine.pytree import is_python_value, key_segments
+from ...engine.pytree import collection_paused, is_python_value, key_segments
 from .frameworks import ModuleState, OptimizerSlot, OptionSlot, group_options, is_buffer, is_optax_moment, slot_name
 from .paths import Path, format_node_path
 from .slots import Slot
@@ -78,9 +78,8 @@ def walk(root: Node, *, strict: bool = True) -> LiveGraph:
     walker = _Walk()
     start = LiveNode(root, root_view(root))
     walker.discover(start)
-    if walker.problems and strict:
-        lines = "\n".join(f"  {format_node_path(path)}: {what}" for path, what in walker.problems.items())
-        raise UnsupportedLeafError(f"these objects cannot be saved, and nothing was written:\n{lines}")
+    if strict:
+        walker.refuse()
     walker.skipped.update(walker.problems)
     nodes = _ordered(start)
     orphans = [] if root._holdfast_keeps_moments else _orphaned_moments(nodes)
@@ -94,12 +93,25 @@ def walk(root: Node, *, strict: bool = True) -> LiveGraph:
     return LiveGraph(nodes, walker.skipped, walker.notes)
 
 
+def check(root: Node) -> None:
+    """Raise UnsupportedLeafError if anything that can be reached can be neither saved nor restored."""
+    walker = _Walk()
+    with collection_paused():
+        walker.discover(LiveNode(root, root_view(root)))
+    walker.refuse()
+
+
 class _Walk:
     def __init__(self) -> None:
         self.skipped: dict[Path, str] = {}
         self.problems: dict[Path, str] = {}
         self.notes: dict[Path, str] = {}
         self._known: dict[int, LiveNode] = {}
+
+    def refuse(self) -> None:
+        if self.problems:
+            lines = "\n".join(f"  {format_node_path(path)}: {what}" for path, what in self.problems.items())
+            raise UnsupportedLeafError(f"these objects cannot be saved, and nothing was written:\n{lines}")
 
     def discover(self, start: LiveNode) -> None:
         """Find all nodes and edges, breadth first."""

@@ -105,9 +105,9 @@ class ObjectsAdapter(StateAdapter):
         return GraphCheckpointHandler(compression=options.compression)
 
     def begin(self, state: Any) -> None:
-        from ..graph import walk
+        from ..graph import check
 
-        walk(self._graph(state))
+        check(self._graph(state))
 
     def to_tree(self, state: Any) -> Any:
         return self._graph(state)._capture()
