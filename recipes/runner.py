@@ -56,7 +56,7 @@ def run(configuration: Configuration) -> Outcome:
         config=config,
         run_dir=run_dir,
         checkpoints=checkpoints,
-        callback_arguments=_callback_arguments(configuration),
+        callback_arguments=_callback_arguments(configuration, newest),
         log_interval=config.logging.interval_steps,
     )
     began = time.monotonic()
@@ -127,8 +127,11 @@ def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch:
     return newest if named is None else named
 
 
-def _callback_arguments(configuration: Configuration) -> dict[str, Any]:
+def _callback_arguments(configuration: Configuration, newest: int) -> dict[str, Any]:
+    """Return the arguments of the callback; the checkpoints, if there are any, were found to be of this run."""
     arguments = configuration.config.checkpoint.callback_arguments()
+    if newest and arguments["resume"] == "auto":
+        arguments = {**arguments, "resume": "must"}
     place = arguments["init_from"]
     return arguments if place is None else {**arguments, "init_from": _weights_at(place)}
 

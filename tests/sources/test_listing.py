@@ -195,7 +195,10 @@ def newest_of(name: str, directory: Path, capsys: pytest.CaptureFixture[str], ta
         [leaf] = [leaf for leaf in hf.describe(directory) if leaf.path == "name"]
         return str(leaf.value).strip("'")
     if name == "show":
-        return named(in_json(capsys, "show", directory)["path"])
+        found = in_json(capsys, "show", directory)
+        if "error" in found:
+            raise hf.CheckpointNotFoundError(found["error"])
+        return named(found["path"])
     hf.export_checkpoint(directory, target, "safetensors")
     return str(hf.load(target)["name"])
 
