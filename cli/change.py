@@ -35,6 +35,7 @@ from .places import checkpoints_at, is_one_checkpoint, where_else
 from .progress import progress_of
 from .report import count, print_json
 from .status import DONE, FAILED
+from .streams import say
 
 
 @dataclass(frozen=True)
@@ -146,11 +147,11 @@ def prune_run(
     damaged = [entry.step for entry in run.entries if entry.record is None]
     if not as_json:
         for step, why in kept.items():
-            print(f"keep {step}: {', '.join(why)}")
+            say(f"keep {step}: {', '.join(why)}")
         if damaged:
-            print(f"damaged, left alone (holdfast rm deletes them): {shortened_steps(damaged)}")
+            say(f"damaged, left alone (holdfast rm deletes them): {shortened_steps(damaged)}")
     if run.mirror is not None and not as_json:
-        print(f"the mirror {run.mirror} keeps what its own rules keep, and stays as it is")
+        say(f"the mirror {run.mirror} keeps what its own rules keep, and stays as it is")
     return _delete(run, doomed, confirmation, as_json=as_json, more={"kept": kept, "damaged": damaged}, in_mirror=False)
 
 
@@ -194,9 +195,9 @@ def roll_back(place: str, step: int, confirmation: Confirmation, *, prefix: str 
     later = [entry.step for entry in run.entries if entry.step > step]
     mirrored = run.mirrored_after(step)
     if not as_json:
-        print(f"keep {step}: the run resumes from it")
+        say(f"keep {step}: the run resumes from it")
         if mirrored:
-            print(f"delete {shortened_steps(mirrored)} in the mirror {run.mirror}, too")
+            say(f"delete {shortened_steps(mirrored)} in the mirror {run.mirror}, too")
     after = step if mirrored or mirrored is None else None
     return _delete(run, later, confirmation, as_json=as_json, more={"resumes_from": step}, after=after)
 
@@ -214,7 +215,7 @@ def _delete(
     nbytes = run.nbytes(steps)
     what = f"{count(len(steps), 'checkpoint', 'checkpoints')} of {run.location}, {format_size(nbytes)}"
     if not as_json:
-        print(f"delete {shortened_steps(steps)}: {what}" if steps else "nothing to delete")
+        say(f"delete {shortened_steps(steps)}: {what}" if steps else "nothing to delete")
     deleted: list[int] = []
     anything = bool(steps) or after is not None
     if anything and confirmation.given(f"Delete {what}?"):
@@ -229,7 +230,7 @@ def _delete(
             if in_mirror:
                 manager.settle_mirror()
     elif anything and not confirmation.dry_run:
-        print("nothing was deleted")
+        say("nothing was deleted")
         return FAILED
     if as_json:
         print_json(
@@ -243,7 +244,7 @@ def _delete(
             }
         )
     elif deleted:
-        print(f"deleted {count(len(deleted), 'checkpoint', 'checkpoints')}")
+        say(f"deleted {count(len(deleted), 'checkpoint', 'checkpoints')}")
     return DONE
 
 
@@ -259,5 +260,5 @@ def pin_steps(place: str, steps: Sequence[int], *, pinned: bool, prefix: str | N
     if as_json:
         print_json({"directory": str(run.location), done: list(steps)})
     else:
-        print(f"{done} {shortened_steps(list(steps))}")
+        say(f"{done} {shortened_steps(list(steps))}")
     return DONE

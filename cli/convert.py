@@ -18,6 +18,7 @@ from .places import checkpoints_at
 from .progress import progress_of
 from .report import count, print_json
 from .status import DONE
+from .streams import say
 
 
 def copy_checkpoints(
@@ -39,14 +40,14 @@ def copy_checkpoints(
                 progress=progress,
             )
         except KeyboardInterrupt:
-            print(f"holdfast: {destination}: what was copied stays; the same command goes on with it", file=sys.stderr)
+            say(f"holdfast: {destination}: what was copied stays; the same command goes on with it", file=sys.stderr)
             raise
     if as_json:
         print_json({"checkpoints": [dataclasses.asdict(one) for one in copies]})
         return DONE
     for one in copies:
         there = "" if one.sent == one.bytes else f", {format_size(one.bytes - one.sent)} of it there already"
-        print(f"{one.source} -> {one.path}: {format_size(one.bytes)}{there}")
+        say(f"{one.source} -> {one.path}: {format_size(one.bytes)}{there}")
     return DONE
 
 
@@ -134,7 +135,7 @@ def _add_metadata(source: str, step: int | None, *, as_json: bool) -> int:
         print_json({"checkpoints": places})
         return DONE
     for place in places:
-        print(f"{place}: orbax can read it now, too")
+        say(f"{place}: orbax can read it now, too")
     return DONE
 
 
@@ -156,6 +157,6 @@ def _print(conversions: Sequence[Conversion], *, as_json: bool) -> None:
         return
     for done in conversions:
         leaves = count(done.leaves, "leaf", "leaves")
-        print(f"{done.source} -> {done.path}: {leaves}, {format_size(done.bytes)} ({done.format})")
+        say(f"{done.source} -> {done.path}: {leaves}, {format_size(done.bytes)} ({done.format})")
         for line in done.left_out:
-            print(f"  left out: {line}")
+            say(f"  left out: {line}")

@@ -18,6 +18,7 @@ import numpy as np
 
 from .. import load
 from .status import DONE, FAILED, PREEMPTED
+from .streams import say
 
 RECIPE = (
     "run",
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Demonstrate the promises with real processes and a real signal, and return the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if len(arguments) > 1:
-        print("usage: python -m holdfast.cli.demo [DIR]", file=sys.stderr)
+        say("usage: python -m holdfast.cli.demo [DIR]", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as temporary:
         return _demonstrate(arguments[0] if arguments else temporary)
@@ -68,7 +69,7 @@ def _demonstrate(directory: str) -> int:
 
 def _holdfast(arguments: Sequence[str], *, preempt: bool = False) -> int:
     """Run the command, repeat its output, and send SIGTERM half-way if asked to."""
-    print(f"$ holdfast {shlex.join(arguments)}", flush=True)
+    say(f"$ holdfast {shlex.join(arguments)}", flush=True)
     # The command of this installation, not of the search path.
     process = subprocess.Popen(
         [sys.executable, "-m", "holdfast.cli.main", *arguments],
@@ -79,10 +80,10 @@ def _holdfast(arguments: Sequence[str], *, preempt: bool = False) -> int:
     assert process.stdout is not None
     with process, process.stdout as lines:
         for line in lines:
-            print(f"  {line}", end="", flush=True)
+            say(f"  {line}", end="", flush=True)
             found = _PROGRESS.search(line)
             if preempt and found and int(found[1]) * 2 >= int(found[2]):
-                print(f"  $ kill -TERM {process.pid}", flush=True)
+                say(f"  $ kill -TERM {process.pid}", flush=True)
                 process.send_signal(signal.SIGTERM)
                 preempt = False
     return process.returncode
@@ -92,12 +93,12 @@ def _same(one: str, other: str) -> bool:
     first, second = (dict(_leaves(load(_newest(run)))) for run in (one, other))
     different = [path for path in first.keys() | second.keys() if not _equal(first.get(path), second.get(path))]
     for path in sorted(different):
-        print(f"  {path}: {first.get(path)!r} and {second.get(path)!r}")
+        say(f"  {path}: {first.get(path)!r} and {second.get(path)!r}")
     if different:
         _fail(f"{len(different)} of {len(first)} leaves differ")
         return False
     size = sum(np.asarray(leaf).nbytes for leaf in first.values())
-    print(f"  yes: {len(first)} leaves, {size} bytes, all equal")
+    say(f"  yes: {len(first)} leaves, {size} bytes, all equal")
     return True
 
 
@@ -125,11 +126,11 @@ def _equal(one: object, other: object) -> bool:
 
 
 def _say(text: str) -> None:
-    print(f"\n{text}", flush=True)
+    say(f"\n{text}", flush=True)
 
 
 def _fail(text: str) -> int:
-    print(f"demo: {text}", file=sys.stderr)
+    say(f"demo: {text}", file=sys.stderr)
     return FAILED
 
 

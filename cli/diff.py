@@ -12,6 +12,7 @@ from .places import checkpoints_at
 from .progress import progress_of
 from .report import count, print_json, print_table
 from .status import BAD_USAGE, DONE, FAILED
+from .streams import say
 
 
 def diff_checkpoints(
@@ -38,7 +39,7 @@ def diff_checkpoints(
         with progress_of("compare", shown=not as_json) as progress:
             found = list(compare_checkpoints(first, second, rtol=rtol, atol=atol, progress=progress))
     except HoldfastError as error:  # 1 would say that they differ
-        print(f"holdfast: {error}", file=sys.stderr)
+        say(f"holdfast: {error}", file=sys.stderr)
         return BAD_USAGE
     places = [str(checkpoint.location) for checkpoint in (first, second)]
     if as_json:
@@ -46,8 +47,8 @@ def diff_checkpoints(
         return FAILED if found else DONE
     if not found:
         within = "" if not rtol and not atol else f" within the tolerances (rtol {rtol:g}, atol {atol:g})"
-        print(f"{places[0]} and {places[1]} are the same{within or ', bit for bit'}")
+        say(f"{places[0]} and {places[1]} are the same{within or ', bit for bit'}")
         return DONE
     print_table(["LEAF", "DIFFERS IN", "HOW"], [[item.name, item.kind, item.detail] for item in found])
-    print(f"\n{count(len(found), 'leaf differs', 'leaves differ')} between {places[0]} and {places[1]}")
+    say(f"\n{count(len(found), 'leaf differs', 'leaves differ')} between {places[0]} and {places[1]}")
     return FAILED

@@ -33,6 +33,7 @@ from .log import configure_logging
 from .program import Program, Signals, shell_status
 from .report import count, print_json
 from .status import BAD_USAGE, DONE, FAILED
+from .streams import say
 
 Kind = Literal["first", "kill", "save", "term", "twice", "validation"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -220,10 +221,10 @@ def drill(command: Sequence[str], options: DrillOptions, *, as_json: bool = Fals
             rehearsal = _Drill(command, options, folder, signals)
             report = rehearsal.run()
     except _StoppedError as stopped:
-        print(f"holdfast: drill ended by {signal.Signals(stopped.number).name}", file=sys.stderr)
+        say(f"holdfast: drill ended by {signal.Signals(stopped.number).name}", file=sys.stderr)
         return 128 + stopped.number
     except (HoldfastError, OSError) as error:  # such as a full disk; 1 would say that the checkpoints differ
-        print(f"holdfast: {error}", file=sys.stderr)
+        say(f"holdfast: {error}", file=sys.stderr)
         return BAD_USAGE
     if as_json:
         print_json(report.document())
@@ -617,7 +618,7 @@ class _Drill:
         return ". It printed at last:\n" + "\n".join(f"  | {line}" for line in shown) if shown else ""
 
     def _say(self, text: str) -> None:
-        print(f"drill: {text}", file=sys.stderr, flush=True)
+        say(f"drill: {text}", file=sys.stderr, flush=True)
 
 
 class _Traces:

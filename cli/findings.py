@@ -14,6 +14,7 @@ from ..engine.errors import shortened, shortened_steps
 from ..engine.manager import Fact
 from ..engine.sources import LeafDifference
 from .report import count, print_table
+from .streams import say
 
 _SHOWN = 12  # leaves in the report
 _WIDTH = 100  # columns
@@ -412,33 +413,33 @@ class Report:
 
 def print_report(report: Report) -> None:
     """Print a report for people."""
-    print(f"drill of {shlex.join(report.command)}: steps {shortened_steps(report.steps)}, seed {report.seed}\n")
+    say(f"drill of {shlex.join(report.command)}: steps {shortened_steps(report.steps)}, seed {report.seed}\n")
     print_table(
         ["START", "WENT ON", "INTERRUPTED BY", "STATUS"],
         [_row(number, one) for number, one in enumerate(report.starts, 1)],
     )
-    print()
+    say()
     if report.differences:
         _print_differences(report)
     elif report.passed:
         steps, places = len(report.compared), len({place for place, _ in report.compared})
         of = "" if places == 1 else f" of {places} directories"
         times = len([one for one in report.starts if one["ended"] != "to the end"])
-        print(
+        say(
             f"identical: {count(steps, 'checkpoint', 'checkpoints')}{of} of the run with "
             f"{count(times, 'interruption', 'interruptions')} and of the undisturbed run agree bit for bit"
         )
     else:
-        print(f"the checkpoints that were compared ({len(report.compared)}) are identical, but")
+        say(f"the checkpoints that were compared ({len(report.compared)}) are identical, but")
     for finding in report.findings:
-        print(_wrapped(f"\n{'likely cause' if report.differences else 'found'}: {finding.text}"))
+        say(_wrapped(f"\n{'likely cause' if report.differences else 'found'}: {finding.text}"))
         if finding.advice:
-            print(_wrapped(f"  what to do: {finding.advice}"))
+            say(_wrapped(f"  what to do: {finding.advice}"))
     for title, lines in (("warning", report.warnings), ("note", report.notes)):
         for line in lines:
-            print(_wrapped(f"\n{title}: {line}"))
+            say(_wrapped(f"\n{title}: {line}"))
     if report.kept:
-        print(f"\nkept in {report.kept}: reference, interrupted, and what the program printed (*.log)")
+        say(f"\nkept in {report.kept}: reference, interrupted, and what the program printed (*.log)")
 
 
 def _wrapped(text: str) -> str:
@@ -458,16 +459,16 @@ def _print_differences(report: Report) -> None:
     start = report.starts[-1]
     before = report.starts[-2]["ended"] if len(report.starts) > 1 else None
     since = "" if before is None else f": after {before}, the run went on {start['began']}"
-    print(f"different from step {first.step} on{since}")
+    say(f"different from step {first.step} on{since}")
     for one in report.differences:
         kinds = dict.fromkeys(kind_of_state(leaf.name) for leaf in one.leaves)
-        print(f"\n{one.directory}, step {one.step}: {count(len(one.leaves), 'leaf', 'leaves')} ({', '.join(kinds)})")
+        say(f"\n{one.directory}, step {one.step}: {count(len(one.leaves), 'leaf', 'leaves')} ({', '.join(kinds)})")
         rows = [[leaf.name, kind_of_state(leaf.name), leaf.detail] for leaf in one.leaves[:_SHOWN]]
         print_table(["LEAF", "STATE", "HOW IT DIFFERS"], rows)
         if len(one.leaves) > _SHOWN:
-            print(f"and {len(one.leaves) - _SHOWN} more")
+            say(f"and {len(one.leaves) - _SHOWN} more")
     equal = [step for place, step in report.compared if place == first.directory and step < first.step]
     if equal:
-        print(f"\nthe last checkpoint before that, of step {max(equal)}, is identical")
+        say(f"\nthe last checkpoint before that, of step {max(equal)}, is identical")
     if report.deterministic:
-        print("\ntwo undisturbed runs are identical, so the interruption makes the difference")
+        say("\ntwo undisturbed runs are identical, so the interruption makes the difference")

@@ -29,6 +29,7 @@ from .places import INSIDE_A_RUN, checkpoints_at, is_one_checkpoint, runs_below,
 from .progress import progress_of
 from .report import age, count, metrics_text, print_json, print_table, print_tree
 from .status import DONE, FAILED
+from .streams import one_line, say
 
 
 def list_steps(place: str, *, as_json: bool) -> int:
@@ -52,7 +53,7 @@ def list_steps(place: str, *, as_json: bool) -> int:
         _print_runs(runs)
         return DONE
     if not found:
-        print(f"no checkpoints in {location}{where_else(location)}")
+        say(f"no checkpoints in {location}{where_else(location)}")
         return DONE
     now = time.time()
     shares = any(item["shared_bytes"] for item in found)
@@ -250,7 +251,7 @@ def show_leaves(
     rows = [
         [
             leaf.item,
-            leaf.path,
+            one_line(leaf.path),
             str(list(leaf.shape)) if leaf.dtype else "",
             "key" if leaf.kind == "key" else leaf.dtype or leaf.kind,
             leaf.sharding,
@@ -267,7 +268,7 @@ def show_leaves(
         columns += ["MIN", "MAX", "MEAN", "NORM", "NAN", "INF"]
         rows = [[*row, *_columns(numbers.get((leaf.item, leaf.path)))] for row, leaf in zip(rows, leaves, strict=True)]
     print_table(columns, rows, right=["SIZE", "MIN", "MAX", "MEAN", "NORM", "NAN", "INF"])
-    print(f"\n{summary}")
+    say(f"\n{summary}")
     return DONE
 
 
@@ -327,12 +328,12 @@ def verify_checkpoints(place: str, step: int | None, *, as_json: bool) -> int:
     names = _names([(item.step, item.path) for item in result.checkpoints], "step ", result.checkpoints[0].path)
     for name, item in zip(names, result.checkpoints, strict=True):
         if not item.problems:
-            print(f"{name}: whole, {format_size(item.bytes)} read and checked")
+            say(f"{name}: whole, {format_size(item.bytes)} read and checked")
             continue
-        print(f"{name}: DAMAGED, {count(len(item.problems), 'problem', 'problems')}")
+        say(f"{name}: DAMAGED, {count(len(item.problems), 'problem', 'problems')}")
         for problem in item.problems:
             leaf = f" ({problem.leaf})" if problem.leaf else ""
-            print(f"  {problem.file}{leaf}: {problem.what}")
+            say(f"  {problem.file}{leaf}: {problem.what}")
     states = Counter("damaged" if item.problems else "whole" for item in result.checkpoints)
-    print(", ".join(f"{number} {state}" for state, number in sorted(states.items(), reverse=True)))
+    say(", ".join(f"{number} {state}" for state, number in sorted(states.items(), reverse=True)))
     return DONE if result.ok else FAILED

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 
+from .streams import say, visible
+
 
 class _Lines(logging.Handler):
     """Writes to the current streams, and around a progress bar."""
@@ -14,7 +16,7 @@ class _Lines(logging.Handler):
             stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
             tqdm = sys.modules.get("tqdm")
             if tqdm is None:
-                print(self.format(record), file=stream, flush=True)
+                say(self.format(record), file=stream, flush=True)
             else:
                 tqdm.tqdm.write(self.format(record), file=stream)
                 stream.flush()
@@ -27,7 +29,7 @@ class _Format(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         name = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        return f"{self.formatTime(record, '%H:%M:%S')} {name}{record.getMessage()}"
+        return f"{self.formatTime(record, '%H:%M:%S')} {name}{visible(record.getMessage())}"
 
 
 def configure_logging(level: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from ..engine.errors import CheckpointExistsError, CheckpointNotFoundError, InvalidLocationError, OptionError
 from .status import BAD_USAGE, DONE, FAILED, INTERRUPTED
-from .streams import open_closed_streams
+from .streams import open_closed_streams, say
 
 _USAGE_ERRORS = (OptionError, CheckpointNotFoundError, CheckpointExistsError, InvalidLocationError)
 _OWN_PACKAGES = ("pydantic", "pydantic_core", "rich", "ruamel", "tqdm", "typer")
@@ -47,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exception(error)
     message, status = _explained(problem)
     if as_json:
-        print(json.dumps({"error": message, "kind": type(problem).__qualname__, "status": status}, indent=2))
-    print(f"holdfast: {message}", file=sys.stderr)
+        say(json.dumps({"error": message, "kind": type(problem).__qualname__, "status": status}, indent=2))
+    say(f"holdfast: {message}", file=sys.stderr)
     return status
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from ..engine.clock import format_size
 from .report import time_left
+from .streams import say
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -92,7 +93,7 @@ class Meter:
         line = f"{self._what}: {format_size(self._done)} of {format_size(self._expected)}, {format_size(int(rate))}/s"
         if rate > 0:
             line += f", {time_left((self._expected - self._done) / rate)} left"
-        print(f"holdfast: {line}", file=self._stream, flush=True)
+        say(f"holdfast: {line}", file=self._stream, flush=True)
 
 
 @contextlib.contextmanager

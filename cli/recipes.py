@@ -13,6 +13,7 @@ from ..engine.errors import OptionError
 from .log import configure_logging
 from .report import print_json, print_table
 from .status import DONE, FAILED, PREEMPTED
+from .streams import say
 
 if TYPE_CHECKING:
     from ..recipes.configuration import Configuration
@@ -38,13 +39,13 @@ def run_recipe(config: str, overrides: Sequence[str], *, print_config: bool, dry
     if print_config and as_json:
         print_json({"runs": [one.resolved() for one in runs.values()]})
     elif print_config:
-        print("---\n".join(one.yaml() for one in runs.values()), end="")
+        print("---\n".join(one.yaml() for one in runs.values()), end="")  # YAML escapes what is not shown
     elif dry_run:
         plans = [_plan(one) for one in runs.values()]
         if as_json:
             print_json({"runs": plans})
         else:
-            print("\n".join(map(_plan_text, plans)))
+            say("\n".join(map(_plan_text, plans)))
     if print_config or dry_run:
         return DONE
     ended: list[dict[str, Any]] = []
@@ -155,7 +156,7 @@ def list_recipes(name: str | None, *, as_json: bool) -> int:
     else:
         rows = [[str(r["name"]), str(r["summary"]), str(r["install"]) if r["missing"] else "yes"] for r in found]
         print_table(["RECIPE", "WHAT IT TRAINS", "INSTALLED"], rows)
-        print("\nholdfast run NAME trains one; holdfast recipes NAME explains its keys")
+        say("\nholdfast run NAME trains one; holdfast recipes NAME explains its keys")
     return DONE
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ..engine.clock import format_size
 from ..engine.manager import finite
+from .streams import one_line, say, visible
 
 _WRAPPED = 1000  # rows of the longest table that is fitted: rich takes half a millisecond a row
 _FOLDED = 20  # columns that a folded cell has at least
@@ -19,6 +20,7 @@ _SPANS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
     """Print a table: made to fit a terminal, and as wide as it needs to be anywhere else, or where it is long."""
+    rows = [[visible(cell) for cell in row] for row in rows]
     if sys.stdout.isatty() and len(rows) <= _WRAPPED:
         _print_fitted(columns, rows, right)
         return
@@ -32,7 +34,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
         for name, cell, width in zip(columns, line, widths, strict=True):
             space = " " * (width - _width(cell))
             aligned.append(space + cell if name in right else cell + space)
-        print("  ".join(aligned).rstrip())
+        say("  ".join(aligned).rstrip())
 
 
 def _print_fitted(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> None:
@@ -58,22 +60,22 @@ def _print_fitted(columns: Sequence[str], rows: Sequence[Sequence[str]], right: 
         table.add_row(*(Text(cell) for cell in row))
     with console.capture() as capture:
         console.print(table)
-    print("\n".join(line.rstrip() for line in capture.get().splitlines()))
+    print("\n".join(line.rstrip() for line in capture.get().splitlines()))  # cells are plain already
 
 
 def _print_stacked(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> None:
     """Print the first cell of each row on a line of its own, and below it the others with the names of the columns."""
     for first, *cells in rows:
-        print(first)
+        say(first)
         line = ""
         for name, cell in zip(columns[1:], cells, strict=True):
             fact = f"  {name.lower()} {cell}"
             if line and _width(line + fact) > width:
-                print(line)
+                say(line)
                 line = ""
             line += fact if cell else ""
         if line:
-            print(line)
+            say(line)
 
 
 def _width(text: str) -> int:
@@ -88,23 +90,23 @@ def _width(text: str) -> int:
 def print_tree(title: str, leaves: Sequence[tuple[str, int, str]]) -> None:
     """Print paths as a tree: containers with the bytes of all below them, leaves with their bytes and a text."""
     sizes: dict[tuple[str, ...], int] = {}
-    paths = [tuple(path.rstrip("/").split("/")) for path, _, _ in leaves]
+    paths = [tuple(one_line(path).rstrip("/").split("/")) for path, _, _ in leaves]
     for keys, (_, nbytes, _) in zip(paths, leaves, strict=True):
         for depth in range(1, len(keys)):
             sizes[keys[:depth]] = sizes.get(keys[:depth], 0) + nbytes
-    print(title)
+    say(title)
     shown: set[tuple[str, ...]] = set()
     for keys, (_, nbytes, text) in zip(paths, leaves, strict=True):
         for depth in range(1, len(keys)):
             if keys[:depth] not in shown:
                 shown.add(keys[:depth])
-                print(f"{'  ' * depth}{keys[depth - 1]}/  {format_size(sizes[keys[:depth]])}")
-        print(f"{'  ' * len(keys)}{keys[-1]}  {format_size(nbytes)}  {text}".rstrip())
+                say(f"{'  ' * depth}{keys[depth - 1]}/  {format_size(sizes[keys[:depth]])}")
+        say(f"{'  ' * len(keys)}{keys[-1]}  {format_size(nbytes)}  {text}".rstrip())
 
 
 def print_json(value: Mapping[str, Any]) -> None:
     """Print strict JSON; NaN and infinities become null."""
-    print(json.dumps(finite(value), indent=2, allow_nan=False))
+    say(json.dumps(finite(value), indent=2, allow_nan=False))
 
 
 def age(seconds: float) -> str:
@@ -154,4 +156,4 @@ def _flat(metrics: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any
         if isinstance(value, Mapping):
             yield from _flat(value, f"{path}{name}/")
         else:
-            yield f"{path}{name}", value
+            yield one_line(f"{path}{name}"), value

@@ -3,11 +3,36 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import sys
+from typing import TextIO
 
+from ..engine.storage import without_secrets
+
+# What acts on a terminal instead of being shown: controls, marks that reorder text, and other ends of lines.
+_ACTING = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 _LONGEST_WAIT = 5.0  # seconds for a reader that does not read
 _NAMES = {0: "stdin", 1: "stdout", 2: "stderr"}
+
+
+def visible(text: object) -> str:
+    r"""Return a text as it can be printed: what would act on a terminal is escaped, and passwords in addresses hidden.
+
+    >>> visible("a\x1b[31m b"), visible("s3://user:word@host/x")
+    ('a\\x1b[31m b', 's3://***@host/x')
+    """
+    return _ACTING.sub(lambda match: ascii(match[0])[1:-1], without_secrets(str(text)))
+
+
+def one_line(name: object) -> str:
+    """Return a name that a file or a program has given, such as that of a leaf or a metric, as a part of a line."""
+    return visible(name).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def say(*texts: object, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
+    """Print; everything that the commands print for people goes through here."""
+    print(*map(visible, texts), end=end, file=file, flush=flush)
 
 
 def open_closed_streams() -> None:
@@ -34,7 +59,7 @@ def silence_lost_streams() -> list[str]:
 
 def write_error(text: str) -> None:
     """Write to standard error, at once or not at all: the reader may have gone, or may not read any more."""
-    data = text.encode(errors="backslashreplace")
+    data = visible(text).encode(errors="backslashreplace")
     poll = select.poll()
     poll.register(2, select.POLLOUT)
     try:

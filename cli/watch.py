@@ -14,6 +14,7 @@ from .inspect import list_steps, shown
 from .places import checkpoints_at
 from .report import metrics_text
 from .status import DONE
+from .streams import say
 
 
 def watch_steps(place: str, interval: float, *, as_json: bool) -> int:
@@ -37,7 +38,7 @@ def watch_steps(place: str, interval: float, *, as_json: bool) -> int:
             now = _listed(location)
             for what, item, text in _changes(before, now):
                 line = f"{time.strftime('%H:%M:%S')} {what} {text}"
-                print(json.dumps(finite({"change": what, **shown(item)})) if as_json else line, flush=True)
+                say(json.dumps(finite({"change": what, **shown(item)})) if as_json else line, flush=True)
             before = now
             time.sleep(interval)
     except KeyboardInterrupt:

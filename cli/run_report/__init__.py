@@ -14,6 +14,7 @@ from ..log import configure_logging
 from ..progress import progress_of
 from ..report import count, print_json
 from ..status import DONE
+from ..streams import say
 from .facts import Reading, find_runs, read_run
 from .page import GENERATOR, draw_page
 
@@ -54,7 +55,7 @@ def write_report(
     if as_json:
         print_json({"file": str(target), "runs": [str(location) for location in locations], "bytes": len(content)})
         return DONE
-    print(f"{target}: {count(len(runs), 'run', 'runs')}, {format_size(len(content))}")
+    say(f"{target}: {count(len(runs), 'run', 'runs')}, {format_size(len(content))}")
     return DONE
 
 

@@ -21,6 +21,7 @@ from .object_files import open_object
 from .object_store import ObjectStoreBackend, ObjectStoreSnapshot, open_backend
 from .parallel import REQUESTS, UPLOADS, parallel_map
 from .redirects import DRILL, Redirects, check_no_stray
+from .status import without_secrets
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _COLLAPSED = re.compile(r"(?:file|memory|s3|gs|gcs|https?|az|abfs|hdfs):/", re.IGNORECASE)
@@ -71,28 +72,33 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
     if match is None:
         if _COLLAPSED.match(text):
             raise InvalidLocationError(
-                f"{text!r} looks like a URL that lost a slash; pathlib removes it, so pass URLs as str"
+                f"{without_secrets(text)!r} looks like a URL that lost a slash; pathlib removes it, so pass URLs as str"
             )
         return Location(_local, os.path.abspath(os.path.expanduser(text)))
-    scheme, rest = match.group(1).lower(), match.group(2)
+    scheme, rest, shown = match.group(1).lower(), match.group(2), without_secrets(text)
     for mark in "?#|":
         if mark in rest:
-            raise InvalidLocationError(f"{text!r} holds {mark!r}; write %{ord(mark):02X} if it belongs to the name")
+            raise InvalidLocationError(f"{shown!r} holds {mark!r}; write %{ord(mark):02X} if it belongs to the name")
     path = unquote(rest, errors="surrogateescape")
     if "\0" in path:
-        raise InvalidLocationError(f"{text!r} holds a NUL character")
+        raise InvalidLocationError(f"{shown!r} holds a NUL character")
     if scheme == "file":
         if not path.startswith("/"):
-            raise InvalidLocationError(f"{text!r} does not name an absolute path: write file:///path")
+            raise InvalidLocationError(f"{shown!r} does not name an absolute path: write file:///path")
         return Location(_local, os.path.abspath(path))
     if scheme == "memory":
-        return Location(open_backend("memory", ""), _object_key(text, path))
+        return Location(open_backend("memory", ""), _object_key(shown, path))
     if scheme in ("s3", "gs"):
         bucket, _, path = path.partition("/")
+        if "@" in bucket:
+            raise InvalidLocationError(
+                f"{shown!r} holds a user or a password; credentials come from the environment, and the address is "
+                f"{scheme}://bucket/name"
+            )
         if not bucket:
-            raise InvalidLocationError(f"{text!r} names no bucket: write {scheme}://bucket/name")
-        return Location(open_backend(scheme, bucket), _object_key(text, path))
-    raise InvalidLocationError(f"{text!r} has an unknown scheme, {scheme!r}: expected {_KNOWN}")
+            raise InvalidLocationError(f"{shown!r} names no bucket: write {scheme}://bucket/name")
+        return Location(open_backend(scheme, bucket), _object_key(shown, path))
+    raise InvalidLocationError(f"{shown!r} has an unknown scheme, {scheme!r}: expected {_KNOWN}")
 
 
 def max_concurrency(place: Location) -> int:

@@ -94,6 +94,10 @@ _SERVICE_CODES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (
 )
 """Messages of object stores whose meaning differs from the status that TensorStore derives from them."""
 
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/+[^\s'\"]+")
+_USER = re.compile(r"(:/+)[^/\s'\"]*@")
+_QUERY = re.compile(r"((?<=[?&])[\w.%-]+=)[^&\s'\"]+")
+
 # Additions of TensorStore that repeat the message itself.
 _BODY = re.compile(r" \[(?:http_response_body|x-amzn-requestid)='(?:[^'\\]|\\.)*'\]")
 
@@ -160,7 +164,20 @@ def map_status(error: Exception, path: str, action: str) -> HoldfastError:
 
 def _message(kind: type[HoldfastError], action: str, path: str, reason: str) -> str:
     advice = next((_ADVICE[one] for one in kind.__mro__ if one in _ADVICE), None)
-    return f"cannot {action} {path}: {reason}" + (f"; {advice}" if advice else "")
+    return without_secrets(f"cannot {action} {path}: {reason}") + (f"; {advice}" if advice else "")
+
+
+def without_secrets(text: str) -> str:
+    """Return a text in which the users, passwords and query values of addresses are hidden.
+
+    >>> without_secrets("https://user:word@host/a?token=secret&b=1")
+    'https://***@host/a?token=***&b=***'
+    """
+
+    def hidden(address: re.Match[str]) -> str:
+        return _QUERY.sub(r"\1***", _USER.sub(r"\1***@", address[0]))
+
+    return _ADDRESS.sub(hidden, text) if ":/" in text else text
 
 
 def check_extent(path: str, size: int, offset: int, length: int) -> None:

@@ -1,0 +1,116 @@
+"""What a checkpoint, a program or an address brings never reaches a terminal as it is."""
+
+from __future__ import annotations
+
+import logging
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import holdfast as hf
+from holdfast.cli.log import configure_logging
+from holdfast.cli.main import main
+from holdfast.cli.streams import one_line, visible
+from holdfast.engine.storage.status import map_status
+
+ACTING = "a\x1b[2J\x1b]0;title\x07\r\u202e\u2066\x9b31m\u2028b"
+FORGED = f"{ACTING}\nforged line"
+
+
+def check(text: str) -> None:
+    bad = {letter for letter in text if unicodedata.category(letter) in ("Cc", "Cf", "Zl", "Zp", "Cs")} - {"\n", "\t"}
+    assert not bad, text
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for name, value in (("run", 1.0), ("other", 2.0)):
+        with hf.CheckpointManager(tmp_path / name) as manager:
+            for step in (1, 2):
+                tree = {FORGED: np.full(3, value), "text": FORGED, "list": [FORGED]}
+                manager.save(step, tree, metrics={FORGED: value}, reason=FORGED)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["ls", "RUN"],
+        ["show", "RUN"],
+        ["show", "RUN", "--tree"],
+        ["show", "RUN", "--stats"],
+        ["diff", "RUN/1", "OTHER/1"],
+        ["diff", "RUN", "OTHER"],
+        ["verify", "RUN"],
+        ["prune", "RUN", "--keep-latest", "1", "--dry-run"],
+        ["show", f"RUN/{FORGED}"],
+        ["cp", f"RUN/{FORGED}", "RUN"],
+        ["show", "RUN", "--select", FORGED],
+        [FORGED],
+    ],
+    ids=lambda words: ascii(" ".join(words))[:20],
+)
+def test_nothing_acts_on_the_terminal(
+    run: Path, words: list[str], terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    main([word.replace("RUN", str(run)).replace("OTHER", str(run.with_name("other"))) for word in words])
+    said = capsys.readouterr()
+    assert said.out + said.err
+    for line in (said.out + said.err).splitlines():
+        check(line)
+
+
+def test_metrics_and_leaves_forge_no_lines(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["ls", str(run)], ["show", str(run)], ["show", str(run), "--tree"]):
+        assert main(words) == 0
+        assert not any(line.strip().startswith("forged") for line in capsys.readouterr().out.splitlines()), words
+
+
+def test_the_log_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info")
+    logging.getLogger("holdfast").warning("%s: restored", ACTING)
+    logging.getLogger("holdfast").info("from s3://key:secret@bucket/x")
+    said = capsys.readouterr()
+    check(said.err)
+    assert "a\\x1b[2J" in said.err
+    assert "secret" not in said.out
+
+
+def test_what_is_plain_stays() -> None:
+    text = "Größe 3 µs → 5\n\tlayer/kernel?x=1 a@b 50%"
+    assert visible(text) == text
+    assert one_line("a\nb") == "a\\nb"
+    assert visible("\ud800") == "\\ud800"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "s3://key:secret@bucket/x",
+        "https://key:secret@host/x",
+        "https:/key:secret@host/x",
+        "s3://bucket/x?X-Amz-Signature=secret&b=secret",
+        "http://host/x?token=secret",
+        "gs://secret@bucket",
+    ],
+)
+def test_passwords_in_addresses_are_not_repeated(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(hf.InvalidLocationError) as caught:
+        hf.load(address)
+    assert "secret" not in str(caught.value)
+    assert "***" in str(caught.value)
+    for words in (["ls", address], ["cp", address, "/nowhere/else"], ["ls", "--json", address]):
+        assert main(words) == 2
+        said = capsys.readouterr()
+        assert "secret" not in said.out + said.err
+
+
+def test_passwords_of_endpoints_are_not_repeated() -> None:
+    error = ValueError("UNAVAILABLE: cannot reach https://key:secret@proxy:3128/?token=secret")
+    assert "secret" not in str(map_status(error, "s3://bucket/x", "read"))
