@@ -14,7 +14,6 @@ from .streams import one_line, say, visible
 
 _WRAPPED = 1000  # rows of the longest table that is fitted: rich takes half a millisecond a row
 _FOLDED = 20  # columns that a folded cell has at least
-_CONTROLS = dict.fromkeys(map(ord, "\a\b\v\f\r"))  # as rich leaves them out
 _SPANS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
 
@@ -26,7 +25,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
         return
     lines: list[Sequence[str]] = [columns]
     for row in rows:
-        cells = [cell.translate(_CONTROLS).expandtabs().split("\n") for cell in row]
+        cells = [cell.expandtabs().split("\n") for cell in row]
         lines.extend(itertools.zip_longest(*cells, fillvalue=""))
     widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
     for line in lines:

@@ -47,7 +47,6 @@ def test_tables_in_a_pipe_are_as_wide_as_they_need_to_be(capsys: pytest.CaptureF
         ["plain", "", "x"],
         ["two\nlines", "a longer line\n\nafter an empty one", "y"],
         ["日本語", "naïve", "🙂"],
-        ["a\vtab", "a\rreturn", "\abell"],
         ["[red]not markup[/red]", " leading", "trailing "],
     ],
 )
