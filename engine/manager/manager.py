@@ -947,7 +947,8 @@ class CheckpointManager:
                 self._run.ownership.check_not_lost()
                 return
             belongs = None if self._mirror is None else self._mirror.identity
-            self._processes.decide("acquire", lambda: self._run.acquire(self._metadata, belongs=belongs))
+            work = lambda: self._run.acquire(self._metadata, belongs=belongs)  # noqa: E731
+            self._processes.decide("acquire", work, arguments=[self._agreed_options()])
             if not self._processes.is_primary:
                 self._run.reload()
             self._acquired = True
@@ -959,6 +960,19 @@ class CheckpointManager:
         """Wait until no thread begins a save, and none is under way: a newer manager takes over."""
         with self._changing:
             self._background.join()
+
+    def _agreed_options(self) -> dict[str, Any]:
+        """Return the options that all processes must have: what decides which calls they make together."""
+        options = self.options
+        mirror = options.mirror_options()
+        return {
+            "save_interval_steps": options.save_interval_steps,
+            "save_interval_secs": str(options.save_interval_secs),
+            "save_on_best": options.save_on_best,
+            "item_intervals": dict(options.item_intervals),
+            "step_prefix": options.step_prefix,
+            "mirror": None if mirror is None else str(mirror.url),
+        }
 
     def _check_writable(self) -> None:
         if self._closed:

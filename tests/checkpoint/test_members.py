@@ -176,6 +176,31 @@ def test_values_that_are_alike_are_no_difference(tmp_path: Path) -> None:
     assert hf.load(tmp_path)["large"].shape == (3,)
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"save_interval_steps": 3},
+        {"save_interval_secs": 60},
+        {"save_on_best": True, "best_fn": "a", "best_mode": "min"},
+    ],
+    ids=str,
+)
+def test_options_that_differ_are_told_at_the_start(tmp_path: Path, option: dict[str, Any]) -> None:
+    def run(coordinator: Coordinator) -> str:
+        own = option if coordinator.process_index == 1 else {}
+        several = manager(tmp_path, coordinator, **{"save_interval_steps": 2, **own})
+        try:
+            several.acquire()
+        except hf.StateError as error:
+            return str(error)
+        return ""
+
+    first, second = unwrap(together(2, run))
+    assert first == ""
+    assert f"'{next(iter(option))}'" in second
+    assert "all processes must ask for the same" in second
+
+
 def test_items_that_differ_are_told(tmp_path: Path) -> None:
     """Before, an item that only process 0 had of each process was saved with the share of process 0 alone."""
 
