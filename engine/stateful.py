@@ -66,6 +66,13 @@ def is_stream(thing: object) -> bool:
     return methods == _METHODS[0] or hasattr(type(thing), "__next__") or hasattr(type(thing), "__iter__")
 
 
+def is_generator(thing: object) -> bool:
+    """Return whether an object is a generator of random numbers."""
+    torch: Any = loaded("torch")
+    kinds = (random.Random, np.random.Generator, np.random.RandomState)
+    return isinstance(thing, kinds) or (torch is not None and isinstance(thing, torch.Generator))
+
+
 def state_of(thing: object) -> Any:
     if isinstance(thing, np.random.Generator):
         return encode_state(thing.bit_generator.state)

@@ -32,6 +32,10 @@ class ProcessGroup:
         return self._coordinator.process_index
 
     @property
+    def count(self) -> int:
+        return self._coordinator.process_count
+
+    @property
     def is_primary(self) -> bool:
         """Whether this is process 0, which does the work that is done once."""
         return self.index == 0

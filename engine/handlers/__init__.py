@@ -19,7 +19,7 @@ from .base import (
     write_alone,
 )
 from .json import JsonCheckpointHandler
-from .per_process import PerProcessCheckpointHandler, ProcessShare, own_share
+from .per_process import PerProcessCheckpointHandler, ProcessShare, SavedShares, own_share
 from .pytree import ArrayCheckpointHandler, PyTreeCheckpointHandler
 from .registry import (
     DEFAULT_REGISTRY,

@@ -53,6 +53,7 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
         item: Any = None,
         *,
         process: int | None = None,
+        every: bool = False,
         files: Files | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -62,9 +63,20 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
             directory: The folder.
             item: The template, as for trees.
             process: Read the tree of this process instead.
+            every: Where the number of processes differs from that of the save, return the trees of all of them, as
+                :class:`SavedShares`, rather than to warn.
             files: What the commit record says about the folder.
             **kwargs: As for trees.
         """
+        if every:
+            shares = ItemRecord(directory.name, PROCESSES, files or {}).shares()
+            coordinator = current_coordinator() if self._coordinator is None else self._coordinator
+            if len(shares) != coordinator.process_count:
+                read = (
+                    self._handler.restore(directory / str(i), item, files=one.files, **kwargs)
+                    for i, one in enumerate(shares)
+                )
+                return SavedShares(tuple(read))
         share = own_share(directory, files or {}, self._coordinator, process)
         return self._handler.restore(share.folder, item, files=share.files, **kwargs) if share.is_own else item
 
@@ -72,6 +84,13 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
         """Describe every process's tree, in their order."""
         shares = ItemRecord(directory.name, self.kind, files or {}).shares()
         return [self._handler.structure(directory / str(i), files=each.files) for i, each in enumerate(shares)]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedShares:
+    """The trees of all processes that saved, in their order."""
+
+    trees: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,6 +244,11 @@ class CheckpointManager:
         """The number of this process among those that save together."""
         return self._processes.index
 
+    @property
+    def process_count(self) -> int:
+        """How many processes save together."""
+        return self._processes.count
+
     def all_steps(self) -> list[int]:
         """Return the committed steps in ascending order."""
         return self._run.steps()

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ...engine.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -22,6 +24,7 @@ from ...engine.errors import (
     shortened,
     shortened_steps,
 )
+from ...engine.handlers import SavedShares
 from ...engine.manager import (
     EVENTS,
     CheckpointManager,
@@ -32,15 +35,16 @@ from ...engine.manager import (
     newest_step,
     series_of,
 )
+from ...engine.pytree import flatten
 from ...engine.sources import Misfits
-from ...engine.stateful import decode_state, is_stream
+from ...engine.stateful import decode_state, encode_state, is_generator, is_stream
 from ...engine.storage import Location, as_location
 from ..options import Resume
 from .announce import announce
-from .extras import GLOBAL_GENERATORS, GRADIENTS, check_names, restore_extras, templates_of
+from .extras import GLOBAL_GENERATORS, GRADIENTS, check_names, is_own, restore_extras, templates_of
 from .hyperparameters import Hyperparameters
 from .objects import set_gradients
-from .states import LoopArguments, StateAdapter
+from .states import LoopArguments, Reshard, StateAdapter
 
 logger = logging.getLogger("holdfast")
 
@@ -178,7 +182,7 @@ def restore(
     if has_extras := bool(extras) or adapter.may_have_gradients:
         templates |= {"extras": None, "process": None}
         as_saved = {GRADIENTS} | (extras.keys() - templates_of(extras).keys())
-        kwargs |= {"extras": {"as_saved": as_saved}, "process": {"as_saved": True}}
+        kwargs |= {"extras": {"as_saved": as_saved}, "process": {"as_saved": True, "every": True}}
     try:
         if chosen is None:
             restored = manager.restore_latest(templates, restore_kwargs=kwargs)
@@ -192,8 +196,9 @@ def restore(
     step, values = restored.step, {}
     saved: dict[str, Any] = {}
     if has_extras:
-        saved, fresh = _saved_extras(manager, restored, extras)
-        extras = _without_unsaved_generators(extras, saved, step)
+        saved, fresh = _saved_extras(manager, restored, extras, options.reshard)
+        if GLOBAL_GENERATORS not in fresh:
+            extras = _without_unsaved_generators(extras, saved, step)
         values = _restore_extras(manager, adapter, step, extras, saved, fresh)
     state = adapter.from_tree(template, restored.items[item])
     if gradients := saved.get(GRADIENTS):
@@ -242,25 +247,61 @@ def warn_of_misfits(misfits: Misfits | None, place: str, what: str) -> None:
 
 
 def _saved_extras(
-    manager: CheckpointManager, restored: Restored, extras: Mapping[str, Any]
+    manager: CheckpointManager, restored: Restored, extras: Mapping[str, Any], reshard: Reshard | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the saved extras by name, and the names of the streams that the checkpoint has of other processes only."""
-    common, own = restored.items.get("extras", {}), restored.items.get("process")
-    # A process saves its own extras alone if it is the only one; they are those of process 0 then.
-    has_own = own is not None or ("process" not in restored.items and manager.process_index == 0)
-    if own is None and "process" in restored.items:
-        other = {"process": {"process": 0, "as_saved": True}}
-        own = manager.restore(restored.step, {"process": None}, restore_kwargs=other)["process"]
-    fresh = [] if has_own else [name for name, extra in extras.items() if is_stream(extra)]
-    if fresh:
-        logger.warning(
-            "step %d in %s has no random streams and places in the data of process %d, which keeps its fresh ones: %s",
-            restored.step,
-            manager.directory,
-            manager.process_index,
-            ", ".join(fresh),
+    """Return the saved extras by name, and the names of generators that the checkpoint has of other processes only."""
+    common, own = dict(restored.items.get("extras", {})), restored.items.get("process")
+    if isinstance(own, SavedShares):
+        shares = own.trees
+    elif own is not None or manager.alone:
+        return {**common, **(own or {})}, []
+    else:  # a process that saves alone has its own extras beside the others
+        names = [name for name, extra in extras.items() if is_own(extra) and name in common]
+        shares = ({name: common.pop(name) for name in names},)
+    where = f"step {restored.step} in {manager.directory}"
+    index, count = manager.process_index, manager.process_count
+    fresh, refused = [], []
+    for name, extra in extras.items():
+        states = [share[name] for share in shares if name in share]
+        if not states:
+            continue
+        if name == GLOBAL_GENERATORS or is_generator(extra):
+            if index < len(states):
+                common[name] = states[index]
+            else:
+                fresh.append(name)
+        elif not is_stream(extra) and all(_equal(state, states[0]) for state in states):
+            common[name] = states[0]
+        elif reshard is not None:
+            common[name] = encode_state(reshard(name, [decode_state(state) for state in states], index, count))
+        else:
+            refused.append(name)
+    if refused:
+        listed = ", ".join(f"{name}=" for name in refused)
+        raise StateError(
+            f"{where} was saved by {len(shares)} processes, and {count} are to go on: the states of {listed} belong to "
+            "one process each, such as a place in the data, and nothing says which belong to other processes. Give "
+            "CheckpointCallback reshard=, a function of (name, states, process_index, process_count) that returns the "
+            f"state of one process; or leave {listed} out of restore_or_initialize and pass it to on_step only, to "
+            "begin it anew"
         )
-    return {**common, **(own or {})}, fresh
+    generators = [name for name in shares[-1] if name == GLOBAL_GENERATORS or is_generator(extras.get(name))]
+    if fresh:
+        text = "%s was saved by %d processes: process %d keeps its fresh random generators: %s"
+        logger.warning(text, where, len(shares), index, ", ".join(fresh))
+    elif len(shares) > count and index == 0 and generators:
+        text = "%s was saved by %d processes, and %d go on: the random generators of the others are left: %s"
+        logger.warning(text, where, len(shares), count, ", ".join(generators))
+    return common, fresh
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two saved states are the same."""
+    first, second = flatten(one), flatten(other)
+    pairs = zip(first.values, second.values, strict=False)
+    return first.names == second.names and all(
+        type(a) is type(b) and np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs
+    )
 
 
 def _restore_gradients(state: Any, extras: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

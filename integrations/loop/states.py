@@ -7,7 +7,7 @@ objects, ``objects`` those for torch modules, graphs and components.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -21,6 +21,9 @@ from ...engine.sources import Misfits, load_weights
 from ..options import CallbackOptions
 
 _PARAMS = "params"
+
+Reshard = Callable[[str, Sequence[Any], int, int], Any]
+"""Makes the state of one process from those of all processes that saved: of a name, the states, an index, a count."""
 
 
 def _as_of_managers(name: str) -> Any:
@@ -54,7 +57,15 @@ class LoopArguments(CallbackOptions):
             "far as the program has imported them. Each of several processes has its own."
         ),
     )
-
+    reshard: Reshard | None = field(
+        default=None,
+        metadata=documentation(
+            "Called in a resume with another number of processes, for each place in the data, and each other extra "
+            "whose states differ from process to process: a function of its name, the states that processes 0, 1, ... "
+            "have saved, the index of this process and the number of processes. It returns the state of this process. "
+            "Without it, such a resume is refused. Random generators stay with the index of their process."
+        ),
+    )
     keep_checkpoints_without_metrics: bool = field(
         default=False, metadata=_as_of_managers("keep_checkpoints_without_metrics")
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,13 @@ def by_graph(directory: str, objects: dict[str, Any]) -> Any:
         manager.save()
 
 
+def by_rank(name: str, states: Sequence[Any], index: int, count: int) -> Any:
+    """Gives each process the state that it had, and a new one a fresh state."""
+    return states[index] if index < len(states) else Batches(index).get_state()
+
+
 def by_callback(directory: str, objects: dict[str, Any]) -> Any:
-    with CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
+    with CheckpointCallback(directory, save_interval_steps=1, reshard=by_rank) as checkpoint:
         state, start = checkpoint.restore_or_initialize({"w": np.zeros(2)}, **objects)
         yield
         checkpoint.on_step(start + 1, state, **objects)
@@ -131,3 +137,64 @@ def test_a_process_without_a_saved_state_keeps_its_own(tmp_path: Path, before: i
             assert known or any("fresh" in line for line in warnings), (name, index)
             assert not known or not any("fresh" in line for line in warnings), (name, index)
     assert len({value for ways in again for _, value in ways["graph"][0]}) == after * STEPS
+
+
+class Shared:
+    """A place in an order that all processes share: each has taken a part of what lies before it."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def get_state(self) -> int:
+        return self.taken
+
+    def set_state(self, state: int) -> None:
+        self.taken = state
+
+
+def divided(name: str, states: Sequence[Any], index: int, count: int) -> Any:
+    assert name == "data"
+    whole = sum(states)
+    return whole // count + (index < whole % count)
+
+
+def go_on(process: Process, directory: str) -> dict[str, Any]:
+    """Goes on with a run, first without a word about its data and then with one; returns what came of it."""
+    data, found = Shared(), dict[str, Any]()
+    average = [0.5]
+    objects: dict[str, Any] = {"data": data, "noise": np.random.default_rng(process.index), "average": average}
+    records = Records()
+    logging.getLogger("holdfast").addHandler(records)
+    for reshard in (None, divided):
+        records.found.clear()
+        with CheckpointCallback(directory, save_interval_steps=1, resume="auto", reshard=reshard) as checkpoint:
+            try:
+                state, start = checkpoint.restore_or_initialize({"w": np.zeros(2)}, **objects)
+            except hf.StateError as error:
+                found["refused"] = str(error)
+                continue
+            found |= {"start": start, "taken": data.taken, "average": checkpoint.extras["average"]}
+            found["said"] = [line for line in records.found if "generators" in line]
+            if start == 0:
+                data.taken = 5 + process.index
+                checkpoint.on_step(1, state, **objects)
+            break
+    logging.getLogger("holdfast").removeHandler(records)
+    return found
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
+def test_a_place_in_the_data_goes_to_other_processes_as_the_program_says(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    run_processes(go_on, before, str(tmp_path), backend="torch")
+    taken = sum(range(5, 5 + before))
+    again = run_processes(go_on, after, str(tmp_path), backend="torch")
+    for found in again:
+        assert f"step 1 in {tmp_path} was saved by {before} processes, and {after} are to go on" in found["refused"]
+        assert "the states of data= belong to one process each" in found["refused"]
+        assert "reshard=" in found["refused"]
+        assert (found["start"], found["average"]) == (1, [0.5])
+    assert sum(found["taken"] for found in again) == taken
+    said = [index for index, found in enumerate(again) if found["said"]]
+    assert said == (list(range(before, after)) if after > before else [0]), "what generators a process has is said"
