@@ -485,6 +485,10 @@ def export(
     ] = None,
     item: Annotated[str | None, typer.Option("--item", help="The item, if there are several.")] = None,
     select: Select = None,
+    root: Annotated[
+        str | None,
+        typer.Option("--root", help="Only what is in this container, such as model, with names that begin there."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     as_json: AsJson = False,
 ) -> int:
@@ -502,6 +506,7 @@ def export(
         step=step,
         item=item,
         select=select,
+        root=root,
         overwrite=overwrite,
         as_json=as_json,
     )

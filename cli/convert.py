@@ -76,6 +76,7 @@ def export_checkpoints(
     step: int | Literal["best"] | None,
     item: str | None,
     select: Sequence[str] | None,
+    root: str | None,
     overwrite: bool,
     as_json: bool,
 ) -> int:
@@ -89,7 +90,7 @@ def export_checkpoints(
     if to not in formats:
         raise OptionError(f"--to {to}: expected one of {', '.join(formats)}")
     if in_place:
-        if to != "orbax" or destination is not None or item is not None or select or overwrite:
+        if to != "orbax" or destination is not None or item is not None or select or root or overwrite:
             raise OptionError("--in-place takes --to orbax and --step, and neither DST nor another option")
         if step == "best":
             raise OptionError("--in-place takes the number of a step, and not --step best")
@@ -108,6 +109,7 @@ def export_checkpoints(
             step=step,
             item=item,
             select=select or None,
+            root=root,
             overwrite=overwrite,
             progress=progress,
         )
@@ -122,7 +124,7 @@ def _command_options_in_errors() -> Iterator[None]:
         yield
     except (CheckpointExistsError, OptionError, TreeMismatchError) as error:
         message = str(error).replace("overwrite=True", "--overwrite").replace("item=", "--item")
-        message = message.replace("step='best'", "--step best")
+        message = message.replace("step='best'", "--step best").replace("root=", "--root ")
         message = message.replace("max_bandwidth=", "--max-bandwidth ")
         raise type(error)(message.replace("select=", "--select ")) from error
 

@@ -42,6 +42,14 @@ class TreeDocument:
             return self
         return TreeDocument(_select(self.structure, flags) or _plain_node("dict", [], []))
 
+    def below(self, segments: Sequence[str]) -> TreeDocument:
+        """Return the container at a path, which is there; its keys are written as in the names of leaves."""
+        node = self.structure
+        for segment in segments:
+            assert node is not None
+            node = node.children[key_segments(node.keys, len(node.children)).index(segment)]
+        return TreeDocument(node)
+
 
 def to_document(structure: TreeDef | None, leaf_documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     tree = None if structure is None else _encode_node(structure)

@@ -52,6 +52,7 @@ from .stored import (
     nested,
     nested_tree,
     not_read,
+    rooted,
     selected,
     storage_name,
     without_leaves,

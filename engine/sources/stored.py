@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..arrays import PartialTree, Problem, Range, SavedLeaf, TreeSource, damaged_leaves, naming, read_ranges
 from ..clock import UNHEARD
-from ..errors import DamagedCheckpointError, UnsupportedLeafError, itemized
+from ..errors import DamagedCheckpointError, OptionError, UnsupportedLeafError, itemized, shortened
 from ..pytree import (
     MAX_DEPTH,
     NAME_ONLY,
@@ -117,6 +117,24 @@ def selected(source: TreeSource, select: Patterns | None) -> TreeSource:
     paths = {leaf.name: leaf.name.split(".") for leaf in source.leaves}
     chosen.check(paths.values())
     return without_leaves(source, {name for name, path in paths.items() if not chosen.chooses(path)})
+
+
+def rooted(source: TreeSource, root: str | None) -> TreeSource:
+    """Return what lies in one container of a tree, such as ``model``, with names that begin there.
+
+    Raises:
+        OptionError: There is no such container.
+    """
+    if root is None:
+        return source
+    prefix = f"{root.strip('/')}/"
+    depth = prefix.count("/")
+    inside = [leaf for leaf in source.leaves if format_path(leaf.name).startswith(prefix)]
+    if not inside:
+        first = dict.fromkeys(format_path(leaf.name).partition("/")[0] for leaf in source.leaves)
+        raise OptionError(f"root={root!r}: {source.location} has no such container; it has {shortened(list(first))}")
+    tree = source.tree.below(inside[0].name.split(".")[:depth])
+    return PartialTree(source, {leaf.name.split(".", depth)[depth]: leaf for leaf in inside}, tree)
 
 
 def without_placeholders(source: TreeSource) -> tuple[TreeSource, list[str]]:

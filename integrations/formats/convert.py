@@ -41,6 +41,7 @@ from ...engine.sources import (
     open_at,
     open_checkpoint,
     portions_of,
+    rooted,
     selected,
     without_placeholders,
     without_unreadable,
@@ -156,6 +157,7 @@ def export_checkpoint(
     step: int | Literal["best"] | None = None,
     item: str | None = None,
     select: Patterns | None = None,
+    root: str | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
     coordinator: Coordinator | None = None,
@@ -172,8 +174,10 @@ def export_checkpoint(
             that orbax-checkpoint restores, with all steps unless one is given.
         step: Which step of a directory of steps: its number, or ``"best"``, as the run's ``best_fn`` ranks them. None
             is the newest, and for Orbax all of them.
-        item: Which item, if the checkpoint has several trees; for Orbax None is all of them.
+        item: Which item, if the checkpoint has several trees; None is ``"state"`` if there is one, and all for Orbax.
         select: Patterns of leaf paths, as for :func:`~holdfast.load`; only leaves that match are written.
+        root: Write only what is in this container, such as ``"model"``, with names that begin there: those of the
+            module, which ``from_pretrained`` of other libraries expects. Patterns are paths in it. Not for Orbax.
         overwrite: Replace a file that is there.
         progress: Is told how many bytes the sources have, and as they are done.
         coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
@@ -186,8 +190,8 @@ def export_checkpoint(
         CheckpointNotFoundError: There is no such checkpoint, step or item.
         CheckpointExistsError: The destination exists.
         UnsupportedLeafError: The format cannot store some leaves; names all of them. Nothing was written.
-        OptionError: The checkpoint has several trees, and no item is named; or the format is not known; or the step is
-            ``"best"``, and the run ranks its checkpoints by no metric.
+        OptionError: The checkpoint has several trees, and no item is named; or the format is not known, or there is no
+            container ``root``; or the step is ``"best"``, and the run ranks its checkpoints by no metric.
         DamagedCheckpointError: The source does not verify.
         PeerFailedError: It failed on process 0; raised on the others.
     """
@@ -195,16 +199,18 @@ def export_checkpoint(
         raise OptionError(f"to={to!r} is not one of {', '.join(map(repr, get_args(ExportFormat)))}")
     if to == "orbax" and overwrite:
         raise OptionError("overwrite= does not apply to Orbax: remove the destination, or choose another path")
+    if to == "orbax" and root is not None:
+        raise OptionError("root= does not apply to Orbax, which restores the whole tree: leave it out")
     origin, target = as_location(source), as_location(destination, writes=True)
 
     def work() -> list[Conversion]:
         chosen = best_step_in(origin) if step == "best" else step
         if to == "orbax":
             return _export_orbax(origin, target, chosen, item, select, progress or UNHEARD)
-        return _export_file(origin, target, to, chosen, item, select, overwrite, progress or UNHEARD)
+        return _export_file(origin, target, to, chosen, item, select, root, overwrite, progress or UNHEARD)
 
     patterns = [select] if isinstance(select, str) or select is None else list(select)
-    about = [origin.url, target.url, to, step, item, patterns, overwrite]
+    about = [origin.url, target.url, to, step, item, patterns, root, overwrite]
     return _once("export_checkpoint", about, work, coordinator)
 
 
@@ -222,11 +228,15 @@ def _export_file(
     step: int | None,
     item: str | None,
     select: Patterns | None,
+    root: str | None,
     overwrite: bool,
     progress: Progress,
 ) -> list[Conversion]:
     checkpoint = open_at(find_checkpoint(origin, step))
-    tree, left_out = without_placeholders(selected(checkpoint.tree(checkpoint.only_tree(item)), select))
+    if item is None and checkpoint.items.get(ITEM) == TREE:
+        item = ITEM  # the extras of a callback lie beside it
+    whole = rooted(checkpoint.tree(checkpoint.only_tree(item)), root)
+    tree, left_out = without_placeholders(selected(whole, select))
     external = [format_path(leaf.name) for leaf in tree.leaves if leaf.saved.kind == EXTERNAL]
     if external:
         raise UnsupportedLeafError(

@@ -7,6 +7,7 @@ import numpy as np
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]  # it comes without type information
 import pytest
 import safetensors.numpy
+import safetensors.torch
 import torch
 from tests.cli.commands import error_of, output_of
 
@@ -181,13 +182,16 @@ def test_export_names_its_option(capsys: pytest.CaptureFixture[str], run: Path) 
 
 
 def test_export_asks_for_an_item(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    items = {name: hf.PyTreeCheckpointer() for name in ("state", "extras")}
+    items = {name: hf.PyTreeCheckpointer() for name in ("ema", "extras")}
     with hf.CheckpointManager(tmp_path / "run", items) as manager:
-        manager.save(1, {"state": {"w": 1}, "extras": {}})
+        manager.save(1, {"ema": {"w": 1}, "extras": {}})
 
     said = error_of(capsys, "export", tmp_path / "run", tmp_path / "x.safetensors", status=2)
 
-    assert said.endswith("has the trees extras, state: name one with --item\n")
+    assert said.endswith("has the trees ema, extras: name one with --item\n")
+    said = error_of(capsys, "export", tmp_path / "run", tmp_path / "x", "--item", "ema", "--root", "v", status=2)
+    assert "--root 'v'" in said
+    assert said.endswith("has no such container; it has w\n")
 
 
 def test_copy_a_run(capsys: pytest.CaptureFixture[str], run: Path, place: str) -> None:
@@ -226,3 +230,23 @@ def test_copy_nothing_over_another_checkpoint(capsys: pytest.CaptureFixture[str]
     assert "--max-bandwidth 'fast' is not a rate" in error_of(
         capsys, "cp", source, run.parent / "more", "--max-bandwidth", "fast", status=2
     )
+
+
+def test_the_weights_of_a_loop_have_the_names_of_their_module(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As ``from_pretrained`` of other libraries reads them."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    state = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+    with hf.CheckpointCallback(tmp_path / "run") as checkpoint:
+        checkpoint.restore_or_initialize(state, epoch=0)
+        checkpoint.on_step(1, state, epoch=1)
+    output_of(capsys, "export", tmp_path / "run", tmp_path / "model.safetensors", "--root", "model")
+    found = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert found.keys() == model.state_dict().keys()
+    model.load_state_dict(found)
+    hf.export_checkpoint(tmp_path / "run", tmp_path / "part.pt", "torch", root="model/0", select="weight")
+    part = torch.load(tmp_path / "part.pt", weights_only=True)
+    assert part.keys() == {"weight"}
+    assert torch.equal(part["weight"], model.state_dict()["0.weight"])
