@@ -32,7 +32,7 @@ COMMON = """
 import json, sys, time
 import numpy as np
 import holdfast as hf
-from holdfast.engine.checkpoint import read_record
+from holdfast.engine.steps import read_record
 directory, count = sys.argv[1], int(sys.argv[2])
 options = hf.CheckpointManagerOptions(
     best_fn="loss", best_mode="min", max_to_keep=10, keep_latest=3, keep_period=1000, keep_time_interval="1m"

@@ -21,14 +21,14 @@ from ..engine.manager import (
     CheckpointManager,
     CheckpointManagerOptions,
     KeepAll,
-    StepEntry,
     best,
-    list_steps,
+    infos_of,
     reasons,
     stored_identity,
     stored_rules,
 )
 from ..engine.sources import find_steps
+from ..engine.steps import StepEntry, list_steps
 from ..engine.storage import Location, as_location
 from .log import configure_logging
 from .places import checkpoints_at, is_one_checkpoint, where_else
@@ -135,7 +135,7 @@ def prune_run(
     run = ChangedRun(place, prefix)
     options = _pruning_options(run, rules, only)
     applied = [rule for rule in options.rules() if not (rules and isinstance(rule, KeepAll))]
-    infos = [entry.info for entry in run.entries if entry.record is not None]
+    infos = infos_of(run.entries)
     if isinstance(options.best_fn, str) and best(infos, options.best_fn, options.ranking_mode) is None:
         metrics = sorted({name for info in infos for name in info.metrics or ()})
         raise OptionError(

@@ -25,8 +25,9 @@ from typing import Any, Literal, get_args
 
 from ..engine.clock import format_size, seconds
 from ..engine.errors import HoldfastError, OptionError, shortened, shortened_steps
-from ..engine.manager import TRACES, DrillPlan, Point, list_steps, read_events
+from ..engine.manager import TRACES, DrillPlan, Point, read_events
 from ..engine.sources import LeafDifference, compare_checkpoints, open_at
+from ..engine.steps import list_steps
 from ..engine.storage import CLAIMS, DRILL, STRAYS, as_location
 from .findings import Causes, Finding, Report, StepDifference, Trace, in_use, print_report, unseeded
 from .log import configure_logging

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..engine.errors import HoldfastError, OptionError
-from ..engine.manager import EVENTS, append_after_death, list_steps, newest_step
+from ..engine.manager import EVENTS, append_after_death
+from ..engine.steps import list_steps, newest_step
 from ..engine.storage import as_location
 from .program import Program, Signals, shell_status
 from .status import BAD_USAGE, FAILED, NO_PROGRESS, PREEMPTED

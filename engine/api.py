@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any, TypeVar, overload
 
 from .arrays import MANIFEST, ArrayDatabase, Layout
-from .checkpoint import Checkpointer, Place, SaveReport, has_record
+from .checkpoint import Checkpointer, SaveReport
 from .errors import CheckpointNotFoundError, DamagedCheckpointError, OptionError, itemized
 from .handlers import PyTreeCheckpointHandler
 from .pytree import Patterns
 from .sources import CheckpointSource, read_checkpoint, recognise
-from .storage import Location, as_location
+from .steps import has_record
+from .storage import Location, Place, as_location
 
 T = TypeVar("T")
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from .arrays import Problem, SavedLeaf, naming
-from .checkpoint import Place, has_changed
 from .errors import CheckpointNotFoundError, HoldfastError, shortened_text
 from .format import CheckpointRecord, FileRecord
-from .manager import StepEntry, reasons, stored_rules
+from .manager import infos_of, reasons, stored_rules
 from .pytree import materialize
 from .sources import JSON, METRICS, TREE, CheckpointSource, find_steps, leaf_path, open_at, read_checkpoint, trees_in
-from .storage import Entry, Location, as_location
+from .steps import StepEntry, has_changed
+from .storage import Entry, Location, Place, as_location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
     # Options say what the last run keeps, not which of several series it wrote.
     several = len({entry.series for entry in steps.entries}) > 1
     options, function = (None, None) if several else stored_rules(location)
-    infos = [entry.info for entry in steps.entries if entry.record is not None]
+    infos = infos_of(steps.entries)
     # Without the function that ranks the steps, nobody but the run can tell why one is kept.
     kept = {} if options is None or function is not None else reasons(infos, options.rules())
     seen: set[tuple[int, int]] = set()

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from .arrays import Problem, TreeReader, check_file
-from .checkpoint import Place, has_changed, has_record, read_record
 from .clock import UNHEARD, Portion, Progress
 from .errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, HoldfastError
 from .format import RECORD, TREES, CheckpointRecord, ItemRecord, own_shares
-from .manager import StepEntry
 from .sources import JSON, METRICS, TREE, find_checkpoint, find_steps, is_run, open_at, portions_of
-from .storage import Location, as_location
+from .steps import StepEntry, has_changed, has_record, read_record
+from .storage import Location, Place, as_location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

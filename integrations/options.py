@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
-from ..engine.checkpoint import Place
 from ..engine.clock import Duration, seconds
 from ..engine.errors import OptionError
 from ..engine.handlers import PyTreeCheckpointHandler
@@ -25,7 +24,7 @@ from ..engine.manager import (
     documented,
     options_as_text,
 )
-from ..engine.storage import as_location
+from ..engine.storage import Place, as_location
 
 Resume = Literal["auto", "must", "never", "best"] | int
 Partial = Literal["initialize"] | None

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..engine.checkpoint import Place
 from ..engine.errors import CheckpointNotFoundError, DamagedCheckpointError, OptionError
 from ..engine.format import RECORD
 from ..engine.manager import CheckpointManager
 from ..engine.sources import open_checkpoint
-from ..engine.storage import DRILL, Location, as_location
+from ..engine.storage import DRILL, Location, Place, as_location
 from ..integrations.loop import PreemptionSignal, all_steps, check_resume, resume_step
 from .configuration import Configuration, to_yaml
 from .context import Outcome, RunContext

@@ -16,9 +16,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from ..engine import clock
-from ..engine.checkpoint import Place
 from ..engine.errors import OptionError
 from ..engine.manager import BestFn, Mirror, documented_fields
+from ..engine.storage import Place
 from ..integrations.options import CallbackOptions, Resume
 from .problems import KeyPath, did_you_mean
 

@@ -1,4 +1,7 @@
-"""Who imports whom: downwards only, and no framework before it is needed."""
+"""Who imports whom: downwards only, and no framework before it is needed.
+
+A call of ``import_module`` with a relative name counts as an import. Only that of the table of formats leads up.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,13 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {  # of modules and folders: ea
     "engine": (
         SHARED,
         PURE,
-        ("stateful",),
+        ("stateful", "steps"),
         ("generators",),
         ("arrays",),
         ("handlers",),
-        ("checkpoint_utils", "type_handlers", "checkpoint"),
+        ("checkpoint_utils", "type_handlers", "sources"),
+        ("checkpoint",),
         ("manager",),
-        ("sources",),
         ("api", "inspection", "verification"),
     ),
     "integrations": (
@@ -43,6 +46,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {  # of modules and folders: ea
     ),
 }
 LAYER = {house: {name: n for n, names in enumerate(layers) for name in names} for house, layers in LAYERS.items()}
+TABLE = ROOT / "engine" / "sources" / "discovery.py"  # the table of formats; their modules are built on the engine
 POLICIES = ("metrics", "retention", "decisions")  # of the manager: pure functions of a list of steps
 FRAMEWORKS = {"jax", "jaxlib", "torch", "flax", "optax", "lightning", "pytorch_lightning", "tensorstore"}
 
@@ -61,13 +65,32 @@ def _imports(path: Path, everywhere: bool) -> Iterator[str]:
     package = ["holdfast", *path.relative_to(ROOT).parts[:-1]]
     if path.name == "_package.py":
         package = ["holdfast"]  # seen as holdfast/__init__.py
-    for node in _nodes(ast.parse(path.read_text()).body, everywhere):
+    return imported(path.read_text(), package, everywhere, calls=path != TABLE)
+
+
+def imported(text: str, package: list[str], everywhere: bool = True, calls: bool = True) -> Iterator[str]:
+    """Yield the full names of what a module imports; ``calls`` says whether those of ``import_module`` count."""
+    for node in _nodes(ast.parse(text).body, everywhere):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
+            module = ".".join([*_above(package, node.level), *([node.module] if node.module else [])])
             yield from (f"{module}.{alias.name}" for alias in node.names)
+        elif calls and isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "import_module":
+            name = _beginning(node.args[0])
+            level = len(name) - len(name.lstrip("."))
+            if level:
+                yield ".".join([*_above(package, level), name[level:]])
+
+
+def _above(package: list[str], level: int) -> list[str]:
+    return package[: len(package) - level + 1] if level else []
+
+
+def _beginning(name: ast.expr) -> str:
+    """The text that an expression is known to begin with."""
+    first = name.values[0] if isinstance(name, ast.JoinedStr) else name
+    return first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else ""
 
 
 def _nodes(body: list[ast.stmt], everywhere: bool) -> Iterator[ast.AST]:
@@ -106,7 +129,7 @@ def test_the_engine_names_what_is_built_on_it_in_one_table() -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         if re.search(r"\.integrations\b|^integrations\.", node.value)
     ]
-    assert naming == ["engine/sources/discovery.py"]
+    assert naming == [str(TABLE.relative_to(ROOT))]
     folder = ROOT / "integrations" / "formats"
     recognising = {
         ".".join(path.relative_to(folder).with_suffix("").parts)
@@ -232,4 +255,19 @@ def test_rooms_are_entered_by_the_front() -> None:
 def test_imports_are_found() -> None:
     found = set(imports(ROOT / "engine" / "manager" / "manager.py"))
     assert {"holdfast.engine.checkpoint.Save", "holdfast.engine.manager.decisions.Decision", "logging"} <= found
-    assert "holdfast.engine.manager.CheckpointManager" in set(imports(ROOT / "integrations" / "_package.py"))
+    assert {"holdfast.engine.manager.CheckpointManager", "holdfast.engine."} <= set(
+        imports(ROOT / "integrations" / "_package.py")
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        ('importlib.import_module("..sources", __package__)', "holdfast.engine.sources"),
+        ('import_module(".listing", package=__package__)', "holdfast.engine.room.listing"),
+        ('importlib.import_module(f"..{name}", __package__)', "holdfast.engine."),
+        ('importlib.import_module(f"...integrations.formats.{name}", __package__)', "holdfast.integrations.formats."),
+    ],
+)
+def test_relative_calls_of_import_module_are_found(call: str, found: str) -> None:
+    assert [*imported(f"def f(name):\n    return {call}\n", ["holdfast", "engine", "room"])] == [found]

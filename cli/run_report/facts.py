@@ -12,8 +12,9 @@ from typing import Any
 from ... import CheckpointSummary, LeafSummary, describe, list_checkpoints
 from ...engine.clock import UNHEARD, Progress, format_size
 from ...engine.errors import HoldfastError
-from ...engine.manager import EVENTS, ROTATED, StepInfo, best, read_events, stored_metadata, stored_options
+from ...engine.manager import EVENTS, ROTATED, StepInfo, best, read_events, stored_options
 from ...engine.sources import LeafStatistics, find_checkpoint, find_steps, leaf_statistics, open_at
+from ...engine.steps import stored_metadata
 from ...engine.storage import Location, as_location
 from ..inspect import describe_one
 from ..places import INSIDE_A_RUN, checkpoints_at, is_one_checkpoint, runs_below

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 from ..clock import Clock, Duration, SystemClock, seconds
 from ..distributed import Coordinator, ProcessGroup
-from ..errors import CheckpointNotFoundError, StateError
-from ..format import CheckpointRecord, ItemRecord
-from ..handlers import AsyncCheckpointHandler, CheckpointHandler, PyTreeCheckpointHandler, item_structure, restore_item
-from ..storage import Location, as_location
+from ..errors import CheckpointNotFoundError, OptionError, StateError
+from ..format import ITEM, CheckpointRecord, ItemRecord
+from ..handlers import (
+    AsyncCheckpointHandler,
+    CheckpointHandler,
+    JsonCheckpointHandler,
+    PyTreeCheckpointHandler,
+    item_structure,
+    restore_item,
+)
+from ..sources import JSON, TREE, CheckpointSource, is_ours, recognise
+from ..steps import read_steadily
+from ..storage import Location, Place, as_location
 from .background import BackgroundSave
-from .commit import read_steadily
-from .others import describe_other, only_item, open_other, restore_other
 from .save import ItemToSave, Save, SaveReport
-
-# A path, a URL (``file://``, ``memory://``, ``s3://``, ``gs://``) or a :class:`~holdfast.Location`.
-Place = str | os.PathLike[str] | Location
-
-ITEM = "state"  # name of the item of a checkpoint that has only one
 
 
 class Checkpointer:
@@ -130,7 +131,10 @@ class Checkpointer:
         )
 
     def _read(
-        self, path: Place, read: Callable[[Location, ItemRecord], Any], read_other: Callable[[Any, str], Any]
+        self,
+        path: Place,
+        read: Callable[[Location, ItemRecord], Any],
+        read_other: Callable[[CheckpointSource, str], Any],
     ) -> Any:
         location = as_location(path)
 
@@ -145,7 +149,7 @@ class Checkpointer:
         try:
             return read_steadily(location, read_item)
         except CheckpointNotFoundError:
-            source = open_other(location)
+            source = None if is_ours(location) else recognise(location.snapshot())
             if source is None:
                 raise
         return read_other(source, only_item(self.handler, source))
@@ -243,3 +247,38 @@ class PyTreeCheckpointer(Checkpointer):
 
     def __init__(self, *, clock: Clock | None = None, coordinator: Coordinator | None = None) -> None:
         super().__init__(PyTreeCheckpointHandler(), clock=clock, coordinator=coordinator)
+
+
+# ---- checkpoints of other libraries, restored by the same calls
+
+
+def restore_other(
+    handler: CheckpointHandler, source: CheckpointSource, name: str, template: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    """Read an item of a checkpoint of another library as a handler reads its own."""
+    if isinstance(handler, PyTreeCheckpointHandler) and source.items[name] == TREE:
+        return handler.restore(source.location, template, source=source.tree(name), **kwargs)
+    if isinstance(handler, JsonCheckpointHandler) and source.items[name] != TREE and not kwargs:
+        return source.value(name)
+    raise OptionError(
+        f"{source.location}: {type(handler).__name__} cannot restore item {name!r} ({source.items[name]}) of this "
+        f"{source.format} checkpoint; hf.load(path, item={name!r}) reads trees and JSON"
+    )
+
+
+def describe_other(handler: CheckpointHandler, source: CheckpointSource, name: str) -> Any:
+    """Return the structure of an item of a checkpoint of another library without reading data; None if it has none."""
+    if isinstance(handler, PyTreeCheckpointHandler) and source.items[name] == TREE:
+        return handler.structure(source.location, source=source.tree(name))
+    return restore_other(handler, source, name, None, {}) if isinstance(handler, JsonCheckpointHandler) else None
+
+
+def only_item(handler: CheckpointHandler, source: CheckpointSource) -> str:
+    """Return the name of the one item that a handler of one item reads; the error about several names them."""
+    if not isinstance(handler, JsonCheckpointHandler):
+        how = "restore it with a CheckpointManager of these items, or with hf.load(path, item=...)"
+        return source.only_tree(how=how)
+    names = [name for name, kind in source.items.items() if kind == JSON]
+    if len(names) != 1:
+        raise OptionError(f"{source.location} has the items {', '.join(sorted(source.items))}; not one of JSON")
+    return names[0]

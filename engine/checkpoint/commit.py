@@ -20,15 +20,13 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
     FormatVersionError,
-    HoldfastError,
     InvalidLocationError,
     ObjectNotFoundError,
     OwnershipError,
@@ -37,80 +35,19 @@ from ..errors import (
     StorageUnavailableError,
 )
 from ..format import DELETED, OWNER, PARTIAL, RECORD, STEP_FOLDER, CheckpointRecord
+from ..steps import RECORD_LIMIT, has_record, read_record
 from ..storage import (
     TEMPORARY_PREFIX,
     FileLock,
     Location,
     SaveLock,
     as_location,
-    is_unreadable,
     locked_elsewhere,
-    unreadable_as_damage,
 )
 
 _logger = logging.getLogger("holdfast")
 
-T = TypeVar("T")
-
 _UNIQUE = re.compile(r".+\.[0-9a-f]{8}")  # folders of items, as saves to object stores name them
-_RECORD_LIMIT = 256 << 20  # bytes; a record names files, not leaves
-
-
-def read_record(location: Location) -> CheckpointRecord:
-    """Read the commit record of a checkpoint."""
-    place = location / RECORD
-    for left in reversed(range(attempts_at(location))):
-        try:
-            with unreadable_as_damage(place):
-                data = place.read_bytes(limit=_RECORD_LIMIT)
-            return CheckpointRecord.decode(data, source=str(place))
-        except ObjectNotFoundError as error:
-            raise CheckpointNotFoundError(f"{location}: no checkpoint here (there is no {RECORD})") from error
-        except DamagedCheckpointError:
-            if not left:
-                raise
-    raise AssertionError
-
-
-def attempts_at(location: Location) -> int:
-    """Return how often something has to be found damaged before it counts as that.
-
-    What a network brings may be wrong once, such as the page of a proxy; what a disk holds stays as it is.
-    """
-    return 1 if location.is_local else 3
-
-
-def has_record(location: Location) -> bool:
-    """Whether a commit record lies here, perhaps one that the disk fails to read."""
-    try:
-        return (location / RECORD).is_there()
-    except StorageError as error:
-        if not is_unreadable(error):
-            raise
-        return True
-
-
-def read_steadily(location: Location, read: Callable[[CheckpointRecord], T]) -> T:
-    """Read a checkpoint by its record; where another process replaces it meanwhile, read the new one."""
-    left = attempts_at(location)
-    while True:
-        record = read_record(location)
-        try:
-            return read(record)
-        except DamagedCheckpointError:
-            left -= 1
-            if not (left or has_changed(location, record)):
-                raise
-
-
-def has_changed(location: Location, record: CheckpointRecord) -> bool:
-    """Whether a checkpoint was replaced or deleted since its record was read, as far as that can be told."""
-    try:
-        return read_record(location).identity != record.identity
-    except CheckpointNotFoundError:
-        return True
-    except HoldfastError:
-        return False
 
 
 def write_record(location: Location, record: CheckpointRecord) -> None:
@@ -137,7 +74,7 @@ def _answered(location: Location, content: bytes) -> Iterator[None]:
         if not location.is_remote:
             raise
         with contextlib.suppress(StorageError, DamagedCheckpointError):
-            if (location / RECORD).read_bytes(limit=_RECORD_LIMIT) == content:
+            if (location / RECORD).read_bytes(limit=RECORD_LIMIT) == content:
                 return
         raise
 
@@ -295,7 +232,7 @@ class PendingCheckpoint:
     def _check_unchanged(self) -> None:
         """Raise StorageConflictError if another save has been committed since this one was made."""
         names = {entry.name for entry in self.location.entries()}
-        record = (self.location / RECORD).read_bytes(limit=_RECORD_LIMIT) if RECORD in names else None
+        record = (self.location / RECORD).read_bytes(limit=RECORD_LIMIT) if RECORD in names else None
         if record != self._old_record or names.intersection(self.paths.values()):
             (self.location / PARTIAL).remove()
             raise self._lock.conflict()
@@ -312,7 +249,7 @@ class PendingCheckpoint:
                     f"{self.location}: a checkpoint is there already; choose another path, or replace it "
                     "(overwrite=True, or force=True with a Checkpointer or a CheckpointManager)"
                 )
-            self._old_record = (self.location / RECORD).read_bytes(limit=_RECORD_LIMIT)
+            self._old_record = (self.location / RECORD).read_bytes(limit=RECORD_LIMIT)
             try:
                 self._old = CheckpointRecord.decode(self._old_record, source=str(self.location / RECORD))
             except DamagedCheckpointError:

@@ -22,6 +22,7 @@ from .record import (
     COMPONENT,
     COMPONENTS,
     DELETED,
+    ITEM,
     OWN_FOLDER,
     OWNER,
     PARTIAL,

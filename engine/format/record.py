@@ -26,6 +26,7 @@ DELETED = "checkpoint.deleted"  # marks a directory whose checkpoint is being de
 OWNER = "owner.json"  # name of the file in a run's directory that says who writes there; locked while that run is alive
 STEP_FOLDER = re.compile(r"(.*[_-])?(0|[1-9][0-9]*)", re.DOTALL)  # names of the folders of steps: series and number
 
+ITEM = "state"  # name of the item of a checkpoint that has only one
 TREES = "pytree"  # kind of an item that is a tree
 PROCESSES = "processes"  # kind of an item with a tree for each process
 OWN_FOLDER = "own"  # folder inside a tree's folder that holds a tree for each process

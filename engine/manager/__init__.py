@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .copying import CopyReport, copy_checkpoint
 from .decisions import Decision, EverySeconds, EverySteps, Moment, OnBest, Trigger, decide
-from .directory import record_metrics, store_metadata, stored_metadata
+from .directory import record_metrics
 from .drill import TRACES, DrillPlan, Fact
 from .events import (
     BEAT,
@@ -24,7 +24,6 @@ from .events import (
     read_events,
 )
 from .identity import stored_identity, stored_options, stored_rules
-from .listing import StepEntry, list_steps, newest_step, series_of, step_folders
 from .manager import CheckpointManager, Peek, Restored, best_step_in
 from .metrics import Metric, Mode, better, metric_name, metric_value, number_of, plain_metrics
 from .mirror import MirrorStatus
@@ -51,5 +50,6 @@ from .retention import (
     Rule,
     StepInfo,
     best,
+    infos_of,
     reasons,
 )

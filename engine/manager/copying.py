@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..checkpoint import CopiedFiles, CopyProgress, Place, Throttle, copy_step, read_record, read_steadily, write_record
+from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copy_step, write_record
 from ..clock import UNHEARD, Portion, Progress, Rate, SystemClock, bytes_per_second
 from ..distributed import Coordinator, run_on_primary
 from ..errors import (
@@ -17,10 +17,9 @@ from ..errors import (
     itemized,
 )
 from ..format import CheckpointRecord
-from ..storage import Location, as_location
-from .directory import store_metadata, stored_metadata
+from ..steps import StepEntry, list_steps, read_record, read_steadily, store_metadata, stored_metadata
+from ..storage import Location, Place, as_location
 from .identity import copy_options
-from .listing import StepEntry, list_steps
 from .ownership import Ownership
 
 

@@ -13,23 +13,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ..checkpoint import (
-    Place,
-    attempts_at,
-    copy_left,
-    delete_checkpoint,
-    formats,
-    read_record,
-    remove_temporary,
-    sweep,
-    write_record,
-)
+from ..checkpoint import copy_left, delete_checkpoint, remove_temporary, sweep, write_record
 from ..clock import Clock, SystemClock
 from ..errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
     FormatVersionError,
-    ObjectNotFoundError,
     OptionError,
     OwnershipError,
     StorageConflictError,
@@ -37,13 +26,32 @@ from ..errors import (
     StoragePermissionError,
     shortened_steps,
 )
-from ..format import OWNER, PARTIAL, RECORD, CheckpointRecord, decode_document, encode_document
-from ..storage import Location, SaveLock, as_location, is_unreadable, max_concurrency, parallel_map
+from ..format import OWNER, PARTIAL, RECORD, CheckpointRecord, encode_document
+from ..sources import check_unclaimed, described_steps, find_steps
+from ..steps import (
+    FEWEST,
+    INDEX,
+    LATE,
+    METADATA,
+    LateMetrics,
+    RecordIndex,
+    StepEntry,
+    attempts_at,
+    list_steps,
+    read_entry,
+    read_record,
+    remove_late,
+    series_and_step,
+    series_of,
+    step_folders,
+    store_metadata,
+    stored_metadata,
+    with_late,
+    write_late,
+)
+from ..storage import Location, Place, SaveLock, as_location, is_unreadable, max_concurrency, parallel_map
 from .events import EVENTS, ROTATED
 from .identity import OPTIONS, Doomed, RunIdentity, new_run, store_identity, stored_identity
-from .index import FEWEST, INDEX, RecordIndex
-from .late_metrics import LATE, LateMetrics, remove_late, with_late, write_late
-from .listing import StepEntry, list_steps, read_entry, series_and_step, series_of, step_folders
 from .metrics import metric_name, plain_metrics
 from .options import CheckpointManagerOptions
 from .ownership import Ownership
@@ -53,9 +61,6 @@ _logger = logging.getLogger("holdfast")
 
 T = TypeVar("T")
 
-_METADATA = "metadata"
-_METADATA_FILE = "data.json"
-_METADATA_LIMIT = 64 << 20  # bytes
 _SHOWN = "Orbax"  # the library whose managers have steps as ours do; files of others may lie beside a run of ours
 
 
@@ -71,25 +76,6 @@ def check_json(option: str, data: Mapping[str, Any] | None) -> dict[str, Any] | 
         raise OptionError(f"{option}= cannot be stored as JSON: {error}") from error
     found: dict[str, Any] = json.loads(encoded)["data"]
     return found
-
-
-def stored_metadata(location: Location) -> Mapping[str, Any] | None:
-    """Return the facts about the run in a directory, or None."""
-    place = location / _METADATA / _METADATA_FILE
-    try:
-        content = place.read_bytes(limit=_METADATA_LIMIT)
-    except ObjectNotFoundError:
-        return None
-    found: Mapping[str, Any] | None = decode_document(content, "json", source=str(place)).get("data")
-    return found
-
-
-def store_metadata(location: Location, metadata: Mapping[str, Any] | None) -> None:
-    """Store the facts about a run, if there are any."""
-    if metadata is not None:
-        (location / _METADATA).check_not_link()
-        (location / _METADATA).make_directory()
-        (location / _METADATA / _METADATA_FILE).write_bytes(encode_document("json", {"data": metadata}))
 
 
 def record_metrics(
@@ -206,13 +192,13 @@ class RunDirectory:
     def stored_metadata(self) -> Mapping[str, Any] | None:
         """Return the facts about the run that are stored beside the steps."""
         found = stored_metadata(self.location)
-        return found if found is not None or not self._others else formats().find_steps(self.location).metadata()
+        return found if found is not None or not self._others else find_steps(self.location).metadata()
 
     def _list_others(self, names: frozenset[str]) -> list[StepEntry]:
         """Return the steps of Orbax, for a manager that only reads and finds no others."""
         if not (self._options.read_only and any(name[-1:].isdecimal() for name in names)):
             return []
-        found = formats().described_steps(self.location)
+        found = described_steps(self.location)
         if found.format != _SHOWN:
             return []
         series = "" if self._options.step_prefix is None else self._series
@@ -220,8 +206,8 @@ class RunDirectory:
 
     def _check_unclaimed(self, names: frozenset[str]) -> None:
         """Refuse to begin a run beside steps that it does not resume from."""
-        if names - {OWNER, OPTIONS, INDEX, _METADATA, LATE, EVENTS, ROTATED}:
-            formats().check_unclaimed(self.location, self._series, begun=OWNER in names)
+        if names - {OWNER, OPTIONS, INDEX, METADATA, LATE, EVENTS, ROTATED}:
+            check_unclaimed(self.location, self._series, begun=OWNER in names)
 
     def reload(self, *, forget: bool = False) -> frozenset[str]:
         """Read the directory again, and return the names in it.

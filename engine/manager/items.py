@@ -8,18 +8,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ..arrays import Layout, WrittenSteps
-from ..checkpoint import (
-    ITEM,
-    AsyncCheckpointer,
-    Checkpointer,
-    ItemToSave,
-    describe_other,
-    formats,
-    only_item,
-    restore_other,
-)
+from ..checkpoint import AsyncCheckpointer, Checkpointer, ItemToSave, describe_other, only_item, restore_other
 from ..errors import CheckpointNotFoundError, OptionError
-from ..format import CheckpointRecord, ItemRecord
+from ..format import ITEM, CheckpointRecord, ItemRecord
 from ..handlers import (
     CheckpointHandler,
     PreparedCheckpointHandler,
@@ -28,6 +19,7 @@ from ..handlers import (
     item_structure,
     restore_item,
 )
+from ..sources import CheckpointSource, open_at
 from ..storage import Location
 from .directory import RunDirectory
 from .retention import newest_with
@@ -149,7 +141,7 @@ class ItemSet:
     def restore_other(self, location: Location, items: Any, kwargs: Mapping[str, Any]) -> Any:
         """Read items of a step that another library wrote."""
         templates, arguments = self._asked(items, kwargs)
-        source = formats().open_at(location)
+        source = open_at(location)
         found = {
             name: restore_other(
                 self._checkpointers[name].handler,
@@ -164,14 +156,14 @@ class ItemSet:
 
     def describe_other(self, location: Location) -> Any:
         """Describe the items of a step that another library wrote."""
-        source = formats().open_at(location)
+        source = open_at(location)
         found = {
             name: describe_other(self._checkpointers[name].handler, source, saved)
             for name, saved in self._saved_by_others(source, None).items()
         }
         return found if self._several else found[ITEM]
 
-    def _saved_by_others(self, source: Any, wanted: Mapping[str, Any] | None) -> dict[str, str]:
+    def _saved_by_others(self, source: CheckpointSource, wanted: Mapping[str, Any] | None) -> dict[str, str]:
         """Return what the wanted items are called in a step of another library, which may lack optional ones."""
         if not self._several:
             return {ITEM: only_item(self._checkpointers[ITEM].handler, source)}

@@ -10,13 +10,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar, overload
 
-from ..checkpoint import (
-    BackgroundSave,
-    Checkpointer,
-    Place,
-    Save,
-    SaveReport,
-)
+from ..checkpoint import BackgroundSave, Checkpointer, Save, SaveReport
 from ..clock import Clock, SystemClock, seconds
 from ..distributed import Alone, Coordinator, ProcessGroup
 from ..errors import (
@@ -29,7 +23,7 @@ from ..errors import (
     itemized,
 )
 from ..format import CheckpointRecord, ItemRecord
-from ..storage import Location, as_location
+from ..storage import Location, Place, as_location
 from .decisions import Decision, EverySteps, Rollback, SaveDecisions
 from .directory import RunDirectory, check_json
 from .directory import record_metrics as add_metrics

@@ -32,10 +32,11 @@ from ..errors import (
     StorageError,
 )
 from ..format import CheckpointRecord
+from ..steps import store_metadata, stored_metadata
 from ..storage import Helper, Location
 from .copying import follow
 from .decisions import Moment, decide
-from .directory import RunDirectory, store_metadata, stored_metadata
+from .directory import RunDirectory
 from .identity import RunIdentity, stored_options
 from .options import CheckpointManagerOptions
 

@@ -13,11 +13,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
-from ..checkpoint import Place
 from ..clock import Duration, Rate, bytes_per_second, seconds
 from ..errors import InvalidLocationError, OptionError, UnknownArgumentError
 from ..peer_names import instead_of
-from ..storage import as_location
+from ..storage import Place, as_location
 from .decisions import EverySeconds, EverySteps, OnBest, Trigger
 from .metrics import metric_name
 from .retention import (

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from ..format import CheckpointRecord
+    from ..steps import StepEntry
 
 NEWEST = "newest"
 _FEW = 64  # changes that are followed one by one; more come with a listing of all steps, and are as quick as that
@@ -55,6 +56,11 @@ def info_of(step: int, record: CheckpointRecord) -> StepInfo:
     return StepInfo(
         step=step, time=record.time, metrics=record.metrics, pinned=record.pinned, items=frozenset(record.items)
     )
+
+
+def infos_of(entries: Iterable[StepEntry]) -> list[StepInfo]:
+    """Return what the rules see of the steps of a directory; a damaged step is none."""
+    return [info_of(entry.step, entry.record) for entry in entries if entry.record is not None]
 
 
 class StepList:

@@ -1,10 +1,10 @@
-"""Any checkpoint that can be read as a tree, whichever library wrote it."""
+"""Checkpoints of any library, read as trees: which one a path stands for, and what is in it."""
 
 from __future__ import annotations
 
 from .comparison import LeafDifference, compare_checkpoints, leaf_path, trees_in
 from .discovery import (
-    StepList,
+    FoundSteps,
     check_unclaimed,
     described_steps,
     find_checkpoint,

@@ -1,7 +1,7 @@
 """Which checkpoints a path stands for: one of our own or of another library, or those of a directory of steps.
 
 :func:`find_steps` is what every front sees of a directory: the steps that holdfast wrote, or else those that another
-library wrote, and which of them is the newest. The rules for our own are those of ``manager/listing.py``; of another
+library wrote, and which of them is the newest. The rules for our own are those of ``steps/listing.py``; of another
 library, the format decides which steps belong together, and the newest is the one that its writer noted, or else the
 highest.
 
@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
-from ..checkpoint import attempts_at, has_record
 from ..clock import UNHEARD, Portion, Progress
 from ..errors import (
     CheckpointExistsError,
@@ -37,7 +36,7 @@ from ..errors import (
     shortened_steps,
 )
 from ..format import RECORD, CheckpointRecord, ItemRecord
-from ..manager import StepEntry, list_steps, newest_step, step_folders, stored_metadata
+from ..steps import StepEntry, attempts_at, has_record, list_steps, newest_step, step_folders, stored_metadata
 from ..storage import Location, max_concurrency, parallel_map
 from .native import NativeCheckpoint
 from .protocol import CheckpointSource, StepDirectories
@@ -105,7 +104,7 @@ def _module(entry: _Entry) -> ModuleType:
 
 
 @dataclass(frozen=True, slots=True)
-class StepList:
+class FoundSteps:
     """The steps of a directory."""
 
     format: str = ""  # which library wrote them; ``""`` if there are none
@@ -136,26 +135,26 @@ class StepList:
         return {step: entry for step in sorted({one.step for one in self.entries}) if (entry := self.step(step))}
 
 
-def find_steps(location: Location) -> StepList:
+def find_steps(location: Location) -> FoundSteps:
     """Return the steps of a directory: our own, or else those of another library."""
     if location.exists() and not location.is_directory():
         raise CheckpointNotFoundError(f"{location}: this is a file; checkpoints are directories")
     entries = list_steps(location)
     if entries:
-        return StepList(NativeCheckpoint.format, tuple(entries), metadata=lambda: stored_metadata(location))
+        return FoundSteps(NativeCheckpoint.format, tuple(entries), metadata=lambda: stored_metadata(location))
     found = recognise_steps(location)
     if found is None:
-        return StepList()
+        return FoundSteps()
     steps = {step: StepEntry(step, place) for step, place in sorted(found.steps.items())}
     noted = None if found.newest is None else steps[found.newest]
-    return StepList(found.format, tuple(steps.values()), noted, found.metadata)
+    return FoundSteps(found.format, tuple(steps.values()), noted, found.metadata)
 
 
-def described_steps(location: Location) -> StepList:
+def described_steps(location: Location) -> FoundSteps:
     """Return the steps of another library with records of what a manager says of its own: time, metrics and items."""
     found = find_steps(location)
     if found.is_native:
-        return StepList()
+        return FoundSteps()
     described = parallel_map(_described, found.entries, max_concurrency(location))
     return replace(found, entries=tuple(entry for entry in described if entry is not None))
 

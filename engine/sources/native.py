@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..arrays import TreeReader, TreeSource, read_checked, write_file
-from ..checkpoint import has_changed, read_record
 from ..distributed import ProcessInfo
 from ..errors import OptionError, UnsupportedLeafError
 from ..format import (
@@ -27,6 +26,7 @@ from ..handlers import (
     restore_external,
 )
 from ..pytree import EXTERNAL, Patterns
+from ..steps import has_changed, read_record
 from ..storage import Location
 from .protocol import JSON, TREE, CheckpointSource
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from ..arrays import TreeSource, load_transformed_tree, load_tree, with_optimizer_states
-from ..checkpoint import ITEM
 from ..errors import CheckpointNotFoundError, OptionError
-from ..format import FileRecord
+from ..format import ITEM, FileRecord
 from ..pytree import Patterns, collection_paused, flatten
 from ..storage import Location
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..arrays import PartialTree, SavedLeaf, TreeSource, load_tree
-from ..checkpoint import Place
 from ..errors import OptionError, TreeMismatchError
 from ..pytree import Flattened, compare, describe_template, flatten, format_path, split, unflatten, unwrapped_name
-from ..storage import Location, as_location
+from ..storage import Location, Place, as_location
 from .discovery import read_checkpoint
 from .protocol import TREE, CheckpointSource
 

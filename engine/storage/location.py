@@ -31,7 +31,7 @@ _local = LocalBackend()
 _redirects = Redirects(pathlib.Path(os.environ[DRILL], "runs")) if os.environ.get(DRILL) else None
 
 
-def as_location(place: str | os.PathLike[str] | Location, *, writes: bool = False) -> Location:
+def as_location(place: Place, *, writes: bool = False) -> Location:
     """Return the location that a path or URL stands for.
 
     A relative path counts from the current directory at the time of this call. ``~`` and ``~name`` at the beginning of
@@ -511,3 +511,7 @@ def _check_segments(size: int, segments: Sequence[Segment]) -> None:
         end = segment.offset + segment.size
     if end > size:
         raise ValueError(f"the last segment ends at {end}, after the end of the file ({size})")
+
+
+# A path, a URL (``file://``, ``memory://``, ``s3://``, ``gs://``) or a :class:`~holdfast.Location`.
+Place = str | os.PathLike[str] | Location

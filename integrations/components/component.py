@@ -9,13 +9,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, Never, Protocol, Self, runtime_checkable
 
 from ...engine.arrays import Layout
-from ...engine.checkpoint import Place
 from ...engine.distributed import Coordinator, run_on_primary
 from ...engine.errors import BarrierTimeoutError, OptionError, TreeMismatchError
 from ...engine.manager import plain_metrics
 from ...engine.peer_names import keyword_only, refuse_unknown
 from ...engine.pytree import Patterns
-from ...engine.storage import as_location
+from ...engine.storage import Place, as_location
 from .constructing import build
 from .constructor_spec import CtorArguments
 from .live import ARGUMENTS, LiveComponent, discovered, kept_arguments, live_tree, paths_of

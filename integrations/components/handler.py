@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...engine.arrays import Layout, WrittenSteps, read_checked, write_file
-from ...engine.checkpoint import read_record
 from ...engine.clock import SystemClock
 from ...engine.distributed import ProcessInfo
 from ...engine.errors import OptionError
@@ -15,6 +14,7 @@ from ...engine.format import COMPONENTS, DOCUMENT_LIMIT, RECORD, CheckpointRecor
 from ...engine.handlers import Files, PreparedCheckpointHandler, PreparedItem, PyTreeCheckpointHandler, no_arguments
 from ...engine.pytree import Patterns
 from ...engine.sources import Misfits
+from ...engine.steps import read_record
 from ...engine.storage import Location
 from ..graph import Path
 from .component import Checkpointable

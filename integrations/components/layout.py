@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...engine.checkpoint import CommitParts, read_record, remove_temporary, write_record
+from ...engine.checkpoint import CommitParts, remove_temporary, write_record
 from ...engine.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -34,6 +34,7 @@ from ...engine.format import (
     encode_document,
 )
 from ...engine.pytree import unescape_key
+from ...engine.steps import read_record
 from ...engine.storage import Location
 from ..graph import Path
 from .constructor_spec import as_list, as_text, check_spec

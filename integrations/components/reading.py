@@ -8,11 +8,11 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from ...engine.arrays import TreeReader, load_tree, read_checked, tree_metadata
-from ...engine.checkpoint import Place, has_record, read_record, read_steadily
 from ...engine.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError
 from ...engine.format import COMPONENT, COMPONENTS, DOCUMENT_LIMIT, CheckpointRecord, ItemRecord
 from ...engine.pytree import NUMBERS, LeafRequest, collection_paused
-from ...engine.storage import Location, as_location
+from ...engine.steps import has_record, read_record, read_steadily
+from ...engine.storage import Location, Place, as_location
 from ..formats.rllib import looks_like_rllib
 from ..graph import Path
 from .layout import Description, below, part_records, parts_of, whole_around

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast, get_args
 from numpy.typing import NDArray
 
 from ...engine.arrays import HostTree, Layout, SavedLeaf, TreeSource, TreeWriter, batches
-from ...engine.checkpoint import ITEM, ItemToSave, Place, Save, deleted_on_interrupt
+from ...engine.checkpoint import ItemToSave, Save, deleted_on_interrupt
 from ...engine.clock import UNHEARD, Portion, Progress, SystemClock
 from ...engine.distributed import Coordinator, run_on_primary
 from ...engine.errors import (
@@ -22,9 +22,9 @@ from ...engine.errors import (
     UnsupportedLeafError,
     itemized,
 )
-from ...engine.format import CheckpointRecord
+from ...engine.format import ITEM, CheckpointRecord
 from ...engine.handlers import JsonCheckpointHandler, PreparedItem, PyTreeCheckpointHandler
-from ...engine.manager import StepEntry, best_step_in, store_metadata
+from ...engine.manager import best_step_in
 from ...engine.pytree import EXTERNAL, NAME_ONLY, ArrayLeaf, Patterns, Piece, TreeDef, ValueLeaf, format_path
 from ...engine.sources import (
     JSON,
@@ -32,9 +32,9 @@ from ...engine.sources import (
     OPTIONAL,
     TREE,
     CheckpointSource,
+    FoundSteps,
     NativeCheckpoint,
     PreparedGraph,
-    StepList,
     find_checkpoint,
     find_steps,
     is_foreign,
@@ -46,7 +46,8 @@ from ...engine.sources import (
     without_placeholders,
     without_unreadable,
 )
-from ...engine.storage import Location, as_location
+from ...engine.steps import StepEntry, store_metadata
+from ...engine.storage import Location, Place, as_location
 
 ExportFormat = Literal["safetensors", "orbax", "torch"]
 
@@ -129,7 +130,7 @@ def import_checkpoint(
 def _imports(origin: Location, target: Location, overwrite: bool, progress: Progress) -> list[Conversion]:
     if not overwrite and (target.exists() and (not target.is_directory() or target.entries())):
         raise CheckpointExistsError(f"{target} exists already; choose another path, or pass overwrite=True")
-    found = StepList() if is_foreign(origin) or not origin.is_directory() else find_steps(origin)
+    found = FoundSteps() if is_foreign(origin) or not origin.is_directory() else find_steps(origin)
     steps = found.by_step()
     if not steps:
         checkpoint = open_checkpoint(origin)

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.arrays import TreeSource
-from ...engine.checkpoint import ITEM
 from ...engine.errors import DamagedCheckpointError, HoldfastError, OptionError
+from ...engine.format import ITEM
 from ...engine.pytree import MAX_DEPTH
 from ...engine.sources import JSON, TREE, CheckpointSource, FetchedArray, FetchedTree, Path, SingleTree, first_bytes
 from ...engine.storage import Location

@@ -24,9 +24,8 @@ from typing import Any, Self
 import numpy as np
 
 from ...engine.arrays import TreeSource, read_checked
-from ...engine.checkpoint import ITEM
 from ...engine.errors import CheckpointNotFoundError, DamagedCheckpointError
-from ...engine.format import array_of, decode_msgpack
+from ...engine.format import ITEM, array_of, decode_msgpack
 from ...engine.pytree import escape_key
 from ...engine.sources import TREE, CheckpointSource, StepDirectories, StoredTree, read_json, total_bytes
 from ...engine.storage import Entry, Location

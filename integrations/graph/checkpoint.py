@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Protocol, Self
 
 from ...engine.arrays import Layout
-from ...engine.checkpoint import ITEM, AsyncCheckpointer, ItemToSave, Place, Save
+from ...engine.checkpoint import AsyncCheckpointer, ItemToSave, Save
 from ...engine.distributed import current_coordinator
 from ...engine.errors import (
     CheckpointExistsError,
@@ -18,10 +18,10 @@ from ...engine.errors import (
     SaveFailedError,
     TreeMismatchError,
 )
-from ...engine.format import RECORD, CheckpointRecord, ItemRecord
+from ...engine.format import ITEM, RECORD, CheckpointRecord, ItemRecord
 from ...engine.manager import Peek
 from ...engine.pytree import Patterns, collection_paused
-from ...engine.storage import Location, as_location
+from ...engine.storage import Location, Place, as_location
 from .capture import CapturedGraph, capture
 from .paths import Path, format_node_path
 from .reader import locate, numbers_of, plain_values

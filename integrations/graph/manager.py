@@ -10,12 +10,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from ...engine.arrays import Layout
-from ...engine.checkpoint import AsyncCheckpointer, Checkpointer, Place
+from ...engine.checkpoint import AsyncCheckpointer, Checkpointer
 from ...engine.clock import Clock, SystemClock
 from ...engine.errors import CheckpointExistsError, OptionError, SaveFailedError
 from ...engine.manager import CheckpointManager as StepManager
-from ...engine.manager import CheckpointManagerOptions, Mirror, Peek, Rule, StepInfo, list_steps
-from ...engine.storage import as_location
+from ...engine.manager import CheckpointManagerOptions, Mirror, Peek, Rule, StepInfo, infos_of
+from ...engine.steps import list_steps
+from ...engine.storage import Place, as_location
 from .checkpoint import Checkpoint
 from .reader import numbers_of
 from .restoration import RestoreStatus
@@ -278,7 +279,7 @@ class CheckpointManager:
 
     def _ahead_of_the_clock(self) -> set[int]:
         """Return all steps if the newest was saved later than the clock shows now: the clock may be wrong."""
-        known = [entry.info for entry in list_steps(self._directory, f"{self._name}-") if entry.record is not None]
+        known = infos_of(list_steps(self._directory, f"{self._name}-"))
         behind = max((info.time for info in known), default=0.0) - self._clock.now()
         if behind <= 0 or not known:
             return set()

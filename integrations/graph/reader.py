@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.checkpoint import Place, has_record, read_record
 from ...engine.errors import DamagedCheckpointError, ObjectNotFoundError, OptionError, shortened
 from ...engine.manager import Peek
 from ...engine.pytree import escape_key
 from ...engine.sources import find_steps, recognise
-from ...engine.storage import Location, as_location
+from ...engine.steps import has_record, read_record
+from ...engine.storage import Location, Place, as_location
 from ..formats.tensorflow.tree import ATTRIBUTES, VALUE, object_path
 from .paths import Path, format_node_path, parse_path
 from .saved import SavedGraph

@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field, replace
 
-from ...engine.checkpoint import Place
 from ...engine.errors import OptionError
 from ...engine.manager import CheckpointManagerOptions, documentation, documented
-from ...engine.storage import Location, as_location
+from ...engine.storage import Location, Place, as_location
 from ..options import CallbackOptions
 
 _EXPORTS = (".safetensors", ".ckpt")

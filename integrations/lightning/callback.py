@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...engine.checkpoint import Place
 from ...engine.errors import HoldfastError, OptionError
 from ...engine.manager import described, reached
 from ...engine.sources import Misfits, Weights, load_weights
+from ...engine.storage import Place
 from ..loop import (
     PREEMPTED,
     AgreedStop,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any, Literal, TypeVar
 
-from ...engine.checkpoint import Place
 from ...engine.manager import best_step_in
-from ...engine.storage import Location, as_location
+from ...engine.storage import Location, Place, as_location
 from .store import read_checkpoint
 
 Step = int | Literal["best", "latest"] | None

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...engine.checkpoint import ITEM, read_record
 from ...engine.errors import HoldfastError
+from ...engine.format import ITEM
 from ...engine.handlers import PyTreeCheckpointHandler
 from ...engine.manager import CheckpointManager
+from ...engine.steps import read_record
 from ...engine.storage import TEMPORARY_PREFIX, Location
 from .arguments import CallbackArguments
 from .strategies import has_leaves

@@ -10,22 +10,22 @@ from functools import partial
 from typing import Any
 
 from ...engine.api import load
-from ...engine.checkpoint import ITEM, AsyncCheckpointer, Place, SaveReport, read_steadily
+from ...engine.checkpoint import AsyncCheckpointer, SaveReport
 from ...engine.clock import seconds
 from ...engine.distributed import ProcessGroup, current_coordinator
 from ...engine.errors import CheckpointNotFoundError, StateError
-from ...engine.format import RECORD, CheckpointRecord
+from ...engine.format import ITEM, RECORD, CheckpointRecord
 from ...engine.handlers import PerProcessCheckpointHandler
 from ...engine.manager import (
     CheckpointManager,
     CheckpointManagerOptions,
     event_scalars,
     guarded,
-    list_steps,
     metric_name,
     metric_value,
 )
-from ...engine.storage import Location, as_location
+from ...engine.steps import list_steps, read_steadily
+from ...engine.storage import Location, Place, as_location
 from ..loop import WITHOUT_GRACE, GraceCheck, all_steps, part
 from ..options import CallbackOptions
 from .strategies import SharedState, StateHandler

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...engine.checkpoint import Place
 from ...engine.distributed import current_coordinator
 from ...engine.errors import shortened
 from ...engine.handlers import DEFAULT_REGISTRY, AsyncCheckpointHandler
 from ...engine.pytree import expand, is_jax_abstract, is_jax_array, is_nnx, is_python_value, is_torch_tensor, loaded
 from ...engine.sources import Misfits, load_weights
+from ...engine.storage import Place
 from ..options import CallbackOptions
 from .announce import announce
 from .states import StateAdapter, located

@@ -25,19 +25,11 @@ from ...engine.errors import (
     shortened_steps,
 )
 from ...engine.handlers import SavedShares
-from ...engine.manager import (
-    EVENTS,
-    CheckpointManager,
-    Peek,
-    Restored,
-    has_finished,
-    list_steps,
-    newest_step,
-    series_of,
-)
+from ...engine.manager import EVENTS, CheckpointManager, Peek, Restored, has_finished
 from ...engine.pytree import flatten
 from ...engine.sources import Misfits
 from ...engine.stateful import decode_state, encode_state, is_generator, is_stream
+from ...engine.steps import list_steps, newest_step, series_of
 from ...engine.storage import Location, as_location
 from ..options import Resume
 from .announce import announce

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ...engine.checkpoint import Place
 from ...engine.clock import Clock, Duration
 from ...engine.errors import OptionError
 from ...engine.handlers import AsyncCheckpointHandler
 from ...engine.manager import CheckpointManagerOptions, documentation, documented
 from ...engine.pytree import loaded
 from ...engine.sources import Misfits, load_weights
+from ...engine.storage import Place
 from ..options import CallbackOptions
 
 _PARAMS = "params"

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.checkpoint import Place
 from ...engine.errors import OptionError
 from ...engine.handlers import AsyncCheckpointHandler, PyTreeCheckpointHandler
 from ...engine.pytree import FreshTypes, flatten, is_nnx, loaded, split
 from ...engine.sources import Misfits, Weights, load_weights
+from ...engine.storage import Place
 from ..options import CallbackOptions
 from .partial import FittingHandler
 from .states import StateAdapter, is_deleted, located

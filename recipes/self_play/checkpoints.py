@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ...engine.checkpoint import Place, read_record
 from ...engine.format import RECORD
 from ...engine.sources import Misfits, find_checkpoint, load_weights
-from ...engine.storage import Location, as_location
+from ...engine.steps import read_record
+from ...engine.storage import Location, Place, as_location
 from ...integrations.loop import CheckpointCallback, ComponentAdapter, StateAdapter
 from .trainer import NAMES, Trainer
 

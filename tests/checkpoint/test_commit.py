@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 import holdfast as hf
-from holdfast.engine.checkpoint.commit import PendingCheckpoint, delete_checkpoint, read_record, sweep, write_record
+from holdfast.engine.checkpoint.commit import PendingCheckpoint, delete_checkpoint, sweep, write_record
 from holdfast.engine.format.record import CheckpointRecord, FileRecord, ItemRecord
+from holdfast.engine.steps import read_record
 
 
 @pytest.fixture(params=["local", "memory"])

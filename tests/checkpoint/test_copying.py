@@ -15,9 +15,10 @@ from tests.processes.harness import Process, run_outcomes
 
 import holdfast as hf
 from holdfast.components import Checkpointable
-from holdfast.engine.checkpoint import copying, read_record
+from holdfast.engine.checkpoint import copying
 from holdfast.engine.checkpoint.copying import BESIDE, CopyProgress, Throttle, copy_step
 from holdfast.engine.clock import bytes_per_second
+from holdfast.engine.steps import read_record
 from holdfast.engine.storage import as_location
 
 SMALL = hf.Layout(chunk_bytes=16_384, segment_bytes=65_536, data_file_bytes=1 << 20)

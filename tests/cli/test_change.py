@@ -18,7 +18,7 @@ from tests.cli.commands import error_of, output_of
 
 import holdfast as hf
 from holdfast.cli.main import main
-from holdfast.engine.checkpoint import read_record
+from holdfast.engine.steps import read_record
 
 LOSSES = (3.0, 1.0, 2.0, 5.0, 4.0, 6.0)
 

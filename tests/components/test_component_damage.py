@@ -15,8 +15,9 @@ import pytest
 import holdfast as hf
 from holdfast.components import Checkpointable, allow, read_state
 from holdfast.engine.arrays.digests import fsync_and_digest
-from holdfast.engine.checkpoint.commit import read_record, write_record
+from holdfast.engine.checkpoint.commit import write_record
 from holdfast.engine.format import decode_document, encode_document
+from holdfast.engine.steps import read_record
 from holdfast.engine.storage import as_location
 
 RAN: list[Any] = []

@@ -13,7 +13,7 @@ import pytest
 from tests.clocks import FakeClock
 
 import holdfast as hf
-from holdfast.engine.manager import late_metrics
+from holdfast.engine.steps import late_metrics
 
 OPTIONS = {"best_fn": "return", "best_mode": "max", "max_to_keep": 1, "keep_latest": 2}
 

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from tests.clocks import TickingClock
 
 import holdfast as hf
-from holdfast.engine.checkpoint import read_record, sweep
+from holdfast.engine.checkpoint import sweep
 from holdfast.engine.format import CheckpointRecord, crc32c
 from holdfast.engine.manager import directory as directories
-from holdfast.engine.manager import index as indexes
-from holdfast.engine.manager import list_steps
-from holdfast.engine.manager.index import INDEX, RecordIndex
+from holdfast.engine.steps import index as indexes
+from holdfast.engine.steps import list_steps, read_record
+from holdfast.engine.steps.index import INDEX, RecordIndex
 from holdfast.engine.storage import Location, as_location
 
 STEPS = range(1, 9)
@@ -233,7 +233,8 @@ def test_a_hostile_index_leads_nowhere(tmp_path: Path, folder: str) -> None:
 KILLED = """
 import os, sys
 import holdfast as hf
-from holdfast.engine.manager import directory, index
+from holdfast.engine.manager import directory
+from holdfast.engine.steps import index
 directory.FEWEST, index._SETTLED, index._VOID = 2, 0, 0
 real = os.replace
 def replace(source, target):

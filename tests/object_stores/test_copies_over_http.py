@@ -13,7 +13,8 @@ from tests.object_stores.conftest import Store
 from tests.processes.harness import Process, run_processes
 
 import holdfast as hf
-from holdfast.engine.checkpoint import Throttle, copy_step, copying, read_record
+from holdfast.engine.checkpoint import Throttle, copy_step, copying
+from holdfast.engine.steps import read_record
 
 SMALL = hf.Layout(chunk_bytes=4096, segment_bytes=8192, data_file_bytes=16_384)
 WEIGHTS = np.arange(20_000, dtype=np.float32)

@@ -13,7 +13,7 @@ from tests.object_stores.conftest import Store
 from tests.processes.harness import Process, run_outcomes, told
 
 import holdfast as hf
-from holdfast.engine.checkpoint.commit import read_record
+from holdfast.engine.steps import read_record
 
 SMALL = hf.Layout(chunk_bytes=4096, segment_bytes=8192, data_file_bytes=16_384)
 EVERY = 18

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ....engine.arrays import TreeSource
-from ....engine.checkpoint import ITEM
 from ....engine.errors import CheckpointNotFoundError, DamagedCheckpointError, OptionError
+from ....engine.format import ITEM
 from ....engine.sources import (
     JSON,
     METRICS,

@@ -17,12 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....engine.arrays import SavedLeaf, TreeSource, batches
-from ....engine.checkpoint import Place, deleted_on_interrupt
+from ....engine.checkpoint import deleted_on_interrupt
 from ....engine.clock import UNHEARD, Portion, Progress
 from ....engine.distributed import Coordinator, run_on_primary
 from ....engine.errors import CheckpointExistsError, OptionError, StorageError, UnsupportedLeafError
 from ....engine.format import RECORD, encode_array_metadata, storage_dtype
-from ....engine.manager import StepEntry
 from ....engine.pytree import NAME_ONLY, Patterns, Saved, TreeDef, format_path, materialize
 from ....engine.sources import (
     JSON,
@@ -38,7 +37,8 @@ from ....engine.sources import (
     portions_of,
     selected,
 )
-from ....engine.storage import Location, as_location, map_status
+from ....engine.steps import StepEntry
+from ....engine.storage import Location, Place, as_location, map_status
 from .arrays import directory_spec, new_context
 from .checkpoint import COMMITTED, METRICS_FOLDER, ONLY_ITEM, RUN_METADATA, RUN_METADATA_FILE, UNFINISHED
 from .tree import ARRAYS_FOLDER, CHECKPOINT_FILE, NONE, SCALAR, STRING, STRINGS_FILE, TREE_FILE, WITHOUT_DATA

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ....engine.arrays import TreeSource
-from ....engine.checkpoint import ITEM
 from ....engine.errors import CheckpointNotFoundError, DamagedCheckpointError, StorageError
+from ....engine.format import ITEM
 from ....engine.sources import TREE, CheckpointSource, StepDirectories, last_bytes
 from ....engine.storage import Entry, Location
 from .bundle import INDEX

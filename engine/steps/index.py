@@ -23,10 +23,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..checkpoint import read_record
 from ..errors import DamagedCheckpointError, HoldfastError
 from ..format import RECORD, CheckpointRecord, crc32c
 from ..storage import Location, open_own
+from .records import read_record
 
 _logger = logging.getLogger("holdfast")
 

@@ -17,13 +17,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..checkpoint import has_record, read_record
 from ..errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError
 from ..format import RECORD, STEP_FOLDER, CheckpointRecord
 from ..storage import Entry, Location, max_concurrency, parallel_map
 from .index import INDEX, RecordIndex
 from .late_metrics import LATE, LateMetrics, with_late
-from .retention import StepInfo, info_of
+from .records import has_record, read_record
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +36,6 @@ class StepEntry:
     record: CheckpointRecord | None = None
     error: DamagedCheckpointError | FormatVersionError | None = None  # why the commit record cannot be used, or None
     indexed: bool = False  # whether the record comes from the index of the directory, not from its own file
-
-    @property
-    def info(self) -> StepInfo:
-        """What retention rules see of it; only for a step with a record."""
-        assert self.record is not None
-        return info_of(self.step, self.record)
 
 
 def series_of(prefix: str | None) -> str:
