@@ -55,7 +55,7 @@ from .identity import OPTIONS, Doomed, RunIdentity, new_run, store_identity, sto
 from .metrics import metric_name, plain_metrics
 from .options import CheckpointManagerOptions
 from .ownership import Ownership
-from .retention import KeepAll, KeepBest, Retention, StepInfo, StepList, info_of, reasons
+from .retention import KeepAll, KeepBest, StepInfo, info_of, reasons
 
 _logger = logging.getLogger("holdfast")
 
@@ -151,8 +151,6 @@ class RunDirectory:
         self.last_saved: int | None = None  # by this run
         self._options = options
         self._rules = options.rules()
-        self._retention = Retention(self._rules)
-        self._deciding = threading.Lock()  # of the line above
         self._reads_metrics = options.best_fn is not None or options.keep_checkpoints_without_metrics
         self._series = series_of(options.step_prefix)
         self._writes = writes
@@ -172,9 +170,8 @@ class RunDirectory:
         self._dooms = False  # whether a mirror may have what is deleted here
         self._errors: dict[int, DamagedCheckpointError | FormatVersionError] = {}
         self._condemned: dict[int, tuple[CheckpointRecord, DamagedCheckpointError]] = {}
-        self._steps = StepList()  # what retention rules see of the records
-        self._infos: tuple[StepInfo, ...] | None = None  # the same; None once it has changed
-        self._undecided: set[int] = set()  # steps that have changed since the rules decided
+        self._steps: dict[int, StepInfo] = {}  # what retention rules see of the records
+        self._infos: tuple[StepInfo, ...] | None = None  # the same in ascending order; None once it has changed
         names = self.reload()
         if not (options.read_only or self._records or self._errors):
             self._check_unclaimed(names)
@@ -228,11 +225,10 @@ class RunDirectory:
                     del records[step]
                     errors[step] = error
             known, before = self._records, self._steps
-            self._steps = StepList(
-                info if known.get(step) is record and (info := before.get(step)) is not None else info_of(step, record)
+            self._steps = {
+                step: before[step] if known.get(step) is record else info_of(step, record)
                 for step, record in records.items()
-            )
-            self._undecided |= known.keys() | records.keys()
+            }
             self._records, self._errors = records, errors
             self._others = {entry.step: entry.location for entry in others}
             self._unread = {entry.step for entry in entries if entry.indexed}
@@ -258,15 +254,12 @@ class RunDirectory:
 
     def _put(self, step: int, record: CheckpointRecord) -> None:
         self._records[step] = record
-        self._steps.put(info_of(step, record))
-        self._undecided.add(step)
+        self._steps[step] = info_of(step, record)
         self._infos = None
 
     def _forget(self, step: int) -> None:
-        for known in (self._records, self._errors, self._condemned):
+        for known in (self._records, self._steps, self._errors, self._condemned):
             known.pop(step, None)
-        self._steps.drop(step)
-        self._undecided.add(step)
         self._unread.discard(step)
         self._infos = None
 
@@ -290,7 +283,7 @@ class RunDirectory:
         """Return the committed steps as retention rules see them, in ascending order."""
         with self._lock:
             if self._infos is None:
-                self._infos = tuple(self._steps)
+                self._infos = tuple(info for _, info in sorted(self._steps.items()))
             return self._infos
 
     def has_item(self, item: str, step: int) -> bool:
@@ -580,17 +573,12 @@ class RunDirectory:
 
     def _given_up(self) -> dict[int, CheckpointRecord]:
         """Return the steps that no rule keeps, with the records by which that was decided."""
-        with self._deciding:
-            with self._lock:
-                changes = {step: self._steps.get(step) for step in self._undecided}
-                self._undecided = set()
-            gone = self._retention.given_up(changes)
-        stay = {self.last_saved, *self._held}
+        infos, kept = self.infos(), self.kept()
         with self._lock:
             return {
                 info.step: self._records[info.step]
-                for info in gone
-                if info.step not in stay and self._steps.get(info.step) is info
+                for info in infos
+                if info.step not in kept and self._steps.get(info.step) is info
             }
 
     def _delete_given_up(self, doomed: Mapping[int, CheckpointRecord]) -> None:

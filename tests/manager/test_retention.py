@@ -22,9 +22,7 @@ from holdfast.engine.manager import (
     StepInfo,
     best,
     reasons,
-    retention,
 )
-from holdfast.engine.manager.retention import KeepItem, Retention
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -321,94 +319,8 @@ def test_a_function_ranks_each_step_once() -> None:
     rule = KeepBest(2, lambda metrics: (called.append(metrics), metrics["acc"])[1])  # type: ignore[func-returns-value]
     steps = scored({1: 0.5, 2: 0.9, 3: 0.1})
     assert [*rule.keep(steps)] == [*rule.keep(steps)] == [2, 1]
-    followed = Retention([rule])
-    assert followed.given_up({}) == []
-    assert followed.given_up({info.step: info for info in steps}) == []
-    assert [info.step for info in followed.given_up({4: StepInfo(step=4, time=0.0, metrics={"acc": 0.7})})] == [1, 3]
+    assert best([*steps, StepInfo(step=4, time=0.0, metrics={"acc": 0.7})], rule.metric) == 2
     assert len(called) == 4
-
-
-def test_a_function_that_fails_loses_no_step_to_decide_about() -> None:
-    def metric(metrics: Mapping[str, Any]) -> float:
-        if metrics["acc"] < 0:
-            raise ArithmeticError("negative")
-        return float(metrics["acc"])
-
-    steps = {info.step: info for info in scored({1: 0.1, 2: 0.9, 3: -1.0, 4: 0.2, 5: 0.3})}
-    followed = Retention([KeepBest(1, metric)])
-    assert followed.given_up({step: steps[step] for step in (1, 2)}) == [steps[1]]
-    with pytest.raises(ArithmeticError):
-        followed.given_up({step: steps[step] for step in (3, 4, 5)})
-    with pytest.raises(ArithmeticError):
-        followed.given_up({})
-    assert followed.given_up({3: None}) == [steps[1], steps[4]]
-
-
-class KeepEverySecond(Rule):
-    """A rule without a follower of its own."""
-
-    def keep(self, steps: Sequence[StepInfo]) -> dict[int, str]:
-        return dict.fromkeys(sorted(info.step for info in steps)[::2], "every second")
-
-
-VALUES = st.none() | st.sampled_from([NAN, 0.0, -0.0, 0.5, 0.5, 1.0, math.inf, -math.inf]) | st.floats(-2, 2)
-STEPS = st.tuples(
-    st.sampled_from([0.0] * 12 + [-9.5, -1.0, 0.5, 20.0, NAN, math.inf]),  # seconds beside a regular clock
-    VALUES,
-    st.sampled_from([False, False, True]),
-    st.sampled_from([("state",), ("state", "replay")]),
-)
-NUMBERS = st.integers(0, 14)  # steps come at the end and in the middle, and replace others
-CHANGES = st.dictionaries(NUMBERS, st.none() | STEPS, max_size=3)  # None: the step goes
-RULES = st.lists(
-    st.one_of(
-        st.builds(KeepLatest, st.integers(1, 3)),
-        st.builds(KeepBest, st.integers(1, 3), st.just("acc"), st.sampled_from(["max", "min"])),
-        st.builds(KeepPeriod, st.integers(1, 5)),
-        st.builds(KeepTimeInterval, st.sampled_from([2.0, 3.0, 4.0])),
-        st.just(KeepItem("replay")),
-        st.just(KeepPinned()),
-        st.just(KeepWithoutMetrics()),
-        st.just(KeepSteps([3, 8])),
-        st.just(KeepEverySecond()),
-    ),
-    max_size=4,
-)
-DELETED = st.sampled_from(["all", "odd", "none"])
-
-
-@settings(max_examples=250, deadline=None)
-@given(
-    rules=RULES,
-    begin=st.dictionaries(NUMBERS, STEPS, min_size=5),
-    history=st.lists(st.tuples(CHANGES, DELETED), min_size=1, max_size=8),
-    few=st.sampled_from([0, 2, 64]),
-)
-def test_decisions_of_a_run_are_those_of_all_rules_on_all_steps(
-    rules: list[Rule], begin: dict[int, Any], history: list[tuple[dict[int, Any], str]], few: int
-) -> None:
-    """Steps are saved, replaced, pinned, given metrics and deleted by others; not all that is given up goes at once."""
-    followed = Retention(rules)
-    steps: dict[int, StepInfo] = {}
-    changes: dict[int, StepInfo | None] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(retention, "_FEW", few)
-        for changed, deletes in [(begin, "none"), *history]:
-            for step, one in changed.items():
-                changes[step] = None
-                if one is not None:
-                    time, value, pinned, items = one
-                    metrics = None if value is None else {"acc": value}
-                    changes[step] = StepInfo(step=step, time=step + time, metrics=metrics, pinned=pinned, items=items)
-            steps.update({step: info for step, info in changes.items() if info is not None})
-            for step in [step for step, info in changes.items() if info is None]:
-                steps.pop(step, None)
-            gone = followed.given_up(changes)
-            assert {info.step for info in gone} == steps.keys() - reasons(list(steps.values()), rules).keys()
-            assert all(info is steps[info.step] for info in gone)
-            changes = {info.step: None for info in gone if deletes == "all" or (deletes == "odd" and info.step % 2)}
-            for step in changes:
-                del steps[step]
 
 
 def test_rules_and_steps_are_values() -> None:
