@@ -503,7 +503,8 @@ def encode_state(value: Any) -> Any:
 
 def is_dense(tensor: Any) -> bool:
     """Return whether a tensor is an array of numbers: not sparse, quantized or nested."""
-    return str(tensor.layout) == "torch.strided" and not tensor.is_quantized and not tensor.is_nested
+    torch: Any = loaded("torch")
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 def _saved_by_torch(value: Any) -> Any:

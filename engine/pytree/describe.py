@@ -85,6 +85,8 @@ def shared_memory(names: Sequence[str], leaves: Sequence[Any]) -> list[tuple[str
     Neither jax nor numpy tells of memory that both use; the addresses do, where both arrays are leaves.
     """
     named = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, ArrayLeaf)]
+    if not any(leaf.details["kind"] == "jax" for _, leaf in named):
+        return []
     changing = sorted((*_bounds(array), name) for name, leaf in named if leaf.volatile for array in _on_host(leaf))
     if not changing:
         return []

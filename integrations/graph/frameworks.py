@@ -60,9 +60,10 @@ def module_children(module: Any) -> tuple[list[tuple[str, Any]], dict[str, str]]
 
 
 def _holds_modules(value: Any, torch: Any) -> bool:
-    children = list(value.values()) if isinstance(value, dict) else value
+    if not isinstance(value, (dict, list, tuple)) or not value:
+        return False
     kinds = (torch.nn.Module, torch.nn.Parameter, Node, Value)
-    return isinstance(children, list | tuple) and any(isinstance(child, kinds) for child in children)
+    return any(isinstance(child, kinds) for child in (value.values() if isinstance(value, dict) else value))
 
 
 class TensorSlot:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ...engine.distributed import current_coordinator
@@ -320,26 +321,28 @@ def _tensors(path: str, part: Any) -> Iterator[tuple[str, Any]]:
     if torch is None:
         return
     for name, value in _searched(path, part):
-        is_tensor = is_torch_tensor(value) and not isinstance(value, torch.nn.parameter.UninitializedTensorMixin)
-        if is_tensor and not value.is_inference():
-            yield name, value
+        below: Iterable[tuple[Any, Any]] = ()
+        if isinstance(value, torch.nn.Module):
+            below = chain(value.named_parameters(), value.named_buffers())
+        elif isinstance(value, torch.optim.Optimizer):
+            below = enumerate(one for group in value.param_groups for one in group["params"])
+        tensors = [(name, value)] if is_torch_tensor(value) else [(f"{name}.{key}", one) for key, one in below]
+        for place, tensor in tensors:
+            if not isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin) and not tensor.is_inference():
+                yield place, tensor
 
 
 def _searched(path: str, part: Any) -> Iterator[tuple[str, Any]]:
-    torch: Any = loaded("torch")
-    if torch is None:
+    """Generate an object of the program and what it holds; modules and optimizers of torch are not opened."""
+    if loaded("torch") is None:
         return
     found, seen = [(path, part)], {id(part)}
     for name, value in found:
         yield name, value
-        if is_torch_tensor(value):
-            continue
         below: Iterable[tuple[Any, Any]] = ()
-        if isinstance(value, torch.nn.Module):
-            below = (*value.named_parameters(), *value.named_buffers())
-        elif isinstance(value, torch.optim.Optimizer):
-            below = enumerate(one for group in value.param_groups for one in group["params"])
-        elif isinstance(value, dict):
+        if is_torch_tensor(value) or is_versioned(value):
+            continue
+        if isinstance(value, dict):
             below = value.items()
         elif isinstance(value, (list, tuple)):
             below = enumerate(value)
