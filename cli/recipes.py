@@ -164,7 +164,8 @@ def _explain(schema: Any, name: str, as_json: bool) -> int:
     from ..recipes.configuration import bundled_configs, load_configuration
     from ..recipes.problems import as_yaml
 
-    keys = list(_keys(load_configuration(name).config if name in bundled_configs() else schema))
+    shown = load_configuration(name).config if name in bundled_configs() else schema.model_construct()
+    keys = list(_keys(shown))
     if as_json:
         print_json({"recipe": name, "keys": keys})
     else:
@@ -173,13 +174,12 @@ def _explain(schema: Any, name: str, as_json: bool) -> int:
 
 
 def _keys(section: Any, prefix: str = "") -> Iterator[dict[str, Any]]:
-    """Generate the keys of a section, or, of a model, its keys with their defaults."""
-    is_model = isinstance(section, type)
-    for name, field in (section if is_model else type(section)).model_fields.items():
+    """Yield the keys of a section with their values; None where a key without a default has none."""
+    from ..recipes.schema import fields_of, is_section
+
+    for name, (_, meaning) in fields_of(type(section)).items():
         value = getattr(section, name, None)
-        if is_model:
-            value = None if field.is_required() else field.get_default(call_default_factory=True)
-        if hasattr(type(value), "model_fields"):
+        if is_section(type(value)):
             yield from _keys(value, f"{prefix}{name}.")
         else:
-            yield {"key": f"{prefix}{name}", "value": value, "meaning": field.description or ""}
+            yield {"key": f"{prefix}{name}", "value": value, "meaning": meaning}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 from ..engine.clock import Duration, seconds
-from ..engine.errors import OptionError
+from ..engine.errors import InvalidLocationError, OptionError
 from ..engine.handlers import PyTreeCheckpointHandler
 from ..engine.manager import (
     CheckpointManagerOptions,
@@ -105,7 +105,10 @@ class CallbackOptions(CheckpointOptions):
         if self.grace_secs is not None:
             seconds(self.grace_secs, name="grace_secs")
         if self.init_from is not None:
-            as_location(self.init_from)  # raises if it is not a place
+            try:
+                as_location(self.init_from)
+            except InvalidLocationError as error:
+                raise OptionError(f"init_from={self.init_from!r}: {error}") from error
         words: tuple[str, ...] = get_args(get_args(Resume)[0])
         if type(self.resume) is int and self.resume < 0:
             raise OptionError(f"resume={self.resume} must not be negative")

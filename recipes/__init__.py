@@ -3,7 +3,6 @@
 ====================  =============================================================================
 ``registry``          the available recipes, and the packages that each needs
 ``schema``            the keys of their YAML: one pydantic model a recipe, one shared checkpoint section
-``dataclass_schema``  dataclasses as such models
 ``configuration``     reads a file and ``key=value`` arguments into a checked configuration
 ``runner``            runs a configuration: run directory, rules of resume, signals
 ``flax_digits``, ...  the programs

@@ -5,24 +5,29 @@ from __future__ import annotations
 import importlib.resources
 import io
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 from ..engine.errors import OptionError
 from .problems import ConfigError, KeyPath, Problem, SourceLine, did_you_mean, dotted, found
 from .registry import RECIPES, Recipe, RecipeError, find_recipe, installed_recipes
-from .schema import Config
-from .yaml_reader import Document, read_yaml
+from .schema import Config, fields_of, is_section
+from .yaml_reader import Document, Value, compose, read_yaml
 
 _PACKAGE = f"{__package__.rpartition('.')[0]}.configs"
 _MOST_FILES = 200  # that ``defaults`` lead to
 _EXPECTED = {
     "bool_type": "true or false",
+    "dataclass_type": "a section with keys",
+    "expected": "{expected}",
     "finite_number": "a finite number",
     "float_type": "a number",
     "greater_than": "a number above {gt}",
@@ -35,7 +40,6 @@ _EXPECTED = {
     "model_type": "a section with keys",
     "string_type": "text",
     "too_short": "a list of at least {min_length}",
-    "expected": "{expected}",
 }
 
 
@@ -70,91 +74,73 @@ def load_configuration(name: str, arguments: Sequence[str] = ()) -> Configuratio
     Raises:
         ConfigError: Something is wrong; the message has one line for every problem.
     """
-    source, document = _read(name)
-    if not document.problems and not isinstance(document.values, dict):
-        what = f"expected a section with keys, the first of them recipe, found {found(document.values)}"
-        raise ConfigError([Problem(document.place(()), "", what)])
-    apply_overrides(document, arguments)
-    if not isinstance(document.values, dict):
-        raise ConfigError(document.problems)
+    document = _read(name, (), itertools.count())
+    root, problems = document.root, document.problems
+    if not isinstance(root.content, dict):
+        text = f"expected a section with keys, the first of them recipe, found {found(root.plain())}"
+        raise ConfigError(problems or [Problem(root.place, "", text)])
+    _override(document, arguments)
     recipe = _recipe(document)
     try:
-        config = recipe.schema.model_validate(document.values)
+        # JSON, where a list may stand for a tuple, and a text for a path, and nothing else is converted.
+        config = recipe.schema.model_validate_json(json.dumps(root.plain()))
+        wrong = list(config.conflicts())
     except ValidationError as error:
-        known = {(problem.place, problem.key) for problem in document.problems}
-        explained = _explained(error, recipe.schema, document)
-        problems = document.problems + [problem for problem in explained if (problem.place, problem.key) not in known]
-        raise ConfigError(sorted(problems, key=_position)) from None
-    document.problems += [Problem(document.place(path), dotted(path), text) for path, text in config.conflicts()]
-    if document.problems:
-        raise ConfigError(sorted(document.problems, key=_position))
-    return Configuration(source, recipe, config)
+        reported = {(problem.place, problem.key) for problem in problems}
+        explained = ((item["loc"], _explained(item, recipe)) for item in error.errors(include_url=False))
+        wrong = [(path, text) for path, text in explained if (root.place_of(path), dotted(path)) not in reported]
+    problems += [Problem(root.place_of(path), dotted(path), text) for path, text in wrong]
+    if problems:
+        raise ConfigError(sorted(problems, key=lambda one: (one.place.line is None, one.place.line or 0)))
+    return Configuration(root.place.source, recipe, config)
 
 
 class _TooManyFilesError(ConfigError):
     """Files that ``defaults`` name again and again name each other."""
 
 
-def _read(name: str, including: tuple[str, ...] = (), numbers: Iterator[int] | None = None) -> tuple[str, Document]:
-    """Read a file and those that its ``defaults`` name, whose keys it overrides; return what to call it, too.
+def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Document:
+    """Read a file and those that its ``defaults`` name, whose keys it overrides.
 
-    ``including`` are the files around it, and ``numbers`` counts all that are read.
+    ``around`` are the files that lead to it, and ``numbers`` counts all that are read.
     """
-    numbers = itertools.count() if numbers is None else numbers
     if next(numbers) > _MOST_FILES:
         text = f"defaults lead to more than {_MOST_FILES} files, those that are named again included"
-        raise _TooManyFilesError([Problem(SourceLine(including[0]), "defaults", text)])
+        raise _TooManyFilesError([Problem(SourceLine(around[0]), "defaults", text)])
     source, text = read_config(name)
     document = read_yaml(text, source)
-    if not isinstance(document.values, dict) or "defaults" not in document.values:
-        return source, document
-    place = document.place(("defaults",))
-    names = document.values.pop("defaults")
+    if not isinstance(document.root.content, dict) or "defaults" not in document.root.content:
+        return document
+    defaults = document.root.content.pop("defaults")
+    place, names = defaults.place, defaults.plain()
     names = [names] if isinstance(names, str) else names
+    base, problems = Value({}, document.root.place), document.problems
     if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
-        text = f"expected the name of a file, or a list of them, found {found(names)}"
-        document.problems.append(Problem(place, "defaults", text))
-        return source, document
-    merged = Document({}, {(): SourceLine(source)})
+        problems.append(
+            Problem(place, "defaults", f"expected the name of a file, or a list of them, found {found(names)}")
+        )
+        return document
     for one in names:
         beside = Path(source).parent / one
         path = next((str(path) for path in (beside, Path(f"{beside}.yaml")) if path.is_file()), one)
-        if path in (*including, source):
-            document.problems.append(Problem(place, "defaults", f"{one} includes itself, by way of {source}"))
+        if path in (*around, source):
+            problems.append(Problem(place, "defaults", f"{one} includes itself, by way of {source}"))
             continue
         try:
-            inner = _read(path, (*including, source), numbers)[1]
+            inner = _read(path, (*around, source), numbers)
         except _TooManyFilesError:
             raise
         except ConfigError as error:
-            document.problems += [Problem(place, "defaults", str(problem)) for problem in error.problems]
+            problems += [Problem(place, "defaults", str(problem)) for problem in error.problems]
             continue
-        if not inner.problems and not isinstance(inner.values, dict):
-            text = f"{one}: expected a file of a section with keys, found {found(inner.values)}"
-            document.problems.append(Problem(place, "defaults", text))
-        _merge(merged, inner)
-    _merge(merged, document)
-    return source, merged
-
-
-def _merge(base: Document, over: Document) -> None:
-    """Put the values of a document over those of another one, section by section, with their places."""
-    base.problems += over.problems
-    if not isinstance(over.values, dict):
-        return
-
-    def merge(into: dict[str, Any], values: dict[str, Any], path: KeyPath) -> None:
-        for key, value in values.items():
-            inner = (*path, key)
-            if isinstance(value, dict) and isinstance(into.get(key), dict):
-                merge(into[key], value, inner)
-            else:
-                for old in [old for old in base.places if old[: len(inner)] == inner]:
-                    del base.places[old]
-                into[key] = value
-
-    merge(base.values, over.values, ())
-    base.places.update({path: place for path, place in over.places.items() if path and path[0] != "defaults"})
+        problems += inner.problems
+        if isinstance(inner.root.content, dict):
+            base = inner.root.over(base)
+        elif not inner.problems:
+            text = f"{one}: expected a file of a section with keys, found {found(inner.root.plain())}"
+            problems.append(Problem(place, "defaults", text))
+    document.root = Value(document.root.over(base).content, document.root.place)
+    return document
 
 
 def bundled_configs() -> list[str]:
@@ -177,24 +163,22 @@ def read_config(name: str) -> tuple[str, str]:
             try:
                 return str(path), path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise _no_config(name, f"the file cannot be read: {error}") from error
+                text = f"the file cannot be read: {error}"
+                raise ConfigError([Problem(SourceLine(name), "", text)]) from error
+    bundled, known = name.removeprefix("configs/").removesuffix(".yaml"), bundled_configs()
     if ":" in name and "/" not in name:
-        raise _no_config(name, f"a recipe is run by a file that names it: write recipe: {name} into a YAML file")
-    bundled = name.removeprefix("configs/").removesuffix(".yaml")
-    known = bundled_configs()
-    if bundled in known:
+        text = f"a recipe is run by a file that names it: write recipe: {name} into a YAML file"
+    elif bundled in known:
         file = importlib.resources.files(_PACKAGE) / f"{bundled}.yaml"
         return f"configs/{bundled}.yaml", file.read_text(encoding="utf-8")
-    if name and Path(name).is_dir():
+    elif name and Path(name).is_dir():
         inside = Path(name, "config.yaml")
-        hint = f"; did you mean {inside}?" if inside.is_file() else "; give the path of a YAML file"
-        raise _no_config(name, f"this is a directory{hint}")
-    hint = did_you_mean(bundled, known) or f"; bundled: {', '.join(known)}"
-    raise _no_config(name, f"no such file, and holdfast has no configuration of this name{hint}")
-
-
-def _no_config(name: str, text: str) -> ConfigError:
-    return ConfigError([Problem(SourceLine(name), "", text)])
+        hint = f"did you mean {inside}?" if inside.is_file() else "give the path of a YAML file"
+        text = f"this is a directory; {hint}"
+    else:
+        hint = did_you_mean(bundled, known) or f"; bundled: {', '.join(known)}"
+        text = f"no such file, and holdfast has no configuration of this name{hint}"
+    raise ConfigError([Problem(SourceLine(name), "", text)])
 
 
 def expand_sweep(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -206,7 +190,7 @@ def expand_sweep(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
     choices = []
     for argument in arguments:
         key, equals, text = argument.partition("=")
-        choices.append([f"{key}{equals}{value}" for value in _split(text)])
+        choices.append([f"{key}{equals}{value}" for value in _items(text)])
     several = [index for index, values in enumerate(choices) if len(values) > 1]
     return [
         (",".join(chosen[index] for index in several).replace("/", "_"), list(chosen))
@@ -214,46 +198,13 @@ def expand_sweep(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
     ]
 
 
-def _split(text: str) -> list[str]:
-    """Split a text at its commas, but not within quotes, brackets and braces."""
-    parts, depth, quote = [""], 0, ""
-    for letter in text:
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "\"'":
-            quote = letter
-        else:
-            depth += (letter in "[{") - (letter in "]}")
-        if letter == "," and not depth and not quote:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return parts
-
-
-def apply_overrides(document: Document, arguments: Sequence[str]) -> None:
-    """Override values of a document with ``key=value`` arguments, in place; add what is wrong to its problems.
-
-    Keys are dotted, as in ``train.steps=400``, numbers are indices into lists, and values are YAML; an empty value is
-    null.
-    """
-    given: dict[KeyPath, str] = {}
-    for argument in arguments:
-        place = SourceLine(f"argument {argument}")
-        key, equals, text = argument.partition("=")
-        path: KeyPath = tuple(key.split("."))
-        if not equals or "" in path:
-            document.problems.append(Problem(place, "", "expected key=value, such as train.steps=400"))
-            continue
-        earlier = next((other for other in given if other[: len(path)] == path or path[: len(other)] == other), None)
-        if earlier is not None:
-            document.problems.append(Problem(place, key, f"the key is given twice; the first is {given[earlier]}"))
-            continue
-        given[path] = argument
-        value = read_yaml(text, place.source, one_place=True)
-        document.problems.extend(Problem(item.place, key, item.text) for item in value.problems)
-        if not value.problems:
-            _set(document, path, value, place)
+def _items(text: str) -> list[str]:
+    """Return the values that a text has between commas, as the items of a list of YAML."""
+    try:
+        items = compose(f"[{text}]").value
+    except (YAMLError, RecursionError):
+        return [text]  # whoever reads it reports the mistake
+    return [text[item.start_mark.index - 1 : item.end_mark.index - 1] for item in items] if len(items) > 1 else [text]
 
 
 def to_yaml(values: dict[str, Any]) -> str:
@@ -266,95 +217,70 @@ def to_yaml(values: dict[str, Any]) -> str:
     return stream.getvalue()
 
 
-def section_keys(schema: type[BaseModel], path: KeyPath) -> list[str]:
-    """Return the keys of the section at a path; none where the schema has no section."""
-    section: type[BaseModel] | None = schema
-    for key in path:
-        field = section.model_fields.get(str(key)) if section else None
-        section = _section(field.annotation) if field else None
-    return list(section.model_fields) if section else []
+def _override(document: Document, arguments: Sequence[str]) -> None:
+    """Override values with ``key=value`` arguments: dotted keys, with numbers as indices into lists, and YAML."""
+    given: dict[KeyPath, str] = {}
+    for argument in arguments:
+        place = SourceLine(f"argument {argument}")
+        key, equals, text = argument.partition("=")
+        path: KeyPath = tuple(key.split("."))
+        earlier = next((other for other in given if other[: len(path)] == path or path[: len(other)] == other), None)
+        if not equals or "" in path:
+            document.problems.append(Problem(place, "", "expected key=value, such as train.steps=400"))
+        elif earlier is not None:
+            document.problems.append(Problem(place, key, f"the key is given twice; the first is {given[earlier]}"))
+        else:
+            given[path] = argument
+            value = read_yaml(text, place.source, one_place=True)
+            document.problems += [Problem(place, key, problem.text) for problem in value.problems]
+            try:
+                if not value.problems:
+                    document.root.put(path, value.root)
+            except ConfigError as error:
+                document.problems += error.problems
 
 
 def _recipe(document: Document) -> Recipe:
     known = [*RECIPES, *installed_recipes()]
     names = f"{', '.join(known)}, or module:function"
-    name = document.values.get("recipe")
+    name = document.root.content["recipe"].plain() if "recipe" in document.root.content else None
     try:
         recipe = find_recipe(name) if isinstance(name, str) else None
+        if recipe is not None:
+            return recipe
+        text = f"expected one of {names}, found {found(name)}"
+        text += did_you_mean(name, known) if isinstance(name, str) else ""
     except (RecipeError, OptionError) as error:
-        problem = Problem(document.place(("recipe",)), "recipe", str(error))
-        raise ConfigError([*document.problems, problem]) from error
-    if recipe is not None:
-        return recipe
-    if "recipe" not in document.values:
+        text = str(error)
+    if "recipe" not in document.root.content:
         text = f"the key is missing; expected one of {names}"
-    else:
-        hint = did_you_mean(name, known) if isinstance(name, str) else ""
-        text = f"expected one of {names}, found {found(name)}{hint}"
-    raise ConfigError([*document.problems, Problem(document.place(("recipe",)), "recipe", text)])
+    raise ConfigError([*document.problems, Problem(document.root.place_of(("recipe",)), "recipe", text)])
 
 
-def _explained(error: ValidationError, schema: type[BaseModel], document: Document) -> Iterator[Problem]:
-    for item in error.errors(include_url=False):
-        path, kind = item["loc"], item["type"]
-        if kind == "extra_forbidden":
-            text = _unknown_key(path, schema)
-        elif kind == "missing":
-            text = "the key is missing"
-        elif kind in _EXPECTED:
-            text = f"expected {_EXPECTED[kind].format(**item.get('ctx', {}))}, found {found(item['input'])}"
-        else:
-            text = f"{item['msg']}, found {found(item['input'])}"
-        yield Problem(document.place(path), dotted(path), text)
+def _explained(error: ErrorDetails, recipe: Recipe) -> str:
+    """Return what pydantic finds wrong with a value, in the words of this package."""
+    kind = error["type"]
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return _unknown_key(error["loc"], recipe.schema)
+    if kind == "missing":
+        return "the key is missing"
+    text = f"expected {_EXPECTED[kind].format(**error.get('ctx', {}))}" if kind in _EXPECTED else error["msg"]
+    return f"{text}, found {found(error['input'])}"
 
 
-def _unknown_key(path: KeyPath, schema: type[BaseModel]) -> str:
-    word = str(path[-1])
-    siblings = section_keys(schema, path[:-1])
+def _unknown_key(path: KeyPath, schema: type[Config]) -> str:
+    word, siblings = str(path[-1]), _keys(schema, path[:-1])
     hint = did_you_mean(word, siblings)
     if not hint:
-        elsewhere = {key: f"{name}.{key}" for name in schema.model_fields for key in section_keys(schema, (name,))}
+        elsewhere = {key: f"{name}.{key}" for name in schema.model_fields for key in _keys(schema, (name,))}
         same = elsewhere.get(word, word if word in schema.model_fields else None)
         hint = f'; did you mean "{same}"?' if same else f"; expected one of {', '.join(siblings)}"
     return f"unknown key{hint}"
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
-    for kind in (annotation, *get_args(annotation)):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return kind
-    return None
-
-
-def _position(problem: Problem) -> tuple[bool, int]:
-    return problem.place.line is None, problem.place.line or 0
-
-
-def _set(document: Document, path: KeyPath, value: Document, place: SourceLine) -> None:
-    if not isinstance(document.values, dict):
-        return  # the file holds no section at all, which is reported already
-    container: Any = document.values
-    full: KeyPath = ()
-    for depth, key in enumerate(path):
-        index: str | int = key
-        if isinstance(container, list):
-            if not str(key).isdigit() or int(key) >= len(container):
-                text = f"expected the index of an item, 0 to {len(container) - 1}, found {key}"
-                document.problems.append(Problem(place, dotted(path[: depth + 1]), text))
-                return
-            index = int(key)
-        elif not isinstance(container, dict):
-            text = f"expected a section to set a key in, found {found(container)}"
-            document.problems.append(Problem(place, dotted(path[:depth]), text))
-            return
-        full = (*full, index)
-        if depth < len(path) - 1:
-            if isinstance(container, dict) and index not in container:
-                container[index] = {}
-                document.places[full] = place
-            container = container[index]
-            continue
-        container[index] = value.values
-        for old in [old for old in document.places if old[: len(full)] == full]:
-            del document.places[old]
-        document.places.update({(*full, *inner): place for inner in value.places})
+def _keys(section: Any, path: KeyPath) -> list[str]:
+    """Return the keys of the section at a path; none where there is no section."""
+    for key in path:
+        kind, _ = fields_of(section).get(str(key), (None, "")) if section else (None, "")
+        section = next(filter(is_section, (kind, *get_args(kind))), None)
+    return list(fields_of(section)) if section else []

@@ -13,13 +13,14 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from ..engine.errors import HoldfastError
+from pydantic import ConfigDict, Field, create_model
+
+from ..engine.errors import HoldfastError, OptionError
 from . import schema
-from .dataclass_schema import dataclass_instance, dataclass_schema
 
 if TYPE_CHECKING:
     from .context import Outcome, RunContext
@@ -149,12 +150,40 @@ def _recipe(name: str, target: str) -> Recipe:
     if isinstance(kind, type) and issubclass(kind, schema.Config):
         return Recipe(name, summary, kind, function=function)
     if isinstance(kind, type) and is_dataclass(kind):
-        made = dataclass_schema(kind)
-        return Recipe(name, summary, made, function=lambda config, run: function(dataclass_instance(kind, config), run))
+        names = [one.name for one in fields(kind) if one.init]
+
+        def program(config: schema.Config, context: RunContext) -> Outcome:
+            return function(kind(**{name: getattr(config, name) for name in names}), context)
+
+        return Recipe(name, summary, _with_fields(kind), function=program)
     raise RecipeError(
         f"{target}: {parameters[0].name} is annotated with {kind!r}; expected a subclass of holdfast.recipes.Config, "
         "or a dataclass"
     )
+
+
+class _NoSource(schema.Config):
+    # Without it, pydantic looks for docstrings of attributes in every function that is running.
+    model_config = ConfigDict(use_attribute_docstrings=False)
+
+
+def _with_fields(kind: Any) -> type[schema.Config]:
+    """Return the model of a configuration with the fields of a dataclass beside the keys that all recipes have."""
+    found: dict[str, Any] = {}
+    described = schema.fields_of(kind)
+    for one in fields(kind):
+        if one.name in ("recipe", "train", "checkpoint", "logging"):
+            raise OptionError(
+                f"{kind.__qualname__} has the field {one.name}, a key that all recipes have; rename it, and read the "
+                f"key from the context: context.config.{one.name}"
+            )
+        if one.init and one.name not in schema.Config.model_fields:
+            annotation, meaning = described[one.name]
+            default = Field(... if one.default is MISSING else one.default, description=meaning)
+            if one.default_factory is not MISSING:
+                default = Field(default_factory=one.default_factory, description=meaning)
+            found[one.name] = (annotation, default)
+    return create_model(kind.__name__, __base__=_NoSource, __doc__=kind.__doc__, **found)
 
 
 def _import(target: str) -> Callable[..., Outcome]:

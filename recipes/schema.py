@@ -7,63 +7,58 @@ field is its documentation, with units; ``holdfast recipes NAME`` prints it.
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Collection, Iterator
-from dataclasses import MISSING
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_type_hints
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from ..engine import clock
 from ..engine.errors import OptionError
-from ..engine.manager import BestFn, Mirror, documented_fields
-from ..engine.storage import Place
-from ..integrations.options import CallbackOptions, Resume
+from ..engine.manager import Mirror
+from ..integrations.options import CallbackOptions
 from .problems import KeyPath, did_you_mean
 
 
-def _duration(value: Any) -> Any:
-    try:
-        if value is not None and not isinstance(value, (list, dict)):
-            clock.seconds(value)
-            return value
-    except (OptionError, TypeError):
-        pass
-    raise PydanticCustomError("expected", "{expected}", {"expected": 'seconds above zero, or text such as "15m"'})
+def _checked(check: Callable[[Any], object], expected: str) -> AfterValidator:
+    """Return a validator that takes what ``check`` raises no error for."""
 
-
-def _resume(value: Any) -> Any:
-    if value in ("auto", "must", "never", "best") or (type(value) is int and value >= 0):
+    def validate(value: Any) -> Any:
+        try:
+            check(value)
+        except (OptionError, TypeError, AttributeError):
+            raise PydanticCustomError("expected", "{expected}", {"expected": expected}) from None
         return value
-    expected = "'auto', 'must', 'never', 'best' or the number of a step"
-    raise PydanticCustomError("expected", "{expected}", {"expected": expected})
+
+    return AfterValidator(validate)
 
 
-def _rate(value: Any) -> Any:
-    try:
-        if value is not None:
-            clock.bytes_per_second(value)
-        return value
-    except (OptionError, TypeError):
-        expected = 'bytes a second above zero, or text such as "50 MB/s"'
-        raise PydanticCustomError("expected", "{expected}", {"expected": expected}) from None
-
-
-def _file_name(value: str) -> str:
+def _check_file_name(value: str) -> None:
     if value in (".", "..") or not value.strip() or "/" in value or "\\" in value:
-        raise PydanticCustomError("expected", "{expected}", {"expected": "a name that a folder can have"})
-    return value
+        raise OptionError(value)
 
 
-Duration = Annotated[Any, AfterValidator(_duration)]
-Name = Annotated[str, AfterValidator(_file_name)]
-PathOrUrl = Annotated[str, AfterValidator(os.path.expanduser)]
-"""A path or a URL; ``~`` at its beginning is the home directory, as in a shell, which leaves key=value alone."""
 Count = Annotated[int, Field(gt=0)]
+Step = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Layers = Annotated[list[Count], Field(min_length=1)]
+Name = Annotated[str, _checked(_check_file_name, "a name that a folder can have")]
+PathOrUrl = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path or a URL; ``~`` at its beginning is the home directory, as in a shell, which leaves key=value alone."""
+Place = Annotated[PathOrUrl, Field(min_length=1)]
+Duration = Annotated[Any, _checked(clock.seconds, 'seconds above zero, or text such as "15m"')]
+Rate = Annotated[Any, _checked(clock.bytes_per_second, 'bytes a second above zero, or text such as "50 MB/s"')]
+Resume = Annotated[
+    Any,
+    _checked(
+        lambda value: CallbackOptions(resume=value, best_fn="metric", best_mode="max"),
+        "'auto', 'must', 'never', 'best' or the number of a step",
+    ),
+]
 
 
 class Section(BaseModel):
@@ -74,13 +69,63 @@ class Section(BaseModel):
     )
 
 
-class CheckpointKeys(Section):
-    """The keys of the ``checkpoint:`` section that only recipes have."""
+def _option(options: type, name: str) -> Any:
+    """Return a key that is an option of the library: with its default, its documentation and its limits."""
+    declared = {one.name: one for one in fields(options)}[name]
+    default = list(declared.default) if isinstance(declared.default, tuple) else declared.default
+    metadata = declared.metadata
+    return Field(
+        ... if default is MISSING else default,
+        description=metadata["documentation"].replace("``", "").replace("None", "null"),
+        ge=metadata["least"],
+        le=metadata["greatest"],
+    )
+
+
+class MirrorSection(Section):
+    """A second place for the checkpoints, with an interval and limits of its own: the options of ``Mirror``."""
+
+    url: Place = _option(Mirror, "url")
+    save_interval_steps: int | None = _option(Mirror, "save_interval_steps")
+    save_interval_secs: Duration | None = _option(Mirror, "save_interval_secs")
+    max_to_keep: int | None = _option(Mirror, "max_to_keep")
+    keep_latest: int | None = _option(Mirror, "keep_latest")
+    keep_period: int | None = _option(Mirror, "keep_period")
+    keep_time_interval: Duration | None = _option(Mirror, "keep_time_interval")
+    max_bandwidth: Rate | None = _option(Mirror, "max_bandwidth")
+    wait_secs: Duration = _option(Mirror, "wait_secs")
+
+
+def _mirror(given: Any) -> Any:
+    return {"url": given} if isinstance(given, str) else given
+
+
+class CheckpointSection(Section):
+    """When to save, what to keep and whether to resume: the options of the callbacks."""
 
     directory: PathOrUrl | None = None
     """Where the checkpoints go: a path, or a URL such as s3://bucket/run. Default: checkpoints/ in run_dir."""
-    allow_changes: list[str] = Field(default_factory=list)
+    allow_changes: list[str] = []
     """Keys of model, data, optimizer or seed that may differ from the checkpoints' when the run resumes."""
+    save_interval_steps: int | None = _option(CallbackOptions, "save_interval_steps")
+    save_interval_secs: Duration | None = _option(CallbackOptions, "save_interval_secs")
+    save_on_best: bool = _option(CallbackOptions, "save_on_best")
+    best_fn: str | None = _option(CallbackOptions, "best_fn")
+    best_mode: Literal["max", "min"] | None = _option(CallbackOptions, "best_mode")
+    max_to_keep: int | None = _option(CallbackOptions, "max_to_keep")
+    keep_latest: int | None = _option(CallbackOptions, "keep_latest")
+    keep_period: int | None = _option(CallbackOptions, "keep_period")
+    keep_time_interval: Duration | None = _option(CallbackOptions, "keep_time_interval")
+    keep_steps: list[Step] = _option(CallbackOptions, "keep_steps")
+    mirror: Annotated[MirrorSection | None, BeforeValidator(_mirror)] = _option(CallbackOptions, "mirror")
+    reuse_unchanged: bool = _option(CallbackOptions, "reuse_unchanged")
+    save_at_end: bool = _option(CallbackOptions, "save_at_end")
+    resume: Resume = _option(CallbackOptions, "resume")
+    init_from: Place | None = _option(CallbackOptions, "init_from")
+    partial: Literal["initialize"] | None = _option(CallbackOptions, "partial")
+    compression: int | None = _option(CallbackOptions, "compression")
+    signals: list[str] = _option(CallbackOptions, "signals")
+    grace_secs: Duration | None = _option(CallbackOptions, "grace_secs")
 
     def options(self) -> CallbackOptions:
         """Return the options of the callback."""
@@ -88,58 +133,9 @@ class CheckpointKeys(Section):
 
     def callback_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments that the integrations' callbacks take, without the directory."""
-        found = self.model_dump(exclude=set(CheckpointKeys.model_fields))
+        found = self.model_dump(exclude={"directory", "allow_changes"})
         mirror = found["mirror"]
         return {**found, "mirror": None if mirror is None else Mirror(**mirror)}
-
-
-_IN_YAML: dict[Any, Any] = {
-    clock.Duration: Duration,
-    clock.Duration | None: Duration | None,
-    clock.Rate | None: Annotated[Any, AfterValidator(_rate)],
-    Place: Annotated[PathOrUrl, Field(min_length=1)],
-    BestFn | None: str | None,
-    Resume: Annotated[Any, AfterValidator(_resume)],
-    Collection[int]: list[Annotated[int, Field(ge=0)]],
-    Collection[str | signal.Signals]: list[str],
-    Place | None: Annotated[PathOrUrl, Field(min_length=1)] | None,
-}
-"""Types of options, and how YAML writes them where that differs."""
-
-
-def _keys_of(options: type) -> Iterator[tuple[str, Any]]:
-    """Yield a key of a section for every option of a dataclass."""
-    kinds = get_type_hints(options)
-    for option in documented_fields(options):
-        kind = kinds[option.name]
-        default = list(option.default) if isinstance(option.default, tuple) else option.default
-        default = ... if default is MISSING else default
-        description = option.metadata["documentation"].replace("``", "").replace("None", "null")
-        limits = {"ge": option.metadata["least"], "le": option.metadata["greatest"]}
-        written = _IN_YAML.get(kind, kind)
-        yield option.name, (written, Field(default, description=description, **limits))
-
-
-MirrorSection = create_model(
-    "MirrorSection",
-    __base__=Section,
-    __doc__="A second place for the checkpoints, with an interval and limits of its own.",
-    **dict(_keys_of(Mirror)),
-)
-_IN_YAML[Place | Mirror | None] = Annotated[
-    MirrorSection | None, BeforeValidator(lambda found: {"url": found} if isinstance(found, str) else found)
-]
-
-
-if TYPE_CHECKING:
-    CheckpointSection = CheckpointKeys
-else:
-    CheckpointSection = create_model(
-        "CheckpointSection",
-        __base__=CheckpointKeys,
-        __doc__="When to save, what to keep and whether to resume: the options of the callbacks.",
-        **dict(_keys_of(CallbackOptions)),
-    )
 
 
 class TrainSection(Section):
@@ -195,18 +191,17 @@ class Config(Section):
 
     def conflicts(self) -> Iterator[tuple[KeyPath, str]]:
         """Yield the keys that conflict although each by itself is right, and what to do about it."""
-        given = self.checkpoint.callback_arguments()
-        best_fn, metrics = given["best_fn"], ", ".join(self.METRICS)
-        if given["save_on_best"] and best_fn is None:
-            yield ("checkpoint", "save_on_best"), f"expected best_fn to name a metric as well: {metrics}"
-        if given["resume"] == "best" and best_fn is None:
-            yield ("checkpoint", "resume"), f"expected best_fn to name a metric as well: {metrics}"
-        if best_fn is not None and self.METRICS and best_fn not in self.METRICS:
-            text = f'expected a metric of this recipe ({metrics}), found "{best_fn}"'
-            yield ("checkpoint", "best_fn"), text + did_you_mean(best_fn, self.METRICS)
-        elif best_fn is not None and given["best_mode"] is None:
-            text = f'expected "min" if the smallest {best_fn} is best, as of a loss, or "max" if the largest is'
-            yield ("checkpoint", "best_mode"), text
+        best_fn, metrics = self.checkpoint.best_fn, ", ".join(self.METRICS)
+        try:
+            if best_fn is not None and self.METRICS and best_fn not in self.METRICS:
+                text = f'expected a metric of this recipe ({metrics}), found "{best_fn}"'
+                yield ("checkpoint", "best_fn"), text + did_you_mean(best_fn, self.METRICS)
+            else:
+                self.checkpoint.options()
+        except OptionError as error:
+            option = re.split(r"\W", str(error), maxsplit=1)[0]  # an error of the options begins with the name of one
+            hint = f"; here the metrics are {metrics}" if metrics and "needs best_fn" in str(error) else ""
+            yield ("checkpoint", option), f"{error}{hint}"
         known = list(self.identity_keys())
         for index, key in enumerate(self.checkpoint.allow_changes):
             if key not in known:
@@ -236,7 +231,7 @@ class Schedule(Section):
 
     learning_rate: Positive = 1e-3
     """The largest learning rate."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 50
+    warmup_steps: Step = 50
     """Steps in which the learning rate rises from zero."""
     decay_steps: Count = 1000
     """The step at which the learning rate has come down to a tenth; it stays there."""
@@ -259,7 +254,7 @@ class _Scheduled(Config):
 class DigitsModel(Section):
     """A multilayer perceptron."""
 
-    hidden: Annotated[list[Count], Field(min_length=1)] = Field(default_factory=lambda: [128, 128])
+    hidden: Layers = Field(default_factory=lambda: [128, 128])
     """Units of every hidden layer."""
     dropout: Fraction = 0.1
     """The share of the units dropped in training."""
@@ -278,17 +273,11 @@ class FlaxDigits(_Scheduled):
     """The images."""
 
 
-class LightningDigits(_Scheduled):
+class LightningDigits(FlaxDigits):
     """The keys of the recipe ``lightning_digits``."""
-
-    METRICS: ClassVar[tuple[str, ...]] = ("loss", "val_accuracy", "val_loss")
 
     name: Name = "lightning_digits"
     """The name of the run."""
-    model: DigitsModel = Field(default_factory=DigitsModel)
-    """The classifier."""
-    data: DigitsData = Field(default_factory=DigitsData)
-    """The images."""
 
 
 class TextModel(Section):
@@ -336,7 +325,7 @@ class FlaxText(_Scheduled):
 class SelfPlayModel(Section):
     """The network of each policy: a multilayer perceptron with two heads."""
 
-    hidden: Annotated[list[Count], Field(min_length=1)] = Field(default_factory=lambda: [64, 64])
+    hidden: Layers = Field(default_factory=lambda: [64, 64])
     """Units of every hidden layer."""
 
 
@@ -371,7 +360,7 @@ class SelfPlaySwap(Section):
     """The policy that gets other weights; its optimizer and everything else stay as they are."""
     path: Annotated[str, Field(min_length=1)] | None = None
     """The directory of the policy in another checkpoint, such as .../300/trainer/learner/policies/p0; null for none."""
-    at_step: Annotated[int, Field(ge=0)] = 0
+    at_step: Step = 0
     """Swap when so many updates are done; a run that is resumed later does not do it again."""
 
 
@@ -399,3 +388,16 @@ class SelfPlay(Config):
             yield ("game", "connect"), text
         if self.swap.path is None and self.swap.at_step:
             yield ("swap", "at_step"), "expected a path as well: where the other policy comes from"
+
+
+def fields_of(section: Any) -> dict[str, tuple[Any, str]]:
+    """Return the keys of a section, a model or a dataclass: the type and the documentation of each."""
+    if is_dataclass(section):
+        kinds = get_type_hints(section, include_extras=True)
+        return {one.name: (kinds[one.name], one.metadata.get("help", "")) for one in fields(section) if one.init}
+    return {name: (field.annotation, field.description or "") for name, field in section.model_fields.items()}
+
+
+def is_section(kind: Any) -> bool:
+    """Return whether a type, or the type of a value, has keys."""
+    return isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, BaseModel))

@@ -1,4 +1,4 @@
-"""Reads YAML 1.2 into plain values, with the place of every key.
+"""Reads YAML 1.2 with the place of every value, and puts values over others.
 
 Scalars follow the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema): ``1e-3`` is a number, ``on``,
 ``no`` and ``2024-01-01`` are text, and ``010`` is ten. Tags are refused, and so is a key that is given twice.
@@ -9,10 +9,9 @@ scalar without quotes that is nothing else is read as YAML again, so that it may
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,179 +20,204 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from .problems import KeyPath, Problem, SourceLine, dotted
+from .problems import ConfigError, KeyPath, Problem, SourceLine, dotted, found
 
 _DEEPEST = 100  # lists and sections in each other
 _MOST = 100_000  # values of a document, an alias counted as what it stands for
 _TAG = "tag:yaml.org,2002:"
 _ENVIRONMENT = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)(?:,([^}]*))?\}")
-_TEXT_TAGS = {f"{_TAG}str", f"{_TAG}timestamp", f"{_TAG}value", f"{_TAG}merge"}
+_TEXT_TAGS = {f"{_TAG}{name}" for name in ("str", "timestamp", "value", "merge")}
+_PLAIN_TAGS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float")}
+
+
+@dataclass(slots=True)
+class Value:
+    """A value of YAML and where its key was written: dict[str, Value], list[Value], str, int, float, bool or None."""
+
+    content: Any
+    place: SourceLine
+
+    def plain(self) -> Any:
+        """Return the value without places."""
+        if isinstance(self.content, dict):
+            return {key: inner.plain() for key, inner in self.content.items()}
+        return [inner.plain() for inner in self.content] if isinstance(self.content, list) else self.content
+
+    def place_of(self, path: KeyPath) -> SourceLine:
+        """Return where a key was written, or the nearest section around a key that is not in the text."""
+        here = self
+        for key in path:
+            inside = dict(enumerate(here.content)) if isinstance(here.content, list) else here.content
+            if not isinstance(inside, dict) or key not in inside:
+                break
+            here = inside[key]
+        return here.place
+
+    def over(self, base: Value | None) -> Value:
+        """Return this value, put over another one section by section."""
+        if base is None or not isinstance(base.content, dict) or not isinstance(self.content, dict):
+            return self
+        own = {key: inner.over(base.content.get(key)) for key, inner in self.content.items()}
+        return Value({**base.content, **own}, self.place)
+
+    def put(self, path: KeyPath, value: Value) -> None:
+        """Set the value at a path; numbers in it are indices into lists, and missing sections are added.
+
+        Raises:
+            ConfigError: The path leads through a value that is no section, or past the end of a list.
+        """
+        here: Value = self
+        for depth, key in enumerate(path):
+            inside = here.content
+            if isinstance(inside, list):
+                if not str(key).isdigit() or int(key) >= len(inside):
+                    text = f"expected the index of an item, 0 to {len(inside) - 1}, found {key}"
+                    raise ConfigError([Problem(value.place, dotted(path[: depth + 1]), text)])
+                key = int(key)
+            elif not isinstance(inside, dict):
+                text = f"expected a section to set a key in, found {found(here.plain())}"
+                raise ConfigError([Problem(value.place, dotted(path[:depth]), text)])
+            elif key not in inside:
+                inside[key] = Value({}, value.place)
+            if depth == len(path) - 1:
+                inside[key] = value
+            here = inside[key]
 
 
 @dataclass(slots=True)
 class Document:
-    """Plain values (dict, list, str, int, float, bool, None) and where each of them was written."""
+    """The values of a text, and what is wrong with it."""
 
-    values: Any = None
-    places: dict[KeyPath, SourceLine] = field(default_factory=dict)
+    root: Value
     problems: list[Problem] = field(default_factory=list)
 
-    def place(self, path: KeyPath) -> SourceLine:
-        """Return where a key was written, or the nearest section around a key that is not in the text."""
-        while path not in self.places and path:
-            path = path[:-1]
-        return self.places[path]
+    def report(self, place: SourceLine, path: KeyPath, text: str) -> None:
+        """Add a problem."""
+        self.problems.append(Problem(place, dotted(path), text))
+
+
+def compose(text: str) -> Any:
+    """Return the root node of a YAML document; None of an empty one.
+
+    Raises:
+        YAMLError: This is not YAML.
+        RecursionError: Lists and sections lie in each other too deep.
+    """
+    depth = 0
+    for event in YAML(typ="safe", pure=True).parse(text):
+        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+        if depth > _DEEPEST:
+            raise RecursionError(event.start_mark.line + 1)
+    return YAML(typ="safe", pure=True).compose(text)
 
 
 def read_yaml(text: str, source: str, *, one_place: bool = False) -> Document:
-    """Read one YAML document: the values, their places, and bad syntax, tags and doubled keys as problems.
+    """Read one YAML document: its values, and bad syntax, tags and doubled keys as problems.
 
     ``source`` names the text in error messages; ``one_place`` leaves line numbers out, for a text that is one argument.
     """
-    return _Reader(source, one_place).read(text)
+    place = SourceLine(source)
+    document = Document(Value(None, place))
+
+    def line(number: int) -> SourceLine:
+        return place if one_place else SourceLine(source, number)
+
+    try:
+        root = compose(text)
+        if root is not None:
+            document.root.content = _Reader(document, line).value(root, ()).content
+    except RecursionError as error:
+        document.report(line(*error.args), (), f"lists and sections lie in each other more than {_DEEPEST} deep")
+    except OverflowError:  # by aliases of aliases, most likely
+        document.problems.clear()
+        document.report(place, (), f"this has more than {_MOST} values, those of aliases included")
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        said = error.problem or error.context
+        document.report(place if mark is None else line(mark.line + 1), (), f"this is not YAML: {said}")
+    except YAMLError as error:
+        document.report(place, (), f"this is not YAML: {' '.join(str(error).split())}")
+    return document
 
 
 class _Reader:
-    def __init__(self, source: str, one_place: bool) -> None:
-        self._source = source
-        self._one_place = one_place
-        self._document = Document()
+    """Turns nodes into values; each mistake in them becomes a problem of the document."""
+
+    def __init__(self, document: Document, line: Callable[[int], SourceLine]) -> None:
+        self._document = document
+        self._line = line
+        self._constructor = YAML(typ="safe", pure=True).constructor
         self._open: set[int] = set()
         self._count = 0  # values so far
 
-    def read(self, text: str) -> Document:
-        self._document.places[()] = SourceLine(self._source)
-        try:
-            line = _too_deep(text)
-            if line is not None:
-                place = SourceLine(self._source, None if self._one_place else line)
-                self._report(place, (), f"lists and sections lie in each other more than {_DEEPEST} deep")
-                return self._document
-            root: Node | None = YAML(typ="safe", pure=True).compose(text)
-        except MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
-            place = SourceLine(self._source, None if mark is None or self._one_place else mark.line + 1)
-            self._report(place, (), f"this is not YAML: {error.problem or error.context}")
-            return self._document
-        except YAMLError as error:
-            self._report(SourceLine(self._source), (), f"this is not YAML: {' '.join(str(error).split())}")
-            return self._document
-        self._document.values = None if root is None else self._value(root, ())
-        if self._count > _MOST:  # of aliases of aliases, most likely
-            self._document = Document(None, {(): SourceLine(self._source)})
-            self._report(SourceLine(self._source), (), f"this has more than {_MOST} values, those of aliases included")
-        return self._document
+    def value(self, node: Node, path: KeyPath, place: SourceLine | None = None) -> Value:
+        """Return the value of a node, whose key is at a place.
 
-    def _value(self, node: Node, path: KeyPath) -> Any:
+        Raises:
+            OverflowError: There are more values than a configuration has.
+        """
         self._count += 1
         if self._count > _MOST:
-            return None
+            raise OverflowError
+        place = self._line(node.start_mark.line + 1) if place is None else place
+        content: Any = None
         if id(node) in self._open:
-            self._report(self._place(node), path, "an alias that holds itself has no value")
-            return None
-        self._open.add(id(node))
-        try:
-            if isinstance(node, MappingNode) and str(node.tag) == f"{_TAG}map":
-                return self._mapping(node, path)
-            if isinstance(node, SequenceNode) and str(node.tag) == f"{_TAG}seq":
-                items = itertools.takewhile(lambda _: self._count <= _MOST, enumerate(node.value))
-                return [self._item(item, (*path, index)) for index, item in items]
-            if isinstance(node, ScalarNode):
-                return self._scalar(node, path)
-        finally:
+            self._document.report(place, path, "an alias that holds itself has no value")
+        elif isinstance(node, MappingNode | SequenceNode) and node.tag in (f"{_TAG}map", f"{_TAG}seq"):
+            self._open.add(id(node))
+            if isinstance(node, MappingNode):
+                content = self._section(node, path)
+            else:
+                content = [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
             self._open.discard(id(node))
-        self._report(self._place(node), path, f"the tag {node.tag} is not allowed: write plain YAML")
-        return None
+        elif isinstance(node, ScalarNode) and node.tag in _TEXT_TAGS:
+            content = self._with_environment(node, path, place)
+        else:
+            content = self._scalar(node, path, place)
+        return Value(content, place)
 
-    def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
-        values: dict[str, Any] = {}
+    def _section(self, node: MappingNode, path: KeyPath) -> dict[str, Value]:
+        values: dict[str, Value] = {}
         for key_node, value_node in node.value:
-            if self._count > _MOST:
-                break
-            place = self._place(key_node)
-            if not isinstance(key_node, ScalarNode):
-                self._report(place, path, "a key must be text, found a list or a section")
-                continue
+            place = self._line(key_node.start_mark.line + 1)
             key = str(key_node.value)
-            inner = (*path, key)
-            if key in values:
-                self._report(place, inner, f"the key is given twice; the first is at {self._document.places[inner]}")
-                continue
-            self._document.places[inner] = place
-            values[key] = self._value(value_node, inner)
+            if not isinstance(key_node, ScalarNode):
+                self._document.report(place, path, "a key must be text, found a list or a section")
+            elif key in values:
+                first = values[key].place
+                self._document.report(place, (*path, key), f"the key is given twice; the first is at {first}")
+            else:
+                values[key] = self.value(value_node, (*path, key), place)
         return values
 
-    def _item(self, node: Node, path: KeyPath) -> Any:
-        self._document.places[path] = self._place(node)
-        return self._value(node, path)
-
-    def _scalar(self, node: ScalarNode, path: KeyPath) -> Any:
-        tag, text = str(node.tag), str(node.value)
-        if tag in _TEXT_TAGS:
-            return self._with_environment(node, text, path)
-        try:
-            match tag.removeprefix(_TAG):
-                case "null":
-                    return None
-                case "bool":
-                    return text.lower() == "true"
-                case "int":
-                    return _integer(text)
-                case "float":
-                    return _number(text)
-        except ValueError:
-            pass
-        self._report(self._place(node), path, f"the tag {tag} is not allowed: write plain YAML")
+    def _scalar(self, node: Node, path: KeyPath, place: SourceLine) -> Any:
+        if isinstance(node, ScalarNode) and node.tag in _PLAIN_TAGS:
+            try:
+                return self._constructor.construct_object(node)
+            except ValueError:
+                pass
+        self._document.report(place, path, f"the tag {node.tag} is not allowed: write plain YAML")
         return None
 
-    def _with_environment(self, node: ScalarNode, text: str, path: KeyPath) -> Any:
-        def value(match: re.Match[str]) -> str:
-            found = os.environ.get(match[1], match[2])
-            if found is None:
+    def _with_environment(self, node: ScalarNode, path: KeyPath, place: SourceLine) -> Any:
+        def variable(match: re.Match[str]) -> str:
+            value = os.environ.get(match[1], match[2])
+            if value is None:
                 what = f"the environment has no variable {match[1]}; set it, or write ${{env:{match[1]},value}}"
-                self._report(self._place(node), path, what)
-            return found or ""
+                self._document.report(place, path, what)
+            return value or ""
 
-        if "${env:" in _ENVIRONMENT.sub("", text):
-            what = f"expected ${{env:NAME}} or ${{env:NAME,value}} with the name of a variable, found {text!r:.80}"
-            self._report(self._place(node), path, what)
-        plain = node.style is None and _ENVIRONMENT.fullmatch(text)
-        text = _ENVIRONMENT.sub(value, text)
-        if not plain:
-            return text
-        again = None if _too_deep(text) else YAML(typ="safe", pure=True).compose(text)
-        if isinstance(again, ScalarNode) and again.tag not in _TEXT_TAGS:
-            return self._scalar(again, path)
+        text = _ENVIRONMENT.sub(variable, node.value)
+        if "${env:" in _ENVIRONMENT.sub("", node.value):
+            what = (
+                f"expected ${{env:NAME}} or ${{env:NAME,value}} with the name of a variable, found {node.value!r:.80}"
+            )
+            self._document.report(place, path, what)
+        if node.style is None and _ENVIRONMENT.fullmatch(node.value):
+            try:
+                again = compose(text)
+            except (YAMLError, RecursionError):
+                return text
+            if isinstance(again, ScalarNode) and again.tag in _PLAIN_TAGS:
+                return self._scalar(again, path, place)
         return text
-
-    def _place(self, node: Node) -> SourceLine:
-        return SourceLine(self._source, None if self._one_place else node.start_mark.line + 1)
-
-    def _report(self, place: SourceLine, path: KeyPath, text: str) -> None:
-        self._document.problems.append(Problem(place, dotted(path), text))
-
-
-def _too_deep(text: str) -> int | None:
-    """Return the line at which lists and sections lie in each other too deep to be read; None where they do not."""
-    depth = 0
-    for event in YAML(typ="safe", pure=True).parse(text):
-        if isinstance(event, CollectionStartEvent):
-            depth += 1
-            if depth > _DEEPEST:
-                return int(event.start_mark.line) + 1
-        elif isinstance(event, CollectionEndEvent):
-            depth -= 1
-    return None
-
-
-def _integer(text: str) -> int:
-    digits = text.replace("_", "").lower()
-    bases = {"0x": 16, "0o": 8, "0b": 2}
-    return int(digits, bases.get(digits.lstrip("+-")[:2], 10))
-
-
-def _number(text: str) -> float:
-    digits = text.replace("_", "").lower()
-    if digits.endswith(".inf"):
-        return -math.inf if digits.startswith("-") else math.inf
-    return math.nan if digits.endswith(".nan") else float(digits)

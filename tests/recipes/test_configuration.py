@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from holdfast.recipes.configuration import bundled_configs, load_configuration, read_config, to_yaml
 from holdfast.recipes.problems import ConfigError
 from holdfast.recipes.registry import RECIPES
-from holdfast.recipes.schema import Section
+from holdfast.recipes.schema import MirrorSection, Section
 from holdfast.recipes.yaml_reader import read_yaml
 
 
@@ -139,12 +139,23 @@ ERRORS = {
     ),
     "metric without a mode": (
         "checkpoint: {best_fn: val_loss}",
-        'FILE:2: checkpoint.best_mode: expected "min" if the smallest val_loss is best, as of a loss, or "max" if the '
-        "largest is",
+        "FILE:2: checkpoint.best_fn: best_fn='val_loss' needs best_mode: best_mode='min' if the smallest value is "
+        "best, as of a loss, or best_mode='max' if the largest is, as of an accuracy",
     ),
     "best without a metric": (
         "checkpoint: {save_on_best: true}",
-        "FILE:2: checkpoint.save_on_best: expected best_fn to name a metric as well: loss, val_accuracy, val_loss",
+        "FILE:2: checkpoint.save_on_best: save_on_best=True needs best_fn: the name of a metric, or a function of the "
+        "metrics; here the metrics are loss, val_accuracy, val_loss",
+    ),
+    "no signal": (
+        "checkpoint: {signals: [SIGKIL]}",
+        "FILE:2: checkpoint.signals: signals: 'SIGKIL' is not a signal that a process can handle; give names such as "
+        "'SIGTERM', 'SIGINT' or 'SIGUSR1'",
+    ),
+    "no place": (
+        'checkpoint: {save_interval_steps: 5, init_from: "what://x"}',
+        "FILE:2: checkpoint.init_from: init_from='what://x': 'what://x' has an unknown scheme, 'what': expected a "
+        "path, file:///path, memory://name, s3://bucket/name or gs://bucket/name",
     ),
     "allowed change of nothing": (
         "checkpoint: {allow_changes: [optimizer.learning_rat]}",
@@ -251,7 +262,7 @@ def test_scalars_follow_yaml_1_2(text: str) -> None:
     document = read_yaml(f"key: {text}\n", "file")
 
     assert document.problems == []
-    value = document.values["key"]
+    value = document.root.plain()["key"]
     assert (value, type(value)) == (SCALARS[text], type(SCALARS[text]))
 
 
@@ -273,8 +284,8 @@ def test_what_is_written_is_read_again(values: dict[str, object]) -> None:
     document = read_yaml(to_yaml(values), "file")
 
     assert document.problems == []
-    assert document.values == values
-    assert repr(document.values) == repr(values)  # 1, 1.0 and true are equal, but not the same
+    assert document.root.plain() == values
+    assert repr(document.root.plain()) == repr(values)  # 1, 1.0 and true are equal, but not the same
 
 
 OVERRIDES = {
@@ -440,11 +451,13 @@ def test_a_resolved_configuration_can_be_read_again(tmp_path: Path) -> None:
 def test_the_checkpoint_section_has_the_words_of_the_callbacks() -> None:
     import inspect
 
+    from holdfast import Mirror
     from holdfast.integrations.options import CallbackOptions
 
     section = load_configuration("flax_digits").config.checkpoint.callback_arguments()
 
     assert list(section) == list(inspect.signature(CallbackOptions).parameters)
+    assert list(MirrorSection(url="there").model_dump()) == list(inspect.signature(Mirror).parameters)
 
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
@@ -474,7 +487,7 @@ def test_bombs_are_one_error(tmp_path: Path, text: str, message: str, included: 
 
 def test_a_variable_of_the_environment_may_be_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEP", "[" * 500)
-    assert read_yaml("a: ${env:DEEP}", "here").values == {"a": "[" * 500}
+    assert read_yaml("a: ${env:DEEP}", "here").root.plain() == {"a": "[" * 500}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pathlib import Path
+
 import numpy as np
 
 import holdfast as hf
@@ -29,6 +31,7 @@ class Model:
     """The walk."""
 
     width: int = field(default=4, metadata={"help": "Numbers in the state."})
+    table: Path | None = None
     scales: tuple[float, ...] = (1.0, 2.0)
 
 
@@ -122,17 +125,21 @@ def error_of_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_mistakes_are_reported_together(project: Path) -> None:
-    said = problems("model.widht=3", "rate=fast", "train.steps=0").splitlines()
+    wrong = ("model.widht=3", "rate=fast", "train.steps=0", "model.width=4.0", "model.scales=[x]")
+    said = problems(*wrong).splitlines()
     assert sorted(said) == [
+        'argument model.scales=[x]: model.scales.0: expected a number, found the text "x"',
         'argument model.widht=3: model.widht: unknown key; did you mean "width"?',
+        "argument model.width=4.0: model.width: expected a whole number, found 4.0",
         'argument rate=fast: rate: expected a number, found the text "fast"',
         "argument train.steps=0: train.steps: expected a number above 0, found 0",
     ]
 
 
 def test_lists_stand_for_tuples(project: Path) -> None:
-    config = load_configuration("walk.yaml", ["model.scales=[3, 4.5]"]).resolved()
-    assert config["model"] == {"width": 4, "scales": [3.0, 4.5]}
+    config = load_configuration("walk.yaml", ["model.scales=[3, 4.5]", "model.table=there"]).resolved()
+    assert config["model"] == {"width": 4, "table": "there", "scales": [3.0, 4.5]}
+    assert problems("model=3") == "argument model=3: model: expected a section with keys, found 3"
     assert list(config)[:5] == ["recipe", "name", "run_dir", "seed", "model"]
 
 
