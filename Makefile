@@ -19,7 +19,7 @@ help:
 	@echo "make bench         compare with other ways to save checkpoints, on this disk"
 	@echo "make clean         remove everything that make has made"
 
-$(READY): pyproject.toml constraints.txt hatch_build.py
+$(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
@@ -34,7 +34,7 @@ test: $(READY)
 test-all: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL) -m "sweep or not sweep"
 
-$(MINIMUM)/.ready: pyproject.toml minimum.txt hatch_build.py
+$(MINIMUM)/.ready: pyproject.toml minimum.txt
 	$(PYTHON) -m venv $(MINIMUM)
 	$(MINIMUM)/bin/python -m pip install --quiet --disable-pip-version-check --constraint minimum.txt torch
 	$(MINIMUM)/bin/python -m pip install --quiet --disable-pip-version-check --constraint minimum.txt --editable '.[dev]'

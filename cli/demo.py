@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from .. import load
+from ..engine.api import load
 from .status import DONE, FAILED, PREEMPTED
 from .streams import say
 

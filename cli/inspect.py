@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from .. import CheckpointSummary, LeafSummary, describe, list_checkpoints, verify
 from ..engine.clock import format_size
 from ..engine.errors import CheckpointNotFoundError, OptionError, TreeMismatchError, shortened_steps
-from ..engine.inspection import shared_bytes
+from ..engine.inspection import CheckpointSummary, LeafSummary, describe, list_checkpoints, shared_bytes
 from ..engine.pytree import PathFilter
 from ..engine.sources import (
     CheckpointSource,
@@ -24,6 +23,7 @@ from ..engine.sources import (
     open_at,
 )
 from ..engine.storage import Location
+from ..engine.verification import verify
 from .log import configure_logging
 from .places import INSIDE_A_RUN, checkpoints_at, is_one_checkpoint, runs_below, where_else
 from .progress import progress_of

@@ -6,8 +6,8 @@ import json
 import time
 from collections.abc import Iterator
 
-from .. import CheckpointSummary, list_checkpoints
 from ..engine.clock import format_size
+from ..engine.inspection import CheckpointSummary, list_checkpoints
 from ..engine.manager import finite
 from ..engine.storage import Location
 from .inspect import list_steps, shown

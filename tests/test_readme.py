@@ -101,4 +101,9 @@ def test_the_source_distribution_has_what_the_readme_names(tmp_path: Path) -> No
         "docs/tools/prepare.py",
     } <= names
     assert {"CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "README.md"} <= names
-    assert {"benchmarks/compare.py", "tests/test_readme.py", "cli/demo.py", "docs/schedulers/job.yaml"} <= names
+    assert {
+        "benchmarks/compare.py",
+        "tests/test_readme.py",
+        "src/holdfast/cli/demo.py",
+        "docs/schedulers/job.yaml",
+    } <= names

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ... import CheckpointSummary, LeafSummary, describe, list_checkpoints
 from ...engine.clock import UNHEARD, Progress, format_size
 from ...engine.errors import HoldfastError
+from ...engine.inspection import CheckpointSummary, LeafSummary, describe, list_checkpoints
 from ...engine.manager import EVENTS, ROTATED, StepInfo, best, read_events, stored_options
 from ...engine.sources import LeafStatistics, find_checkpoint, find_steps, leaf_statistics, open_at
 from ...engine.steps import stored_metadata

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ... import CheckpointSummary
 from ...engine.clock import format_size
 from ...engine.errors import shortened
+from ...engine.inspection import CheckpointSummary
 from ...engine.sources import LeafStatistics
 from ..report import age, count, metrics_text
 from .charts import (

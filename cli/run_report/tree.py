@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ... import LeafSummary
 from ...engine.clock import format_size
+from ...engine.inspection import LeafSummary
 from ..report import count
 
 _ROWS = 4000  # containers and leaves that are drawn

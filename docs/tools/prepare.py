@@ -31,7 +31,7 @@ SUBJECTS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "handlers": (
         "Checkpointers and handlers",
         "How one item is written, and types of your own.",
-        ("engine.checkpoint", "engine.handlers", "engine.arrays", "engine.checkpoint_utils", "engine.type_handlers"),
+        ("engine.checkpoint", "engine.handlers", "engine.arrays", "checkpoint_utils", "type_handlers"),
     ),
     "trees": ("Trees", "Leaves, and trees under other names.", ("engine.pytree",)),
     "convert": (
@@ -66,14 +66,15 @@ def api_pages() -> dict[str, str]:
     """
     import holdfast
 
-    homes: Mapping[str, str] = vars(holdfast)["_MODULES"]
-    subjects = {home: file for file, (_, _, rooms) in SUBJECTS.items() for home in rooms}
+    subjects = {f"holdfast.{room}": file for file, (_, _, rooms) in SUBJECTS.items() for room in rooms}
     names: dict[str, list[str]] = {file: [] for file in SUBJECTS}
-    for name in holdfast.__all__:
-        home = homes.get(name, f"engine.{name}")
-        if home not in subjects:
+    for name in sorted({*holdfast.__all__} - {*MODULES}):
+        value = getattr(holdfast, name)
+        home = value.__name__ if inspect.ismodule(value) else value.__module__
+        found = [file for room, file in subjects.items() if f"{home}.".startswith(f"{room}.")]
+        if not found:
             raise LookupError(f"holdfast.{name} comes from {home}: add that to SUBJECTS in {Path(__file__).name}")
-        names[subjects[home]].append(f"holdfast.{name}")
+        names[found[0]].append(f"holdfast.{name}")
     documented: dict[Any, str] = {}
     pages = {
         f"{file}.md": f"# {title}\n\n{text}\n\n{_entries(names[file], documented)}"

@@ -52,7 +52,7 @@ def defined_names() -> frozenset[str]:
     """The names of all modules, classes, functions, arguments and variables of the package."""
     names = set(dir(builtins))
     for folder in ("engine", "integrations", "recipes", "cli"):
-        for path in (ROOT / folder).rglob("*.py"):
+        for path in (ROOT / "src" / "holdfast" / folder).rglob("*.py"):
             names.update((path.stem, path.parent.name))
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -66,7 +66,7 @@ def defined_names() -> frozenset[str]:
 
 def methods_of(room: str, name: str) -> set[str] | None:
     """The methods of a class of a room; none for a function; None if the room defines neither."""
-    for path in (ROOT / "engine" / room).rglob("*.py"):
+    for path in (ROOT / "src" / "holdfast" / "engine" / room).rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
                 return {part.name for part in node.body if isinstance(part, ast.FunctionDef)}

@@ -19,7 +19,7 @@ import holdfast as hf
 from holdfast.components import Checkpointable, ComponentCheckpointHandler
 from holdfast.engine.checkpoint import PendingCheckpoint, copying
 from holdfast.engine.checkpoint import save as saves
-from holdfast.engine.format import decode_document, encode_document
+from holdfast.engine.format import CheckpointRecord, decode_document, encode_document
 from holdfast.engine.manager import mirror as mirrors
 from holdfast.engine.manager import stored_identity
 from holdfast.engine.storage import Location, as_location
@@ -565,7 +565,7 @@ def test_trouble_is_told_once_and_tried_again(
 def test_what_failed_copies_leave_does_not_pile_up(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     commit, tried = PendingCheckpoint.commit, []
 
-    def refused(pending: PendingCheckpoint, record: hf.CheckpointRecord) -> None:
+    def refused(pending: PendingCheckpoint, record: CheckpointRecord) -> None:
         if pending.location.url.startswith(as_location(place).url) and record.step != 4:
             tried.append(record.step)
             raise hf.StorageFullError("full")

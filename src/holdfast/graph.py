@@ -1,7 +1,5 @@
 """Checkpoints of objects: attach things to a checkpoint, save, build new ones, and restore them by name.
 
-This file becomes ``holdfast/graph.py``.
-
 >>> import tempfile
 >>> from holdfast import graph
 >>> with tempfile.TemporaryDirectory() as directory:
@@ -14,8 +12,7 @@ This file becomes ``holdfast/graph.py``.
 
 from __future__ import annotations
 
-# Absolute, as this file is seen at two places of the package.
-from holdfast.integrations.graph import (
+from .integrations.graph import (
     Checkpoint,
     CheckpointManager,
     CheckpointReader,

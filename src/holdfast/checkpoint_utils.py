@@ -7,8 +7,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .handlers import ArrayRestoreArgs, RestoreArgs, broadcast_prefix
-from .pytree import (
+from .engine.handlers import ArrayRestoreArgs, RestoreArgs, broadcast_prefix
+from .engine.pytree import (
     NUMBER_KINDS,
     LeafMetadata,
     describe_template,

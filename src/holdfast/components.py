@@ -1,7 +1,5 @@
 """Trees of components: a trainer, its learner, its policies, each saved into a directory of its own.
 
-This file becomes ``holdfast/components.py``.
-
 >>> import tempfile, numpy as np
 >>> from holdfast import components
 >>> class Policy(components.Checkpointable):
@@ -20,8 +18,7 @@ array([7., 7.])
 
 from __future__ import annotations
 
-# Absolute, as this file is seen at two places of the package.
-from holdfast.integrations.components import (
+from .integrations.components import (
     Checkpointable,
     Component,
     ComponentCheckpointHandler,

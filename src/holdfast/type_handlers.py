@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from .arrays import AggregateHandler as AggregateHandler
-from .arrays import MsgpackHandler as MsgpackHandler
-from .errors import OptionError
-from .handlers import DEFAULT_REGISTRY as DEFAULT_REGISTRY
-from .handlers import ParamInfo as ParamInfo
-from .handlers import TypeHandler as TypeHandler
-from .handlers import TypeHandlerRegistry as TypeHandlerRegistry
-from .handlers import register_type_handler as register_type_handler
+from .engine.arrays import AggregateHandler as AggregateHandler
+from .engine.arrays import MsgpackHandler as MsgpackHandler
+from .engine.errors import OptionError
+from .engine.handlers import DEFAULT_REGISTRY as DEFAULT_REGISTRY
+from .engine.handlers import ParamInfo as ParamInfo
+from .engine.handlers import TypeHandler as TypeHandler
+from .engine.handlers import TypeHandlerRegistry as TypeHandlerRegistry
+from .engine.handlers import register_type_handler as register_type_handler
 
 
 def create_coordinator_server_and_context() -> tuple[None, None]:

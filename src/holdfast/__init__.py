@@ -1,0 +1,23 @@
+"""holdfast keeps the state of training runs safe.
+
+>>> import tempfile, numpy as np
+>>> import holdfast as hf
+>>> with tempfile.TemporaryDirectory() as directory:
+...     report = hf.save(f"{directory}/ckpt", {"w": np.arange(3), "step": 7})
+...     hf.load(f"{directory}/ckpt")
+{'w': array([0, 1, 2]), 'step': 7}
+"""
+
+import lazy_loader
+
+try:
+    import fcntl  # noqa: F401
+except ImportError:
+    raise ImportError(
+        "holdfast runs on Linux and macOS: this Python has no fcntl, without which files cannot be locked. On Windows, "
+        "run it in WSL 2 (wsl --install), with checkpoints on the disk of Linux"
+    ) from None
+
+__version__ = "0.1.0"
+# A name is loaded when it is first used, so that importing the package costs next to nothing; __init__.pyi lists them.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
