@@ -51,12 +51,14 @@ def test_every_public_name_has_an_entry(pages: Path) -> None:
     for module in modules:
         for name in importlib.import_module(module).__all__:
             full = f"{module}.{name}"
-            assert full in entries or f"### {full}\n" in text, f"{full} is on no page of the reference"
+            assert full in entries or full in modules or f"### {full}\n" in text, (
+                f"{full} is on no page of the reference"
+            )
 
 
 def test_a_name_of_an_unknown_module_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(vars(holdfast)["_MODULES"], "save", "engine.elsewhere")
-    with pytest.raises(LookupError, match=r"holdfast\.save comes from engine\.elsewhere: add that to SUBJECTS"):
+    monkeypatch.setattr(holdfast.save, "__module__", "holdfast.engine.elsewhere")
+    with pytest.raises(LookupError, match=r"holdfast\.save comes from holdfast\.engine\.elsewhere: add that"):
         prepare.api_pages()
 
 
