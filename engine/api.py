@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any, TypeVar, overload
 
-from .arrays import MANIFEST, ArrayDatabase, Layout
+from .arrays import Layout
 from .checkpoint import Checkpointer, SaveReport
-from .errors import CheckpointNotFoundError, DamagedCheckpointError, OptionError, itemized
+from .errors import OptionError
 from .handlers import PyTreeCheckpointHandler
 from .pytree import Patterns
-from .sources import CheckpointSource, read_checkpoint, recognise
-from .steps import has_record
-from .storage import Location, Place, as_location
+from .sources import CheckpointSource, read_checkpoint
+from .storage import Place, as_location
 
 T = TypeVar("T")
 
@@ -83,14 +82,7 @@ def load(path: Place, *, like: Any = None, select: Patterns | None = None, item:
         UnsupportedLeafError: A file of another library holds objects that only running code can restore; names
             them. Nothing was run, and ``select=`` loads the rest.
     """
-    location = as_location(path)
-    try:
-        return read_checkpoint(location, lambda checkpoint: _load(checkpoint, like, select, item))
-    except CheckpointNotFoundError:
-        location = location.snapshot()
-        if has_record(location) or not (location / MANIFEST).is_there() or recognise(location) is not None:
-            raise
-    return _load_arrays(location, like, select)
+    return read_checkpoint(as_location(path), lambda checkpoint: _load(checkpoint, like, select, item))
 
 
 def _load(checkpoint: CheckpointSource, like: Any, select: Patterns | None, item: str | None) -> Any:
@@ -104,20 +96,6 @@ def _load(checkpoint: CheckpointSource, like: Any, select: Patterns | None, item
             "select="
         )
     return {name: checkpoint.load(name) for name in wanted}
-
-
-def _load_arrays(location: Location, like: Any, select: Patterns | None) -> dict[str, Any]:
-    """Load a folder of arrays without a tree, as TensorStore writes them, into a dictionary by name."""
-    if like is not None or select is not None:
-        raise OptionError(f"{location} holds arrays without a tree: like= and select= do not apply")
-    database = ArrayDatabase(location)
-    names = database.names
-    arrays, problems = database.read(names)
-    if problems:
-        raise DamagedCheckpointError(
-            itemized(f"{location} is damaged:", [f"{p.leaf}: {p.file}: {p.what}" for p in problems])
-        )
-    return dict(zip(names, arrays, strict=True))
 
 
 def load_transformed(

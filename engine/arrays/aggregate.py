@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from ..errors import DamagedCheckpointError
 from ..format import (
     ARRAY_EXTENSION,
-    ArrayMetadata,
     decode_array,
     decode_msgpack,
+    dtype_from_name,
     dtype_name,
     encode_arrays,
     storage_dtype,
@@ -95,12 +95,13 @@ def aggregate_details(array: NDArray[Any], handler: AggregateHandler) -> dict[st
     return {"aggregate": handler.name} | ({} if plain else {"dtype": dtype_name(array.dtype)})
 
 
-def stored_array(array: NDArray[Any]) -> tuple[ArrayMetadata, bytes]:
-    """Return an array from a handler's file as one chunk of the database."""
+def aggregated_array(array: NDArray[Any], details: Mapping[str, Any]) -> NDArray[Any]:
+    """Return an array from a handler's file with the dtype that ``tree.json`` says."""
     try:
-        stored = storage_dtype(array.dtype)
+        storage_dtype(array.dtype)
     except (TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"it holds something that is not an array of numbers: {error}") from error
-    shape = array.shape if stored.extra is None else (*array.shape, stored.extra)
-    metadata = ArrayMetadata(shape, stored.data_type, tuple(max(1, size) for size in shape), "little", False)
-    return metadata, (array.astype(stored.numpy, copy=False) if stored.extra is None else array).tobytes()
+    dtype = dtype_from_name(details["dtype"]) if "dtype" in details else array.dtype
+    if array.dtype.newbyteorder("=") != dtype.newbyteorder("="):
+        raise DamagedCheckpointError(f"it holds elements of {array.dtype}, and tree.json says {dtype}")
+    return array.astype(dtype, copy=False)

@@ -41,16 +41,15 @@ class ChunkDecoder:
         # Bytes of the values of one chunk, and of the chunk in its file: an upper bound if chunks are compressed.
         self.data_bytes = math.prod(metadata.chunk_shape) * metadata.dtype.itemsize
         self.compressed = metadata.compression is not None
-        self.checksummed = metadata.checksummed
         largest = self.data_bytes + self.data_bytes // 128 + _INCOMPRESSIBLE if self.compressed else self.data_bytes
-        self.stored_bytes = largest + (CHECKSUM_BYTES if self.checksummed else 0)
+        self.stored_bytes = largest + CHECKSUM_BYTES
         sole = metadata.chunk_shape == metadata.shape
         # Whether the memory that the only chunk is read into becomes the array.
         self.adopted = sole and not self.compressed and self.data_bytes >= COPY
         self.lone = self.chunk_count == 1 and not self.compressed  # one chunk, of a size known in advance
         self.key = b"/c" + b"/0" * len(self.shape)  # follows the array's name in the key of its only chunk
         # Whether the array is handled together with other small ones.
-        self.small = sole and self.checksummed and not self.compressed and self.data_bytes <= _SMALL
+        self.small = sole and not self.compressed and self.data_bytes <= _SMALL
 
     @property
     def nbytes(self) -> int:
@@ -70,9 +69,8 @@ class ChunkDecoder:
         problem = self.why_not(data.size)
         if problem:
             return data, problem
-        size = data.size - (CHECKSUM_BYTES if self.checksummed else 0)
-        values = data[:size]
-        problem = self.check(values, data[size:], indexed)
+        values = data[:-CHECKSUM_BYTES]
+        problem = self.check(values, data[-CHECKSUM_BYTES:], indexed)
         if problem:
             return data, problem
         if not self.compressed:
@@ -84,8 +82,6 @@ class ChunkDecoder:
 
     def check(self, values: Bytes, checksum: Bytes, indexed: int = -1) -> str:
         """Return what is wrong with the bytes of a chunk, beside the checksum that follows them; "" if nothing is."""
-        if not self.checksummed:
-            return ""
         found, expected = crc32c(values), checksum_after(checksum.tobytes())
         if found != expected:
             return f"has crc32c {found:08x}, expected {expected:08x}"
@@ -152,7 +148,6 @@ class Assembly:
                 self._boxes[array] = [OutputBox(count + position, box) for position, box in enumerate(wanted)]
                 count += len(wanted)
         self._arrays: list[NDArray[Any] | None] = [None] * count
-        self._fill: dict[int, bytes] = {}
         self._damaged: set[int] = set()
         self._lock = threading.Lock()
         self._threads = threading.local()  # of each, the buffer that it decompresses chunks into and copies them out of
@@ -176,10 +171,6 @@ class Assembly:
         if not self.keep or decoder.compressed or decoder.data_bytes < COPY:
             return False
         return any(self._is_chunk(decoder, chunk, wanted) for wanted in self.output_boxes(array))
-
-    def fill(self, array: int, element: bytes) -> None:
-        """Set the value of the elements of an array for which no chunk arrives."""
-        self._fill[array] = element
 
     def give_up(self, array: int) -> None:
         """Mark an array as damaged: its chunks are still verified, but it takes no memory."""
@@ -256,21 +247,15 @@ class Assembly:
                 yield row, what
 
     def finish(self) -> list[NDArray[Any] | None]:
-        """Return the arrays, box by box, in this machine's byte order; None for each that is damaged."""
+        """Return the arrays, box by box; None for each that is damaged. Those without elements have no chunks."""
         if self._damaged or any(array is None for array in self._arrays):
-            self._fill_in()
-        for decoder in set(self.decoders):
-            if not decoder.dtype.isnative:
-                return [None if array is None else _native(array) for array in self._arrays]
+            for array in range(len(self.decoders)):
+                for wanted in self.output_boxes(array):
+                    if array in self._damaged:
+                        self._arrays[wanted.output] = None
+                    else:
+                        self._array(array, wanted)
         return self._arrays
-
-    def _fill_in(self) -> None:
-        for array in range(len(self.decoders)):
-            for wanted in self.output_boxes(array):
-                if array in self._damaged:
-                    self._arrays[wanted.output] = None
-                elif self._arrays[wanted.output] is None:
-                    self._array(array, wanted)
 
     def _scratch(self, nbytes: int) -> Bytes:
         buffer: Buffer | None = getattr(self._threads, "buffer", None)
@@ -289,9 +274,9 @@ class Assembly:
         with self._lock:
             found = self._arrays[wanted.output]
             if found is None:
-                found = self._arrays[wanted.output] = _empty(
-                    wanted.box.shape, self.decoders[array].dtype, self._fill.get(array)
-                )
+                dtype = self.decoders[array].dtype
+                memory = _fresh_memory(wanted.box.size * dtype.itemsize)
+                found = self._arrays[wanted.output] = memory.view(dtype).reshape(wanted.box.shape)
             return found
 
 
@@ -333,18 +318,6 @@ def _small_arrays(
         for row, place in zip(rows[low:high].tolist(), places, strict=True):
             arrays[row] = np.ndarray(decoders[row].shape, decoders[row].dtype, block, place)
     return arrays, np.flatnonzero(~good)
-
-
-def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], fill: bytes | None) -> NDArray[Any]:
-    array = _fresh_memory(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
-    if fill is not None:
-        array.reshape(-1).view(np.uint8).reshape(-1, len(fill))[...] = np.frombuffer(fill, np.uint8)
-    return array
-
-
-def _native(array: NDArray[Any]) -> NDArray[Any]:
-    """Return an array in this machine's byte order; not all libraries compute in the other."""
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def _fresh_memory(nbytes: int) -> Bytes:

@@ -1,4 +1,4 @@
-"""A folder of named arrays: an OCDBT database that holds zarr v3 arrays, as holdfast and TensorStore write it.
+"""A folder of named arrays: an OCDBT database that holds zarr v3 arrays, as holdfast writes it.
 
 An array of one chunk is returned in the memory that was read, without a copy. The checksum of every chunk is verified.
 """
@@ -17,14 +17,12 @@ from numpy.typing import NDArray
 from ..clock import UNHEARD
 from ..errors import DamagedCheckpointError, FormatVersionError, ObjectNotFoundError
 from ..format import (
-    METADATA_LIMIT,
     ArrayMetadata,
     FileRecord,
     chunk_keys,
     decode_array_metadata,
     decode_checksums,
     decode_database,
-    decode_fill_value,
     metadata_key,
 )
 from ..pytree import Box
@@ -35,12 +33,10 @@ from .extents import ChunkTable, Extent, Places, plausible, read_chunks
 from .plan import Bytes
 from .write import INDEX, MANIFEST
 
+Report = Callable[[str, int, str], None]  # takes a file ("" for the index), the number of an array, what is wrong
+
 _SMALL_FILE_LIMIT = 512 << 20  # bytes of a file that is read in one piece
 _INDEX_LIMIT = 8 << 30  # bytes of an index; one over ten million chunks takes some 200 MB
-_METADATA_SUFFIX = b"/zarr.json"
-# Limits for all chunks together that are not stored because they hold only their array's fill value.
-_FILLED_CHUNKS = 1 << 20
-_FILLED_BYTES = 4 << 30
 
 
 class Problem(NamedTuple):
@@ -62,20 +58,8 @@ def naming(location: Location) -> Iterator[None]:
         raise type(error)(f"{location}: {error}") from error
 
 
-class Search(NamedTuple):
-    """Functions that the search for chunks calls for each one that does not lie in a data file."""
-
-    report: Callable[[str, int, str], None]  # file (or "" for the index), array, what is wrong
-    inline: Callable[[int, int, Bytes], None]  # array, number of a chunk that lies in the index, its bytes
-    fill: Callable[[int], None]  # array of which a chunk is not stored
-
-
 class ArrayDatabase:
-    """Named arrays in a folder, opened for reading.
-
-    A folder of a checkpoint (``files`` is given) holds every chunk. Other writers leave out chunks that hold only the
-    array's fill value, so a chunk missing from their folders stands for that value.
-    """
+    """Named arrays in a folder, opened for reading; ``files`` is what the commit record says of it."""
 
     def __init__(self, location: Location, files: Mapping[str, FileRecord] | None = None) -> None:
         self._location = location
@@ -91,7 +75,6 @@ class ArrayDatabase:
             self._checksums = decode_checksums(self._index, self._entries, INDEX)
         self._index = b""
         self._rows = dict(zip(self._entries.keys, range(len(self._entries)), strict=True))
-        self._added: dict[bytes, bytes] = {}  # contents of chunks from memory, by their keys
 
     def read_file(self, path: str, limit: int = _SMALL_FILE_LIMIT) -> bytes:
         """Read a file of the folder and compare it with the commit record."""
@@ -99,18 +82,6 @@ class ArrayDatabase:
         content = read_checked(self._location / path, known, limit=limit)
         self.bytes_read += len(content)
         return content
-
-    @property
-    def names(self) -> list[str]:
-        """Name of the arrays, in the order of the index; a lone array may have the name ""."""
-        end = len(_METADATA_SUFFIX)
-        keys = [key[:-end] for key in self._entries.keys if key.endswith(_METADATA_SUFFIX)]
-        if metadata_key("") in self._rows:
-            keys.append(b"")
-        try:
-            return [key.decode() for key in keys]
-        except UnicodeDecodeError as error:
-            raise DamagedCheckpointError(f"{self._location}: a name in the index is not text: {error}") from error
 
     def file_checks(self) -> dict[str, FileCheck]:
         """Return what is known of the files that the commit record names, by their paths."""
@@ -127,12 +98,6 @@ class ArrayDatabase:
                 )
             found[path] = FileCheck(files[path], entries.offsets[rows], entries.lengths[rows], self._checksums[rows])
         return found
-
-    def add(self, arrays: Mapping[str, tuple[ArrayMetadata, bytes]]) -> None:
-        """Add arrays from memory, each as one chunk."""
-        for name, (metadata, content) in arrays.items():
-            self._metadata[name] = metadata
-            self._added |= dict.fromkeys(chunk_keys(name, metadata.grid), content)
 
     def metadata(self, names: Sequence[str]) -> list[ArrayMetadata | None]:
         known = self._metadata
@@ -172,21 +137,9 @@ class ArrayDatabase:
         return found
 
     def _metadata_text(self, name: str) -> bytes | None:
-        """Return the metadata of an array, from the index or from the file that it names; None if there is none."""
+        """Return the metadata of an array, which lies in the index; None if there is none."""
         row = self._rows.get(metadata_key(name))
-        if row is None:
-            return None
-        entries = self._entries
-        found = entries.inline[row]
-        if found is not None:
-            return found
-        length = int(entries.lengths[row])
-        if length > METADATA_LIMIT:
-            raise DamagedCheckpointError(
-                f"{self._location}: the metadata of array {name!r} takes {length} bytes, expected at most "
-                f"{METADATA_LIMIT}"
-            )
-        return self._read_node(entries.files[entries.file_ids[row]], int(entries.offsets[row]), length)
+        return None if row is None else self._entries.inline[row]
 
     def _read_node(self, path: str, offset: int, length: int) -> bytes:
         if path == INDEX and self._index:
@@ -216,16 +169,7 @@ class ArrayDatabase:
                 assembly.give_up(array)
                 problems.append(Problem(file or MANIFEST, names[array], what))
 
-        def accept(array: int, chunk: int, content: Bytes) -> None:
-            what = assembly.accept(array, chunk, content)
-            if what:
-                report(MANIFEST, array, what)
-
-        def fill(array: int) -> None:
-            with naming(self._location):
-                assembly.fill(array, decode_fill_value(self._metadata_text(names[array]) or b""))
-
-        found = self._find(names, assembly, Search(report, accept, fill))
+        found = self._find(names, assembly, report)
 
         def failed(table: ChunkTable, row: int, error: object) -> None:
             file = table.file(row)
@@ -271,32 +215,30 @@ class ArrayDatabase:
             return file.size
         return (1 << 63) - 1 if known is None else known.size
 
-    def _find(self, names: Sequence[str], assembly: Assembly, search: Search) -> ChunkTable:
-        """Find the chunks that arrays need, sorted by their place in the data files."""
-        sparse = self._files is None
+    def _find(self, names: Sequence[str], assembly: Assembly, report: Report) -> ChunkTable:
+        """Find the chunks that arrays need, sorted by their place in the data files; report what is not there."""
         lone, others = self._lone_chunks(names, assembly)
         rows: list[tuple[int, int, int, int]] = []
         # The expected chunks are counted first: a hostile shape could make listing them take forever.
-        left = len(self._rows) + len(self._added) + (_FILLED_CHUNKS if sparse else 0) - len(lone)
-        filled = _FILLED_BYTES
+        left = len(self._rows) - len(lone)
         for array in others:
             decoder = assembly.decoders[array]
             if decoder.chunk_count > left:
                 what = f"expected {decoder.chunk_count} chunks; the whole index has {len(self._rows)} entries"
-                search.report("", array, what)
+                report("", array, what)
                 continue
             left -= decoder.chunk_count
             keys = chunk_keys(names[array], decoder.grid)
-            wanted = assembly.wanted_chunks(array)
-            stored = [number for number in wanted if keys[number] in self._rows or keys[number] in self._added]
-            if len(stored) < len(wanted):
-                filled -= decoder.nbytes
-                if not sparse or filled < 0:
-                    missing = min(set(wanted).difference(stored))
-                    search.report("", array, f"chunk {missing} is not in the index")
-                    continue
-                search.fill(array)
-            rows += self._in_files(keys, stored, array, assembly, search)
+            for number in assembly.wanted_chunks(array):
+                row = self._rows.get(keys[number], -1)
+                if row < 0 or self._entries.inline[row] is not None:
+                    report("", array, f"chunk {number} is not in the index")
+                    break
+                what = decoder.why_not(int(self._entries.lengths[row]))
+                if what:
+                    report(self._entries.files[self._entries.file_ids[row]], array, f"chunk {number} {what}")
+                else:
+                    rows.append((row, array, number, int(assembly.keeps(array, number))))
         return self._table(np.concatenate([lone, np.array(rows, np.int64).reshape(-1, 4)])).sorted()
 
     def _lone_chunks(self, names: Sequence[str], assembly: Assembly) -> tuple[NDArray[np.int64], list[int]]:
@@ -316,26 +258,6 @@ class ArrayDatabase:
         good[good] = self._entries.lengths[table[good, 0]] == sizes[good]  # an inline value has length 0 there
         others = [array for array, one in enumerate(able) if not one] + table[~good, 1].tolist()
         return table[good], sorted(others)
-
-    def _in_files(
-        self, keys: Sequence[bytes], numbers: Sequence[int], array: int, assembly: Assembly, search: Search
-    ) -> list[tuple[int, int, int, int]]:
-        """Return the chunks of one array that lie in data files; hand over those that lie in the index."""
-        decoder, entries = assembly.decoders[array], self._entries
-        located = []
-        for number in numbers:
-            row = self._rows.get(keys[number])
-            content = self._added[keys[number]] if row is None else entries.inline[row]
-            if content is not None:
-                search.inline(array, number, np.frombuffer(content, np.uint8))
-                continue
-            assert row is not None
-            what = decoder.why_not(int(entries.lengths[row]))
-            if what:
-                search.report(entries.files[entries.file_ids[row]], array, f"chunk {number} {what}")
-            else:
-                located.append((row, array, number, int(assembly.keeps(array, number))))
-        return located
 
     def _table(self, table: NDArray[np.int64]) -> ChunkTable:
         rows, entries = table[:, 0], self._entries

@@ -21,9 +21,10 @@ from ..pytree import (
     from_document,
     materialize,
     recorded_types,
+    whole,
 )
 from ..storage import Location
-from .aggregate import AggregateHandler, MsgpackHandler, stored_array
+from .aggregate import AggregateHandler, MsgpackHandler, aggregated_array
 from .database import ArrayDatabase, Problem, naming
 from .digests import check_file
 from .source import SavedLeaf, TreeSource, damaged_leaves
@@ -49,34 +50,43 @@ class TreeReader(TreeSource):
             if not isinstance(stored, dict):
                 raise DamagedCheckpointError(f"{location / TREE} does not describe a tree")
             names, details, self.tree = from_document(stored)
-            self._database.add(self._aggregated(names, details, aggregate or MsgpackHandler()))
+            self._aggregated = self._read_aggregated(names, details, aggregate or MsgpackHandler())
             self.leaves = self._leaves(names, details, self._database.metadata(names))
         self._began = stored.get("fresh")
 
     def read(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
-        arrays = [leaf for leaf in leaves if leaf.saved.dtype is not None]
-        values, problems = self._database.read([leaf.name for leaf in arrays])
+        arrays = [leaf.name for leaf in leaves if leaf.saved.dtype is not None and leaf.name not in self._aggregated]
+        values, problems = self._database.read(arrays)
         self._refuse(problems)
         found = iter(values)
         return [
-            None if leaf.saved.dtype is None else _as_saved(next(found), leaf.saved, leaf.saved.shape)
+            None
+            if leaf.saved.dtype is None
+            else self._aggregated[leaf.name].copy()
+            if leaf.name in self._aggregated
+            else _as_saved(next(found), leaf.saved, leaf.saved.shape)
             for leaf in leaves
         ]
 
     def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
-        names = [leaf.name for leaf in leaves]
+        pairs = [pair for pair in zip(leaves, boxes, strict=True) if pair[0].name not in self._aggregated]
+        names = [leaf.name for leaf, _ in pairs]
         axes = [len(metadata.shape) if metadata else 0 for metadata in self._database.metadata(names)]
         stored = [
             [_stored_box(box, count, leaf.saved) for box in wanted]
-            for leaf, wanted, count in zip(leaves, boxes, axes, strict=True)
+            for (leaf, wanted), count in zip(pairs, axes, strict=True)
         ]
         values, problems = self._database.read(names, stored)
         self._refuse(problems)
         found = iter(values)
-        return [
-            [_as_saved(next(found), leaf.saved, box.shape) for box in wanted]
-            for leaf, wanted in zip(leaves, boxes, strict=True)
-        ]
+
+        def parts(leaf: SavedLeaf, wanted: Sequence[Box]) -> list[NDArray[Any]]:
+            array = self._aggregated.get(leaf.name)
+            if array is None:
+                return [_as_saved(next(found), leaf.saved, box.shape) for box in wanted]
+            return [array[box.within(whole(array.shape))].copy() for box in wanted]
+
+        return list(map(parts, leaves, boxes))
 
     def began(self) -> dict[str, LeafType] | None:
         """Return the types of the fresh state that the run began with; None where they are not recorded."""
@@ -106,7 +116,8 @@ class TreeReader(TreeSource):
         problems += [
             Problem(TREE, format_path(leaf.name), what) for leaf in self.leaves if (what := _value_problem(leaf))
         ]
-        found = self._database.verify([leaf.name for leaf in self.leaves if leaf.saved.dtype is not None], advance)
+        arrays = [leaf.name for leaf in self.leaves if leaf.saved.dtype is not None]
+        found = self._database.verify([name for name in arrays if name not in self._aggregated], advance)
         return problems + [problem._replace(leaf=format_path(problem.leaf)) for problem in found]
 
     def _check(self, path: str, known: FileRecord) -> str:
@@ -122,10 +133,11 @@ class TreeReader(TreeSource):
         except (HoldfastError, OSError) as error:
             return str(error)
 
-    def _aggregated(
+    def _read_aggregated(
         self, names: Sequence[str], details: Sequence[Details], handler: AggregateHandler
-    ) -> dict[str, tuple[ArrayMetadata, bytes]]:
-        wanted = [name for name, leaf in zip(names, details, strict=True) if leaf.get("aggregate") == handler.name]
+    ) -> dict[str, NDArray[Any]]:
+        pairs = zip(names, details, strict=True)
+        wanted = {name: leaf for name, leaf in pairs if leaf.get("aggregate") == handler.name}
         if not wanted:
             return {}
         content = self._database.read_file(handler.filename)
@@ -134,7 +146,7 @@ class TreeReader(TreeSource):
             missing = [format_path(name) for name in wanted if name not in arrays]
             if missing:
                 raise DamagedCheckpointError(f"it lacks the leaf {missing[0]}, which tree.json says it holds")
-            return {name: stored_array(arrays[name]) for name in wanted}
+            return {name: aggregated_array(arrays[name], leaf) for name, leaf in wanted.items()}
         except DamagedCheckpointError as error:
             raise DamagedCheckpointError(f"{handler.filename}: {error}") from error
 
@@ -144,6 +156,10 @@ class TreeReader(TreeSource):
         known: dict[tuple[int, int], Saved] = {}  # most leaves share both documents; they stay alive meanwhile
         found = []
         for name, facts, metadata in zip(names, details, arrays, strict=True):
+            aggregated = self._aggregated.get(name)
+            if aggregated is not None:
+                found.append(Saved(facts, aggregated.dtype, aggregated.shape))
+                continue
             key = id(facts), id(metadata)
             saved = known.get(key)
             if saved is None:

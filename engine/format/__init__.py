@@ -44,7 +44,6 @@ from .zarr import (
     ArrayMetadata,
     chunk_keys,
     decode_array_metadata,
-    decode_fill_value,
     encode_array_metadata,
     metadata_key,
 )

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -33,10 +33,7 @@ class ArrayMetadata:
     shape: tuple[int, ...]  # the shape of the array, in elements
     data_type: str  # the name of the zarr data type
     chunk_shape: tuple[int, ...]  # the shape of a chunk; chunks at the end are stored whole, too
-    endian: Literal["little", "big"] | None  # the byte order of stored elements; None where they are single bytes
-    checksummed: bool  # whether the four last bytes of each stored chunk are the CRC-32C of the others
-    # The zstd level of chunks that are compressed, in front of that checksum; only the index has their sizes then. None
-    # for chunks that are not compressed.
+    # The zstd level of chunks that are compressed, whose sizes only the index has; None for chunks that are not.
     compression: int | None = None
 
     @property
@@ -50,10 +47,10 @@ class ArrayMetadata:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The numpy dtype of stored elements, byte order included."""
+        """The numpy dtype of stored elements, which are little endian."""
         dtype = zarr_dtype(self.data_type)
         assert dtype is not None  # decode_array_metadata has checked it
-        return dtype.newbyteorder(">") if self.endian == "big" and dtype.itemsize > 1 else dtype
+        return dtype
 
 
 @lru_cache(maxsize=4096)
@@ -125,37 +122,10 @@ def _decode(data: bytes) -> ArrayMetadata:
         _unsupported("data type", data_type)
     if max(math.prod(shape), math.prod(chunk_shape)) > _BYTES_LIMIT // dtype.itemsize:
         _damaged(f"an array of shape {shape} in chunks of shape {chunk_shape} is larger than any file")
-    endian, checksummed, compression = _codecs(document.get("codecs"), dtype.itemsize)
-    return ArrayMetadata(shape, data_type, chunk_shape, endian, checksummed, compression)
+    return ArrayMetadata(shape, data_type, chunk_shape, _compression(document.get("codecs"), dtype.itemsize))
 
 
 _decode_cached = lru_cache(maxsize=4096)(_decode)
-
-
-def decode_fill_value(data: bytes) -> bytes:
-    """Return the bytes of the fill value, which is every element of a chunk that was not stored."""
-    dtype = decode_array_metadata(data).dtype
-    value = json.loads(data.decode("utf-8")).get("fill_value")
-    parts = value if isinstance(value, list) and dtype.kind == "c" and len(value) == 2 else [value]
-    try:
-        if len(parts) == 2:
-            number: Any = complex(*map(_fill_part, parts))
-        elif isinstance(value, str) and value.startswith("0x"):
-            return int(value, 16).to_bytes(dtype.itemsize, "big" if dtype.str[0] == ">" else "little")
-        else:
-            number = _fill_part(value)
-        with np.errstate(all="ignore"):
-            return np.array(number).astype(dtype).tobytes()
-    except (TypeError, ValueError, OverflowError) as error:
-        raise DamagedCheckpointError(f"zarr.json is damaged: its fill value is {value!r:.80}") from error
-
-
-def _fill_part(value: object) -> bool | int | float:
-    if isinstance(value, bool | int | float):
-        return value
-    if value in ("NaN", "Infinity", "-Infinity"):
-        return float(str(value))
-    raise ValueError("not a number")
 
 
 def metadata_key(name: str) -> bytes:
@@ -170,8 +140,8 @@ def chunk_keys(name: str, grid: tuple[int, ...]) -> list[bytes]:
     return [prefix + ("/" + "/".join(map(str, indices))).encode() for indices in product(*map(range, grid))]
 
 
-def _codecs(codecs: object, itemsize: int) -> tuple[Literal["little", "big"] | None, bool, int | None]:
-    """Return the byte order, whether chunks have a checksum, and the zstd level."""
+def _compression(codecs: object, itemsize: int) -> int | None:
+    """Return the zstd level of chunks; they are little endian, perhaps compressed, and end with their checksum."""
     if not isinstance(codecs, list) or not codecs:
         _damaged("it has no codecs")
     named = [_named(codec, "codecs") for codec in codecs]
@@ -179,16 +149,18 @@ def _codecs(codecs: object, itemsize: int) -> tuple[Literal["little", "big"] | N
     foreign = [name for name in names if name not in ("bytes", "zstd", "crc32c")]
     if foreign:
         _unsupported("codec", foreign[0])
-    checksummed, compressed = "crc32c" in names, "zstd" in names
-    if names != ["bytes", *["zstd"] * compressed, *["crc32c"] * checksummed]:
+    compressed = "zstd" in names
+    if names != ["bytes", *["zstd"] * compressed, "crc32c"]:
         _unsupported("codecs", " then ".join(names))
+    endian = named[0][1].get("endian")
+    if endian == "big":
+        _unsupported("byte order", endian)
+    if endian != "little" and (endian is not None or itemsize > 1):
+        _damaged(f"its byte order is {endian!r}")
     level = named[1][1].get("level", 0) if compressed else None
     if level is not None and type(level) is not int:
         _damaged(f"its level of compression is {level!r:.80}")
-    endian = named[0][1].get("endian")
-    if endian not in ("little", "big") and (endian is not None or itemsize > 1):
-        _damaged(f"its byte order is {endian!r}")
-    return endian, checksummed, level
+    return level
 
 
 def _check_extensions(document: dict[str, Any]) -> None:

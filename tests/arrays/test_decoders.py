@@ -16,7 +16,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 def decoder(shape: tuple[int, ...], chunk: tuple[int, ...], compression: int | None = None) -> ChunkDecoder:
-    return ChunkDecoder(ArrayMetadata(shape, "uint8", chunk, None, True, compression))
+    return ChunkDecoder(ArrayMetadata(shape, "uint8", chunk, compression))
 
 
 def with_checksum(content: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -94,7 +94,7 @@ def test_chunks_of_a_box(shape: Any, chunk: Any, box: Any, expected: list[int]) 
 def test_boxes_are_put_together_from_blocks() -> None:
     """An array cut along both axes; boxes that share chunks, are single chunks, or contain none."""
     whole = np.arange(70, dtype=np.uint8).reshape(7, 10)
-    metadata = ArrayMetadata((7, 10), "uint8", (3, 4), None, True)
+    metadata = ArrayMetadata((7, 10), "uint8", (3, 4))
     boxes = [Box((0, 0), (7, 10)), Box((3, 4), (6, 8)), Box((3, 4), (6, 8)), Box((2, 3), (7, 5)), Box((1, 1), (1, 5))]
     assembly = Assembly([metadata], [boxes], keep=True)
     for number in assembly.wanted_chunks(0):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import holdfast as hf
-from holdfast.engine.arrays import ArrayDatabase
+from holdfast.engine.arrays import ArrayDatabase, TreeReader
 from holdfast.recipes.configuration import load_configuration
 from holdfast.recipes.runner import run
 
@@ -18,8 +18,11 @@ SHORT = [
 
 
 def levels(path: Path) -> set[int | None]:
-    database = ArrayDatabase(hf.as_location(path))
-    return {found.compression for found in database.metadata(database.names) if found is not None}
+    database, names = (
+        ArrayDatabase(hf.as_location(path)),
+        [leaf.name for leaf in TreeReader(hf.as_location(path)).leaves],
+    )
+    return {found.compression for found in database.metadata(names) if found is not None}
 
 
 @pytest.mark.parametrize(
