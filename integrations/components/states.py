@@ -51,6 +51,7 @@ from ..graph import (
     format_node_path,
     is_module,
     is_optimizer,
+    stand_for,
     walk,
 )
 from .live import LiveComponent, attributes_of, attributes_with_state, discovered, is_component, live_tree
@@ -302,7 +303,7 @@ def set_default_state(
     misfits: dict[str, str] = {}
     try:
         if fitting:
-            restoration.prepare(root, misfits)()
+            restoration.prepare(root, misfits).apply()
         else:
             restoration.advance()
     except TreeMismatchError as error:
@@ -441,7 +442,7 @@ def stand_in(component: LiveComponent) -> Node:
     node = _StandIn()
     value = component.value
     if is_module(value) or is_nnx(value):
-        object.__setattr__(node, "_holdfast_root", value)
+        stand_for(node, value)
         if is_module(value):
             vars(node).update(attributes_with_state(component))
     elif is_optimizer(value) or isinstance(value, np.ndarray) or is_torch_tensor(value):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from .capture import capture
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, snapshot
 from .frameworks import is_module, is_optimizer, nnx_children
 from .keras import keras_kind
 from .manager import CheckpointManager
 from .paths import Path, format_node_path, format_section, parse_path, storage_name
 from .reader import CheckpointReader, GraphView, checkpoints_iterator, latest_checkpoint, load_checkpoint
-from .restoration import Restoration, RestoreReport, RestoreStatus
+from .restoration import PreparedRestore, Restoration, RestoreReport, RestoreStatus
 from .saved import current_name
 from .stored import GraphCheckpointHandler, StoredGraph, open_graph
-from .tracked import Node, TrackedDict, TrackedList, Untracked, Value, tracked_attributes
+from .tracked import Node, TrackedDict, TrackedList, Untracked, Value, stand_for, tracked_attributes
 from .views import Leaf
 from .walk import OPTIMIZER_SLOTS, LiveGraph, LiveNode, check, walk

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Protocol, Self
 
 from ...engine.arrays import Layout
@@ -25,18 +26,18 @@ from ...engine.storage import Location, Place, as_location
 from .capture import CapturedGraph, capture
 from .paths import Path, format_node_path
 from .reader import locate, numbers_of, plain_values
-from .restoration import Restoration, RestoreStatus, check_restored, describe_no_match
+from .restoration import PreparedRestore, Restoration, RestoreStatus, check_restored, describe_no_match
 from .saved import Rename
 from .stored import GraphCheckpointHandler, StoredGraph, open_graph
-from .tracked import Node
+from .tracked import Node, stand_for
 from .views import COUNTER, root_view
 from .walk import check, walk
 
 _logger = logging.getLogger("holdfast")
 
 
-class _Manager(Protocol):
-    """A manager that has to know what was restored."""
+class RestoreListener(Protocol):
+    """An object that has to know what was restored, such as a manager that counts steps from there."""
 
     def note_restore(self, stored: StoredGraph) -> None: ...
 
@@ -66,14 +67,14 @@ class Checkpoint(Node):
     (array([0., 1., 2.]), 7)
     """
 
-    __slots__ = ("_holdfast_managers", "_holdfast_reported", "_holdfast_restorations", "_holdfast_saver")
-    _holdfast_managers: weakref.WeakSet[_Manager]
+    __slots__ = ("_holdfast_listeners", "_holdfast_reported", "_holdfast_restorations", "_holdfast_saver")
+    _holdfast_listeners: weakref.WeakSet[RestoreListener]
     _holdfast_reported: dict[Path, str]
     _holdfast_restorations: list[Restoration]
     _holdfast_saver: _GraphSaver | None
 
     def __init__(self, /, root: Any = None, **objects: Any) -> None:
-        object.__setattr__(self, "_holdfast_root", root)
+        stand_for(self, root)
         if root is not None:
             known = {edge.segment: edge.value for edge in root_view(self).edges}
             for name, value in objects.items():
@@ -83,7 +84,7 @@ class Checkpoint(Node):
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         found = super().__new__(cls)
-        for name, value in (("managers", weakref.WeakSet()), ("restorations", []), ("saver", None), ("reported", {})):
+        for name, value in (("listeners", weakref.WeakSet()), ("restorations", []), ("saver", None), ("reported", {})):
             object.__setattr__(found, f"_holdfast_{name}", value)
         return found
 
@@ -111,17 +112,10 @@ class Checkpoint(Node):
             SaveFailedError: The background save before this one failed; this one is done nevertheless.
         """
         place = as_location(prefix, writes=True)
-        before = self._holdfast_counter
         number = self._saving().next_number(place, self.save_counter)
-        object.__setattr__(self, "_holdfast_counter", number)
         location = place.parent / f"{place.name}-{number}"
-        try:
-            return self._saving().put(location, self._capture(), number, background=background, layout=layout)
-        except BaseException as error:
-            earlier = isinstance(error, SaveFailedError) and self._saving().began  # the save before this one failed
-            if not earlier:
-                object.__setattr__(self, "_holdfast_counter", before)
-            raise
+        with numbered(self, number) as item:
+            return self._saving().put(location, item, number, background=background, layout=layout)
 
     def write(
         self, path: Place, *, overwrite: bool = False, background: bool = False, layout: Layout | None = None
@@ -145,7 +139,7 @@ class Checkpoint(Node):
         """
         location = as_location(path, writes=True)
         saving = self._saving()
-        return saving.put(location, self._capture(), overwrite=overwrite, background=background, layout=layout)
+        return saving.put(location, snapshot(self), overwrite=overwrite, background=background, layout=layout)
 
     def unsaved(self) -> Mapping[str, str]:
         """Return the objects that can be reached from here and are not saved, each with the reason."""
@@ -196,8 +190,8 @@ class Checkpoint(Node):
         """
         if path is None:
             return RestoreStatus(None, self)
-        stored = self._open(path)
-        return self._restore(stored, partial=partial, counts=True, rename=rename, select=select, exclude=exclude)
+        template = CheckpointTemplate(self, partial=partial, rename=rename, select=select, exclude=exclude)
+        return template.prepare(self._open(path)).apply()
 
     def read(
         self,
@@ -212,8 +206,8 @@ class Checkpoint(Node):
 
         Args, result and errors are those of :meth:`restore`.
         """
-        stored = self._open(path)
-        return self._restore(stored, partial=partial, counts=False, rename=rename, select=select, exclude=exclude)
+        template = CheckpointTemplate(self, False, partial=partial, rename=rename, select=select, exclude=exclude)
+        return template.prepare(self._open(path)).apply()
 
     def peek(self, path: Place) -> Peek:
         """Look at what a restore would take: the step, and the numbers and texts of the program.
@@ -246,65 +240,118 @@ class Checkpoint(Node):
                 raise
             raise CheckpointNotFoundError(f"{error}; do you mean {location.name}-1 or the like?") from error
 
-    def _restore(
-        self,
-        stored: StoredGraph,
-        *,
-        counts: bool,
-        partial: bool = False,
-        rename: Rename | None = None,
-        select: Patterns | None = None,
-        exclude: Patterns | None = None,
-    ) -> RestoreStatus:
-        if not (partial or select or exclude):
-            check(self)  # what no save can take is an error now, not at the first save
-        has_counter = COUNTER in stored.graph.nodes[0].edges
-        ignore: set[Path] = set() if counts and has_counter else {(COUNTER,)}
-        before = self._holdfast_counter
-        if counts and before is None:
-            object.__setattr__(self, "_holdfast_counter", 0)
-        try:
-            restoration = Restoration(stored, self, rename=rename, select=select, exclude=exclude, ignore=ignore)
-            restoration.progress.partial = True  # as long as it may still fail
-            restoration.advance()
-            status = RestoreStatus(restoration, self)
-            if not partial and not restoration.found_anything and restoration.progress.unrestored():
-                report = status.report
-                if report.missing:
-                    raise TreeMismatchError(f"{describe_no_match(report)}\nIf that is intended, pass partial=True")
-        except BaseException:
-            object.__setattr__(self, "_holdfast_counter", before)
-            raise
-        if not partial:
-            restoration.warn_of_missing(self)
-        restoration.progress.partial = partial
-        for other in self._holdfast_restorations:
-            if set(other.progress.unrestored()) <= restoration.wanted():
-                other.retire()  # the newer one restores all that it waits for
-        waiting = [other for other in self._holdfast_restorations if not other.done]
-        object.__setattr__(self, "_holdfast_restorations", [*waiting, restoration])
-        for manager in self._holdfast_managers if counts else ():
-            manager.note_restore(stored)
-        return status
-
-    def _capture(self) -> CapturedGraph:
-        check_restored(self._holdfast_restorations)
-        with collection_paused():
-            found = capture(walk(self), apart=current_coordinator().process_count > 1)
-        reported = {**found.skipped, **found.notes}
-        for path, reason in reported.items():
-            if self._holdfast_reported.get(path) != reason:
-                if path in found.skipped:
-                    _logger.warning("%s: not saved: %s", format_node_path(path), reason)
-                else:
-                    _logger.info("%s: %s", format_node_path(path), reason)
-        object.__setattr__(self, "_holdfast_reported", reported)
-        return found
-
     def _saving(self) -> _GraphSaver:
         saver = self._holdfast_saver or _GraphSaver()
         object.__setattr__(self, "_holdfast_saver", saver)
         return saver
+
+
+def snapshot(checkpoint: Checkpoint) -> CapturedGraph:
+    """Return what a save of a checkpoint object writes; log what is not saved, and was not reported before.
+
+    Raises:
+        StateError: A restore is not complete.
+        UnsupportedLeafError: An object cannot be saved.
+    """
+    check_restored(checkpoint._holdfast_restorations)
+    with collection_paused():
+        found = capture(walk(checkpoint), apart=current_coordinator().process_count > 1)
+    reported = {**found.skipped, **found.notes}
+    for path, reason in reported.items():
+        if checkpoint._holdfast_reported.get(path) != reason:
+            if path in found.skipped:
+                _logger.warning("%s: not saved: %s", format_node_path(path), reason)
+            else:
+                _logger.info("%s: %s", format_node_path(path), reason)
+    object.__setattr__(checkpoint, "_holdfast_reported", reported)
+    return found
+
+
+@contextlib.contextmanager
+def numbered(checkpoint: Checkpoint, number: int) -> Iterator[CapturedGraph]:
+    """Give the snapshot of a save with this number, which does not count if the save cannot begin or fails at once."""
+    before = checkpoint._holdfast_counter
+    object.__setattr__(checkpoint, "_holdfast_counter", number)
+    try:
+        yield snapshot(checkpoint)
+    except SaveFailedError:  # the save before; this one is under way, or done
+        raise
+    except BaseException:
+        object.__setattr__(checkpoint, "_holdfast_counter", before)
+        raise
+
+
+def listen(checkpoint: Checkpoint, listener: RestoreListener) -> None:
+    """Tell a listener of each restore that counts, as long as it exists."""
+    checkpoint._holdfast_listeners.add(listener)
+
+
+@dataclass(frozen=True)
+class CheckpointTemplate:
+    """What a checkpoint object takes of a graph; the arguments are those of `Checkpoint.restore`."""
+
+    checkpoint: Checkpoint
+    counts: bool = True  # whether the number of the next save is restored
+    _: KW_ONLY
+    partial: bool = False
+    rename: Rename | None = None
+    select: Patterns | None = None
+    exclude: Patterns | None = None
+
+    def prepare(self, stored: StoredGraph) -> PreparedCheckpoint:
+        """Read and compare the values."""
+        checkpoint = self.checkpoint
+        if not (self.partial or self.select or self.exclude):
+            check(checkpoint)  # what no save can take is an error now, not at the first save
+        has_counter = COUNTER in stored.graph.nodes[0].edges
+        ignore: set[Path] = set() if self.counts and has_counter else {(COUNTER,)}
+        before = checkpoint._holdfast_counter
+        if self.counts and before is None:
+            object.__setattr__(checkpoint, "_holdfast_counter", 0)
+        try:
+            restoration = Restoration(
+                stored, checkpoint, rename=self.rename, select=self.select, exclude=self.exclude, ignore=ignore
+            )
+            restoration.progress.partial = True  # as long as it may still fail
+            prepared = restoration.prepare(checkpoint)
+            if not self.partial and not restoration.found_anything and restoration.progress.unrestored():
+                report = restoration.report(checkpoint)
+                if report.missing:
+                    raise TreeMismatchError(f"{describe_no_match(report)}\nIf that is intended, pass partial=True")
+        except BaseException:
+            object.__setattr__(checkpoint, "_holdfast_counter", before)
+            raise
+        return PreparedCheckpoint(self, stored, prepared, before)
+
+
+@dataclass(frozen=True)
+class PreparedCheckpoint:
+    """A restore of a checkpoint object whose values are read and compared; nothing has changed yet."""
+
+    template: CheckpointTemplate
+    stored: StoredGraph
+    prepared: PreparedRestore
+    counter: int | None  # the number of the last save, before the restore
+
+    def apply(self) -> RestoreStatus:
+        """Change the objects; return the status."""
+        checkpoint, restoration = self.template.checkpoint, self.prepared.restoration
+        try:
+            self.prepared.apply()
+        except BaseException:
+            object.__setattr__(checkpoint, "_holdfast_counter", self.counter)
+            raise
+        if not self.template.partial:
+            restoration.warn_of_missing(checkpoint)
+        restoration.progress.partial = self.template.partial
+        for other in checkpoint._holdfast_restorations:
+            if set(other.progress.unrestored()) <= restoration.wanted():
+                other.retire()  # the newer one restores all that it waits for
+        waiting = [other for other in checkpoint._holdfast_restorations if not other.done]
+        object.__setattr__(checkpoint, "_holdfast_restorations", [*waiting, restoration])
+        for listener in checkpoint._holdfast_listeners if self.template.counts else ():
+            listener.note_restore(self.stored)
+        return RestoreStatus(restoration, checkpoint)
 
 
 class _GraphSaver(AsyncCheckpointer):
@@ -313,7 +360,6 @@ class _GraphSaver(AsyncCheckpointer):
     def __init__(self) -> None:
         super().__init__(GraphCheckpointHandler())
         self.background = False
-        self.began = False  # whether the last save got as far as to take its snapshot
         self._number: int | None = None
 
     def put(
@@ -328,7 +374,6 @@ class _GraphSaver(AsyncCheckpointer):
     ) -> str:
         kwargs = {} if layout is None else {"layout": layout}
         self.join()
-        self.began = False
         self.background, self._number = background, number
         try:
             if background:
@@ -364,7 +409,7 @@ class _GraphSaver(AsyncCheckpointer):
             # Retention policies are for checkpoints of a manager; these stay until a person removes them.
             return found if number is None else replace(found, pinned=True, reason="saved by Checkpoint.save")
 
-        save = Save(
+        return Save(
             location,
             {ITEM: ItemToSave(self.handler, item, self.background, kwargs)},
             overwrite=force,
@@ -372,5 +417,3 @@ class _GraphSaver(AsyncCheckpointer):
             rendezvous=self._processes.rendezvous(location.url),
             timeout=self._timeout,
         )
-        self.began = True
-        return save

@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 from ...engine.arrays import Layout
 from ...engine.checkpoint import AsyncCheckpointer, Checkpointer
 from ...engine.clock import Clock, SystemClock
+from ...engine.distributed import ProcessGroup
 from ...engine.errors import CheckpointExistsError, OptionError, SaveFailedError
 from ...engine.manager import CheckpointManager as StepManager
 from ...engine.manager import CheckpointManagerOptions, Mirror, Peek, Rule, StepInfo, infos_of
-from ...engine.steps import list_steps
+from ...engine.steps import list_steps, stored_metadata
 from ...engine.storage import Place, as_location
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, CheckpointTemplate, listen, numbered
 from .reader import numbers_of
 from .restoration import RestoreStatus
 from .stored import GraphCheckpointHandler, StoredGraph
@@ -26,6 +26,7 @@ from .walk import check
 _logger = logging.getLogger("holdfast")
 _PRESERVED = "preserved for good"
 _SINCE = "preserve_since"
+_TIMEOUT = 600.0  # seconds that a process waits for the others to agree on a number
 
 
 class CheckpointManager:
@@ -98,10 +99,13 @@ class CheckpointManager:
         self._init = init_fn
         self._last = last_checkpoint_step
         self._saving: tuple[int, int | None] | None = None  # the number of the last save, and `_last` before it
-        self._clock = clock or SystemClock()
         self._kwargs = {} if layout is None else {"layout": layout}
         self.status: RestoreStatus | None = None
-        since, fresh = self._since()
+        clock = clock or SystemClock()
+        found = infos_of(list_steps(self._directory, f"{checkpoint_name}-"))
+        stored = stored_metadata(self._directory)
+        metadata = {_SINCE: -1.0 if found else clock.now() - 1.0} if stored is None else stored
+        since = metadata.get(_SINCE)  # the beginning of the first interval of preservation
         handler = GraphCheckpointHandler()
         self._steps = StepManager(
             self._directory,
@@ -110,14 +114,23 @@ class CheckpointManager:
                 step_prefix=f"{checkpoint_name}-",
                 max_to_keep=max_to_keep,
                 preserve_secs=None if hours is None else 3600.0 * hours,
-                preserve_since=since,
+                preserve_since=float(since) if isinstance(since, int | float) else -1.0,
                 mirror=mirror,
             ),
-            metadata={_SINCE: since} if fresh else None,
-            clock=self._clock,
+            metadata=metadata if stored is None else None,
+            clock=clock,
         )
-        self._protected = self._ahead_of_the_clock()
-        checkpoint._holdfast_managers.add(self)
+        self._processes = ProcessGroup(f"numbers of {self._directory.url}", None, _TIMEOUT)
+        self._protected: set[int] = set()  # steps to keep for good
+        behind = max((info.time for info in found), default=0.0) - clock.now()
+        if found and behind > 0:
+            _logger.warning(
+                "%s: the clock is %.0f seconds behind the newest checkpoint; all that are there are kept for good",
+                self._directory,
+                behind,
+            )
+            self._protected = {info.step for info in found}
+        listen(checkpoint, self)
 
     @property
     def directory(self) -> str:
@@ -165,25 +178,22 @@ class CheckpointManager:
         self._forget_failed()
         if step is not None and self._is_early(step, check_interval):
             return None
-        before = self._checkpoint._holdfast_counter
         wanted = None if checkpoint_number is None else _number(checkpoint_number)
         # Process 0 reads the directory and the clock: another process may see an older directory.
-        counter, number, protected = self._steps._processes.decide("number", lambda: self._next(before or 0, wanted))
+        counter, number, protected = self._processes.decide("number", lambda: self._next(wanted))
         for one in protected:
             self._steps.pin(one)
         self._protected.clear()
-        object.__setattr__(self._checkpoint, "_holdfast_counter", counter)
-        try:
-            reason = f"number {number}" if step is None else f"step {step}"
-            item = self._checkpoint._capture()
-            self._steps.save(number, item, force=True, save_kwargs=self._kwargs, reason=reason)
-        except SaveFailedError:  # the save before; this one is under way
-            self._saving, self._last = (number, self._last), step
-            raise
-        except BaseException:
-            object.__setattr__(self._checkpoint, "_holdfast_counter", before)
-            raise
+        reason = f"number {number}" if step is None else f"step {step}"
+        failed = None
+        with numbered(self._checkpoint, counter) as item:
+            try:
+                self._steps.save(number, item, force=True, save_kwargs=self._kwargs, reason=reason)
+            except SaveFailedError as error:  # the save before; this one is under way
+                failed = error
         self._saving, self._last = (number, self._last), step
+        if failed is not None:
+            raise failed
         return self._path(number)
 
     def restore_or_initialize(self, **options: Any) -> str | None:
@@ -202,13 +212,13 @@ class CheckpointManager:
             TreeMismatchError: Objects have other shapes or dtypes than their values; nothing was changed.
             UnsupportedLeafError: An attached object can be neither saved nor restored.
         """
-        restored = self._steps.restore_latest(partial(self._checkpoint._restore, counts=True, **options))
+        restored = self._steps.restore_latest(CheckpointTemplate(self._checkpoint, **options))
         if restored is None:
             if self._init is not None:
                 self._init()
             check(self._checkpoint)
             return None
-        self.status = restored.items
+        self.status = restored.items.apply()
         return self._path(restored.step)
 
     def peek(self) -> Peek | None:
@@ -240,14 +250,14 @@ class CheckpointManager:
 
     # ---- internal
 
-    def _next(self, counter: int, wanted: int | None) -> list[Any]:
+    def _next(self, wanted: int | None) -> list[Any]:
         """Return the next counter, the number to save under, and the steps to keep for good from now on."""
         if wanted is not None and wanted in self._steps.all_steps():
             raise CheckpointExistsError(
                 f"{self._path(wanted)} exists already; nothing is overwritten. Choose another number"
             )
         taken = [] if wanted is not None else numbers_of(self._directory, self._name)
-        following = max([counter, *taken]) + 1
+        following = max([self._checkpoint.save_counter, *taken]) + 1
         return [following, following if wanted is None else wanted, sorted(self._protected)]
 
     def _forget_failed(self) -> None:
@@ -265,30 +275,6 @@ class CheckpointManager:
 
     def _path(self, number: int) -> str:
         return str(self._directory / f"{self._name}-{number}")
-
-    def _since(self) -> tuple[float, bool]:
-        """Return the beginning of the first interval of preservation, and whether that is new."""
-        stored = StepManager(
-            self._directory, options=_Options(step_prefix=f"{self._name}-", read_only=True), clock=self._clock
-        )
-        known = stored.metadata()
-        if known is None:
-            return (-1.0 if stored.all_steps() else self._clock.now() - 1.0), True
-        since = known.get(_SINCE)
-        return (float(since) if isinstance(since, int | float) else -1.0), False
-
-    def _ahead_of_the_clock(self) -> set[int]:
-        """Return all steps if the newest was saved later than the clock shows now: the clock may be wrong."""
-        known = infos_of(list_steps(self._directory, f"{self._name}-"))
-        behind = max((info.time for info in known), default=0.0) - self._clock.now()
-        if behind <= 0 or not known:
-            return set()
-        _logger.warning(
-            "%s: the clock is %.0f seconds behind the newest checkpoint; all existing checkpoints are kept for good",
-            self._directory,
-            behind,
-        )
-        return {info.step for info in known}
 
 
 def _number(counter: Any) -> int:

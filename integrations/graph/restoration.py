@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -20,7 +20,17 @@ from .frameworks import is_module
 from .matching import Matching
 from .paths import Path, format_node_path, format_section
 from .saved import Rename
-from .slots import Assignment, MemberSlot, Proxy, StateSlot, last_writer, note_writer, restore_numbers, write_slots
+from .slots import (
+    Assignment,
+    MemberSlot,
+    Proxy,
+    Slot,
+    StateSlot,
+    last_writer,
+    note_writer,
+    restore_numbers,
+    write_slots,
+)
 from .stored import StoredGraph
 from .tracked import Node, expect, forget
 from .values import MADE_KINDS, PLAIN_KINDS, PlainValues, ValueReader
@@ -198,6 +208,20 @@ class RestoreProgress:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedRestore:
+    """A restore whose values are read and compared with the program; nothing has changed yet."""
+
+    restoration: Restoration
+    values: list[tuple[Slot, Any]]
+    due: list[Assignment]
+    known: list[Assignment]  # done by a later restore, or by way of another path
+
+    def apply(self) -> None:
+        """Change the objects."""
+        self.restoration.write(self)
+
+
 _waiting: weakref.WeakSet[Restoration] = weakref.WeakSet()
 
 
@@ -264,20 +288,23 @@ class Restoration:
         root = self._root()
         if root is not None:
             with collection_paused():
-                self._apply(self._matching.from_root(root))
+                self._read(self._matching.from_root(root)).apply()
 
-    def prepare(self, root: Node, misfits: dict[str, str] | None = None) -> Callable[[], None]:
-        """Read everything, as `advance` does, and return the function that restores it.
+    def prepare(self, root: Node, misfits: dict[str, str] | None = None) -> PreparedRestore:
+        """Read everything that `advance` would restore; the report has it as restored from now on.
 
-        Program and checkpoint have to match exactly. With ``misfits``, what fits is restored, and a line is added by
-        its path for each value that does not.
+        With ``misfits``, what fits is restored, and a line is added by its path for each value that does not.
         """
         with collection_paused():
-            restore, assigned = self._read(self._matching.from_root(root), misfits)
-        for one in assigned:
+            prepared = self._read(self._matching.from_root(root), misfits)
+        for one in (*prepared.due, *prepared.known):
             self._note(one)
+        return prepared
+
+    def check_complete(self, root: Node) -> None:
+        """Raise TreeMismatchError unless program and checkpoint match exactly."""
         report = self.report(root)
-        if misfits is None and not report.complete:
+        if not report.complete:
             raise TreeMismatchError(
                 f"{report.checkpoint}: program and checkpoint differ; nothing was changed:",
                 [
@@ -287,7 +314,6 @@ class Restoration:
                     *(f"{path}: one object, but {one} and {two} are two" for path, one, two in report.conflicts),
                 ],
             )
-        return restore
 
     def restore_modes(self) -> list[str]:
         """Give modules the mode, and parameters the need of gradients, that they were saved with.
@@ -311,7 +337,7 @@ class Restoration:
         return changed
 
     def resume(self, holder: object, key: object = None) -> None:
-        self._apply(self._matching.from_holder(holder, key))
+        self._read(self._matching.from_holder(holder, key)).apply()
 
     def awaited(self) -> list[Path]:
         """Return the paths of values that `advance` would restore now; they stay as they are."""
@@ -416,14 +442,8 @@ class Restoration:
 
     # ---- from values to slots
 
-    def _apply(self, found: Iterable[Assignment]) -> None:
-        write, _ = self._read(found)
-        write()
-
-    def _read(
-        self, found: Iterable[Assignment], misfits: dict[str, str] | None = None
-    ) -> tuple[Callable[[], None], list[Assignment]]:
-        """Validate and read all values, before anything changes; return the function that writes them, and for what."""
+    def _read(self, found: Iterable[Assignment], misfits: dict[str, str] | None = None) -> PreparedRestore:
+        """Validate and read all values, before anything changes."""
         try:
             due, known = self._sorted(found)
             values = self._reader.read(due, misfits)
@@ -433,22 +453,22 @@ class Restoration:
         except BaseException:
             self._matching.undo()
             raise
+        return PreparedRestore(self, values, due, known)
 
-        def write() -> None:
-            try:
-                write_slots(values)
-            except BaseException:
-                self._matching.undo()
-                raise
-            for one in due:
-                note_writer(one.slot, self._number)
-                if isinstance(one.slot.anchor, Proxy):
-                    self._proxies.append(one.slot.anchor)  # the note about its last writer lives as long as it does
-            for one in due + known:
-                self._note(one)
-            self._wait()
-
-        return write, due + known
+    def write(self, prepared: PreparedRestore) -> None:
+        """Change the objects."""
+        try:
+            write_slots(prepared.values)
+        except BaseException:
+            self._matching.undo()
+            raise
+        for one in prepared.due:
+            note_writer(one.slot, self._number)
+            if isinstance(one.slot.anchor, Proxy):
+                self._proxies.append(one.slot.anchor)  # the note about its last writer lives as long as it does
+        for one in (*prepared.due, *prepared.known):
+            self._note(one)
+        self._wait()
 
     def _sorted(self, found: Iterable[Assignment]) -> tuple[list[Assignment], list[Assignment]]:
         """Return the assignments to do, and those done by a later restore or by way of another path.

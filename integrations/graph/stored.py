@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
@@ -18,6 +18,14 @@ from .capture import PER_PROCESS, CapturedGraph
 from .saved import SavedGraph
 
 _TYPES = {"deque": "collections.deque"}  # of objects, by the kinds of containers that have other names
+
+
+class GraphTemplate(Protocol):
+    """Objects that take the values of a graph."""
+
+    def prepare(self, stored: StoredGraph) -> Any:
+        """Read and compare the values; return what changes the objects when it is applied."""
+        ...
 
 
 class GraphCheckpointHandler(PyTreeCheckpointHandler):
@@ -40,9 +48,10 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
         return PreparedGraph(tree, item.document, share)
 
     def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
-        """Open a graph; a function given as the item is called with it."""
+        """Open a graph; a template reads what it takes of it, and nothing changes yet."""
         stored = StoredGraph(NativeTree(directory, files), directory.parent, files)
-        return stored if item is None else item(stored)
+        template: GraphTemplate | None = item
+        return stored if template is None else template.prepare(stored)
 
 
 class StoredGraph:

@@ -171,6 +171,11 @@ class Node:
         return f"{type(self).__name__}({', '.join(vars(self))})"
 
 
+def stand_for(node: Node, root: Any) -> None:
+    """Give a node the edges of an object, or a weak reference to one, besides its own."""
+    object.__setattr__(node, "_holdfast_root", root)
+
+
 class TrackedList(list[Any]):
     """A list that restores each new element for which a restored checkpoint has values.
 

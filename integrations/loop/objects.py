@@ -5,9 +5,9 @@ No framework is imported here unless a state is made of its objects, and has imp
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from .states import StateAdapter, located
 from .trees import TreeAdapter
 
 if TYPE_CHECKING:
-    from ..graph import Checkpoint, StoredGraph
+    from ..graph import Checkpoint, PreparedRestore, StoredGraph
 
 # Packages whose objects are not searched for tensors.
 _FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "jax", "jaxlib", "flax", "optax"}
@@ -111,13 +111,18 @@ class ObjectsAdapter(StateAdapter):
         check(self._graph(state))
 
     def to_tree(self, state: Any) -> Any:
-        return self._graph(state)._capture()
+        from ..graph import snapshot
+
+        return snapshot(self._graph(state))
 
     def template(self, state: Any) -> Any:
-        return functools.partial(self._prepare, self._graph(state))
+        return _ObjectsTemplate(self._graph(state), self.misfits)
 
-    def from_tree(self, state: Any, restored: Any) -> Any:
-        restored()
+    def from_tree(self, state: Any, restored: PreparedRestore) -> Any:
+        restored.apply()
+        if self.misfits is None and (changed := restored.restoration.restore_modes()):
+            what = "as at the save, where the program began otherwise: %s"
+            announce(what, shortened(changed), shown=current_coordinator().process_index == 0)
         if not isinstance(state, tuple):
             return state
         values = self._graph_root().values()
@@ -151,7 +156,7 @@ class ObjectsAdapter(StateAdapter):
 
     def _graph(self, state: Any) -> Checkpoint:
         """Return the object that stands for the state in the graph; what is in the state keeps its own path."""
-        from ..graph import Checkpoint
+        from ..graph import Checkpoint, stand_for
 
         if isinstance(state, Checkpoint):
             return state
@@ -162,36 +167,38 @@ class ObjectsAdapter(StateAdapter):
         if self._holder is None:
             self._holder = Checkpoint(root=root)
         else:  # the same one, which remembers what it has warned of
-            object.__setattr__(self._holder, "_holdfast_root", root)
+            stand_for(self._holder, root)
         return self._holder
 
     def _graph_root(self) -> Any:
         assert self._holder is not None
         return self._holder.__holdfast_root__()
 
-    def _prepare(self, graph: Checkpoint, stored: StoredGraph) -> Callable[[], None]:
-        """Read everything that is saved, and return the function that puts it into the objects."""
+
+@dataclass(frozen=True)
+class _ObjectsTemplate:
+    """Live objects that take all of a graph; or, with ``misfits``, what fits of it."""
+
+    root: Checkpoint
+    misfits: Misfits | None
+
+    def prepare(self, stored: StoredGraph) -> PreparedRestore:
+        """Read and compare everything that is saved; nothing changes yet."""
         from ..graph import Restoration
 
-        restoration = Restoration(stored, graph, ignore={("save_counter",)})
+        restoration = Restoration(stored, self.root, ignore={("save_counter",)})
         restoration.progress.partial = True  # it is complete, or fails
         if self.misfits is None:
-            restore_values = restoration.prepare(graph)
-
-            def restore_all() -> None:
-                restore_values()
-                if changed := restoration.restore_modes():
-                    what = "as at the save, where the program began otherwise: %s"
-                    announce(what, shortened(changed), shown=current_coordinator().process_index == 0)
-
-            return restore_all
+            prepared = restoration.prepare(self.root)
+            restoration.check_complete(self.root)
+            return prepared
         kept: dict[str, str] = {}
-        restore = restoration.prepare(graph, kept)
-        report = restoration.report(graph)
+        prepared = restoration.prepare(self.root, kept)
+        report = restoration.report(self.root)
         self.misfits.kept += kept.values()
         self.misfits.kept += [f"{path}: not in the checkpoint" for path in report.missing if path not in kept]
         self.misfits.left += [path for path in (*report.pending, *report.unused) if path not in kept]
-        return restore
+        return prepared
 
 
 class ComponentAdapter(StateAdapter):
