@@ -8,7 +8,9 @@
 ``change``     prune, rm, rollback, pin and unpin
 ``watch``      watch
 ``supervise``  supervise: the rules for restarts, and the loop
+``drill``      drill, in a folder of its own
 ``program``    another program as a child: started, watched, ended
+``child``      inside of such a program: its heartbeat, and where a rehearsal begins
 ``places``     the meaning of a directory argument: a run, a manager's directory, a step
 ``report``     the output of the commands: tables for people, JSON for programs
 ``progress``   how far a command is

@@ -193,8 +193,8 @@ def drill(
     written. Other files that the program writes, such as logs, go where they always go. Exit status: 0 all checkpoints
     are identical, 1 they differ (the report names the likely cause), 2 the drill cannot be carried out.
     """
-    from .drill import drill as run_drill
-    from .drill import drill_options
+    from .drill.command import drill as run_drill
+    from .drill.interruptions import drill_options
 
     options = drill_options(
         steps=steps,

@@ -1,7 +1,7 @@
 """Another program as a child: started, watched, sent signals, and ended with everything that it has started.
 
-The child is told by its environment that it is supervised. Its callbacks and managers then write their events and
-heartbeats into a folder (``engine/manager/events.py``).
+The environment of the child names its entry (``cli/child.py``). Its callbacks and managers then write their events and
+heartbeats into a folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Self
 
-from ..engine.manager import BEAT, EVENTS, STACKS, SUPERVISOR, read_events
+from ..engine.manager import EVENTS, read_events
+from ..engine.observer import OBSERVER
+from .child import BEAT, ENTRY, STACKS, SUPERVISOR
 
 FORWARDED = tuple(
     getattr(signal, name)
@@ -114,9 +116,10 @@ class Program:
         with contextlib.suppress(OSError):  # where nobody reads it any more
             sys.stdout.flush()
             sys.stderr.flush()
+        observed = {OBSERVER: ENTRY, SUPERVISOR: str(folder)}
         self._process = subprocess.Popen(
             command,
-            env={**os.environ, "PYTHONFAULTHANDLER": "1", **(environment or {}), SUPERVISOR: str(folder)},
+            env={**os.environ, "PYTHONFAULTHANDLER": "1", **(environment or {}), **observed},
             stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,  # not of this group
             stdout=output,
             stderr=output,

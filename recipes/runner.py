@@ -13,8 +13,9 @@ from typing import Any
 from ..engine.errors import CheckpointNotFoundError, DamagedCheckpointError, OptionError
 from ..engine.format import RECORD
 from ..engine.manager import CheckpointManager
+from ..engine.observer import process_observer
 from ..engine.sources import open_checkpoint
-from ..engine.storage import DRILL, Location, Place, as_location
+from ..engine.storage import Location, Place, as_location
 from ..integrations.loop import PreemptionSignal, all_steps, check_resume, resume_step
 from .configuration import Configuration, to_yaml
 from .context import Outcome, RunContext
@@ -37,8 +38,9 @@ def run(configuration: Configuration) -> Outcome:
     """
     config = configuration.config
     run_dir, checkpoints = places_of(configuration)
-    if os.environ.get(DRILL):
-        run_dir = Path(as_location(run_dir, writes=True))
+    place = os.path.abspath(run_dir)
+    if (stand_in := process_observer().place(place, writes=True)) != place:
+        run_dir = Path(stand_in)
     logger.info("%s: %d steps of %s in %s", config.name, config.train.steps, configuration.recipe.name, run_dir)
     with PreemptionSignal(config.checkpoint.options().preemption_signals()) as preemption:
         # Until the program handles preemptions itself, there is nothing to save.

@@ -5,22 +5,16 @@ from __future__ import annotations
 from .copying import CopyReport, copy_checkpoint
 from .decisions import Decision, EverySeconds, EverySteps, Moment, OnBest, Trigger, decide
 from .directory import record_metrics
-from .drill import TRACES, DrillPlan, Fact
 from .events import (
-    BEAT,
     EVENTS,
     ROTATED,
-    STACKS,
-    SUPERVISOR,
     Event,
-    Point,
     append_after_death,
     described,
     event_scalars,
     finite,
     guarded,
     has_finished,
-    reached,
     read_events,
 )
 from .identity import stored_identity, stored_options, stored_rules

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from ..clock import Clock, format_duration
 from ..distributed import ProcessGroup
 from ..errors import shortened_steps
+from ..observer import Observer
 from .metrics import Metric, Mode, better, format_metric, metric_name, metric_value
 
 if TYPE_CHECKING:
@@ -136,6 +137,18 @@ class OnBest:
             if other is not None and not better(value, other, self.mode):
                 return None
         return f"best {metric_name(self.metric)} ({format_metric(value)})"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Saves the steps that the observer of a run wants to have."""
+
+    observer: Observer
+    interval_secs: ClassVar[None] = None
+    reads_metrics: ClassVar[bool] = False
+
+    def reason(self, moment: Moment) -> str | None:
+        return self.observer.wants(moment.step)
 
 
 def decide(triggers: Sequence[Trigger], moment: Moment) -> Decision:

@@ -1,37 +1,27 @@
-"""The events of a run, in the file ``events.jsonl`` of its directory, and what watches the process from outside.
+"""The events of a run, in the file ``events.jsonl`` of its directory.
 
 The events are for people, reports and supervisors. Nothing that holdfast does depends on them: a file that cannot be
 written or read is no error, a line that a crash cut off is skipped, and object stores have no such file.
-
-A *watcher* is told of the points that a training loop passes. ``holdfast supervise`` and ``holdfast drill`` start a
-program with environment variables, and only then does its process have watchers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import logging
 import math
-import mmap
 import os
 import signal
 import socket
-import struct
-import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ..clock import Clock
-from ..storage import DRILL, Location, append_line, open_own
-
-if TYPE_CHECKING:
-    from .rehearsal import Rehearsal
+from ..observer import Observer
+from ..storage import Location, append_line, open_own
 
 _logger = logging.getLogger("holdfast")
 
@@ -43,82 +33,13 @@ _METRICS = 64  # metrics of one event, at most
 _PREEMPTED = (75, 128 + signal.SIGTERM)  # statuses of a program that was preempted
 _EARLY = 8  # events that are kept before the run owns its directory
 
-SUPERVISOR = "HOLDFAST_SUPERVISOR"  # environment variable: the folder in which a supervisor listens
-STACKS = getattr(signal, "SIGRTMAX", 64) - 5  # signal to a supervised process that asks for the stacks of its threads
-BEAT = struct.Struct("=dq")  # a heartbeat: seconds on the system's monotonic clock, and the step; -1 before the first
-
-Point = Literal["step", "batch", "validation", "restored", "saving", "commit", "committed", "save_failed"]
-"""A point that a run passes: ``step`` after an update, ``commit`` right before the commit record of a step is written,
-``committed`` after it; ``saving`` when the files of a step are about to be written in the background."""
-
-
 T = TypeVar("T")
 Event = Mapping[str, Any]
 """One event: a line of the file, as :class:`RunEvents` describes it."""
 
 
-class Watcher(Protocol):
-    """Something that is told of the points that the run in this process passes."""
-
-    def reached(self, point: Point, step: int | None) -> None:
-        """Take note of a point; on the thread that passes it."""
-        ...
-
-
-_watchers: list[Watcher] = []
-_supervisor: Path | None = None
-_rehearsal: Rehearsal | None = None
-_looked = False
-
-
-def reached(point: Point, step: int | None = None) -> None:
-    """Tell the watchers that a point is reached; costs nothing where there are none."""
-    for watcher in _watchers:
-        watcher.reached(point, step)
-
-
-def find_watchers() -> Rehearsal | None:
-    """Find out, once, whether a supervisor watches this process; return the rehearsal that it belongs to, or None."""
-    global _looked, _supervisor, _rehearsal
-    if _looked:
-        return _rehearsal
-    _looked = True
-    if folder := os.environ.get(DRILL):
-        from .rehearsal import Rehearsal
-
-        _rehearsal = Rehearsal(Path(folder))
-        _watchers.append(_rehearsal)
-    if folder := os.environ.get(SUPERVISOR):
-        try:
-            _watchers.append(_Heartbeat(Path(folder)))
-            _supervisor = Path(folder)
-        except OSError as error:
-            _logger.warning("%s=%s: the supervisor cannot be told of this run: %s", SUPERVISOR, folder, error)
-    return _rehearsal
-
-
-class _Heartbeat:
-    """Shows a supervisor that this process makes progress, and prints the stacks of its threads if asked to."""
-
-    def __init__(self, folder: Path) -> None:
-        path = folder / f"heartbeat.{os.getpid()}"
-        path.write_bytes(BEAT.pack(time.monotonic(), -1))
-        with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), BEAT.size)
-        self._step = -1
-        if sys.stderr is not None and hasattr(faulthandler, "register"):
-            with contextlib.suppress(OSError, ValueError, RuntimeError):  # such as a stderr without a descriptor
-                faulthandler.register(STACKS, all_threads=True)
-                (folder / f"stacks.{os.getpid()}").touch()
-
-    def reached(self, point: Point, step: int | None) -> None:
-        if point == "step" and step is not None:
-            self._step = step
-        BEAT.pack_into(self._memory, 0, time.monotonic(), self._step)
-
-
 class RunEvents:
-    """Appends the events of one run to the file in its directory, and passes them to listeners and to a supervisor.
+    """Appends the events of one run to the file in its directory, and passes them to listeners and to an observer.
 
     Every line is a JSON object with ``event``, ``time`` (seconds since 1970-01-01 UTC), ``run`` (a token of this start
     of the program), and what belongs to the event:
@@ -144,11 +65,12 @@ class RunEvents:
     =================  ================================================================================
     """
 
-    def __init__(self, directory: Location, clock: Clock, process: int) -> None:
+    def __init__(self, directory: Location, clock: Clock, process: int, observer: Observer) -> None:
         self.has_callback = False  # a callback knows how training ends, and notes it
         self._directory = directory
         self._clock = clock
         self._process = process
+        self._observer = observer
         self._run = uuid.uuid4().hex[:12]
         self._writes = process == 0 and directory.is_local
         self._began = False
@@ -192,8 +114,6 @@ class RunEvents:
     def write(self, event: str, **facts: Any) -> None:
         """Append an event; never raises."""
         self._has_ended |= event in ("finished", "preempted", "failed")
-        if not (self._writes or self._listeners or _supervisor is not None):
-            return
         line = {"event": event, "time": self._clock.now(), "run": self._run, **facts}
         if self._began:
             self._append(line)
@@ -217,12 +137,9 @@ class RunEvents:
             for listener in self._listeners:
                 listener(dict(event))
         with self._only_logged():
-            text = json.dumps(finite(event), default=str)
-            if _supervisor is not None:
-                told = {**json.loads(text), "directory": self._directory.url, "process": self._process}
-                append_line(_supervisor / EVENTS, json.dumps(told))
+            self._observer.event({**event, "directory": self._directory.url, "process": self._process})
             if self._writes:
-                _append(self._directory.path / EVENTS, text)
+                _append(self._directory.path / EVENTS, json.dumps(finite(event), default=str))
 
     @contextlib.contextmanager
     def _only_logged(self) -> Iterator[None]:

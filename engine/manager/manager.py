@@ -23,11 +23,12 @@ from ..errors import (
     itemized,
 )
 from ..format import CheckpointRecord, ItemRecord
+from ..observer import Observer, process_observer
 from ..storage import Location, Place, as_location
-from .decisions import Decision, EverySteps, Rollback, SaveDecisions
+from .decisions import Decision, EverySteps, Rollback, SaveDecisions, Wanted
 from .directory import RunDirectory, check_json
 from .directory import record_metrics as add_metrics
-from .events import RunEvents, described, few, find_watchers, guarded, reached
+from .events import RunEvents, described, few, guarded
 from .identity import stored_options
 from .items import ItemSet
 from .metrics import MetricWatch, as_given, named, plain_containers, plain_metrics
@@ -94,11 +95,15 @@ class CheckpointManager:
         clock: Where the time comes from.
         coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
             initialized; ``hf.Alone()`` is this process alone.
+        observer: What observes the run, such as a rehearsal or a trace (``holdfast.engine.observer.Observer``). None is
+            the observer of the process, which does nothing unless ``holdfast supervise`` or ``holdfast drill`` has
+            started the program.
 
     Attributes:
         directory: Where the checkpoints are.
         options: When to save and what to keep.
         events: The events of the run, which go into ``events.jsonl`` in its directory.
+        observer: What observes the run.
 
     Raises:
         CheckpointExistsError: The directory holds checkpoints of another library, or of another ``step_prefix``, and
@@ -124,12 +129,12 @@ class CheckpointManager:
         metadata: Mapping[str, Any] | None = None,
         clock: Clock | None = None,
         coordinator: Coordinator | None = None,
+        observer: Observer | None = None,
     ) -> None:
-        rehearsal = find_watchers()
-        self.options = options or CheckpointManagerOptions()
-        self.directory: Location = as_location(directory, writes=not self.options.read_only)
-        if rehearsal is not None:
-            self.options = rehearsal.options(self.options)
+        self.observer = observer or process_observer()
+        self.options = self.observer.options(options or CheckpointManagerOptions())
+        writes = not self.options.read_only
+        self.directory: Location = as_location(directory, writes=writes, observer=self.observer)
         reuse = self.options.reuse_unchanged and self.directory.can_share()
         mirror = self.options.mirror_options()
         mirrored = None if mirror is None else as_location(mirror.url)
@@ -144,7 +149,7 @@ class CheckpointManager:
         self._run = RunDirectory(
             self.directory, self.options, self._clock, self._drain, writes=self._processes.is_primary
         )
-        self.events = RunEvents(self.directory, self._clock, self._processes.index)
+        self.events = RunEvents(self.directory, self._clock, self._processes.index, self.observer)
         self._listeners: list[Callable[[SaveReport], None]] = []
         self._went_on_from: int | None = None  # the step of the last event about a restore, if nothing was saved since
         self._pending: _PendingSave | None = None  # the save that is under way
@@ -154,10 +159,8 @@ class CheckpointManager:
         self._mirror: RunMirror | None = None
         if mirrored is not None and not self.options.read_only:
             self._open_mirror(mirrored)
-        triggers = self.options.triggers()
-        if rehearsal is not None:
-            triggers = rehearsal.join(triggers, self._processes)
-            self._listeners.append(rehearsal.note_save)
+        self.observer.joins(self._processes.index, self._processes.count)
+        triggers = (*self.options.triggers(), Wanted(self.observer))
         self._decisions = SaveDecisions(triggers, self._clock, self._processes, self.latest_step())
         self._rollback = Rollback(self._run, warns=self._processes.is_primary)
         self._watch: MetricWatch | None = None  # until the metric that ranks checkpoints has come
@@ -527,7 +530,7 @@ class CheckpointManager:
                 skipped=[{"step": n, "damage": what} for n, what in (skipped or {}).items()],
             )
         self._went_on_from = step
-        reached("restored", step)
+        self.observer.reached("restored", step)
         self._decisions.restored(step)
         return self._rollback.restored(step)
 
@@ -579,7 +582,7 @@ class CheckpointManager:
             step: The number of optimizer updates done.
             metrics: The metrics of this step, for ``save_on_best``.
         """
-        reached("step", step)
+        self.observer.reached("step", step)
         if metrics is not None:
             metrics = named(metrics)
             if self.options.save_on_best and callable(self.options.best_fn):
@@ -646,7 +649,7 @@ class CheckpointManager:
             return False
         self.acquire()
         if force:
-            reached("step", step)  # as far as nothing was asked of this step before
+            self.observer.reached("step", step)  # as far as nothing was asked of this step before
         self._background.join()
         with self._changing:
             self._background.join()  # of another thread that has saved meanwhile
@@ -721,12 +724,12 @@ class CheckpointManager:
     def _complete(self, pending: _PendingSave, save: Save) -> None:
         """Write and commit a save, then delete what no rule keeps and call the listeners."""
         step = pending.step
-        reached("saving", step)
+        self.observer.reached("saving", step)
         try:
             done = save.complete()
         except BaseException as error:
             self._ended(pending, failed=True)
-            reached("save_failed", step)
+            self.observer.reached("save_failed", step)
             self.events.write("save_failed", step=step, error=described(error))
             raise
         if done is None:  # an interrupt came before this thread, and has ended the save
@@ -747,7 +750,7 @@ class CheckpointManager:
             total_seconds=round(report.total_seconds, 6),
             metrics=few(record.metrics),
         )
-        reached("committed", step)
+        self.observer.reached("committed", step)
         try:
             with self._items.steps_deleted():
                 self._run.collect()
@@ -770,7 +773,7 @@ class CheckpointManager:
     def _record(self, pending: _PendingSave, items: Mapping[str, ItemRecord], reason: str) -> CheckpointRecord:
         """Make the commit record, at the last moment: the right to write is checked here."""
         self._run.ownership.check()
-        reached("commit", pending.step)
+        self.observer.reached("commit", pending.step)
         return CheckpointRecord(
             items=items,
             time=self._clock.now(),

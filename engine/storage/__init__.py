@@ -9,5 +9,4 @@ from .location import Location, Place, as_location, max_concurrency
 from .lock import FileLock, SaveLock, locked_elsewhere
 from .object_store import shared_context, store_spec
 from .parallel import CORES, REQUESTS, Helper, parallel_map
-from .redirects import CLAIMS, DRILL, STRAYS
 from .status import check_extent, is_unreadable, map_status, os_errors, unreadable_as_damage, without_secrets

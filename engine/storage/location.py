@@ -14,13 +14,13 @@ from typing import IO, Any
 from urllib.parse import unquote
 
 from ..errors import DamagedCheckpointError, InvalidLocationError
+from ..observer import Observer, observed_place
 from .backend import Backend, DataFile, DataReader, Entry, FileIdentity, Segment
 from .buffers import PAGE
 from .local import LocalBackend
 from .object_files import open_object
 from .object_store import ObjectStoreBackend, ObjectStoreSnapshot, open_backend
 from .parallel import REQUESTS, UPLOADS, parallel_map
-from .redirects import DRILL, Redirects, check_no_stray
 from .status import without_secrets
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -28,10 +28,9 @@ _COLLAPSED = re.compile(r"(?:file|memory|s3|gs|gcs|https?|az|abfs|hdfs):/", re.I
 _KNOWN = "a path, file:///path, memory://name, s3://bucket/name or gs://bucket/name"
 
 _local = LocalBackend()
-_redirects = Redirects(pathlib.Path(os.environ[DRILL], "runs")) if os.environ.get(DRILL) else None
 
 
-def as_location(place: Place, *, writes: bool = False) -> Location:
+def as_location(place: Place, *, writes: bool = False, observer: Observer | None = None) -> Location:
     """Return the location that a path or URL stands for.
 
     A relative path counts from the current directory at the time of this call. ``~`` and ``~name`` at the beginning of
@@ -39,8 +38,8 @@ def as_location(place: Place, *, writes: bool = False) -> Location:
 
     Args:
         place: A path, or a URL that starts with ``file:///``, ``memory://``, ``s3://bucket/`` or ``gs://bucket/``.
-        writes: Whether the caller is about to write there. In a program that is being rehearsed, a folder of the
-            rehearsal then stands in for this location.
+        writes: Whether the caller is about to write there.
+        observer: Is told so, and may have another place stand in for this one. None for the observer of the process.
 
     Raises:
         InvalidLocationError: It is neither, or the URL's scheme is not one of these.
@@ -50,11 +49,7 @@ def as_location(place: Place, *, writes: bool = False) -> Location:
     Location('memory://runs/x/1200')
     """
     location = place if isinstance(place, Location) else _parsed(place)
-    if _redirects is None:
-        if writes and (location.is_local or location.is_remote):
-            check_no_stray()
-        return location
-    target = _redirects.target(location.url, writes=writes)
+    target = observed_place(location.url, writes=writes, observer=observer)
     return location if target == location.url else _parsed(target)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...engine.errors import HoldfastError, OptionError
-from ...engine.manager import described, reached
+from ...engine.manager import described
 from ...engine.sources import Misfits, Weights, load_weights
 from ...engine.storage import Place
 from ..loop import (
@@ -280,7 +280,7 @@ class CheckpointCallback(ResumingCallback):
 
     def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Leave a validation that would outlast the time that a preempted process has."""
-        reached("validation", trainer.global_step)
+        self._store.observer.reached("validation", trainer.global_step)
         if self._saver is None or trainer.sanity_checking:
             self._leave_evaluation(trainer)
         else:

@@ -11,7 +11,6 @@ import torch
 
 from ...engine.clock import seconds
 from ...engine.errors import SaveFailedError, StateError, shortened
-from ...engine.manager import reached
 from ...engine.sources import Misfits
 from ..loop import PreemptionSignal, Stop, announce, unfinished_neighbour, warn_of_misfits
 from .arguments import CallbackArguments
@@ -165,7 +164,7 @@ class FitSaver:
 
     def _after_batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         original(fetcher)
-        reached("batch", self._trainer.global_step)
+        self._store.observer.reached("batch", self._trainer.global_step)
         self._before_validation.drop()
         step, stop = self._trainer.global_step, self._stop.after_batch()
         if step == self._seen and not stop:

@@ -24,6 +24,7 @@ from ...engine.manager import (
     metric_name,
     metric_value,
 )
+from ...engine.observer import process_observer
 from ...engine.steps import list_steps, read_steadily
 from ...engine.storage import Location, Place, as_location
 from ..loop import WITHOUT_GRACE, GraceCheck, all_steps, part
@@ -52,6 +53,7 @@ class RunStore:
     """A directory of steps: open for writing while a model is fitted, and for reading at any time."""
 
     def __init__(self, directory: Place, options: CallbackOptions) -> None:
+        self.observer = process_observer()
         self.directory: Location = as_location(directory, writes=True)
         self._arguments = options
         self._options = options.manager_options()
@@ -249,9 +251,8 @@ class RunStore:
         self._has_positions = not self.processes.alone or any(
             PROCESS in entry.record.items for entry in list_steps(self.directory, "") if entry.record is not None
         )
-        manager = CheckpointManager(
-            self.directory, {ITEM: self._saves, PROCESS: self._own} if self._has_positions else self._saves, options
-        )
+        items = {ITEM: self._saves, PROCESS: self._own} if self._has_positions else self._saves
+        manager = CheckpointManager(self.directory, items, options, observer=self.observer)
         manager.events.has_callback = True
         return manager
 

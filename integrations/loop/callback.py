@@ -18,7 +18,7 @@ from ...engine.distributed import ProcessGroup
 from ...engine.errors import OptionError, StateError
 from ...engine.generators import GlobalGenerators
 from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHandler
-from ...engine.manager import CheckpointManager, Peek, described, reached
+from ...engine.manager import CheckpointManager, Peek, described
 from ...engine.sources import Misfits
 from ..options import documents, takes
 from .announce import announce
@@ -181,7 +181,7 @@ class CheckpointCallback:
         It costs next to nothing, so evaluation loops may ask it as well: a supervisor that watches for hangs then sees
         that the program is alive.
         """
-        reached("validation", self._saver.step)
+        self._manager.observer.reached("validation", self._saver.step)
         return self._preemption.received
 
     @property
@@ -349,7 +349,7 @@ class CheckpointCallback:
         """
         check_metrics(metrics)
         step = operator.index(step)
-        reached("validation", step)
+        self._manager.observer.reached("validation", step)
         if self._saver.record(step, metrics):
             return StepOutcome(False, f"metrics recorded with step {step}", self._should_stop)
         decision = self._saver.reconsider(step, metrics)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from tests.cli.commands import error_of
 
-from holdfast.cli.drill import KINDS, DrillOptions, Interruption, choose, places_to_save
-from holdfast.cli.findings import Causes, Report, StepDifference, Trace, kind_of_state
-from holdfast.engine.manager import Fact
+from holdfast.cli.drill.findings import Causes, Report, StepDifference, Trace, kind_of_state
+from holdfast.cli.drill.interruptions import KINDS, DrillOptions, Interruption, choose, places_to_save
+from holdfast.cli.drill.plan import Fact
 
 PROGRAM = [sys.executable, "-W", "error", str(Path(__file__).with_name("programs.py"))]
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.documents.examples import Examples
 
-from holdfast.cli.drill import KINDS
+from holdfast.cli.drill.interruptions import KINDS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "drill.md").read_text(encoding="utf-8")
 OUTPUTS = re.findall(r"^```text\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)

@@ -1,8 +1,7 @@
 """The inside of a rehearsal: interrupts the process at a chosen point, and reports how the program got there.
 
-``holdfast drill`` starts a program with the environment variable ``HOLDFAST_DRILL``, and only then is this module
-loaded. It saves at more steps than the program asks for, keeps all checkpoints, and ends the process after the last
-step of the rehearsal. Where the program writes, ``engine/storage/redirects.py`` decides.
+The entry of the child (``cli/child.py``) makes the rehearsal, the observer of all managers of the process. It saves at
+more steps than the program asks for, keeps all checkpoints, and ends the process after the last step of the rehearsal.
 """
 
 from __future__ import annotations
@@ -15,34 +14,35 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from ..checkpoint import SaveReport
-from ..distributed import ProcessGroup
-from ..storage import append_line
-from .decisions import Moment, Trigger
-from .drill import TRACES, DrillPlan
-from .events import Point
+from ...engine.manager import CheckpointManagerOptions
+from ...engine.observer import Observer, Point, T
+from ...engine.storage import append_line
+from ..status import PREEMPTED
 from .fingerprints import Fingerprints
-from .options import CheckpointManagerOptions
-
-STOPPED = 75  # status of a process that has done all steps of the rehearsal: as if it were preempted
+from .plan import RUNS, TRACES, DrillPlan
+from .redirects import Redirects
 
 _LIBRARIES = ("jax", "torch", "lightning", "pytorch_lightning")  # on which advice depends
 _PATIENCE = 60.0  # seconds to wait for saves that are under way
-_DEAF = {True: 10, False: 100}  # further steps until a program ignores a signal; several processes agree on one
+# Further steps until a program ignores a signal: of one process, and of several, which agree on one.
+_STEPS_UNTIL_IGNORED, _STEPS_TO_AGREE = 10, 100
 
 
-class Rehearsal:
-    """A watcher that carries out the plan of one start of the program, in each of its processes.
+class Rehearsal(Observer):
+    """Carries out the plan of one start of the program, in each of its processes.
 
     Args:
         folder: The folder of the rehearsal.
+        heartbeat: The observer that shows the progress of the process to the command.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, heartbeat: Observer) -> None:
+        self._heartbeat = heartbeat
+        self._redirects = Redirects(folder / RUNS)
         self._plan = DrillPlan.read(folder)
         traces = folder / TRACES / self._plan.name
         traces.mkdir(parents=True, exist_ok=True)
@@ -59,29 +59,32 @@ class Rehearsal:
 
     # ---- what managers ask
 
-    def options(self, options: CheckpointManagerOptions) -> CheckpointManagerOptions:
-        """Return the options of a manager for the rehearsal: everything is kept, and nothing is copied elsewhere."""
+    def place(self, url: str, *, writes: bool) -> str:
+        return self._redirects.target(url, writes=writes)
+
+    def options(self, options: T) -> T:
+        """Everything is kept, and nothing is copied elsewhere."""
+        assert isinstance(options, CheckpointManagerOptions)
         return replace(options, mirror=None, max_to_keep=None, keep_latest=None)
 
-    def join(self, triggers: tuple[Trigger, ...], processes: ProcessGroup) -> tuple[Trigger, ...]:
-        """Return the triggers of a manager with that of the rehearsal."""
-        self._process, self._alone = processes.index, processes.alone
-        return (*triggers, _Wanted(self))
+    def joins(self, process: int, count: int) -> None:
+        self._process, self._alone = process, count == 1
 
-    def note_save(self, report: SaveReport) -> None:
-        """Take note of a save: a listener of managers."""
-        self._largest = max(self._largest, report.bytes + report.shared_bytes)
-
-    def wants(self, step: int) -> bool:
-        """Return whether the rehearsal needs a checkpoint of a step."""
+    def wants(self, step: int) -> str | None:
         plan, place = self._plan, self._steps.get(step, 0)
-        if step in plan.save or place in plan.save_places or step == plan.last or place == plan.count:
-            return True
-        return self._alone and self._largest * (plan.count or 1) < plan.dense_bytes
+        planned = step in plan.save or place in plan.save_places or step == plan.last or place == plan.count
+        dense = self._alone and self._largest * (plan.count or 1) < plan.dense_bytes
+        return "rehearsal" if planned or dense else None
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        self._heartbeat.event(event)
+        if event["event"] == "saved":
+            self._largest = max(self._largest, event["bytes"] + event["shared_bytes"])
 
     # ---- the points that the run passes
 
     def reached(self, point: Point, step: int | None) -> None:
+        self._heartbeat.reached(point, step)
         with self._changed:
             self._writing += {"saving": 1, "committed": -1, "save_failed": -1}.get(point, 0)
             self._changed.notify_all()
@@ -103,12 +106,13 @@ class Rehearsal:
         if (plan.count is not None and place > plan.count) or (plan.last is not None and step > plan.last):
             self._stop()
         self._steps[step] = place
-        if self._signalled is not None and place - self._signalled > _DEAF[self._alone]:
+        limit = _STEPS_UNTIL_IGNORED if self._alone else _STEPS_TO_AGREE
+        if self._signalled is not None and place - self._signalled > limit:
             self._note("ignored", step=step)
             os.kill(os.getpid(), signal.SIGKILL)
         if place == 1:
             self._note("libraries", names=[name for name in _LIBRARIES if name in sys.modules])
-        self._note("step", step=step, facts=self._fingerprints.changes(sys._getframe(2)))
+        self._note("step", step=step, facts=self._fingerprints.changes())
 
     def _interrupt(self, point: Point, step: int) -> None:
         if point != "commit":
@@ -130,7 +134,7 @@ class Rehearsal:
             with contextlib.suppress(Exception):
                 stream.flush()
         # A launcher ends the other processes when one fails, perhaps before they have saved.
-        os._exit(STOPPED if self._alone and "TORCHELASTIC_RUN_ID" not in os.environ else 0)
+        os._exit(PREEMPTED if self._alone and "TORCHELASTIC_RUN_ID" not in os.environ else 0)
 
     def _wait_for_saves(self) -> None:
         until = time.monotonic() + _PATIENCE
@@ -141,15 +145,3 @@ class Rehearsal:
     def _note(self, point: str, **facts: Any) -> None:
         line: Mapping[str, Any] = {"event": point, "process": self._process, "time": time.time(), **facts}
         append_line(self._trace, json.dumps(line))
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """Saves the steps that the rehearsal wants to compare."""
-
-    rehearsal: Rehearsal
-    interval_secs: ClassVar[None] = None
-    reads_metrics: ClassVar[bool] = False
-
-    def reason(self, moment: Moment) -> str | None:
-        return "rehearsal" if self.rehearsal.wants(moment.step) else None

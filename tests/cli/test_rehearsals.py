@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.engine.manager import DrillPlan, Point, events, fingerprints
-from holdfast.engine.manager.fingerprints import Fingerprints, facts
-from holdfast.engine.manager.rehearsal import Rehearsal
+from holdfast.cli.drill import fingerprints
+from holdfast.cli.drill.fingerprints import Fingerprints, facts
+from holdfast.cli.drill.plan import DrillPlan
+from holdfast.cli.drill.rehearsal import Rehearsal
+from holdfast.engine.manager import read_events
+from holdfast.engine.observer import Point, Unobserved
 
 
 @pytest.fixture(autouse=True)
@@ -122,10 +125,10 @@ def test_what_changes_is_seen(
 ) -> None:
     source = make()
     held = wrap(source)
-    before, again = facts(sys._getframe()), facts(sys._getframe())
+    before, again = facts(), facts()
     assert before == again, "a look changes nothing"
     advance(source)
-    after = facts(sys._getframe())
+    after = facts()
     names = {name for name, fact in after.items() if before.get(name, fact)[3] != fact[3]}
     assert {after[name][0] for name in names} >= {kind}, (held, names)
     assert all(name.startswith(("source", "held")) for name in names)
@@ -133,10 +136,10 @@ def test_what_changes_is_seen(
 
 
 def test_the_generators_of_modules_are_seen() -> None:
-    before = facts(None)
+    before = facts()
     random.random()
     np.random.rand()
-    changed = {name for name, fact in facts(None).items() if before.get(name) != fact}
+    changed = {name for name, fact in facts().items() if before.get(name) != fact}
     assert {"the random module", "numpy.random"} <= changed
 
 
@@ -152,45 +155,47 @@ def test_objects_that_cannot_be_looked_at_are_left_out() -> None:
     hostile, loop = Hostile(), []  # type: ignore[var-annotated]
     loop.append(loop)
     number = 7
-    assert facts(sys._getframe())["number"][3] == str(number)
+    assert facts()["number"][3] == str(number)
     assert len(loop) == 1, hostile
 
 
 def test_only_what_has_changed_is_reported() -> None:
     fingerprints, step = Fingerprints(), 1
-    assert "step" in fingerprints.changes(sys._getframe())
+    assert "step" in fingerprints.changes()
     step += 1
-    changed = fingerprints.changes(sys._getframe())
+    changed = fingerprints.changes()
     assert [name for name in changed if name.isidentifier()] == ["step"]  # and what pytest notes of the line before
     del step
-    changed = fingerprints.changes(sys._getframe())
+    changed = fingerprints.changes()
     assert {name: fact for name, fact in changed.items() if name.isidentifier()} == {"step": None}
 
 
-# ---- the watcher
+# ---- the observer
+
+Rehearse = Callable[[DrillPlan], tuple[Rehearsal, list[tuple[int, int]]]]
 
 
 @pytest.fixture
-def rehearse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[DrillPlan], list[tuple[int, int]]]:
-    """Lets this process carry out a plan; returns the signals that it sends, each with the number of steps before."""
+def rehearse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rehearse:
+    """Makes the observer that carries out a plan.
 
-    def begin(plan: DrillPlan) -> list[tuple[int, int]]:
+    The second value is the signals that it sends, each with the number of steps before.
+    """
+
+    def begin(plan: DrillPlan) -> tuple[Rehearsal, list[tuple[int, int]]]:
         plan.write(tmp_path)
-        rehearsal = Rehearsal(tmp_path)
+        rehearsal = Rehearsal(tmp_path, Unobserved())
         sent: list[tuple[int, int]] = []
-        monkeypatch.setattr(events, "_watchers", [rehearsal])
-        monkeypatch.setattr(events, "_rehearsal", rehearsal)
-        monkeypatch.setattr(events, "_looked", True)
-        module = "holdfast.engine.manager.rehearsal.os"
+        module = "holdfast.cli.drill.rehearsal.os"
         monkeypatch.setattr(f"{module}.kill", lambda _, number: sent.append((len(rehearsal._steps), number)))
         monkeypatch.setattr(f"{module}._exit", lambda status: sent.append((len(rehearsal._steps), -status)))
-        return sent
+        return rehearsal, sent
 
     return begin
 
 
-def save_all(directory: Path, steps: int, **options: Any) -> list[int]:
-    with hf.CheckpointManager(directory, options=hf.CheckpointManagerOptions(**options)) as manager:
+def save_all(directory: Path, steps: int, observer: Rehearsal) -> list[int]:
+    with hf.CheckpointManager(directory, observer=observer) as manager:
         for step in range(1, steps + 1):
             manager.save(step, {"w": np.full(100, step)})
         manager.wait_until_finished()
@@ -209,11 +214,11 @@ def save_all(directory: Path, steps: int, **options: Any) -> list[int]:
     ],
 )
 def test_more_steps_are_saved_and_all_are_kept(
-    tmp_path: Path, rehearse: Callable[[DrillPlan], list[Any]], plan: dict[str, Any], saved: list[int]
+    tmp_path: Path, rehearse: Rehearse, plan: dict[str, Any], saved: list[int]
 ) -> None:
-    rehearse(DrillPlan(name="a", **plan))
+    observer, _ = rehearse(DrillPlan(name="a", **plan))
     options = hf.CheckpointManagerOptions(max_to_keep=1, save_interval_steps=5, mirror=tmp_path / "mirror")
-    with hf.CheckpointManager(tmp_path / "run", options=options) as manager:
+    with hf.CheckpointManager(tmp_path / "run", options=options, observer=observer) as manager:
         for step in range(1, 11):
             manager.save(step, {"w": np.full(100, step)})
             manager.wait_until_finished()
@@ -226,10 +231,10 @@ def test_more_steps_are_saved_and_all_are_kept(
     [("step", 3, [(3, 15)]), ("commit", 4, [(4, 15)]), ("validation", 3, []), ("step", 9, [])],
 )
 def test_the_process_is_interrupted_once(
-    tmp_path: Path, rehearse: Callable[[DrillPlan], list[Any]], point: Point, step: int, sent: list[Any]
+    tmp_path: Path, rehearse: Rehearse, point: Point, step: int, sent: list[Any]
 ) -> None:
-    found = rehearse(DrillPlan(name="a", point=point, step=step, signal=15))
-    with hf.CheckpointManager(tmp_path / "run") as manager:
+    observer, found = rehearse(DrillPlan(name="a", point=point, step=step, signal=15))
+    with hf.CheckpointManager(tmp_path / "run", observer=observer) as manager:
         for at in range(1, 7):
             manager.save(at, {"w": np.full(100, at)})
             manager.wait_until_finished()
@@ -238,35 +243,30 @@ def test_the_process_is_interrupted_once(
 
 @pytest.mark.parametrize(("plan", "steps"), [({"count": 4}, 4), ({"last": 3}, 3)])
 def test_the_process_ends_after_the_last_step(
-    tmp_path: Path, rehearse: Callable[[DrillPlan], list[Any]], plan: dict[str, Any], steps: int
+    tmp_path: Path, rehearse: Rehearse, plan: dict[str, Any], steps: int
 ) -> None:
-    found = rehearse(DrillPlan(name="a", **plan))
-    save_all(tmp_path / "run", steps)
+    observer, found = rehearse(DrillPlan(name="a", **plan))
+    save_all(tmp_path / "run", steps, observer)
     assert found == []
-    save_all(tmp_path / "another", steps + 1)
+    save_all(tmp_path / "another", steps + 1, observer)
     assert found[0] == (steps, -75)
 
 
-def test_a_program_that_ignores_the_signal_is_killed(
-    tmp_path: Path, rehearse: Callable[[DrillPlan], list[Any]]
-) -> None:
-    found = rehearse(DrillPlan(name="a", point="step", step=2, signal=15))
-    save_all(tmp_path / "run", 13)
+def test_a_program_that_ignores_the_signal_is_killed(tmp_path: Path, rehearse: Rehearse) -> None:
+    observer, found = rehearse(DrillPlan(name="a", point="step", step=2, signal=15))
+    save_all(tmp_path / "run", 13, observer)
     assert [number for _, number in found] == [15, 9]
 
 
 @pytest.mark.parametrize(("alone", "noted"), [(True, "ignored"), (False, "too_late")])
-def test_a_program_that_ends_after_the_signal(
-    tmp_path: Path, rehearse: Callable[[DrillPlan], list[Any]], alone: bool, noted: str
-) -> None:
+def test_a_program_that_ends_after_the_signal(tmp_path: Path, rehearse: Rehearse, alone: bool, noted: str) -> None:
     """Several processes may have agreed on a step that is later than the last of the drill."""
-    found = rehearse(DrillPlan(name="a", point="step", step=2, signal=15, count=5))
-    with hf.CheckpointManager(tmp_path / "run") as manager:
-        assert events._rehearsal is not None
-        events._rehearsal._alone = alone
+    observer, found = rehearse(DrillPlan(name="a", point="step", step=2, signal=15, count=5))
+    with hf.CheckpointManager(tmp_path / "run", observer=observer) as manager:
+        observer.joins(0, 1 if alone else 2)
         for step in range(1, 7):
             manager.save(step, {"w": np.full(100, step)})
         manager.wait_until_finished()
     assert [number for _, number in found[:2]] == [15, -75 if alone else 0]
-    names = [event["event"] for path in tmp_path.glob("traces/a/*") for event in events.read_events(path)[0]]
+    names = [event["event"] for path in tmp_path.glob("traces/a/*") for event in read_events(path)[0]]
     assert {"ignored", "too_late"} & set(names) == {noted}

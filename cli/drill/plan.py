@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from .events import Point
+from ...engine.observer import Point
 
 PLAN = "plan.json"  # name of the file in the folder of a rehearsal
 TRACES = "traces"  # and of the folder with what the processes of each start report
+RUNS = "runs"  # and of that with the directories of the run that is under way
 
 Kind = Literal["generator", "position", "value", "array"]
 

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import holdfast as hf
-from holdfast.engine.storage import as_location, location
-from holdfast.engine.storage.redirects import Redirects
+from holdfast.cli import child
+from holdfast.cli.drill.plan import DrillPlan
+from holdfast.cli.drill.redirects import Redirects
+from holdfast.engine.observer import DRILL, OBSERVER, process_observer
+from holdfast.engine.storage import as_location
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Lets this process be one that is rehearsed; returns the folder with the directories that stand in."""
-    monkeypatch.setattr(location, "_redirects", Redirects(tmp_path / "drill" / "runs"))
+    (tmp_path / "drill").mkdir()
+    DrillPlan(name="a").write(tmp_path / "drill")
+    monkeypatch.setenv(OBSERVER, child.ENTRY)
+    monkeypatch.setenv(DRILL, str(tmp_path / "drill"))
     monkeypatch.chdir(tmp_path)
-    return tmp_path / "drill" / "runs"
+    process_observer.cache_clear()
+    yield tmp_path / "drill" / "runs"
+    process_observer.cache_clear()
 
 
 def test_what_is_not_claimed_stays_where_it_is(folder: Path, tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..engine.errors import shortened, shortened_steps
-from ..engine.manager import Fact
-from ..engine.sources import LeafDifference
-from .report import count, print_table
-from .streams import say
+from ...engine.errors import shortened, shortened_steps
+from ...engine.sources import LeafDifference
+from ..report import count, print_table
+from ..streams import say
+from .plan import Fact
 
 _SHOWN = 12  # leaves in the report
 _WIDTH = 100  # columns

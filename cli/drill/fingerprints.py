@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import inspect
 import itertools
 import operator
 import os
@@ -25,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from ..pytree import loaded
-from .drill import Fact, Kind
+from ...engine.pytree import loaded
+from .plan import Fact, Kind
 
 _Space = tuple[str, str, dict[str, Any]]  # variables, with a prefix for their names, and where they are
 
@@ -54,20 +55,20 @@ class Fingerprints:
     def __init__(self) -> None:
         self._last: dict[str, Fact] = {}
 
-    def changes(self, frame: FrameType | None) -> dict[str, Fact | None]:
+    def changes(self) -> dict[str, Fact | None]:
         """Return the facts that are new or other than at the last call; None for those that are gone."""
-        now = facts(frame)
+        now = facts()
         changed: dict[str, Fact | None] = {name: fact for name, fact in now.items() if self._last.get(name) != fact}
         changed |= dict.fromkeys(self._last.keys() - now.keys())
         self._last = now
         return changed
 
 
-def facts(frame: FrameType | None) -> dict[str, Fact]:
-    """Return the fingerprints of everything in reach of a frame, by its name in the program."""
+def facts() -> dict[str, Fact]:
+    """Return the fingerprints of everything in reach of the functions that are running, by its name in the program."""
     found = dict(_global_generators())
     # A program has many modules, whose variables must not hide what the running functions hold.
-    groups = [list(_functions(frame)), list(_modules())]
+    groups = [list(_functions()), list(_modules())]
     known = {id(space) for group in groups for _, _, space in group}
     looked: list[Any] = []  # kept alive, so that no other object gets the same address
     for group in groups:
@@ -106,8 +107,9 @@ def _look(spaces: list[_Space], found: dict[str, Fact], known: set[int], looked:
 # ---- where to look
 
 
-def _functions(frame: FrameType | None) -> Iterator[_Space]:
-    """Generate the variables of the program's functions that are running, the inner first."""
+def _functions() -> Iterator[_Space]:
+    """Generate the variables of the program's functions that are running on this thread, the inner first."""
+    frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code
         if _is_own(code.co_filename) and code.co_name != "<module>":

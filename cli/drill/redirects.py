@@ -2,51 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import os
 import re
-import sys
 import zlib
 from pathlib import Path
 
-from ..errors import StateError
-from .local import append_line
+from ...engine.storage import append_line
 
 CLAIMS = "claims.jsonl"
 """Which directories were claimed: lines of ``{"url": ..., "target": ...}``."""
-
-DRILL = "HOLDFAST_DRILL"
-"""Environment variable of a program that ``holdfast drill`` rehearses: the folder of the rehearsal."""
-
-STRAYS = "strays.jsonl"  # name of the file in that folder to which processes without the variable add themselves
-
-
-@functools.cache
-def check_no_stray() -> None:
-    """Raise StateError where a program that is rehearsed has started this process without the variable that says so.
-
-    It would write to the real directories. The variable with an empty value says that it may.
-    """
-    parent, found = os.getppid(), b""
-    while parent > 1 and DRILL not in os.environ and not found:
-        try:
-            variables = Path(f"/proc/{parent}/environ").read_bytes().split(b"\0")
-            stat = Path(f"/proc/{parent}/stat").read_bytes()
-        except OSError:  # of another user, or there is no such file system
-            return
-        found = next((one for one in variables if one.startswith(f"{DRILL}=".encode())), b"").partition(b"=")[2]
-        rehearsed, parent = parent, int(stat.rpartition(b")")[2].split()[1])
-    if not found:
-        return
-    with contextlib.suppress(OSError):
-        append_line(os.path.join(os.fsdecode(found), STRAYS), json.dumps({"pid": os.getpid(), "command": sys.argv}))
-    raise StateError(
-        f"holdfast drill rehearses process {rehearsed}, which has started this one without the environment variable "
-        f"{DRILL}, so that it would write to the real directories: start it with the environment of its parent, such "
-        f"as env={{**os.environ, ...}}; or with an empty {DRILL}, if it is no part of what is rehearsed"
-    )
 
 
 class Redirects:

@@ -2,17 +2,15 @@
 
 One reference run, then one run that is interrupted again and again. Only if the two differ does a second reference run
 tell whether the program is deterministic. Every start of the program carries out a :class:`DrillPlan`, with which
-``engine/manager/rehearsal.py`` saves, stops and interrupts it from the inside.
+``rehearsal.py`` saves, stops and interrupts it from the inside.
 """
 
 from __future__ import annotations
 
 import bisect
 import fnmatch
-import itertools
 import json
 import os
-import random
 import shutil
 import signal
 import sys
@@ -21,174 +19,32 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from ..engine.clock import format_size, seconds
-from ..engine.errors import HoldfastError, OptionError, shortened, shortened_steps
-from ..engine.manager import TRACES, DrillPlan, Point, read_events
-from ..engine.sources import LeafDifference, compare_checkpoints, open_at
-from ..engine.steps import list_steps
-from ..engine.storage import CLAIMS, DRILL, STRAYS, as_location
+from ...engine.clock import format_size
+from ...engine.errors import HoldfastError, OptionError, shortened, shortened_steps
+from ...engine.manager import read_events
+from ...engine.observer import DRILL, STRAYS
+from ...engine.sources import LeafDifference, compare_checkpoints, open_at
+from ...engine.steps import list_steps
+from ...engine.storage import as_location
+from ..log import configure_logging
+from ..program import Program, Signals, shell_status
+from ..report import count, print_json
+from ..status import BAD_USAGE, DONE, FAILED
+from ..streams import say
 from .findings import Causes, Finding, Report, StepDifference, Trace, in_use, print_report, unseeded
-from .log import configure_logging
-from .program import Program, Signals, shell_status
-from .report import count, print_json
-from .status import BAD_USAGE, DONE, FAILED
-from .streams import say
-
-Kind = Literal["first", "kill", "save", "term", "twice", "validation"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+from .interruptions import DrillOptions, Interruption, choose, places_to_save
+from .plan import RUNS, TRACES, DrillPlan
+from .redirects import CLAIMS
 
 _DENSE = 2 << 30  # bytes of checkpoints up to which every step is saved
 _TAIL = 15  # lines of the program that are shown when it fails
-_RUNS = "runs"  # folder of the run that is under way
 _FRESH = "from the beginning"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrillOptions:
-    """What to rehearse."""
-
-    steps: int = 20
-    at: tuple[int, ...] = ()  # steps at which to interrupt; random ones if there are none
-    kinds: tuple[Kind, ...] = KINDS
-    seed: int = 0  # of the random steps
-    polite: signal.Signals = signal.SIGTERM  # the signal that announces a preemption
-    keep: Path | None = None  # where the runs are kept; None for a temporary directory
-    ignore: tuple[str, ...] = ()  # patterns of leaves that are not compared
-    hang: float = 1800.0  # seconds without a sign of progress after the first step
-    first_step: float = 3600.0  # seconds until the first step, which compiles
-    grace: float = 60.0  # seconds that the program has to end after the signal
-
-
-def drill_options(
-    *,
-    steps: int,
-    at: Sequence[int],
-    kinds: str | None,
-    seed: int,
-    polite: str,
-    keep: str | None,
-    ignore: Sequence[str],
-    hang: str,
-    first_step: str,
-    grace: str,
-) -> DrillOptions:
-    """Return the options as the command line gives them.
-
-    Raises:
-        OptionError: One of them is invalid.
-    """
-    named = [one.strip() for one in kinds.split(",") if one.strip()] if kinds is not None else None
-    if named is None:
-        named = ["kill", "term"] if at else list(KINDS)
-    if unknown := [one for one in named if one not in KINDS]:
-        raise OptionError(f"--kinds {unknown[0]}: the kinds are {', '.join(KINDS)}")
-    text = polite.upper() if polite.upper().startswith("SIG") else f"SIG{polite.upper()}"
-    number = signal.Signals.__members__.get(text)
-    if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
-        raise OptionError(f"--signal {polite}: name a signal that a program can handle, such as SIGTERM or SIGUSR1")
-    return DrillOptions(
-        steps=steps,
-        at=tuple(sorted(set(at))),
-        kinds=tuple(one for one in KINDS if one in named),
-        seed=seed,
-        polite=number,
-        keep=None if keep is None else Path(keep),
-        ignore=tuple(ignore),
-        hang=seconds(hang, name="--hang-timeout"),
-        first_step=seconds(first_step, name="--start-timeout"),
-        grace=seconds(grace, name="--grace"),
-    )
 
 
 class DrillError(HoldfastError):
     """The rehearsal cannot be carried out."""
-
-
-# ---- what to interrupt: pure functions
-
-
-@dataclass(frozen=True, slots=True)
-class Interruption:
-    """One preemption of the rehearsal."""
-
-    signal: signal.Signals
-    point: Point
-    step: int
-
-    def __str__(self) -> str:
-        where = {"step": "after step", "validation": "in the validation after step", "commit": "in the save of step"}
-        return f"{self.signal.name} {where[self.point]} {self.step}"
-
-
-def choose(
-    steps: Sequence[int], validations: Sequence[int], options: DrillOptions
-) -> tuple[list[Interruption], list[str]]:
-    """Return the interruptions of a run with these steps, in their order, and what is left out, in words.
-
-    The order matters: after SIGKILL the run goes back, so that the same step can be interrupted once more.
-
-    Args:
-        steps: The steps of the reference run, in ascending order; at least two.
-        validations: Those of them that were followed by a validation.
-        options: What to rehearse.
-    """
-    kill, polite = signal.SIGKILL, options.polite
-    chosen: list[tuple[int, int, Interruption]] = []
-    notes: list[str] = []
-    inner = list(steps[1:-1]) or list(steps[:1])
-
-    def add(number: signal.Signals, point: Point, step: int) -> None:
-        rank = ("step", "commit", "validation").index(point) + (0 if number == kill else 3)
-        chosen.append((step, rank, Interruption(number, point, step)))
-
-    draw = random.Random(options.seed)
-    taken: set[int] = set()
-    if "validation" in options.kinds:
-        places = [step for step in validations if step in inner and step not in options.at] or list(validations[:1])
-        if places:
-            found = sorted(draw.sample(places, min(2, len(places))))
-            numbers = (kill, polite) if len(found) == 2 else (polite,)
-            for step, number in zip(found, numbers, strict=True):
-                add(number, "validation", step)
-            # A run that resumes right there has no validation left.
-            around = [steps.index(step) + by for step in found for by in (-1, 0, 1)]
-            taken |= {steps[place] for place in around if 0 <= place < len(steps)}
-        else:
-            notes.append(f"no validation in {count(len(steps), 'step', 'steps')}, so none was interrupted")
-    if "first" in options.kinds:
-        add(kill, "step", steps[0])
-        add(polite, "step", steps[0])
-    following = dict(itertools.pairwise(steps))
-    for kind in ("twice", "kill", "save", "term"):
-        if kind not in options.kinds:
-            continue
-        free = [step for step in inner if step not in taken]
-        if kind == "twice":
-            free = [step for step in free if following.get(step) in free] or free
-        for step in options.at or (draw.choice(free or inner),):
-            taken.add(step)
-            if kind in ("kill", "save"):
-                add(kill, "commit" if kind == "save" else "step", step)
-                continue
-            add(polite, "step", step)
-            if kind == "twice" and step in following:
-                add(polite, "step", following[step])
-                taken.add(following[step])
-    found_all = [one for _, _, one in sorted(chosen, key=lambda entry: entry[:2])]
-    return list(dict.fromkeys(found_all)), notes
-
-
-def places_to_save(options: DrillOptions) -> tuple[int, ...]:
-    """Return the places of steps, from 1, that are saved in any case: those around the likely interruptions."""
-    places = range(1, options.steps + 1)
-    likely, _ = choose(places, (), options if not options.at else DrillOptions(steps=options.steps, kinds=("first",)))
-    around = {one.step + by for one in likely for by in (-1, 0, 1, 2)}
-    return tuple(sorted(around.intersection(places)))
-
-
-# ---- the rehearsal
 
 
 @dataclass(slots=True)
@@ -320,7 +176,7 @@ class _Drill:
             )
         if len(trace.steps) < 2:
             raise DrillError("the program ended after one step; a drill needs at least two, so let it run longer")
-        os.rename(self._folder / _RUNS, self._folder / name)
+        os.rename(self._folder / RUNS, self._folder / name)
         checkpoints = sum(map(len, self._steps_of(name).values()))
         if not checkpoints:
             raise DrillError(f"the program reported {len(trace.steps)} steps, and saved none{self._tail(name)}")
@@ -357,8 +213,8 @@ class _Drill:
         if self._origin is None:
             return
         source, origin = self._folder / "reference", self._origin
-        (self._folder / _RUNS).mkdir()
-        shutil.copyfile(source / CLAIMS, self._folder / _RUNS / CLAIMS)
+        (self._folder / RUNS).mkdir()
+        shutil.copyfile(source / CLAIMS, self._folder / RUNS / CLAIMS)
         left = set()
         for steps in self._steps_of("reference").values():
             kept = max((step for step in steps if step <= origin), default=None)
@@ -371,7 +227,7 @@ class _Drill:
 
         for place in source.iterdir():
             if place.is_dir():
-                shutil.copytree(place, self._folder / _RUNS / place.name, ignore=ignored)
+                shutil.copytree(place, self._folder / RUNS / place.name, ignore=ignored)
 
     def _interrupted(self, interruptions: Sequence[Interruption], saved: Sequence[int], reference: Start) -> None:
         """Run the program with interruptions until its checkpoints differ from those of the reference run."""
@@ -388,7 +244,7 @@ class _Drill:
             start = self._start(plan, "interrupted", interruption)
             self._starts.append(start)
             self._judge(start, reference, before)
-            report.differences = self._compare(_RUNS, "reference")
+            report.differences = self._compare(RUNS, "reference")
             if report.differences or report.stops:
                 left = len(interruptions) - number - 1
                 if left > 0:
@@ -398,7 +254,7 @@ class _Drill:
                 missed = [str(one) for one in interruptions[number:]]
                 report.notes.append(f"the run ended before it could be interrupted: {'; '.join(missed)}")
                 break
-        os.rename(self._folder / _RUNS, self._folder / "interrupted")
+        os.rename(self._folder / RUNS, self._folder / "interrupted")
         if not report.differences and not report.stops:
             report.differences = self._missing("interrupted", "reference")
 
@@ -419,8 +275,8 @@ class _Drill:
             report.findings.append(Finding.not_resumed(newest))
             report.stops = True
             return
-        urls, known = self._claims(_RUNS), self._claims("reference")
-        if strange := [url for url in urls if url not in known and self._steps_in(_RUNS, urls[url])]:
+        urls, known = self._claims(RUNS), self._claims("reference")
+        if strange := [url for url in urls if url not in known and self._steps_in(RUNS, urls[url])]:
             report.findings.append(Finding.new_directory(_label(strange[0]), sorted(map(_label, known))))
             report.stops = True
             return
@@ -538,7 +394,7 @@ class _Drill:
         """Return the directories of a run as the program calls them, with the names of the folders that stood in."""
         path = self._folder / name / CLAIMS
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        runs = self._folder / _RUNS  # where it was at the time
+        runs = self._folder / RUNS  # where it was at the time
         return {claim["url"]: os.path.relpath(claim["target"], runs) for claim in map(json.loads, lines)}
 
     def _steps_in(self, name: str, target: str) -> dict[int, str]:
@@ -552,7 +408,7 @@ class _Drill:
         return {url: self._steps_in(name, target) for url, target in self._claims(name).items()}
 
     def _newest(self) -> dict[str, int]:
-        return {url: max(steps) for url, steps in self._steps_of(_RUNS).items() if steps}
+        return {url: max(steps) for url, steps in self._steps_of(RUNS).items() if steps}
 
     def _compare(self, name: str, with_name: str, *, all_steps: bool = False) -> list[StepDifference]:
         """Compare what was not compared yet; return the differences of the first step that has any, or of all steps."""
@@ -577,7 +433,7 @@ class _Drill:
                 found.append(StepDifference(step, _label(url), leaves))
             else:
                 self._compared.add(key)
-                if name == _RUNS:
+                if name == RUNS:
                     self._report.compared.add((_label(url), step))
         return found
 

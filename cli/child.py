@@ -1,0 +1,75 @@
+"""The entry of a program that ``holdfast supervise`` or ``holdfast drill`` has started: it makes the observer of it.
+
+``cli/program.py`` names :func:`observer` in the environment of the program, and ``process_observer`` of
+``engine/observer.py`` calls it in each of its processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import logging
+import mmap
+import os
+import signal
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..engine.manager import EVENTS, finite
+from ..engine.observer import DRILL, Observer, Point, Unobserved
+from ..engine.storage import append_line
+
+ENTRY = f"{__name__}:observer"
+SUPERVISOR = "HOLDFAST_SUPERVISOR"  # environment variable: the folder in which a supervisor listens
+STACKS = getattr(signal, "SIGRTMAX", 64) - 5  # signal to a supervised process that asks for the stacks of its threads
+BEAT = struct.Struct("=dq")  # a heartbeat: seconds on the system's monotonic clock, and the step; -1 before the first
+
+_logger = logging.getLogger("holdfast")
+
+
+def observer() -> Observer:
+    """Return the observer of this process: its heartbeat, within the rehearsal if there is one."""
+    found: Observer = Unobserved()
+    if folder := os.environ.get(SUPERVISOR):
+        try:
+            found = Heartbeat(Path(folder))
+        except OSError as error:
+            _logger.warning("%s=%s: the supervisor cannot be told of this run: %s", SUPERVISOR, folder, error)
+    if folder := os.environ.get(DRILL):
+        from .drill.rehearsal import Rehearsal
+
+        return Rehearsal(Path(folder), found)
+    return found
+
+
+class Heartbeat(Observer):
+    """Shows a supervisor the progress and the events of this process, and prints the stacks of its threads if asked to.
+
+    Args:
+        folder: Where the supervisor looks.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / f"heartbeat.{os.getpid()}"
+        path.write_bytes(BEAT.pack(time.monotonic(), -1))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), BEAT.size)
+        self._events = folder / EVENTS
+        self._step = -1
+        if sys.stderr is not None and hasattr(faulthandler, "register"):
+            with contextlib.suppress(OSError, ValueError, RuntimeError):  # such as a stderr without a descriptor
+                faulthandler.register(STACKS, all_threads=True)
+                (folder / f"stacks.{os.getpid()}").touch()
+
+    def reached(self, point: Point, step: int | None) -> None:
+        if point == "step" and step is not None:
+            self._step = step
+        BEAT.pack_into(self._memory, 0, time.monotonic(), self._step)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        append_line(self._events, json.dumps(finite(event), default=str))

@@ -1,0 +1,155 @@
+"""What a drill rehearses: its options, and the preemptions that follow from them and from the steps of the program."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from ...engine.clock import seconds
+from ...engine.errors import OptionError
+from ...engine.observer import Point
+from ..report import count
+
+Kind = Literal["first", "kill", "save", "term", "twice", "validation"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrillOptions:
+    """What to rehearse."""
+
+    steps: int = 20
+    at: tuple[int, ...] = ()  # steps at which to interrupt; random ones if there are none
+    kinds: tuple[Kind, ...] = KINDS
+    seed: int = 0  # of the random steps
+    polite: signal.Signals = signal.SIGTERM  # the signal that announces a preemption
+    keep: Path | None = None  # where the runs are kept; None for a temporary directory
+    ignore: tuple[str, ...] = ()  # patterns of leaves that are not compared
+    hang: float = 1800.0  # seconds without a sign of progress after the first step
+    first_step: float = 3600.0  # seconds until the first step, which compiles
+    grace: float = 60.0  # seconds that the program has to end after the signal
+
+
+def drill_options(
+    *,
+    steps: int,
+    at: Sequence[int],
+    kinds: str | None,
+    seed: int,
+    polite: str,
+    keep: str | None,
+    ignore: Sequence[str],
+    hang: str,
+    first_step: str,
+    grace: str,
+) -> DrillOptions:
+    """Return the options as the command line gives them.
+
+    Raises:
+        OptionError: One of them is invalid.
+    """
+    named = [one.strip() for one in kinds.split(",") if one.strip()] if kinds is not None else None
+    if named is None:
+        named = ["kill", "term"] if at else list(KINDS)
+    if unknown := [one for one in named if one not in KINDS]:
+        raise OptionError(f"--kinds {unknown[0]}: the kinds are {', '.join(KINDS)}")
+    text = polite.upper() if polite.upper().startswith("SIG") else f"SIG{polite.upper()}"
+    number = signal.Signals.__members__.get(text)
+    if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
+        raise OptionError(f"--signal {polite}: name a signal that a program can handle, such as SIGTERM or SIGUSR1")
+    return DrillOptions(
+        steps=steps,
+        at=tuple(sorted(set(at))),
+        kinds=tuple(one for one in KINDS if one in named),
+        seed=seed,
+        polite=number,
+        keep=None if keep is None else Path(keep),
+        ignore=tuple(ignore),
+        hang=seconds(hang, name="--hang-timeout"),
+        first_step=seconds(first_step, name="--start-timeout"),
+        grace=seconds(grace, name="--grace"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Interruption:
+    """One preemption of the rehearsal."""
+
+    signal: signal.Signals
+    point: Point
+    step: int
+
+    def __str__(self) -> str:
+        where = {"step": "after step", "validation": "in the validation after step", "commit": "in the save of step"}
+        return f"{self.signal.name} {where[self.point]} {self.step}"
+
+
+def choose(
+    steps: Sequence[int], validations: Sequence[int], options: DrillOptions
+) -> tuple[list[Interruption], list[str]]:
+    """Return the interruptions of a run with these steps, in their order, and what is left out, in words.
+
+    The order matters: after SIGKILL the run goes back, so that the same step can be interrupted once more.
+
+    Args:
+        steps: The steps of the reference run, in ascending order; at least two.
+        validations: Those of them that were followed by a validation.
+        options: What to rehearse.
+    """
+    kill, polite = signal.SIGKILL, options.polite
+    chosen: list[tuple[int, int, Interruption]] = []
+    notes: list[str] = []
+    inner = list(steps[1:-1]) or list(steps[:1])
+
+    def add(number: signal.Signals, point: Point, step: int) -> None:
+        rank = ("step", "commit", "validation").index(point) + (0 if number == kill else 3)
+        chosen.append((step, rank, Interruption(number, point, step)))
+
+    draw = random.Random(options.seed)
+    taken: set[int] = set()
+    if "validation" in options.kinds:
+        places = [step for step in validations if step in inner and step not in options.at] or list(validations[:1])
+        if places:
+            found = sorted(draw.sample(places, min(2, len(places))))
+            numbers = (kill, polite) if len(found) == 2 else (polite,)
+            for step, number in zip(found, numbers, strict=True):
+                add(number, "validation", step)
+            # A run that resumes right there has no validation left.
+            around = [steps.index(step) + by for step in found for by in (-1, 0, 1)]
+            taken |= {steps[place] for place in around if 0 <= place < len(steps)}
+        else:
+            notes.append(f"no validation in {count(len(steps), 'step', 'steps')}, so none was interrupted")
+    if "first" in options.kinds:
+        add(kill, "step", steps[0])
+        add(polite, "step", steps[0])
+    following = dict(itertools.pairwise(steps))
+    for kind in ("twice", "kill", "save", "term"):
+        if kind not in options.kinds:
+            continue
+        free = [step for step in inner if step not in taken]
+        if kind == "twice":
+            free = [step for step in free if following.get(step) in free] or free
+        for step in options.at or (draw.choice(free or inner),):
+            taken.add(step)
+            if kind in ("kill", "save"):
+                add(kill, "commit" if kind == "save" else "step", step)
+                continue
+            add(polite, "step", step)
+            if kind == "twice" and step in following:
+                add(polite, "step", following[step])
+                taken.add(following[step])
+    found_all = [one for _, _, one in sorted(chosen, key=lambda entry: entry[:2])]
+    return list(dict.fromkeys(found_all)), notes
+
+
+def places_to_save(options: DrillOptions) -> tuple[int, ...]:
+    """Return the places of steps, from 1, that are saved in any case: those around the likely interruptions."""
+    places = range(1, options.steps + 1)
+    likely, _ = choose(places, (), options if not options.at else DrillOptions(steps=options.steps, kinds=("first",)))
+    around = {one.step + by for one in likely for by in (-1, 0, 1, 2)}
+    return tuple(sorted(around.intersection(places)))

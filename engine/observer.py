@@ -1,0 +1,133 @@
+"""The observer of a run: what a supervisor, a rehearsal or a trace is told, and the little that it may decide.
+
+A manager takes one as ``observer=``. Without it, the manager takes the observer of the process, which
+:func:`process_observer` makes: the one place where a program that was started by ``holdfast supervise`` or ``holdfast
+drill`` becomes observed without a change. Where there is none, an observer does nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pkgutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+from .errors import StateError
+
+OBSERVER = "HOLDFAST_OBSERVER"
+"""Environment variable with the function that makes the observer of a process, as ``module:function``."""
+
+DRILL = "HOLDFAST_DRILL"
+"""Environment variable of a program that ``holdfast drill`` rehearses: the folder of the rehearsal."""
+
+STRAYS = "strays.jsonl"  # name of the file in that folder to which processes without the variable add themselves
+
+Point = Literal["step", "batch", "validation", "restored", "saving", "commit", "committed", "save_failed"]
+"""A point that a run passes: ``step`` after an update, ``commit`` right before the commit record of a step is written,
+``committed`` after it; ``saving`` when the files of a step are about to be written in the background."""
+
+T = TypeVar("T")
+
+
+class Observer(Protocol):
+    """Something that observes the runs of a process. Derive a class from it: what it does not define does nothing."""
+
+    def place(self, url: str, *, writes: bool) -> str:
+        """Return the place to use instead of another one, or the same.
+
+        Args:
+            url: A URL, or an absolute path.
+            writes: Whether the program is about to write there.
+        """
+        return url
+
+    def options(self, options: T) -> T:
+        """Return the options of a manager, ``CheckpointManagerOptions``, as they are to be used."""
+        return options
+
+    def joins(self, process: int, count: int) -> None:
+        """Take note that a manager was made, by one of ``count`` processes that save together."""
+        return
+
+    def wants(self, step: int) -> str | None:
+        """Return why a step is saved although nothing else asks for it, or None."""
+        return None
+
+    def reached(self, point: Point, step: int | None) -> None:
+        """Take note of a point that the run passes, on the thread that passes it; it may be passed several times."""
+        return
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Take note of an event, which ``engine/manager/events.py`` lists, with ``directory`` and ``process``."""
+        return
+
+
+class Unobserved(Observer):
+    """Does nothing."""
+
+
+@functools.cache
+def process_observer() -> Observer:
+    """Return the observer of this process: the one that ``HOLDFAST_OBSERVER`` names, else one that does nothing.
+
+    It is made when a manager or a location asks for it first, and stays.
+
+    Raises:
+        StateError: The variable names nothing that can be imported.
+    """
+    name = os.environ.get(OBSERVER)
+    if not name:
+        return Unobserved()
+    try:
+        make = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise StateError(
+            f"{OBSERVER}={name} names nothing that can be imported here ({error}). Whatever has started this program "
+            "observes it with another version of holdfast: install the same one for both"
+        ) from error
+    observer: Observer = make()
+    return observer
+
+
+def observed_place(url: str, *, writes: bool, observer: Observer | None = None) -> str:
+    """Return the place that an observer, by default that of this process, has in place of another one.
+
+    Raises:
+        StateError: This process is about to write, and belongs to a rehearsal without knowing of it.
+    """
+    if writes and not url.startswith("memory://"):
+        _check_no_stray()
+    return (observer or process_observer()).place(url, writes=writes)
+
+
+@functools.cache
+def _check_no_stray() -> None:
+    """Raise StateError where a program that is rehearsed has started this process without the variable that says so.
+
+    It would write to the real directories. The variable with an empty value says that it may.
+    """
+    parent, found = os.getppid(), b""
+    while parent > 1 and DRILL not in os.environ and not found:
+        try:
+            variables = Path(f"/proc/{parent}/environ").read_bytes().split(b"\0")
+            stat = Path(f"/proc/{parent}/stat").read_bytes()
+        except OSError:  # of another user, or there is no such file system
+            return
+        found = next((one for one in variables if one.startswith(f"{DRILL}=".encode())), b"").partition(b"=")[2]
+        rehearsed, parent = parent, int(stat.rpartition(b")")[2].split()[1])
+    if not found:
+        return
+    try:
+        with open(os.path.join(os.fsdecode(found), STRAYS), "a", encoding="utf-8") as file:
+            file.write(json.dumps({"pid": os.getpid(), "command": sys.argv}) + "\n")
+    except OSError:  # the rehearsal has ended
+        pass
+    raise StateError(
+        f"holdfast drill rehearses process {rehearsed}, which has started this one without the environment variable "
+        f"{DRILL}, so that it would write to the real directories: start it with the environment of its parent, such "
+        f"as env={{**os.environ, ...}}; or with an empty {DRILL}, if it is no part of what is rehearsed"
+    )
