@@ -414,13 +414,16 @@ class CheckpointManager:
 
         Raises:
             NoWholeCheckpointError: There are checkpoints, and all of them are damaged.
+            CheckpointNotFoundError: A process does not see a step that process 0 sees.
             TreeMismatchError: A template and the saved item differ.
         """
         self._background.join()
         began = time.perf_counter()
         skipped: list[tuple[int, _Damage]] = []
-        steps = self._processes.decide("steps", self._steps_of_both_places)
-        for step, is_here in reversed(steps):
+        missing: set[int] = set()
+        steps = self._processes.decide("steps", self._steps_of_both_places)[::-1]
+        while steps:
+            step, is_here = steps.pop(0)
             if not is_here and not self._fetch(step):
                 continue
             found, damage = self._restore_everywhere(step, items, restore_kwargs or {})
@@ -430,8 +433,17 @@ class CheckpointManager:
                 )
                 found, damage = self._restore_everywhere(step, items, restore_kwargs or {})
             if damage is not None and damage.deleted:  # by the run that writes here, which has newer steps by now
+                if step in missing:
+                    raise CheckpointNotFoundError(
+                        f"{self.directory}: process 0 sees step {step}, and process {damage.process} does not, also "
+                        "when it looks again; all processes have to see the same directory: is it a disk that they "
+                        "share, mounted at the same path?"
+                    )
+                missing.add(step)
+                skipped.clear()
                 self._run.reload()
-                return self.restore_latest(items, restore_kwargs=restore_kwargs)
+                steps = self._processes.decide("steps", self._steps_of_both_places)[::-1]
+                continue
             if damage is not None:
                 _logger.warning("%s: step %d is damaged and passed over: %s", self.directory, step, damage.what)
                 skipped.append((step, damage))
@@ -566,7 +578,7 @@ class CheckpointManager:
                 raise
             damage = _Damage("it was deleted meanwhile", deleted=True)
         shared = self._processes.share("restored", damage)
-        first = next((_Damage(*what) for what in shared if what is not None), None)
+        first = next((_Damage(*what)._replace(process=i) for i, what in enumerate(shared) if what is not None), None)
         if first is not None:
             self._items.damage_found()
         return found, first
@@ -1043,6 +1055,7 @@ class _Damage(NamedTuple):
     what: str
     unreadable: bool = False
     deleted: bool = False
+    process: int = 0
 
 
 class _PendingSave:

@@ -92,3 +92,26 @@ def test_several_processes_warn_of_gradients_that_they_do_not_save(tmp_path: Pat
     for held, warnings in run_processes(accumulate, 2, str(tmp_path), backend="torch"):
         assert not held
         assert [text.startswith("step 1 is saved without the gradients of 2 parameters") for text in warnings] == [True]
+
+
+def restore_own_view(process: Process, directory: str) -> str:
+    """Opens one path that is another directory in each process, like a disk of each node."""
+    os.chdir(Path(directory, str(process.index)))
+    with hf.CheckpointManager("/proc/self/cwd/run", options=READER) as reader:
+        try:
+            reader.restore_latest()
+        except hf.CheckpointNotFoundError as error:
+            return str(error)
+    return ""
+
+
+READER = hf.CheckpointManagerOptions(read_only=True, barrier_timeout_secs=20)
+
+
+def test_a_step_that_one_process_does_not_see_is_an_error(tmp_path: Path) -> None:
+    """Before, all looked again and again until the stack was full."""
+    pytest.importorskip("torch")
+    hf.save(tmp_path / "0" / "run" / "3", {"w": 1.0})
+    (tmp_path / "1").mkdir()
+    for text in run_processes(restore_own_view, 2, str(tmp_path), backend="torch"):
+        assert "/proc/self/cwd/run: process 0 sees step 3, and process 1 does not" in text
