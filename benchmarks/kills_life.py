@@ -34,7 +34,7 @@ WARM_SAVES = 5
 BIG_BYTES = 1 << 20
 FROZEN = np.arange(200_000)
 RECORD = "checkpoint.json"
-ROOT_FILES = {"metadata", "options.json", "owner.json", "events.jsonl", "steps.log"}  # the manager's own
+ROOT_FILES = {"metadata", "options.json", "owner.json", "events.jsonl"}  # the manager's own
 
 
 def content(step: int, edition: int) -> dict[str, Any]:

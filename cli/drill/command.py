@@ -221,8 +221,8 @@ class _Drill:
             left |= {folder for step, folder in steps.items() if step != kept}
 
         def ignored(folder: str, names: list[str]) -> set[str]:
-            """Return what is made anew: the list of steps, the owner's name, events; and other steps."""
-            anew = {name for name in names if name.startswith((".", "events")) or name in ("owner.json", "steps.log")}
+            """Return what is made anew: the owner's name, events; and other steps."""
+            anew = {name for name in names if name.startswith((".", "events")) or name == "owner.json"}
             return anew | {name for name in names if os.path.join(folder, name) in left}
 
         for place in source.iterdir():

@@ -10,6 +10,7 @@ from .commit import (
     copy_left,
     delete_checkpoint,
     deleted_on_interrupt,
+    is_swept,
     remove_temporary,
     sweep,
     write_record,

@@ -499,10 +499,20 @@ def sweep(location: Location, parts: CommitParts | None = None) -> bool:
     return False
 
 
+def is_swept(names: Iterable[str]) -> bool:
+    """Whether the names in a checkpoint's directory say that it is whole and holds nothing for :func:`sweep`."""
+    found = set(names)
+    return RECORD in found and not found & {PARTIAL, DELETED} and not any(map(_is_temporary, found))
+
+
+def _is_temporary(name: str) -> bool:
+    return name.startswith(TEMPORARY_PREFIX)
+
+
 def remove_temporary(location: Location, names: Iterable[str]) -> None:
     """Remove the files of atomic writes that were interrupted."""
     for name in names:
-        if name.startswith(TEMPORARY_PREFIX):
+        if _is_temporary(name):
             (location / name).remove()
 
 

@@ -9,11 +9,11 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ..checkpoint import copy_left, delete_checkpoint, remove_temporary, sweep, write_record
+from ..checkpoint import copy_left, delete_checkpoint, is_swept, remove_temporary, sweep, write_record
 from ..clock import Clock, SystemClock
 from ..errors import (
     CheckpointNotFoundError,
@@ -29,12 +29,9 @@ from ..errors import (
 from ..format import OWNER, PARTIAL, RECORD, CheckpointRecord, encode_document
 from ..sources import check_unclaimed, described_steps, find_steps
 from ..steps import (
-    FEWEST,
-    INDEX,
     LATE,
     METADATA,
     LateMetrics,
-    RecordIndex,
     StepEntry,
     attempts_at,
     list_steps,
@@ -49,7 +46,7 @@ from ..steps import (
     with_late,
     write_late,
 )
-from ..storage import Location, Place, SaveLock, as_location, is_unreadable, max_concurrency, parallel_map
+from ..storage import Entry, Location, Place, SaveLock, as_location, is_unreadable, max_concurrency, parallel_map
 from .events import EVENTS, ROTATED
 from .identity import OPTIONS, Doomed, RunIdentity, new_run, store_identity, stored_identity
 from .metrics import metric_name, plain_metrics
@@ -61,6 +58,7 @@ _logger = logging.getLogger("holdfast")
 
 T = TypeVar("T")
 
+_INDEX = "steps.log"  # an index of records that earlier versions kept in local directories
 _SHOWN = "Orbax"  # the library whose managers have steps as ours do; files of others may lie beside a run of ours
 
 
@@ -158,14 +156,10 @@ class RunDirectory:
         self._held: set[int] = set()  # steps that are being copied elsewhere
         self._spared: list[Location] = []  # folders of interrupted copies that may go on
         self._changing = threading.Lock()  # records are rewritten and steps deleted one after the other
-        self._index = RecordIndex(location) if location.is_local else None
-        self._indexes = False  # whether this run keeps the index up to date
         self._late = LateMetrics(location)
         self._lock = threading.Lock()  # of the attributes below
         self._records: dict[int, CheckpointRecord] = {}
         self._others: dict[int, Location] = {}  # steps of another library
-        self._unread: set[int] = set()  # steps whose record comes from the index
-        self._changed: set[int] = set()  # steps that were added since the last collection
         self._identity: RunIdentity | None = None  # once the right to write is held
         self._dooms = False  # whether a mirror may have what is deleted here
         self._errors: dict[int, DamagedCheckpointError | FormatVersionError] = {}
@@ -203,16 +197,17 @@ class RunDirectory:
 
     def _check_unclaimed(self, names: frozenset[str]) -> None:
         """Refuse to begin a run beside steps that it does not resume from."""
-        if names - {OWNER, OPTIONS, INDEX, METADATA, LATE, EVENTS, ROTATED}:
+        if names - {OWNER, OPTIONS, _INDEX, METADATA, LATE, EVENTS, ROTATED}:
             check_unclaimed(self.location, self._series, begun=OWNER in names)
 
-    def reload(self, *, forget: bool = False) -> frozenset[str]:
+    def reload(self, content: Sequence[Entry] | None = None, *, forget: bool = False) -> frozenset[str]:
         """Read the directory again, and return the names in it.
 
-        ``forget`` lists steps whose data was found damaged as whole again.
+        ``content`` is what the directory holds, where the caller has listed it already. ``forget`` lists steps whose
+        data was found damaged as whole again.
         """
-        content = self.location.entries()
-        entries = list_steps(self.location, self._series, content, index=self._index, late=self._late)
+        content = self.location.entries() if content is None else content
+        entries = list_steps(self.location, self._series, content, late=self._late)
         others = [] if entries else self._list_others(frozenset(entry.name for entry in content))
         entries = entries or others
         records = {entry.step: entry.record for entry in entries if entry.record is not None}
@@ -224,14 +219,9 @@ class RunDirectory:
                 if step in records and records[step].identity == condemned.identity:
                     del records[step]
                     errors[step] = error
-            known, before = self._records, self._steps
-            self._steps = {
-                step: before[step] if known.get(step) is record else info_of(step, record)
-                for step, record in records.items()
-            }
+            self._steps = {step: info_of(step, record) for step, record in records.items()}
             self._records, self._errors = records, errors
             self._others = {entry.step: entry.location for entry in others}
-            self._unread = {entry.step for entry in entries if entry.indexed}
             self._infos = None
         return frozenset(entry.name for entry in content)
 
@@ -240,8 +230,7 @@ class RunDirectory:
         with self._lock:
             self._forget(step)
             if record is not None:
-                self._put(step, record)
-                self._changed.add(step)
+                self._put(step, with_late(record, self._late.of(f"{self._series}{step}")))
 
     def condemn(self, step: int, damage: str, *, unreadable: bool) -> None:
         """Note that the data of a step is damaged: the step is not listed any more, and may be replaced."""
@@ -260,14 +249,11 @@ class RunDirectory:
     def _forget(self, step: int) -> None:
         for known in (self._records, self._steps, self._errors, self._condemned):
             known.pop(step, None)
-        self._unread.discard(step)
         self._infos = None
 
     def add_late_metrics(self) -> None:
         """Add the metrics that other programs have recorded since the directory was read."""
-        with self._lock:
-            changed = {f"{self._series}{step}" for step in self._changed}
-        for folder in self._late.refresh(lambda folder: self._step_of(folder) in self._records) | changed:
+        for folder in self._late.refresh(lambda folder: self._step_of(folder) in self._records):
             step, added = self._step_of(folder), self._late.of(folder)
             with self._lock:
                 record = self._records.get(step)
@@ -328,24 +314,11 @@ class RunDirectory:
                     raise
                 self.add(step, None if found is None else found.record)  # which says that a deleted one is not there
 
-    def _confirm(self, step: int) -> None:
-        """Read the record of a step itself where what is known of it comes from the index."""
-        if step not in self._unread:
-            return
-        found = self._look(step)
-        with self._lock:
-            self._forget(step)
-            if found is not None and found.error is not None:
-                self._errors[step] = found.error
-            elif found is not None and found.record is not None:
-                self._put(step, with_late(found.record, self._late.of(found.location.name)))
-
     def _look(self, step: int) -> StepEntry | None:
         return read_entry(StepEntry(step, self.step_location(step), self._series))
 
     def record(self, step: int) -> CheckpointRecord:
         """Return the commit record of a step; looks again where it was not there, as another process may have saved."""
-        self._confirm(step)
         if step not in self._records and step not in self._errors:
             found = self._look(step)
             if found is not None and found.error is not None:
@@ -383,22 +356,18 @@ class RunDirectory:
         """
         check_json("metadata", metadata)
         self.ownership.take()
-        content = self.location.entries()
+        listing = self.location.snapshot()
+        content = listing.entries()
         remove_temporary(self.location, [entry.name for entry in content])
+        if any(entry.name == _INDEX and not entry.is_directory for entry in content):
+            (self.location / _INDEX).remove()
         folders = [folder.location for folder in step_folders(self.location, self._series, content)]
-        if self._index is not None:
-            folders = [folder for folder in folders if not self._index.is_tidy(folder.name)]
-            self._index.begin(OWNER)
         if spare is not None and spare.step is not None:
             place = self.step_location(spare.step)
             self._spared = [place] if place in folders and copy_left(place) == spare.fingerprint else []
         swept = [folder for folder in folders if folder not in self._spared]
-        parallel_map(self._sweep, swept, max_concurrency(self.location))
-        names = self.reload()
-        if self._index is not None and (INDEX in names or len(self._records) >= FEWEST):
-            self._indexes = True
-            self._index.keep(names)
-            self._index.write()
+        parallel_map(lambda folder: self._sweep(folder, listing / folder.name), swept, max_concurrency(self.location))
+        self.reload(content)
         store_metadata(self.location, metadata)
         stored, belongs = stored_identity(self.location), belongs or RunIdentity()
         identity = replace(
@@ -460,11 +429,12 @@ class RunDirectory:
             if self.ownership.held and step in self:
                 self.collect()
 
-    def _sweep(self, location: Location) -> None:
-        if location.is_link():
-            return
+    def _sweep(self, location: Location, listing: Location | None = None) -> None:
+        """Remove what interrupted saves left in a step's folder; ``listing`` is the folder in a listing of the run."""
         lock = SaveLock(location / PARTIAL)
         try:
+            if location.is_link() or is_swept(entry.name for entry in (listing or location).entries()):
+                return
             try:
                 lock.take_over()
             except (StorageConflictError, StoragePermissionError) as error:  # a save without a manager may be alive
@@ -496,7 +466,6 @@ class RunDirectory:
     def delete(self, step: int, *, mirror: bool = False) -> None:
         """Delete a step, whole or damaged, and note it for the mirror if that has to delete it, too."""
         with self._changing:
-            self._confirm(step)
             if not self.is_damaged(step):
                 self.record(step)
             if mirror:
@@ -523,8 +492,6 @@ class RunDirectory:
                     self.add(step, None)
                 raise
             remove_late(self.location, location.name)
-            if self._indexes and self._index is not None:
-                self._index.forget([location.name])
         self.add(step, None)
 
     def make_room(self, step: int, *, replaces: bool = False) -> None:
@@ -569,7 +536,6 @@ class RunDirectory:
             self.add_late_metrics()
         if not any(isinstance(rule, KeepAll) for rule in self._rules):
             self._delete_given_up(self._given_up())
-        self._keep_index()
 
     def _given_up(self) -> dict[int, CheckpointRecord]:
         """Return the steps that no rule keeps, with the records by which that was decided."""
@@ -592,17 +558,6 @@ class RunDirectory:
                         self._delete(step)
             except (StorageError, OwnershipError) as error:
                 _logger.warning("%s: step %d could not be deleted: %s", self.location, step, error)
-
-    def _keep_index(self) -> None:
-        """Bring the index up to date, once there are enough steps for one."""
-        with self._lock:
-            changed, self._changed = self._changed, set()
-            steps = changed if self._indexes else set(self._records)
-        if self._index is None or not self._writes or len(steps) < (1 if self._indexes else FEWEST):
-            return
-        with self._changing:
-            self._indexes = True
-            self._index.changed([self.step_location(step).name for step in sorted(steps)])
 
     def _warn_without_best(self) -> None:
         """Warn, once, that no step has the metric of ``best_fn``, most likely as it is misspelt."""

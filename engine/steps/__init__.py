@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .index import FEWEST, INDEX, RecordIndex
 from .late_metrics import LATE, LateMetrics, remove_late, with_late, write_late
 from .listing import StepEntry, list_steps, newest_step, read_entry, series_and_step, series_of, step_folders
 from .metadata import METADATA, store_metadata, stored_metadata

@@ -59,7 +59,8 @@ class LateMetrics:
 
     def of(self, folder: str) -> list[Added]:
         """Return what was added to the checkpoint in a folder, in any order."""
-        return [self._files[name] for name in self._names.get(folder, ())]
+        names = list(self._names.get(folder, ()))  # another thread may refresh meanwhile
+        return [added for name in names if (added := self._files.get(name)) is not None]
 
 
 def with_late(record: CheckpointRecord, added: Iterable[Added]) -> CheckpointRecord:

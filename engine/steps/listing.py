@@ -19,10 +19,11 @@ from dataclasses import dataclass, replace
 
 from ..errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError
 from ..format import RECORD, STEP_FOLDER, CheckpointRecord
-from ..storage import Entry, Location, max_concurrency, parallel_map
-from .index import INDEX, RecordIndex
+from ..storage import REQUESTS, Entry, Location, max_concurrency, parallel_map
 from .late_metrics import LATE, LateMetrics, with_late
 from .records import has_record, read_record
+
+_MANY = 64  # steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,6 @@ class StepEntry:
     # The commit record; None if that is damaged, or if another library wrote the step.
     record: CheckpointRecord | None = None
     error: DamagedCheckpointError | FormatVersionError | None = None  # why the commit record cannot be used, or None
-    indexed: bool = False  # whether the record comes from the index of the directory, not from its own file
 
 
 def series_of(prefix: str | None) -> str:
@@ -67,25 +67,19 @@ def list_steps(
     series: str | None = None,
     entries: Sequence[Entry] | None = None,
     *,
-    index: RecordIndex | None = None,
     late: LateMetrics | None = None,
 ) -> list[StepEntry]:
     """Return the steps of one series, or of all, with their commit records: by series, in ascending order.
 
     Folders without a record are left out: a save that never finished, or a folder of another program. A caller
-    that lists a directory again and again passes ``index`` and ``late``, which remember what was read before.
+    that lists a directory again and again passes ``late``, which remembers the metrics that were read before.
     """
     entries = directory.entries() if entries is None else entries
     folders = list(step_folders(directory, series, entries))
     names = {entry.name for entry in entries}
-    if directory.is_local and INDEX in names:
-        index = index or RecordIndex(directory)
-        index.load(len(names))
-    found = [
-        entry
-        for entry in parallel_map(lambda folder: read_entry(folder, index), folders, max_concurrency(directory))
-        if entry is not None
-    ]
+    # Also on a disk, thousands of small files that are not in memory are read several at a time.
+    threads = REQUESTS if len(folders) >= _MANY else max_concurrency(directory)
+    found = [entry for entry in parallel_map(read_entry, folders, threads) if entry is not None]
     if LATE in names:
         late = late or LateMetrics(directory)
         late.refresh({entry.location.name for entry in found}.__contains__)
@@ -115,27 +109,23 @@ def _commit_order(entry: StepEntry) -> tuple[float, str]:
     return math.inf if entry.record is None else entry.record.time, entry.location.name
 
 
-def read_entry(folder: StepEntry, index: RecordIndex | None = None) -> StepEntry | None:
+def read_entry(folder: StepEntry) -> StepEntry | None:
     """Add the commit record to the entry of a folder, or what is wrong with it; None if there is no record."""
-    indexed = False
     try:
-        if index is None:
-            record = read_record(folder.location)
-        else:
-            record, indexed = index.read(folder.location)
+        record = read_record(folder.location)
     except CheckpointNotFoundError:
         # TensorStore takes what a proxy answers in the place of S3 for the news that there is no such object.
         if folder.location.is_local or not has_record(folder.location):
             return None
-        return read_entry(folder, index)
+        return read_entry(folder)
     except (DamagedCheckpointError, FormatVersionError) as error:
         return replace(folder, error=error)
     if record.step is None:  # written by hf.save: no retention rule may delete it
-        return replace(folder, record=replace(record, step=folder.step, pinned=True), indexed=indexed)
+        return replace(folder, record=replace(record, step=folder.step, pinned=True))
     if record.step != folder.step:
         what = (
             f"{folder.location / RECORD}: written for step {record.step}, found in the directory of step "
             f"{folder.step}; give the step its name back, or load it by its own path"
         )
         return replace(folder, error=DamagedCheckpointError(what))
-    return StepEntry(folder.step, folder.location, folder.series, record, indexed=indexed)
+    return StepEntry(folder.step, folder.location, folder.series, record)

@@ -15,7 +15,6 @@ ROOT = Path(__file__).resolve().parents[2]
 def steps(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT))
     found = importlib.import_module("benchmarks.steps")
-    monkeypatch.setattr(found, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(found, "SAVES", 2)
     return found
 

@@ -204,10 +204,7 @@ def life(run: Path, name: str) -> list[Exception]:
 
 
 @pytest.mark.parametrize("put", [link_to_file, link_to_folder, link_to_nothing, link_to_device, pipe, folder])
-def test_nothing_waits_or_is_written_elsewhere(
-    tmp_path: Path, put: Callable[[Path, Path], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("holdfast.engine.manager.directory.FEWEST", 2)  # so that there is an index
+def test_nothing_waits_or_is_written_elsewhere(tmp_path: Path, put: Callable[[Path, Path], None]) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "precious.json").write_text(json.dumps({"token": "x", "pid": 1}) * 100 + "\n{")
