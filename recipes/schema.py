@@ -359,7 +359,7 @@ class SelfPlaySwap(Section):
     policy: Literal["p0", "p1"] = "p1"
     """The policy that gets other weights; its optimizer and everything else stay as they are."""
     path: Annotated[str, Field(min_length=1)] | None = None
-    """The directory of the policy in another checkpoint, such as .../300/trainer/learner/policies/p0; null for none."""
+    """The directory of the policy in another checkpoint, such as .../300/state/learner/policies/p0; null for none."""
     at_step: Step = 0
     """Swap when so many updates are done; a run that is resumed later does not do it again."""
 

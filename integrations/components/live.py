@@ -95,6 +95,11 @@ def paths_of(root: LiveComponent) -> dict[Path, LiveComponent]:
     return found
 
 
+def modules_of(root: Any) -> dict[str, Any]:
+    """Return by its path each component of a tree that is a torch module."""
+    return {"/".join(one.path): one.value for one in live_tree(root).walk() if is_module(one.value)}
+
+
 def again(one: LiveComponent) -> LiveComponent:
     """Return a component with those that exist below it by now."""
     root = live_tree(one.root.value, one.root.path, one.root.name)

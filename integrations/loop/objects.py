@@ -15,8 +15,8 @@ from ...engine.distributed import current_coordinator
 from ...engine.errors import shortened
 from ...engine.handlers import DEFAULT_REGISTRY, AsyncCheckpointHandler
 from ...engine.pytree import expand, is_jax_abstract, is_jax_array, is_nnx, is_python_value, is_torch_tensor, loaded
-from ...engine.sources import Misfits, load_weights
-from ...engine.storage import Place
+from ...engine.sources import Misfits, find_checkpoint, load_weights
+from ...engine.storage import Place, as_location
 from ..options import CallbackOptions
 from .announce import announce
 from .states import StateAdapter, located
@@ -235,6 +235,25 @@ class ComponentAdapter(StateAdapter):
 
     def why_lost(self, step: int, state: Any) -> str | None:
         return self._versions.why_lost()
+
+    def describe(self, state: Any) -> str:
+        return "a tree of components without a torch module"
+
+    def with_weights(self, state: Any, place: Place) -> tuple[Any, str]:
+        """Each component that is a torch module takes the weights of the saved one of its path, or those at `place`."""
+        from ..components import modules_of
+
+        modules = modules_of(state)
+        if not modules:
+            return super().with_weights(state, place)
+        found = find_checkpoint(as_location(place))
+        loaded = []
+        for path, module in modules.items():
+            parts = [part for part in (found / "state" / path, found / path) if part.is_directory()]
+            loaded.append(load_weights(parts[0] if parts else place, dict(module.state_dict()), misfits=self.misfits))
+        for module, weights in zip(modules.values(), loaded, strict=True):
+            module.load_state_dict(weights.tree)
+        return state, ", ".join(f"{path} from {weights}" for path, weights in zip(modules, loaded, strict=True))
 
 
 class TensorVersions:

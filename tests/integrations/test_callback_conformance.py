@@ -35,7 +35,6 @@ from holdfast.integrations.lightning import CheckpointCallback as LightningCallb
 from holdfast.integrations.lightning import Preempted
 from holdfast.integrations.options import CallbackOptions
 from holdfast.recipes.self_play import Rules, Trainer
-from holdfast.recipes.self_play.checkpoints import TrainerCallback
 
 pytestmark = [
     pytest.mark.usefixtures("fits_are_processes"),
@@ -165,7 +164,7 @@ class FlaxDriver(LoopDriver):
 
 
 class SelfPlayDriver(LoopDriver):
-    callback = TrainerCallback
+    callback = hf.CheckpointCallback
 
     def make(self, seed: int) -> Any:
         return Trainer(Rules(), [4], games=2, seed=seed)

@@ -12,7 +12,6 @@ import holdfast as hf
 from holdfast.recipes.configuration import load_configuration
 from holdfast.recipes.runner import run
 from holdfast.recipes.self_play import Rules, Trainer
-from holdfast.recipes.self_play.checkpoints import TrainerCallback
 
 
 def recipe(directory: Path, resume: Any) -> None:
@@ -64,12 +63,12 @@ def test_a_recipe_begins_from_a_step(tmp_path: Path) -> None:
 
 def test_extras_beside_a_trainer(tmp_path: Path) -> None:
     trainer, rng = Trainer(Rules(), [6], games=6), np.random.default_rng(3)
-    with TrainerCallback(tmp_path, save_interval_steps=1) as checkpoint:
+    with hf.CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
         checkpoint.restore_or_initialize(trainer, rng=rng)
         trainer.train_step()
         checkpoint.on_step(1, trainer, rng=rng)
     expected, rng = rng.random(), np.random.default_rng(4)
-    with TrainerCallback(tmp_path) as checkpoint:
+    with hf.CheckpointCallback(tmp_path) as checkpoint:
         assert checkpoint.restore_or_initialize(trainer, rng=rng) == (trainer, 1)
     assert rng.random() == expected
 
@@ -78,14 +77,14 @@ def test_a_trainer_that_has_gone_on_is_not_saved_under_an_older_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = Trainer(Rules(), [6], games=6)
-    with TrainerCallback(tmp_path, save_interval_steps=1) as checkpoint:
+    with hf.CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
         for _ in range(2):
             trainer.train_step()
             checkpoint.on_step(trainer.step, trainer)
-    with TrainerCallback(tmp_path, save_interval_steps=100) as checkpoint:
+    with hf.CheckpointCallback(tmp_path, save_interval_steps=100) as checkpoint:
         assert checkpoint.restore_or_initialize(trainer) == (trainer, 2)
         trainer.train_step()
         checkpoint.on_step(3, trainer)
         trainer.train_step()
     assert hf.CheckpointManager(tmp_path).all_steps() == [1, 2]
-    assert "step 3 is not saved at the end: the trainer has gone on to step 4; call on_step" in caplog.text
+    assert "step 3 is not saved at the end: its tensors were changed since; call on_step" in caplog.text

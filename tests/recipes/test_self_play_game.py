@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.recipes.self_play import ActionPipeline, Rules, Trainer
-from holdfast.recipes.self_play.connectors import RunningNormalizer, Turn
-from holdfast.recipes.self_play.game import Games
+from holdfast.recipes.self_play import Choice, Observation, Rules, Trainer, best_columns
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +33,7 @@ def test_both_policies_learn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("moves", "winner"),
+    ("moves", "outcome"),
     [
         ([0, 1, 0, 1, 0], 1),
         ([0, 4, 1, 4, 2], 1),
@@ -44,57 +43,54 @@ def test_both_policies_learn() -> None:
     ],
     ids=["upright", "lying", "rising", "falling", "the other"],
 )
-def test_lines_win(moves: list[int], winner: int) -> None:
-    games = Games(Rules(), 2)
-    for move in moves:
-        assert not games.over[0]
-        games.play(np.array([0]), np.array([move]))
-        games.next_ply()
+def test_lines_win(moves: list[int], outcome: int) -> None:
+    left = list(moves)
 
-    assert games.winner.tolist() == [winner, 0]
-    assert games.over.tolist() == [True, False]
+    def next_move(boards: Any, games: Any) -> Any:
+        return np.array([left.pop(0) for _ in games], np.int64)
+
+    assert Rules().play(1, [next_move, next_move]).tolist() == [outcome]
+    assert left == []
 
 
 def test_a_full_board_is_a_draw_and_a_full_column_is_closed() -> None:
-    games = Games(Rules(rows=2, columns=2, connect=2), 1)
-    one = np.array([0])
-    games.play(one, np.array([0]))
-    games.boards[0, 2] = -1
-    assert games.legal(one).tolist() == [[False, True]]
-    with pytest.raises(ValueError, match="a column that is full"):
-        games.play(one, np.array([0]))
+    rules = Rules(rows=2, columns=2, connect=2)
+    boards = np.array([[[1, 0], [-1, 0]]], np.int8)
+    assert rules.legal(boards).tolist() == [[False, True]]
 
-    drawn = Games(Rules(rows=1, columns=2, connect=2), 1)
-    for column in (0, 1):
-        drawn.play(one, np.array([column]))
-        drawn.next_ply()
-    assert (drawn.over[0], drawn.winner[0]) == (True, 0)
+    def leftmost(boards: Any, games: Any) -> Any:
+        return np.zeros(len(games), np.int64)
+
+    with pytest.raises(ValueError, match="a column that is full"):
+        Rules(rows=1, columns=3).play(1, [leftmost, leftmost])
+    flat = Rules(rows=1, columns=2, connect=2)
+    assert flat.play(2, [lambda boards, games: flat.legal(boards).argmax(axis=1)] * 2).tolist() == [0, 0]
 
 
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.integers(0, 2**32 - 1))
-def test_the_normalizer_knows_mean_and_deviation(sizes: list[int], seed: int) -> None:
+def test_the_observation_knows_mean_and_deviation(sizes: list[int], seed: int) -> None:
     generator = np.random.default_rng(seed)
-    batches = [generator.normal(3, 5, (size, 4)).astype(np.float32) for size in sizes]
-    normalizer = RunningNormalizer(4)
+    batches = [generator.integers(-1, 2, (size, 4, 5)).astype(np.int8) for size in sizes]
+    observation = Observation(Rules())
     for batch in batches:
-        turn = Turn(np.zeros((len(batch), 1), np.int8), np.ones((len(batch), 1), np.bool_), features=batch)
-        normalizer(turn, training=True)
+        observation(batch, training=True)
 
-    everything = np.concatenate(batches).astype(np.float64)
-    assert normalizer.count == len(everything)
-    if len(everything):
-        np.testing.assert_allclose(normalizer.mean, everything.mean(0), atol=1e-9)
-        np.testing.assert_allclose(normalizer.squares / len(everything), everything.var(0), atol=1e-9)
+    boards = np.concatenate(batches).reshape(sum(sizes), 20)
+    features = np.concatenate([boards == 1, boards == -1], axis=1).astype(np.float64)
+    assert observation.count == len(features)
+    if len(features):
+        np.testing.assert_allclose(observation.mean, features.mean(0), atol=1e-9)
+        np.testing.assert_allclose(observation.squares / len(features), features.var(0), atol=1e-9)
 
 
 def test_full_columns_are_never_played() -> None:
-    action = ActionPipeline(seed=3, explore=0.5)
     legal = np.tile([[True, False, True]], (200, 1))
-    for training in (True, False):
-        turn = Turn(np.zeros((200, 3), np.int8), legal, logits=np.tile(np.array([0, 9, 1], np.float32), (200, 1)))
-        action(turn, training=training)
-        assert set(turn.actions) == ({0, 2} if training else {2})
+    logits = np.tile(np.array([0, 9, 1], np.float32), (200, 1))
+    columns, random = Choice(seed=3, explore=0.5)(logits, legal)
+    assert set(columns) == {0, 2}
+    assert set(random) == {True, False}
+    assert set(best_columns(logits, legal)) == {2}
 
 
 def test_an_update_without_turns_changes_nothing() -> None:
