@@ -184,6 +184,11 @@ def describe_error(error: BaseException) -> str:
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
+def difference(path: str, expected: object, found: object, origin: str = "program") -> str:
+    """Return how a saved value differs from what the program, or a template, asks for at a path."""
+    return f"{path}: expected {expected} ({origin}), found {found} (checkpoint)"
+
+
 def shortened(values: Iterable[object], most: int = 8) -> str:
     """Return values joined by commas: the first ones, and how many more there are."""
     shown = [str(value) for value in values]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DamagedCheckpointError, TreeMismatchError
+from ..errors import DamagedCheckpointError, TreeMismatchError, difference
 from . import jax_leaves, torch_leaves
 from .cast import CastProblem, cast_checked, cast_number, exact_cast
 from .flatten import collection_paused
@@ -190,7 +190,7 @@ def _number(template: LeafTemplate, value: Any, array: NDArray[Any] | None, name
 
 def _inexact(template: LeafTemplate, value: Any, name: str) -> _Inexact:
     expected = f"a Python {template.kind}" if template.kind in NUMBER_KINDS else str(template)
-    return _Inexact(f"{format_path(name)}: expected {expected} ({template.origin}), found {value} (checkpoint)")
+    return _Inexact(difference(format_path(name), expected, value, template.origin))
 
 
 def _same(one: NDArray[Any], other: NDArray[Any]) -> bool:

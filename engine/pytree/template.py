@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import OptionError
+from ..errors import OptionError, difference
 from . import jax_leaves, torch_leaves
 from .containers import class_name
 from .host_leaves import check_storable, is_python_value, number_kind
@@ -141,7 +141,7 @@ def compare(template: LeafTemplate, saved: Saved, path: str | None = None) -> st
     if not reason and _fits(template, saved):
         return None
     where = format_path(template.name) if path is None else path
-    return f"{where}: expected {template} ({template.origin}), found {saved} (checkpoint){reason}"
+    return difference(where, template, saved, template.origin) + reason
 
 
 def compare_metadata(name: str, wanted: LeafMetadata, saved: Saved) -> str | None:
@@ -153,7 +153,7 @@ def compare_metadata(name: str, wanted: LeafMetadata, saved: Saved) -> str | Non
     if alike and (free or (wanted.shape, wanted.dtype) == (found.shape, found.dtype)):
         return None
     expected = wanted.kind if free else str(wanted)
-    return f"{format_path(name)}: expected {expected} (template), found {saved} (checkpoint)"
+    return difference(format_path(name), expected, saved, "template")
 
 
 def _fits(template: LeafTemplate, saved: Saved) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..arrays import PartialTree, SavedLeaf, TreeSource, load_tree
-from ..errors import OptionError, TreeMismatchError
+from ..errors import OptionError, TreeMismatchError, difference
 from ..pytree import Flattened, compare, describe_template, flatten, format_path, split, unflatten, unwrapped_name
 from ..storage import Location, Place, as_location
 from .discovery import read_checkpoint
@@ -22,20 +22,40 @@ _CONTAINERS = (
 
 @dataclass
 class Misfits:
-    """What did not match in a restore that takes what fits; lines for people.
+    """What differs between a program and a checkpoint, by path; for people.
 
     Attributes:
-        kept: Values that stayed as they were initialized.
-        moved: Values that had another path in the checkpoint.
+        kept: Values of the program that the checkpoint does not have, or has otherwise, each with a line that says so.
+        moved: Values that have another path in the checkpoint, with that path.
         left: Values that only the checkpoint has.
     """
 
-    kept: list[str] = field(default_factory=list)
-    moved: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+    moved: dict[str, str] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
 
+    def missing(self, paths: Iterable[str]) -> None:
+        """Note values that the checkpoint does not have, unless it is known that it has them otherwise."""
+        for path in paths:
+            self.kept.setdefault(path, f"{path}: not in the checkpoint")
+
+    def differs(self, path: str, expected: object, found: object, more: str = "") -> None:
+        """Note a value that the checkpoint has otherwise."""
+        self.kept[path] = difference(path, expected, found) + more
+
+    def surplus(self, paths: Iterable[str]) -> None:
+        """Note values that only the checkpoint has, unless the program has them otherwise."""
+        self.left += [path for path in paths if path not in self.kept]
+
+    def check(self, what: str) -> None:
+        """Raise TreeMismatchError if anything differs."""
+        lines = [*self.kept.values(), *(f"{path}: in the checkpoint, not in the program" for path in self.left)]
+        if lines:
+            raise TreeMismatchError(what, lines)
+
     def __str__(self) -> str:
-        parts = (("kept as initialized", self.kept), ("moved", self.moved), ("left in the checkpoint", self.left))
+        moved = [f"{path}, from {origin}" for path, origin in self.moved.items()]
+        parts = (("kept as initialized", self.kept.values()), ("moved", moved), ("left in the checkpoint", self.left))
         return "".join(f"\n  {what}: {line}" for what, lines in parts for line in lines)
 
 
@@ -97,11 +117,11 @@ def load_fitting(
     taken: dict[str, SavedLeaf] = {}
     kept: dict[str, str] = {}
     for saved, wanted in pairs:
-        difference = compare(templates[wanted], leaves[saved].saved)
-        if difference is None:
+        line = compare(templates[wanted], leaves[saved].saved)
+        if line is None:
             taken[wanted] = leaves[saved]
         else:
-            kept[wanted] = difference
+            kept[wanted] = line
     for name, template in templates.items():
         if name not in taken:
             kept.setdefault(name, f"{format_path(name)}: expected {template} (template), not in the checkpoint")
@@ -112,11 +132,9 @@ def load_fitting(
     like = Flattened(names, values, flatten(values).structure)
     found = dict(zip(names, load_tree(PartialTree(source, taken, source.tree), like=like), strict=True))
     used = {leaf.name for leaf in taken.values()}
-    misfits.kept += kept.values()
+    misfits.kept |= {format_path(name): line for name, line in kept.items()}
     misfits.left += [format_path(name) for name in leaves if name not in used]
-    misfits.moved += [
-        f"{format_path(name)}, from {format_path(leaf.name)}" for name, leaf in taken.items() if name != leaf.name
-    ]
+    misfits.moved |= {format_path(name): format_path(leaf.name) for name, leaf in taken.items() if name != leaf.name}
     all_values = [found.get(name, value) for name, value in zip(flat.names, flat.values, strict=True)]
     return unflatten(flat.structure, all_values), list(taken.values())
 

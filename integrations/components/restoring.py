@@ -82,9 +82,9 @@ def restore_saved(
     restore = _Restore(target, saved, keep, strict=strict, fresh=fresh, fitting=misfits is not None)
     report = restore.run()
     if misfits is not None:
-        misfits.kept += restore.different()
-        misfits.kept += [f"{one}: not in the checkpoint" for one in (*report.missing, *report.missing_values)]
-        misfits.left += [*report.unused, *report.unused_values]
+        misfits.kept |= restore.different()
+        misfits.missing((*report.missing, *report.missing_values))
+        misfits.surplus((*report.unused, *report.unused_values))
         report = dataclasses.replace(report, missing=(), unused=(), missing_values=(), unused_values=())
     for line in report.problems():
         _logger.warning("%s: %s", saved.location, line.strip())
@@ -247,9 +247,10 @@ class _Restore:
             except Exception:  # the error that led here is the one to raise
                 _logger.warning("%s: its state could not be taken back", format_component_path(one.path), exc_info=True)
 
-    def different(self) -> tuple[str, ...]:
+    def different(self) -> dict[str, str]:
         """Return the values that did not fit and stay as they are, each with the reason."""
-        return _values({path: one.different for path, one in self._done.items()})
+        pairs = [(format_component_path(path), one.different) for path, one in self._done.items()]
+        return {f"{path}: {name}": f"{path}: {line}" for path, lines in pairs for name, line in lines.items()}
 
     def _forget_moments(self) -> None:
         """Remove what optimizers have got for parameters that did not fit, wherever in the tree these are."""
@@ -258,8 +259,8 @@ class _Restore:
             return
         live = paths_of(self._target.root)
         for path, one in self._done.items():
-            lines = forget_moments(live[path], fresh)
-            self._done[path] = dataclasses.replace(one, different=(*one.different, *lines))
+            different = {**one.different, **{line: line for line in forget_moments(live[path], fresh)}}
+            self._done[path] = dataclasses.replace(one, different=different)
 
     def _report(self) -> ComponentReport:
         used = {origin.path for origin in self._origins.values()}

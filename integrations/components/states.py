@@ -15,7 +15,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial as bound
 from typing import Any, Self, TypeVar
 
@@ -37,6 +37,7 @@ from ...engine.pytree import (
     pack_tree,
     unescape_key,
 )
+from ...engine.sources import Misfits
 from ...engine.storage import LocalBackend, Location
 from ..graph import (
     OPTIMIZER_SLOTS,
@@ -85,7 +86,7 @@ _GIVEN = _GivenState(LocalBackend(), "/")
 class OwnReport:
     missing: tuple[str, ...] = ()  # values of the component that the state does not have
     unused: tuple[str, ...] = ()  # values of the state that the component has no place for
-    different: tuple[str, ...] = ()  # values that do not fit, each with the reason
+    different: Mapping[str, str] = field(default_factory=dict)  # values that do not fit, each with the reason
     fresh: tuple[Any, ...] = ()  # the tensors among them
 
 
@@ -300,12 +301,9 @@ def set_default_state(
     own = {format_node_path(node.path) for node in graph.leaves()}
     restoration = Restoration(stored, root, ignore=_kept(stored, keep))
     restoration.progress.partial = True  # the report has the values that are left over
-    misfits: dict[str, str] = {}
+    misfits = Misfits()
     try:
-        if fitting:
-            restoration.prepare(root, misfits).apply()
-        else:
-            restoration.advance()
+        restoration.prepare(root, misfits if fitting else None).apply()
     except TreeMismatchError as error:
         if not error.differences:
             raise
@@ -328,10 +326,11 @@ def set_default_state(
             f"{source}: nothing in it matches {_called(component)}, and nothing was changed. "
             f"It has {shortened(map(repr, unused))}; the component has {shortened(map(repr, sorted(own)))}"
         )
-    missing = [path for path in report.missing if path in own and path not in misfits]
-    unused = tuple(path for path in unused if path not in misfits)
-    fresh = [node.value for node in graph.leaves() if format_node_path(node.path) in misfits]
-    return OwnReport((*lost, *missing), unused, tuple(misfits.values()), tuple(filter(is_torch_tensor, fresh)))
+    kept = misfits.kept
+    missing = [path for path in report.missing if path in own and path not in kept]
+    unused = tuple(path for path in unused if path not in kept)
+    fresh = [node.value for node in graph.leaves() if format_node_path(node.path) in kept]
+    return OwnReport((*lost, *missing), unused, kept, tuple(filter(is_torch_tensor, fresh)))
 
 
 def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str]:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from ...engine.distributed import current_coordinator
-from ...engine.errors import StateError, TreeMismatchError, UnmatchedObjectsError, shortened
+from ...engine.errors import StateError, UnmatchedObjectsError, shortened
 from ...engine.pytree import KeyProblem, PathFilter, Patterns, collection_paused, is_torch_tensor, key_segments
+from ...engine.sources import Misfits
 from .capture import PER_PROCESS
 from .frameworks import is_module
 from .matching import Matching
@@ -71,6 +72,13 @@ class RestoreReport:
     def complete(self) -> bool:
         """Whether program and checkpoint match exactly."""
         return not (self.missing or self.pending or self.unused or self.conflicts)
+
+    def note(self, misfits: Misfits) -> None:
+        """Note what differs."""
+        misfits.missing(self.missing)
+        misfits.surplus((*self.pending, *self.unused))
+        for path, one, other in self.conflicts:
+            misfits.kept.setdefault(path, f"{path}: one object in the checkpoint, but {one} and {other} are two")
 
     def __str__(self) -> str:
         parts = [f"{self.checkpoint or 'no checkpoint'}: {len(self.restored)} values restored"]
@@ -290,30 +298,16 @@ class Restoration:
             with collection_paused():
                 self._read(self._matching.from_root(root)).apply()
 
-    def prepare(self, root: Node, misfits: dict[str, str] | None = None) -> PreparedRestore:
+    def prepare(self, root: Node, misfits: Misfits | None = None) -> PreparedRestore:
         """Read everything that `advance` would restore; the report has it as restored from now on.
 
-        With ``misfits``, what fits is restored, and a line is added by its path for each value that does not.
+        With ``misfits``, what fits is restored, and it gets the values that do not.
         """
         with collection_paused():
             prepared = self._read(self._matching.from_root(root), misfits)
         for one in (*prepared.due, *prepared.known):
             self._note(one)
         return prepared
-
-    def check_complete(self, root: Node) -> None:
-        """Raise TreeMismatchError unless program and checkpoint match exactly."""
-        report = self.report(root)
-        if not report.complete:
-            raise TreeMismatchError(
-                f"{report.checkpoint}: program and checkpoint differ; nothing was changed:",
-                [
-                    *(f"{path}: in the program, not in the checkpoint" for path in report.missing),
-                    *(f"{path}: in the checkpoint, not in the program" for path in report.pending),
-                    *(f"{path}: in the checkpoint; something else is there in the program" for path in report.unused),
-                    *(f"{path}: one object, but {one} and {two} are two" for path, one, two in report.conflicts),
-                ],
-            )
 
     def restore_modes(self) -> list[str]:
         """Give modules the mode, and parameters the need of gradients, that they were saved with.
@@ -442,7 +436,7 @@ class Restoration:
 
     # ---- from values to slots
 
-    def _read(self, found: Iterable[Assignment], misfits: dict[str, str] | None = None) -> PreparedRestore:
+    def _read(self, found: Iterable[Assignment], misfits: Misfits | None = None) -> PreparedRestore:
         """Validate and read all values, before anything changes."""
         try:
             due, known = self._sorted(found)

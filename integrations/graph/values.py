@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.arrays import naming
-from ...engine.errors import TreeMismatchError
+from ...engine.errors import TreeMismatchError, difference
 from ...engine.pytree import (
     MAX_DEPTH,
     NUMBER_KINDS,
@@ -30,6 +31,7 @@ from ...engine.pytree import (
     materialize,
     unescape_key,
 )
+from ...engine.sources import Misfits
 from .frameworks import OptimizerSlot, OptionSlot, TensorSlot, divided_like, is_single_leaf, new_optimizer_tensor
 from .paths import Path, format_node_path, storage_name
 from .saved import SavedGraph, Transform
@@ -152,10 +154,10 @@ class ValueReader:
         self._where = where
         self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
 
-    def read(self, due: list[Assignment], misfits: dict[str, str] | None = None) -> list[tuple[Slot, Any]]:
+    def read(self, due: list[Assignment], misfits: Misfits | None = None) -> list[tuple[Slot, Any]]:
         """Return the slots of assignments with their values, after comparing all of them with the program.
 
-        With ``misfits``, assignments whose values do not fit are removed from ``due``, and get a line by their path.
+        With ``misfits``, assignments whose values do not fit are removed from ``due``, and are noted there.
         """
         trees: list[Assignment] = []
         leaves: list[Assignment] = []
@@ -169,11 +171,10 @@ class ValueReader:
             trees = [one for one in trees if not _depends(one, lost)]
             due[:] = leaves + trees
         for one in filter(self._is_one_array, trees):
-            path = format_node_path(one.path)
-            line = f"{path}: expected one array (program), found a tree of values (checkpoint)"
+            path, expected, found_there = format_node_path(one.path), "one array", "a tree of values"
             if misfits is None:
-                raise TreeMismatchError(line)
-            misfits[path] = line
+                raise TreeMismatchError(difference(path, expected, found_there))
+            misfits.differs(path, expected, found_there)
         if misfits is not None:
             trees = [one for one in trees if not self._is_one_array(one)]
             due[:] = leaves + trees
@@ -212,7 +213,7 @@ class ValueReader:
     def _container(self, number: int) -> TreeDef | None:
         return self._stored.container(self._graph.container_name(number))
 
-    def _read_leaves(self, due: list[Assignment], misfits: dict[str, str] | None = None) -> list[Any]:
+    def _read_leaves(self, due: list[Assignment], misfits: Misfits | None = None) -> list[Any]:
         """Return the values for leaves, each of the kind that the program has."""
         nodes = [self._graph.nodes[one.saved] for one in due]
         stored_names = list(map(self._name, due))
@@ -225,23 +226,20 @@ class ValueReader:
                     arrays[index] = changed = _transformed(node.transform, arrays[index], due[index].path)
                     saved[index] = Saved({"kind": "numpy"}, changed.dtype, changed.shape)
         names = [storage_name(one.path) for one in due]
-        targets = describe_template(names, [_template(one, leaf) for one, leaf in zip(due, saved, strict=True)])
-        differences = [compare(target, leaf) for target, leaf in zip(targets, saved, strict=True)]
-        differences += [self._problem(one, leaf) for one, leaf in zip(due, saved, strict=True)]
-        if misfits is not None and any(differences):
-            wrong = [one or other for one, other in zip(differences, differences[len(due) :], strict=False)]
-            lost = []
-            for one, line in zip(due, wrong, strict=True):
-                if line:
-                    misfits[format_node_path(one.path)] = line.replace("(template)", "(program)")
-                    lost.append(one)
+        templates = [_template(one, leaf) for one, leaf in zip(due, saved, strict=True)]
+        targets = [replace(target, origin="program") for target in describe_template(names, templates)]
+        compared = zip(due, targets, saved, strict=True)
+        wrong = [compare(target, leaf) or self._problem(one, leaf) for one, target, leaf in compared]
+        if misfits is not None and any(wrong):
+            misfits.kept |= {format_node_path(one.path): line for one, line in zip(due, wrong, strict=True) if line}
+            lost = [one for one, line in zip(due, wrong, strict=True) if line]
             due[:] = [one for one, line in zip(due, wrong, strict=True) if not line and not _depends(one, lost)]
             return self._read_leaves(due)
-        if any(differences):
+        if lines := list(filter(None, wrong)):
             raise TreeMismatchError(
-                f"{self._where}: {sum(map(bool, differences))} objects do not fit their values in the checkpoint; "
-                "nothing was changed. Leave them out with exclude=, or change them:",
-                [line.replace("(template)", "(program)") for line in differences if line],
+                f"{self._where}: {len(lines)} objects do not fit their values in the checkpoint; nothing was changed. "
+                "Leave them out with exclude=, or change them:",
+                lines,
             )
         if not arrays:
             arrays = self._stored.read(stored_names)
@@ -268,8 +266,8 @@ class ValueReader:
         parameter = None if name is None else self._stored.leaves.get(name)
         if parameter is None or not parameter.saved.shape == leaf.shape != shape:
             return None
-        where = format_node_path(one.path)
-        return f"{where}: expected shape {list(shape)} (its parameter), found {list(leaf.shape)} (checkpoint)"
+        expected, found = f"shape {list(shape)}", list(leaf.shape)
+        return difference(format_node_path(one.path), expected, found, "its parameter")
 
 
 def _like(one: Assignment, value: Any) -> Any:
@@ -279,8 +277,13 @@ def _like(one: Assignment, value: Any) -> Any:
         return value
     if isinstance(live, deque) and live.maxlen is not None and len(value) > live.maxlen:
         raise TreeMismatchError(
-            f"{format_node_path(one.path)}: expected at most {live.maxlen} elements (maxlen of the deque in the "
-            f"program), found {len(value)} (checkpoint); nothing was changed"
+            difference(
+                format_node_path(one.path),
+                f"at most {live.maxlen} elements",
+                f"{len(value)}",
+                "maxlen of the deque in the program",
+            )
+            + "; nothing was changed"
         )
     return value if isinstance(live, deque) else tuple(value) if isinstance(live, tuple) else list(value)
 

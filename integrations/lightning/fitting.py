@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...engine.errors import TreeMismatchError, shortened
+from ...engine.errors import TreeMismatchError, difference, shortened
 from ...engine.pytree import unwrapped_name
 from ...engine.sources import Misfits
 from ..loop import Hyperparameters, StateAdapter, announce
@@ -120,8 +120,8 @@ class Fitting:
         if self.misfits is not None:
             states = {one.state_key: one.state_dict() for one in self._trainer.callbacks}
             new = [key for key, state in states.items() if state and key not in callbacks]
-            self.misfits.kept += [f"callbacks/{key}: not in the checkpoint" for key in new]
-            self.misfits.left += [f"callbacks/{key}" for key in callbacks if key not in states]
+            self.misfits.missing(f"callbacks/{key}" for key in new)
+            self.misfits.surplus(f"callbacks/{key}" for key in callbacks if key not in states)
 
     # ---- in the order in which a trainer loads
 
@@ -141,21 +141,23 @@ class Fitting:
             return
         module = self._trainer.lightning_module
         live, saved = module.state_dict(), checkpoint["state_dict"]
-        other = {name: line for name in saved if (line := _difference(name, saved[name], live.get(name)))}
+        other = {name: line for name in saved if (line := _differing(name, saved[name], live.get(name)))}
         result = module.load_state_dict({name: saved[name] for name in saved if name not in other}, strict=False)
         trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         trained |= {unwrapped_name(name) for name in trained}
         missing = [name if name in live else unwrapped_name(name) for name in result.missing_keys]
         for name in missing:  # torch's names have those of wrappers that its state dicts leave out
-            if module.strict_loading or name in trained or name in other:
-                self.misfits.kept.append(other.get(name, f"state_dict/{name}: not in the checkpoint"))
+            if name in other:
+                self.misfits.kept[f"state_dict/{name}"] = other[name]
+            elif module.strict_loading or name in trained:
+                self.misfits.missing([f"state_dict/{name}"])
         if module.strict_loading:
-            self.misfits.left += [f"state_dict/{name}" for name in result.unexpected_keys]
+            self.misfits.surplus(f"state_dict/{name}" for name in result.unexpected_keys)
         # Callbacks such as WeightAveraging load these once more, and take all or nothing.
         live = module.state_dict()
         for part in {"state_dict", _WEIGHTS} & checkpoint.keys():
             saved = checkpoint[part]
-            fits = {name for name in live.keys() & saved.keys() if not _difference(name, saved[name], live[name])}
+            fits = {name for name in live.keys() & saved.keys() if not _differing(name, saved[name], live[name])}
             checkpoint[part] = {name: saved[name] if name in fits else live[name].clone() for name in live}
 
     def _without_average(self, checkpoint: _State) -> None:
@@ -168,7 +170,7 @@ class Fitting:
                 "have; without it the average would be lost:",
                 [f"callbacks: expected {', '.join(checkpoint.get('callbacks', ())) or 'WeightAveraging'}"],
             )
-        self.misfits.left.append("the average of WeightAveraging")
+        self.misfits.surplus(["the average of WeightAveraging"])
         del checkpoint[_AVERAGE]
         checkpoint["state_dict"] = checkpoint.pop(_WEIGHTS)
 
@@ -201,12 +203,12 @@ class Fitting:
                 continue
             fresh = optimizers[index].state_dict()
             if origin is None:
-                self.misfits.kept.append(f"optimizer_states/{index}: not in the checkpoint")
+                self.misfits.missing([f"optimizer_states/{index}"])
                 taken.append(fresh)
                 self._groups.append((0, [None] * len(fresh["param_groups"])))
             else:
                 taken.append(self._fitting(index, fresh, live[index], states[origin], saved[origin]))
-        self.misfits.left += [f"optimizer_states/{index}" for index in range(len(saved)) if index not in origins]
+        self.misfits.surplus(f"optimizer_states/{index}" for index in range(len(saved)) if index not in origins)
         original({**checkpoint, "optimizer_states": taken})
 
     def _fitting(self, index: int, fresh: _State, live: _Optimizer, state: _State, saved: _Optimizer) -> _State:
@@ -216,16 +218,15 @@ class Fitting:
         none: list[int | None] = [None] * len(groups)
         optimizer = self._trainer.strategy.optimizers[index]
         if not _related(optimizer, saved.kind, _first_options(groups, state["param_groups"])):
-            self.misfits.kept.append(f"{place}: expected {live.kind} (program), found {saved.kind} (checkpoint)")
+            self.misfits.differs(place, live.kind, saved.kind)
             self._groups.append((0, none))
             return fresh
         parameters = list(chain.from_iterable(group["params"] for group in _groups(optimizer)))
         flat = list(chain.from_iterable(live.names or ()))
         if saved.names is None:
             if not _suit_by_order(groups, parameters, state):
-                self.misfits.kept.append(
-                    f"{place}: the checkpoint does not name the parameters, and they do not all fit"
-                )
+                why = "the checkpoint does not name the parameters, and they do not all fit"
+                self.misfits.kept[place] = f"{place}: {why}"
                 self._groups.append((0, none))
                 return fresh
             saved = live
@@ -238,21 +239,20 @@ class Fitting:
         for number, (name, value) in enumerate(zip(flat, parameters, strict=True)):
             origin = number if exact else positions.get(name or "")
             if origin is None:
-                self.misfits.kept.append(f"{place}/{name}: not in the checkpoint")
+                self.misfits.missing([f"{place}/{name}"])
             elif (entry := state["state"].get(origin)) is not None:
                 shape = self._shapes.get(name or "", value.shape)
                 if exact or (shape == value.shape and _suits(entry, value)):
                     entries[number] = entry
                 else:
-                    texts = f"expected shape {_shape(value.shape)} (program), found {_shape(shape)} (checkpoint)"
-                    self.misfits.kept.append(f"{place}/{name}: {texts}")
-        self.misfits.left += [f"{place}/{name}" for name in positions if name not in flat]
+                    self.misfits.differs(f"{place}/{name}", f"shape {_shape(value.shape)}", _shape(shape))
+        self.misfits.surplus(f"{place}/{name}" for name in positions if name not in flat)
         origins = _origins_of_groups(live.names or [], saved.names or [])
         self._groups.append((len(saved.names or ()), origins))
         options = []
         for number, (group, source) in enumerate(zip(groups, origins, strict=True)):
             if source is None:
-                self.misfits.kept.append(f"{place}/param_groups/{number}: not in the checkpoint")
+                self.misfits.missing([f"{place}/param_groups/{number}"])
             found = {} if source is None else state["param_groups"][source]
             options.append({**group, **{name: found[name] for name in found if name not in _OF_GROUPS}})
         return {"state": entries, "param_groups": options}
@@ -275,20 +275,18 @@ class Fitting:
         for index, scheduler in enumerate(schedulers):
             fresh, place = scheduler.state_dict(), f"lr_schedulers/{index}"
             if index >= len(states):
-                self.misfits.kept.append(f"{place}: not in the checkpoint")
+                self.misfits.missing([place])
                 taken.append(fresh)
             elif not _related(scheduler, saved[index]):
-                self.misfits.kept.append(
-                    f"{place}: expected {_class(scheduler)} (program), found {saved[index]} (checkpoint), whose count "
-                    "of steps it takes"
-                )
+                more = ", whose count of steps it takes"
+                self.misfits.differs(place, _class(scheduler), saved[index], more)
                 counted = {name: states[index][name] for name in _COUNTERS if name in states[index] and name in fresh}
                 taken.append({**fresh, **counted})
             else:
                 of = next((one for one, optimizer in enumerate(optimizers) if optimizer is scheduler.optimizer), None)
                 count, origins = (0, []) if of is None else self._groups[of]
                 taken.append(_by_group(states[index], fresh, count, origins))
-        self.misfits.left += [f"lr_schedulers/{index}" for index in range(len(schedulers), len(states))]
+        self.misfits.surplus(f"lr_schedulers/{index}" for index in range(len(schedulers), len(states)))
         checkpoint["lr_schedulers"] = taken
         original()
 
@@ -306,7 +304,7 @@ class Fitting:
     def _check(self, what: str, live: Sequence[Any], saved: Sequence[str], options: Sequence[_Options] = ()) -> None:
         """Raise TreeMismatchError unless each object of the program stands for one of the checkpoint."""
         lines = [
-            f"{what} {index}: expected {_class(one)} (program), found {kind} (checkpoint)"
+            difference(f"{what} {index}", _class(one), kind)
             for index, (one, kind) in enumerate(zip(live, saved, strict=False))
             if not _related(one, kind, options[index] if options else None)
         ]
@@ -330,7 +328,7 @@ def _ordered(index: int, state: _State, saved: _Optimizer, live: _Optimizer) -> 
     if [{*group} for group in saved.names] != [{*group} for group in live.names or ()]:
         raise _mismatch(
             "the parameters are in other groups of an optimizer than in the checkpoint:",
-            [f"optimizer {index}: expected {_sizes(live.names or [])} (program), found {_sizes(saved.names)}"],
+            [difference(f"optimizer {index}", _sizes(live.names or []), _sizes(saved.names))],
         )
     entries = state["state"]
     return {**state, "state": {others[name]: entries[at] for name, at in positions.items() if at in entries}}
@@ -391,12 +389,11 @@ def _by_group(saved: Any, fresh: Any, count: int, origins: Sequence[int | None])
     return saved
 
 
-def _difference(name: str, saved: Any, live: Any) -> str | None:
+def _differing(name: str, saved: Any, live: Any) -> str | None:
     """Return how a value of a module differs from the saved one, as far as torch would refuse it."""
     if not _is_array(saved) or not _is_array(live) or torch.nn.parameter.is_lazy(live) or saved.shape == live.shape:
         return None
-    expected, found = _shape(live.shape), _shape(saved.shape)
-    return f"state_dict/{name}: expected shape {expected} (program), found {found} (checkpoint)"
+    return difference(f"state_dict/{name}", f"shape {_shape(live.shape)}", _shape(saved.shape))
 
 
 def _related(live: Any, saved: str, options: _Options | None = None) -> bool:

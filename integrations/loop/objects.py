@@ -188,16 +188,11 @@ class _ObjectsTemplate:
 
         restoration = Restoration(stored, self.root, ignore={("save_counter",)})
         restoration.progress.partial = True  # it is complete, or fails
+        prepared = restoration.prepare(self.root, self.misfits)
+        found = Misfits() if self.misfits is None else self.misfits
+        restoration.report(self.root).note(found)
         if self.misfits is None:
-            prepared = restoration.prepare(self.root)
-            restoration.check_complete(self.root)
-            return prepared
-        kept: dict[str, str] = {}
-        prepared = restoration.prepare(self.root, kept)
-        report = restoration.report(self.root)
-        self.misfits.kept += kept.values()
-        self.misfits.kept += [f"{path}: not in the checkpoint" for path in report.missing if path not in kept]
-        self.misfits.left += [path for path in (*report.pending, *report.unused) if path not in kept]
+            found.check(f"{stored.checkpoint}: program and checkpoint differ; nothing was changed:")
         return prepared
 
 

@@ -330,7 +330,7 @@ def _restore_extras(
     kept = {name: extras[name] for name in fresh}
     if adapter.misfits is not None:
         new = {name: extra for name, extra in extras.items() if name not in saved and name not in fresh}
-        adapter.misfits.kept += [f"{name}=: not in the checkpoint" for name in new]
+        adapter.misfits.missing(f"{name}=" for name in new)
         kept |= new
     extras = {name: extra for name, extra in extras.items() if name not in kept}
     check_names(extras, saved, f"step {step} in {manager.directory}")
