@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .array_index import ArrayIndex, key_order
 from .codecs import (
     LEVELS,
     ContentDigest,
@@ -18,6 +17,7 @@ from .documents import DOCUMENT_LIMIT, decode_document, encode_document
 from .dtypes import DType, Stored, dtype_from_name, dtype_name, storage_dtype
 from .msgpack import ARRAY_EXTENSION, array_of, decode_array, decode_msgpack, encode_arrays
 from .ocdbt_read import MANIFEST_NAME, Entries, decode_checksums, decode_database, is_inside
+from .ocdbt_write import ArrayIndex, key_order
 from .record import (
     COMPONENT,
     COMPONENTS,

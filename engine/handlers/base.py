@@ -261,4 +261,5 @@ def item_structure(handler: CheckpointHandler, folder: Location, saved: ItemReco
 
 def no_arguments(handler: CheckpointHandler, kwargs: Mapping[str, Any], method: Callable[..., Any]) -> None:
     """Raise UnknownArgumentError if there are arguments that a method of a handler does not take."""
-    refuse_unknown(type(handler).__name__, kwargs, [name for name in keyword_only(method) if name not in _INTERNAL])
+    if kwargs:
+        refuse_unknown(type(handler).__name__, kwargs, [name for name in keyword_only(method) if name not in _INTERNAL])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .comparison import LeafDifference, compare_checkpoints, leaf_path, trees_in
+from .comparison import LeafDifference, LeafStatistics, compare_checkpoints, leaf_path, leaf_statistics, trees_in
 from .discovery import (
     FoundSteps,
     check_unclaimed,
@@ -38,7 +38,6 @@ from .protocol import (
     SingleTree,
     StepDirectories,
 )
-from .statistics import LeafStatistics, leaf_statistics
 from .stored import (
     OPTIONAL,
     Bytes,

@@ -53,20 +53,22 @@ class _Entry(NamedTuple):
     inside: tuple[str, ...] = ()  # patterns of names; a directory that holds one of them may be a checkpoint
     files: tuple[str, ...] = ()  # patterns of names; a file that is called so may be a checkpoint
     steps: tuple[str, ...] = ()  # patterns of names; a directory that holds one of them may be a run with steps
+    function: str = "recognise"
 
 
 _FORMATS: tuple[_Entry, ...] = (
     _Entry("tensorflow.checkpoint", inside=("*.index", "saved_model.pb"), files=("*",), steps=("*-[0-9]*.index",)),
     _Entry("orbax.checkpoint", inside=("*",), steps=("*[0-9]",)),
     _Entry("flax", files=("checkpoint", "checkpoint_[0-9]*", "*.msgpack"), steps=("checkpoint_[0-9]*",)),
-    _Entry("ocdbt", inside=("manifest.ocdbt",)),
+    _Entry("orbax.arrays", inside=("manifest.ocdbt",)),
     _Entry("rllib", inside=("*state.pkl", "*state.msgpack"), steps=("checkpoint_[0-9]*",)),
     _Entry("torch.dcp", inside=(".metadata",)),
     _Entry("safetensors", inside=("*.safetensors", "*.safetensors.index.json"), files=("*",)),
     _Entry("numpy_zip", files=("*.npz",)),
     _Entry("keras", files=("*.keras", "*.h5", "*.hdf5")),
     _Entry("torch.files", files=("*",), steps=("*.ckpt",)),
-    _Entry("tensorflow.v1", inside=("checkpoint",), files=("*",)),  # always refused, with the name of the format
+    # What only TensorFlow before 0.12 reads is refused, with the name of the format.
+    _Entry("tensorflow.checkpoint", inside=("checkpoint",), files=("*",), function="refuse_v1"),
 )
 
 
@@ -75,7 +77,7 @@ def recognise(location: Location) -> CheckpointSource | None:
     names = _names(location)
     for entry in _FORMATS:
         if _matches(names, entry.inside) if names else _matches((location.name,), entry.files):
-            found: CheckpointSource | None = _module(entry).recognise(location, names)
+            found: CheckpointSource | None = getattr(_module(entry), entry.function)(location, names)
             if found is not None:
                 return found
     return None

@@ -4,5 +4,14 @@ from __future__ import annotations
 
 from .late_metrics import LATE, LateMetrics, remove_late, with_late, write_late
 from .listing import StepEntry, list_steps, newest_step, read_entry, series_and_step, series_of, step_folders
-from .metadata import METADATA, store_metadata, stored_metadata
-from .records import RECORD_LIMIT, attempts_at, has_changed, has_record, read_record, read_steadily
+from .records import (
+    METADATA,
+    RECORD_LIMIT,
+    attempts_at,
+    has_changed,
+    has_record,
+    read_record,
+    read_steadily,
+    store_metadata,
+    stored_metadata,
+)

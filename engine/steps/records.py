@@ -1,12 +1,12 @@
-"""The commit record of a checkpoint, as readers see it: whether it is there, what it says, whether it has changed."""
+"""What is stored of a checkpoint and of its run: the commit record, as readers see it, and the facts about the run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from ..errors import CheckpointNotFoundError, DamagedCheckpointError, HoldfastError, ObjectNotFoundError, StorageError
-from ..format import RECORD, CheckpointRecord
+from ..format import RECORD, CheckpointRecord, decode_document, encode_document
 from ..storage import Location, is_unreadable, unreadable_as_damage
 
 T = TypeVar("T")
@@ -69,3 +69,30 @@ def has_changed(location: Location, record: CheckpointRecord) -> bool:
         return True
     except HoldfastError:
         return False
+
+
+# ---- the facts about a run, stored beside its steps
+
+
+METADATA = "metadata"  # name of the folder
+_FILE = "data.json"
+_LIMIT = 64 << 20  # bytes
+
+
+def stored_metadata(location: Location) -> Mapping[str, Any] | None:
+    """Return the facts about the run in a directory, or None."""
+    place = location / METADATA / _FILE
+    try:
+        content = place.read_bytes(limit=_LIMIT)
+    except ObjectNotFoundError:
+        return None
+    found: Mapping[str, Any] | None = decode_document(content, "json", source=str(place)).get("data")
+    return found
+
+
+def store_metadata(location: Location, metadata: Mapping[str, Any] | None) -> None:
+    """Store the facts about a run, if there are any."""
+    if metadata is not None:
+        (location / METADATA).check_not_link()
+        (location / METADATA).make_directory()
+        (location / METADATA / _FILE).write_bytes(encode_document("json", {"data": metadata}))

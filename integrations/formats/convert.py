@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast, get_args
@@ -395,35 +394,26 @@ class _Loader:
         arrays = sorted((leaf for leaf in source.leaves if leaf.saved.dtype is not None), key=lambda leaf: leaf.name)
         self._batches = list(batches(arrays, lambda leaf: leaf.nbytes, _BATCH))
         self._batch_of = {leaf.name: number for number, batch in enumerate(self._batches) for leaf in batch}
-        self._loaded: OrderedDict[int, dict[str, NDArray[Any]]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._loaded: dict[int, dict[str, NDArray[Any]]] = {}
         self._reading = threading.Lock()
 
     def array(self, name: str) -> NDArray[Any]:
         """Return the array of a leaf; threads may call this at the same time, and wait while one of them reads."""
         number = self._batch_of[name]
-        found = self._known(number)
+        found = self._loaded.get(number)
         if found is None:
             with self._reading:  # sources need not be safe for threads
-                found = self._known(number) or self._read(number)
+                found = self._loaded.get(number) or self._read(number)
         return found[name]
-
-    def _known(self, number: int) -> dict[str, NDArray[Any]] | None:
-        with self._lock:
-            found = self._loaded.get(number)
-            if found is not None:
-                self._loaded.move_to_end(number)
-        return found
 
     def _read(self, number: int) -> dict[str, NDArray[Any]]:
         batch = self._batches[number]
         arrays = self._source.read(batch)
         found = {leaf.name: array for leaf, array in zip(batch, arrays, strict=True) if array is not None}
         self._advance(sum(leaf.nbytes for leaf in batch))
-        with self._lock:
-            self._loaded[number] = found
-            while len(self._loaded) > _KEPT:
-                self._loaded.popitem(last=False)
+        self._loaded[number] = found
+        if len(self._loaded) > _KEPT:
+            del self._loaded[next(iter(self._loaded))]
         return found
 
 

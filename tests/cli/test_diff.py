@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as st_numpy
 from tests.cli.commands import error_of, output_of
 
 import holdfast as hf
-from holdfast.engine.sources import comparison, leaf_statistics, open_checkpoint, statistics
+from holdfast.engine.sources import comparison, leaf_statistics, open_checkpoint
 from holdfast.engine.storage import as_location
 
 TREE: dict[str, Any] = {
@@ -103,8 +103,8 @@ def test_statistics_of_leaves_that_are_read_together(tmp_path: Path, monkeypatch
     alone = [found for name in [*tree, "yes"] for found in leaf_statistics(opened, name)]
     assert [found.size for found in alone] == [*sizes, 1]
     for most, least in ((100, 1), (400, 200), (1, 1), (1 << 20, 1)):
-        monkeypatch.setattr(statistics, "_BATCH", most)
-        monkeypatch.setattr(statistics, "_LEAST", least)
+        monkeypatch.setattr(comparison, "_BATCH", most)
+        monkeypatch.setattr(comparison, "_LEAST", least)
         assert list(leaf_statistics(opened)) == alone
 
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from holdfast.engine.format import (
     ArrayIndex,
     Entries,
-    array_index,
     chunk_keys,
     decode_checksums,
     decode_database,
     encode_array_metadata,
     key_order,
     metadata_key,
+    ocdbt_write,
 )
 
 Grid = tuple[int, ...]
@@ -94,7 +94,7 @@ def test_every_key_has_its_value(name: str, node_limit: int) -> None:
 
 @pytest.mark.parametrize("batch", [1, 50, 400])
 def test_a_stretch_at_a_time(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(array_index, "_BATCH", batch)
+    monkeypatch.setattr(ocdbt_write, "_BATCH", batch)
     check(make_index(ARRAYS["many_alike"] | ARRAYS["grids"]), 2000)
 
 
