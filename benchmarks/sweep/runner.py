@@ -17,7 +17,7 @@ from pathlib import Path
 from ..table import aligned
 from .cases import Case
 
-FRAMEWORKS = ("lightning", "jax")
+FRAMEWORKS = ("lightning", "jax", "torch")
 
 Only = tuple[str, ...]
 

@@ -115,6 +115,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
         files: Files | None = None,
         strict: bool = True,
         misfits: Misfits | None = None,
+        modes: bool = False,
         keep: Patterns | None = None,
         overrides: Mapping[str, Any] | None = None,
         trust: bool = False,
@@ -130,6 +131,8 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
             files: The files of the folder, from the commit record.
             strict: Whether components and values that only the program or only the checkpoint has are errors.
             misfits: For a running component: values that do not fit stay as they are, and are noted here.
+            modes: For a running component: whether modules are trained or evaluated, and parameters need gradients, as
+                at the save.
             keep: For a running component: patterns of paths such as ``"**/lr"``; values that match stay as they are.
             overrides: For a new one: constructor arguments by name, in the place of the saved ones.
             trust: For a new one: import everything the checkpoint names.
@@ -153,7 +156,8 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
                     "overrides=, trust=, allowed= and renamed= are for a new component, and a running one was given"
                 )
             kept = None if keep is None else KeepPatterns(keep)
-            restore_saved(live_tree(item), saved, strict=strict and misfits is None, keep=kept, misfits=misfits)
+            strict = strict and misfits is None
+            restore_saved(live_tree(item), saved, strict=strict, keep=kept, misfits=misfits, modes=modes)
             return item
         if keep is not None:
             raise OptionError("keep= is for a running component, and none was given; name values in overrides=")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Protocol
 
-from ...engine.arrays import TreeReader, load_tree, read_checked, tree_metadata
+from ...engine.arrays import SavedLeaf, TreeReader, load_tree, read_checked, tree_metadata
 from ...engine.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError
 from ...engine.format import COMPONENT, COMPONENTS, DOCUMENT_LIMIT, CheckpointRecord, ItemRecord
-from ...engine.pytree import NUMBERS, LeafRequest, collection_paused
+from ...engine.pytree import NUMBERS, LeafRequest, collection_paused, flatten, is_torch_tensor
 from ...engine.steps import has_record, read_record, read_steadily
 from ...engine.storage import Location, Place, as_location
 from ..formats.rllib import looks_like_rllib
@@ -81,6 +81,8 @@ class NativeComponent:
                 if leaf.saved.kind in kinds
             }
             tree, structure = load_tree(reader, requests=requests), reader.tree.structure
+            if packed:
+                _set_gradients_needed(tree, {leaf.name for leaf in reader.leaves if _needs_gradient(leaf)})
             if component is None or not has_records(structure):
                 return tree
             return with_records(tree, structure, component, str(self.location))
@@ -88,6 +90,18 @@ class NativeComponent:
     def structure(self) -> Any:
         """Return its own state with a description of every leaf in its place; no data is read."""
         return tree_metadata(TreeReader(self._folder, self._item.files))
+
+
+def _needs_gradient(leaf: SavedLeaf) -> bool:
+    return leaf.saved.details.get("requires_grad") is True
+
+
+def _set_gradients_needed(tree: Any, names: Collection[str]) -> None:
+    """Mark the tensors that needed gradients at the save."""
+    flat = flatten(tree)
+    for name, value in zip(flat.names, flat.values, strict=True):
+        if name in names and is_torch_tensor(value):
+            value.requires_grad_()
 
 
 def open_component(path: Place) -> SavedComponent:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...engine.arrays import SavedLeaf
-from ...engine.errors import OptionError, TreeMismatchError
+from ...engine.errors import OptionError, TreeMismatchError, shortened
 from ...engine.pytree import PathFilter, Patterns, flatten
 from ...engine.sources import Misfits
 from ..graph import Path, format_section
@@ -74,13 +74,17 @@ def restore_saved(
     keep: Keep | None = None,
     fresh: bool = False,
     misfits: Misfits | None = None,
+    modes: bool = False,
 ) -> ComponentReport:
     """Restore a live component, just made if it is ``fresh``, from one that has been opened.
 
-    With ``misfits``, values that do not fit stay as they are, and it gets a line for each of them.
+    With ``misfits``, values that do not fit stay as they are, and it gets a line for each of them. With ``modes``,
+    modules and parameters are trained or not as they were.
     """
-    restore = _Restore(target, saved, keep, strict=strict, fresh=fresh, fitting=misfits is not None)
+    restore = _Restore(target, saved, keep, strict=strict, fresh=fresh, fitting=misfits is not None, modes=modes)
     report = restore.run()
+    if changed := restore.changed_modes():
+        _logger.info("as at the save, where the program began otherwise: %s", shortened(changed))
     if misfits is not None:
         misfits.kept |= restore.different()
         misfits.missing((*report.missing, *report.missing_values))
@@ -128,6 +132,7 @@ class _Restore:
         strict: bool,
         fresh: bool,
         fitting: bool,
+        modes: bool,
     ) -> None:
         self._target = target
         self._keep = keep
@@ -135,6 +140,7 @@ class _Restore:
         self._strict = strict
         self._fresh = fresh
         self._fitting = fitting
+        self._modes = modes
         self._origins = self._match(target)
         missing = self._missing()
         if strict and missing:
@@ -232,7 +238,10 @@ class _Restore:
     def _set(self, one: LiveComponent, state: Any, origin: SavedComponent, *, last: bool) -> None:
         if not last and not self._fresh:
             self._before.append((one, own_state(one, snapshot=True, partial=True)))
-        self._done[one.path] = set_own_state(one, state, origin.location, self._within(one.path), fitting=self._fitting)
+        kept = self._within(one.path)
+        self._done[one.path] = set_own_state(
+            one, state, origin.location, kept, fitting=self._fitting, modes=self._modes
+        )
 
     def _within(self, above: Path) -> Keep | None:
         """Return the same for paths within a component."""
@@ -246,6 +255,10 @@ class _Restore:
                     set_own_state(one, state)
             except Exception:  # the error that led here is the one to raise
                 _logger.warning("%s: its state could not be taken back", format_component_path(one.path), exc_info=True)
+
+    def changed_modes(self) -> tuple[str, ...]:
+        """Return the modes of modules and the needs of gradients that the program began with otherwise."""
+        return _values({path: one.modes for path, one in self._done.items()})
 
     def different(self) -> dict[str, str]:
         """Return the values that did not fit and stay as they are, each with the reason."""

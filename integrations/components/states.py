@@ -88,6 +88,7 @@ class OwnReport:
     unused: tuple[str, ...] = ()  # values of the state that the component has no place for
     different: Mapping[str, str] = field(default_factory=dict)  # values that do not fit, each with the reason
     fresh: tuple[Any, ...] = ()  # the tensors among them
+    modes: tuple[str, ...] = ()  # modes of modules and needs of gradients that have changed, for people
 
 
 # ---- components with a state of their own
@@ -246,7 +247,7 @@ def _needs_document(document: Mapping[str, Any], tree: Any) -> bool:
     edges = sum(len(node.get("edges", ())) for node in nodes)
     return (
         edges != len(nodes) - 1
-        or any(node.get("slots") or node.get("groups") for node in nodes)
+        or any(node.get("slots") or node.get("groups") or node.get("training") is False for node in nodes)
         or any("value" in node and node["value"] not in names for node in nodes)
     )
 
@@ -275,11 +276,12 @@ def set_own_state(
     keep: Keep | None = None,
     *,
     fitting: bool = False,
+    modes: bool = False,
 ) -> OwnReport:
     if has_own(component.value, "set_state"):
         component.value.set_state(state)
         return OwnReport()
-    return set_default_state(component, state, source, keep, fitting=fitting)
+    return set_default_state(component, state, source, keep, fitting=fitting, modes=modes)
 
 
 def set_default_state(
@@ -289,8 +291,12 @@ def set_default_state(
     keep: Keep | None = None,
     *,
     fitting: bool = False,
+    modes: bool = False,
 ) -> OwnReport:
-    """Give its state to a component that has no ``set_state`` of its own, with ``fitting`` the values that fit."""
+    """Give its state to a component that has no ``set_state`` of its own, with ``fitting`` the values that fit.
+
+    With ``modes``, modules get the modes that they had, too.
+    """
     if not isinstance(state, Mapping):
         raise TreeMismatchError(f"{_called(component)}: expected a dictionary as state, found {type(state).__name__}")
     source = source or _GIVEN
@@ -299,7 +305,7 @@ def set_default_state(
     graph, *_ = own_graph(component, root)
     before = dict(vars(root))
     own = {format_node_path(node.path) for node in graph.leaves()}
-    restoration = Restoration(stored, root, ignore=_kept(stored, keep))
+    restoration = Restoration(stored, root, ignore=_kept(stored, keep), final=True)
     restoration.progress.partial = True  # the report has the values that are left over
     misfits = Misfits()
     try:
@@ -330,7 +336,8 @@ def set_default_state(
     missing = [path for path in report.missing if path in own and path not in kept]
     unused = tuple(path for path in unused if path not in kept)
     fresh = [node.value for node in graph.leaves() if format_node_path(node.path) in kept]
-    return OwnReport((*lost, *missing), unused, kept, tuple(filter(is_torch_tensor, fresh)))
+    changed = tuple(restoration.restore_modes()) if modes else ()
+    return OwnReport((*lost, *missing), unused, kept, tuple(filter(is_torch_tensor, fresh)), changed)
 
 
 def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .capture import capture
 from .checkpoint import Checkpoint, snapshot
-from .frameworks import is_module, is_optimizer, nnx_children
+from .frameworks import has_own_protocol, is_module, is_optimizer, nnx_children
 from .keras import keras_kind
 from .manager import CheckpointManager
 from .paths import Path, format_node_path, format_section, parse_path, storage_name

@@ -38,15 +38,19 @@ class _Visit(NamedTuple):
 
 
 class Matching:
-    """The objects found for the nodes of a checkpoint."""
+    """The objects found for the nodes of a checkpoint.
 
-    def __init__(self, graph: SavedGraph, plain: PlainValues) -> None:
+    With ``final``, the program builds no objects later, so that arrays in containers are made where it has none.
+    """
+
+    def __init__(self, graph: SavedGraph, plain: PlainValues, *, final: bool = False) -> None:
         self.graph = graph
         self.plain = plain
         self.bindings = Bindings(graph)
         self.unused: dict[int, Path] = {}  # values in whose place there is an object that cannot take them
         self.waiting: list[Any] = []  # holders below which values are missing an object
         self.has_unmatched = False  # whether an object of the program was met that the checkpoint does not have
+        self._final = final
         self._optimizers = OptimizerMatching(graph, self.bindings, self.unused)
 
     def from_root(self, root: Node) -> Iterator[Assignment]:
@@ -126,17 +130,20 @@ class Matching:
             return
         if self.graph.nodes[visit.number].value is not None:
             yield Assignment(visit.number, leaf.slot, visit.path)
-        elif (visit.value is None or leaf.opened) and (covers := self.plain.below(visit.number)) is not None:
+        elif (visit.value is None or leaf.opened) and (covers := self._made(visit.number)) is not None:
             yield Assignment(visit.number, leaf.slot, visit.path, covers=covers)
 
     def _branch(self, visit: _Visit, view: Branch, queue: deque[_Visit]) -> Iterator[Assignment]:
         """Follow the edges that both graphs have; plain values need none in the program."""
         value, path = visit.value, visit.path
         grows = None if view.functional else visit.position
-        if self.plain.is_sequence(visit.number) and (slot := _slot_of_elements(visit)) is not None:
+        changes = view.sequence and len(value) != len(self.graph.nodes[visit.number].edges)
+        takes_arrays = self._final and changes
+        slot = _slot_of_elements(visit, arrays=takes_arrays) if self.plain.is_sequence(visit.number) else None
+        if slot is not None:
             # A list may wait for objects that the program has yet to append; of a deque, nothing would notice them.
-            covers = self.plain.below(visit.number, arrays=isinstance(value, deque) and not value)
-            changes = len(value) != len(self.graph.nodes[visit.number].edges)
+            takes_arrays = takes_arrays or (isinstance(value, deque) and not value)
+            covers = self.plain.below(visit.number, arrays=takes_arrays)
             # Elements that other objects hold, too, have to stay the same objects, as far as they exist; so do those
             # of a tuple, which is a part of something.
             if covers is not None and (changes or not (self.plain.shares(visit.number) or isinstance(value, tuple))):
@@ -157,17 +164,21 @@ class Matching:
                 edge = edges[segment]
                 found = classify(edge.value, edge.position)
                 queue.append(_Visit(child, edge.value, found, below, within, edge.position))
-            elif grows is not None and isinstance(value, dict) and (covers := self.plain.below(child)) is not None:
+            elif grows is not None and isinstance(value, dict) and (covers := self._made(child)) is not None:
                 entry = EntrySlot(value, grows.anchor, (*grows.trail, segment), visit.number)
                 yield Assignment(child, entry, below, covers=covers)
             elif segment not in special and child in self.graph.with_values:
                 self.waiting.append(value)
 
+    def _made(self, number: int) -> list[tuple[int, Path]] | None:
+        """Return the values in a container that can be made without one of the program; None if there are others."""
+        return self.plain.below(number, arrays=self._final)
 
-def _slot_of_elements(visit: _Visit) -> Slot | None:
+
+def _slot_of_elements(visit: _Visit, *, arrays: bool = False) -> Slot | None:
     """Return the slot of all elements of a plain sequence of the program; None for anything else."""
     value, position = visit.value, visit.position
-    if position is None or not isinstance(value, list | tuple | deque) or not is_plain(value, {}):
+    if position is None or not isinstance(value, list | tuple | deque) or not is_plain(value, {}, arrays=arrays):
         return None
     return sequence_slot(value, position) if is_growing(value, position) else position.slot(value)
 

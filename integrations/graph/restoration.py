@@ -234,7 +234,7 @@ _waiting: weakref.WeakSet[Restoration] = weakref.WeakSet()
 
 
 class Restoration:
-    """A restore into a root and everything that can be reached from it."""
+    """A restore into a root and everything that can be reached from it; a ``final`` one awaits no later objects."""
 
     def __init__(
         self,
@@ -245,6 +245,7 @@ class Restoration:
         select: Patterns | None = None,
         exclude: Patterns | None = None,
         ignore: Iterable[Path] = (),
+        final: bool = False,
     ) -> None:
         self._root = weakref.ref(root)
         self._number = next(restore_numbers)
@@ -262,7 +263,7 @@ class Restoration:
         arrays = frozenset(
             number for number, saved in values.items() if saved.kind in MADE_KINDS and "sharding" not in saved.details
         )
-        self._matching = Matching(graph, PlainValues(graph, plain, arrays))
+        self._matching = Matching(graph, PlainValues(graph, plain, arrays), final=final)
         self._reader = ValueReader(stored, graph, self._matching.plain, str(stored.checkpoint))
         self._has_own = stored.has_own
         self._leaves = stored.leaves

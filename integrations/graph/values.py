@@ -131,16 +131,21 @@ class PlainValues:
         return found if all(self._graph.uses[child] == count for child, count in met.items()) else None
 
 
-def is_plain(value: Any, known: dict[int, bool], depth: int = 0) -> bool:
-    """Whether a value is plain, or a container of plain values; ``known`` has the answers by the containers' ids."""
+def is_plain(value: Any, known: dict[int, bool], depth: int = 0, *, arrays: bool = False) -> bool:
+    """Whether a value is plain, or a container of plain values; ``known`` has the answers by the containers' ids.
+
+    With ``arrays``, arrays that no optimizer changes are values, too.
+    """
     if is_python_value(value):
+        return True
+    if arrays and (isinstance(value, np.ndarray) or (is_torch_tensor(value) and not value.requires_grad)):
         return True
     if type(value) not in _CONTAINERS or depth > MAX_DEPTH:
         return False
     if id(value) not in known:
         known[id(value)] = False  # during the search: no plain container holds itself
         children = value.values() if isinstance(value, dict) else value
-        known[id(value)] = all(is_plain(child, known, depth + 1) for child in children)
+        known[id(value)] = all(is_plain(child, known, depth + 1, arrays=arrays) for child in children)
     return known[id(value)]
 
 

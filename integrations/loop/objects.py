@@ -5,6 +5,7 @@ No framework is imported here unless a state is made of its objects, and has imp
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from .trees import TreeAdapter
 
 if TYPE_CHECKING:
     from ..graph import Checkpoint, PreparedRestore, StoredGraph
+
+logger = logging.getLogger("holdfast")
 
 # Packages whose objects are not searched for tensors.
 _FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "jax", "jaxlib", "flax", "optax"}
@@ -86,19 +89,53 @@ def _imported(room: str) -> Any:
     return sys.modules.get(f"{__package__.rpartition('.')[0]}.{room}")
 
 
-class ObjectsAdapter(StateAdapter):
+class LiveAdapter(StateAdapter):
+    """Watches what steps change in live objects."""
+
+    may_have_gradients = True
+
+    def __init__(self, misfits: Misfits | None = None) -> None:
+        super().__init__(misfits)
+        self._versions = TensorVersions()
+        self._attributes: Mapping[str, Any] = {}  # that no checkpoint has, before the first step
+
+    def watch(self, state: Any) -> None:
+        self._versions.watch(state)
+        self._attributes = _unsaved_attributes(state)
+
+    def note(self, state: Any) -> None:
+        self._versions.note(state)
+
+    def gradients(self) -> Mapping[str, Any]:
+        return self._versions.gradients()
+
+    def why_lost(self, step: int, state: Any) -> str | None:
+        return self._versions.why_lost()
+
+    def warn_of_step(self, step: int, state: Any) -> None:
+        from .attributes import changed
+
+        if lost := changed(self._attributes, _unsaved_attributes(state)):
+            logger.warning(
+                "steps have changed attributes that no state_dict() has, so they are not saved: %s. If later steps "
+                "depend on them, make tensors buffers (register_buffer), and give numbers a place in get_extra_state() "
+                "and set_extra_state() of the module, or in param_groups of the optimizer; if not, name them in "
+                "__untracked__ of the class",
+                shortened(lost),
+            )
+
+
+class ObjectsAdapter(LiveAdapter):
     """Knows live objects, alone or in dicts, lists and tuples, as a graph: saved by path, restored in place.
 
     Everything in the state and in the checkpoint has to match, and nothing changes unless it does.
     """
 
     needs = "one torch module in the state"
-    may_have_gradients = True
 
     def __init__(self, misfits: Misfits | None = None) -> None:
         super().__init__(misfits)
         self._holder: Checkpoint | None = None
-        self._versions = TensorVersions()
 
     def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
         from ..graph import GraphCheckpointHandler
@@ -127,18 +164,6 @@ class ObjectsAdapter(StateAdapter):
             return state
         values = self._graph_root().values()
         return type(state)._make(values) if hasattr(state, "_make") else type(state)(values)
-
-    def watch(self, state: Any) -> None:
-        self._versions.watch(state)
-
-    def note(self, state: Any) -> None:
-        self._versions.note(state)
-
-    def gradients(self) -> Mapping[str, Any]:
-        return self._versions.gradients()
-
-    def why_lost(self, step: int, state: Any) -> str | None:
-        return self._versions.why_lost()
 
     def describe(self, state: Any) -> str:
         return f"{len(list(located(state, _is_module)))} torch modules"
@@ -186,7 +211,7 @@ class _ObjectsTemplate:
         """Read and compare everything that is saved; nothing changes yet."""
         from ..graph import Restoration
 
-        restoration = Restoration(stored, self.root, ignore={("save_counter",)})
+        restoration = Restoration(stored, self.root, ignore={("save_counter",)}, final=True)
         restoration.progress.partial = True  # it is complete, or fails
         prepared = restoration.prepare(self.root, self.misfits)
         found = Misfits() if self.misfits is None else self.misfits
@@ -196,15 +221,10 @@ class _ObjectsTemplate:
         return prepared
 
 
-class ComponentAdapter(StateAdapter):
+class ComponentAdapter(LiveAdapter):
     """Knows trees of components, saved as directories and restored in place."""
 
     is_component_tree = True
-    may_have_gradients = True
-
-    def __init__(self, misfits: Misfits | None = None) -> None:
-        super().__init__(misfits)
-        self._versions = TensorVersions()
 
     def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
         from ..components import ComponentCheckpointHandler
@@ -217,19 +237,7 @@ class ComponentAdapter(StateAdapter):
         check_saveable(state)
 
     def restore_kwargs(self) -> Mapping[str, Any]:
-        return {} if self.misfits is None else {"misfits": self.misfits}
-
-    def watch(self, state: Any) -> None:
-        self._versions.watch(state)
-
-    def note(self, state: Any) -> None:
-        self._versions.note(state)
-
-    def gradients(self) -> Mapping[str, Any]:
-        return self._versions.gradients()
-
-    def why_lost(self, step: int, state: Any) -> str | None:
-        return self._versions.why_lost()
+        return {"modes": True} if self.misfits is None else {"misfits": self.misfits}
 
     def describe(self, state: Any) -> str:
         return "a tree of components without a torch module"
@@ -249,6 +257,12 @@ class ComponentAdapter(StateAdapter):
         for module, weights in zip(modules.values(), loaded, strict=True):
             module.load_state_dict(weights.tree)
         return state, ", ".join(f"{path} from {weights}" for path, weights in zip(modules, loaded, strict=True))
+
+
+def _unsaved_attributes(state: Any) -> Mapping[str, Any]:
+    from .attributes import unsaved_attributes
+
+    return unsaved_attributes(searched(state))
 
 
 class TensorVersions:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
 import holdfast as hf
 from holdfast import graph
+from holdfast.components import Checkpointable
 
 Program = dict[str, Any]
 
@@ -311,6 +313,80 @@ def test_optimizers_are_restored_as_torch_does(tmp_path: Path, make: Callable[[A
     assert equal(dict(before["model"].state_dict()), dict(after["model"].state_dict()))
 
 
+# ---- attributes that no state has
+
+
+class Carrying(torch.nn.Module):
+    """Carries what it has computed from call to call in plain attributes, of which one is marked."""
+
+    __untracked__ = ("last",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = torch.nn.LSTM(2, 2)
+        self.hidden: Any = None
+        self.average = torch.zeros(2)
+        self.calls, self.width, self.last = 0, 2, 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, hidden = self.cell(x, self.hidden)
+        self.hidden = tuple(one.detach() for one in hidden)
+        self.average.lerp_(x.detach().mean(0), 0.1)
+        self.calls, self.last = self.calls + 1, float(out.detach().sum())
+        return cast(torch.Tensor, out)
+
+
+class Adapting(torch.optim.SGD):
+    """Keeps a number outside of its groups."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.norm = 1.0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.norm *= 0.9
+        super().step()
+
+
+class Holder(Checkpointable):
+    def __init__(self) -> None:
+        self.objects: Program = {}
+
+
+@pytest.mark.parametrize("component", [False, True], ids=["objects", "component"])
+def test_attributes_that_steps_change_and_no_state_has_are_named(
+    component: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Sequential(Carrying())
+    optimizer = Adapting(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state: Any = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    if component:
+        holder = Holder()
+        holder.objects, state = state, holder
+    with hf.CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
+        checkpoint.restore_or_initialize(state)
+        for step in (1, 2):
+            loss: Any = model(torch.ones(3, 2)).sum()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            checkpoint.on_step(step, state)
+    above = ".objects." if component else ""
+    (text,) = [one.getMessage() for one in caplog.records if "no state_dict() has" in one.getMessage()]
+    names = ["model.0.hidden", "model.0.average", "model.0.calls", "optimizer.norm"]
+    assert f"not saved: {', '.join(f'{above}{name}' for name in names)}. If" in text
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:TypedStorage is deprecated")
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_modules_that_say_what_they_keep_are_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number, (make, train) in enumerate(MODULES.values()):
+        resumed(tmp_path / str(number), lambda make=make: {"model": make()}, train)  # type: ignore[misc]
+    assert "no state_dict() has" not in caplog.text
+
+
 # ---- modes
 
 
@@ -330,3 +406,66 @@ def test_frozen_parameters_and_modes_are_those_of_the_save(tmp_path: Path, caplo
     (line,) = [record.getMessage() for record in caplog.records if "as at the save" in record.getMessage()]
     assert "model/0/weight.requires_grad = False" in line
     assert "model/1.training = False" in line
+
+
+def test_frozen_parameters_and_modes_of_components(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> Holder:
+        holder = Holder()
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))
+        model[2].requires_grad_(False)
+        holder.objects = {"model": model}
+        return holder
+
+    with hf.CheckpointCallback(tmp_path) as checkpoint:
+        before, _ = checkpoint.restore_or_initialize(make())
+        first, second, third = before.objects["model"]
+        first.requires_grad_(False)
+        second.eval()
+        third.requires_grad_(True)
+        checkpoint.on_step(1, before)
+    with caplog.at_level(logging.INFO, "holdfast"), hf.CheckpointCallback(tmp_path) as checkpoint:
+        after, _ = checkpoint.restore_or_initialize(make())
+    model = after.objects["model"]
+    assert [one.requires_grad for one in model.parameters()] == [False, False, True, True, True, True]
+    assert [one.training for one in model.modules()] == [True, True, False, True]
+    (line,) = [record.getMessage() for record in caplog.records if "as at the save" in record.getMessage()]
+    assert "objects/model/1.training = False" in line
+
+
+# ---- containers of arrays that grow
+
+
+class Replay:
+    """What a program remembers: all of it begins empty."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.pairs: list[Any] = []
+        self.window = [np.zeros(2)]
+        self.named: dict[str, Any] = {}
+        self.best: Any = None
+
+
+@pytest.mark.parametrize("component", [False, True], ids=["objects", "component"])
+def test_containers_of_arrays_are_as_long_as_they_were(component: bool, tmp_path: Path) -> None:
+    def make() -> Any:
+        holder = Holder()
+        holder.objects = {"model": torch.nn.Linear(2, 2), "replay": Replay()}
+        return holder if component else holder.objects
+
+    def replay_of(state: Any) -> Replay:
+        found: Replay = (state.objects if component else state)["replay"]
+        return found
+
+    with hf.CheckpointCallback(tmp_path) as checkpoint:
+        before, _ = checkpoint.restore_or_initialize(make())
+        replay = replay_of(before)
+        replay.seen = [np.ones(3), torch.ones(2)]
+        replay.pairs = [(np.ones(1), 2, {"done": np.zeros(1)})]
+        replay.window += [np.ones(2), np.full(2, 2.0)]
+        replay.named = {"a": np.ones(2)}
+        replay.best = {"weights": {"w": torch.full((2,), 3.0)}, "loss": 0.5}
+        checkpoint.on_step(1, before)
+    with hf.CheckpointCallback(tmp_path) as checkpoint:
+        after, _ = checkpoint.restore_or_initialize(make())
+    assert repr(vars(replay_of(after))) == repr(vars(replay))
