@@ -108,7 +108,7 @@ class CallbackOptions(CheckpointOptions):
             try:
                 as_location(self.init_from)
             except InvalidLocationError as error:
-                raise OptionError(f"init_from={self.init_from!r}: {error}") from error
+                raise InvalidLocationError(f"init_from={self.init_from!r}: {error}") from error
         words: tuple[str, ...] = get_args(get_args(Resume)[0])
         if type(self.resume) is int and self.resume < 0:
             raise OptionError(f"resume={self.resume} must not be negative")

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from ..engine import clock
-from ..engine.errors import OptionError
+from ..engine.errors import InvalidLocationError, OptionError
 from ..engine.manager import Mirror
 from ..integrations.options import CallbackOptions
 from .problems import KeyPath, did_you_mean
@@ -198,7 +198,7 @@ class Config(Section):
                 yield ("checkpoint", "best_fn"), text + did_you_mean(best_fn, self.METRICS)
             else:
                 self.checkpoint.options()
-        except OptionError as error:
+        except (OptionError, InvalidLocationError) as error:
             option = re.split(r"\W", str(error), maxsplit=1)[0]  # an error of the options begins with the name of one
             hint = f"; here the metrics are {metrics}" if metrics and "needs best_fn" in str(error) else ""
             yield ("checkpoint", option), f"{error}{hint}"
