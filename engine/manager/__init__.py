@@ -31,6 +31,7 @@ from .options import (
     documented,
     documented_fields,
     options_as_text,
+    refuse_options,
 )
 from .retention import (
     KeepAll,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -61,6 +61,14 @@ def options_as_text(options: type) -> str:
     )
 
 
+def refuse_options(taker: str, unknown: Iterable[str], known: Collection[str]) -> None:
+    """Raise UnknownArgumentError for a name that is no option; say what another library's name is called here."""
+    for name in unknown:
+        only = name in CheckpointManagerOptions.__dataclass_fields__
+        hint = _ONLY_MANAGERS if only else instead_of(name, known)
+        raise UnknownArgumentError(f"{taker}() got an unexpected keyword argument {name!r}{hint}")
+
+
 def documented(options: type[T]) -> type[T]:
     """Complete the docstring of a dataclass with the documentation of its options; explain names that it does not know.
 
@@ -71,11 +79,7 @@ def documented(options: type[T]) -> type[T]:
 
     @functools.wraps(init)
     def checked(self: T, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs.keys() - set(known):
-            raise UnknownArgumentError(
-                f"{checked.__qualname__}() got an unexpected keyword argument {name!r}"
-                + (_ONLY_MANAGERS if name in CheckpointManagerOptions.__dataclass_fields__ else instead_of(name, known))
-            )
+        refuse_options(checked.__qualname__, kwargs.keys() - set(known), known)
         init(self, *args, **kwargs)
 
     type.__setattr__(options, "__init__", checked)

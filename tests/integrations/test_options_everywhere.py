@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import signal
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -24,9 +24,11 @@ from holdfast.engine.manager import (
     KeepSteps,
     KeepTimeInterval,
     OnBest,
+    documented_fields,
 )
 from holdfast.integrations.flax import CheckpointCallback as FlaxCallback
 from holdfast.integrations.lightning import CheckpointCallback as LightningCallback
+from holdfast.integrations.loop.states import LoopArguments
 from holdfast.integrations.options import CallbackOptions
 from holdfast.recipes.configuration import load_configuration
 from holdfast.recipes.schema import CheckpointSection
@@ -155,12 +157,28 @@ def test_defaults_are_the_same_everywhere() -> None:
     assert section == {**declared, "keep_steps": [], "signals": ["SIGTERM"]}
 
 
+@pytest.mark.parametrize(("callback", "declared"), [(hf.CheckpointCallback, LoopArguments)])
+def test_a_signature_is_written_out_as_its_options_are_declared(callback: Any, declared: Any) -> None:
+    kinds, written = get_type_hints(declared), get_type_hints(callback.__init__)
+    parameters = inspect.signature(callback).parameters
+    text = " ".join((callback.__doc__ or "").split())
+    for option in documented_fields(declared):
+        default = {} if option.default_factory is dict else option.default
+        parameter = parameters[option.name]
+        assert (None if parameter.default is parameter.empty else parameter.default) == (
+            None if default is MISSING else default
+        )
+        assert written[option.name] == kinds[option.name], option.name
+        assert " ".join(f"{option.name}: {option.metadata['documentation']}".split()) in text
+    assert [*(option.name for option in documented_fields(declared)), "unknown"] == list(parameters)
+
+
 @pytest.mark.parametrize("place", [hf.CheckpointManagerOptions, FlaxCallback, LightningCallback])
 def test_every_option_is_documented_where_it_is_taken(place: Any) -> None:
     text = inspect.getdoc(place) or ""
     assert "{arguments}" not in text
-    for name in inspect.signature(place).parameters:
-        assert f"    {name}: " in text
+    for name, parameter in inspect.signature(place).parameters.items():
+        assert f"    {name}: " in text or parameter.kind is parameter.VAR_KEYWORD
     assert max(map(len, (place.__doc__ or "").splitlines())) <= 120
 
 
@@ -170,7 +188,7 @@ def test_callbacks_take_their_options_by_name(tmp_path: Path) -> None:
     assert FlaxCallback(directory=tmp_path).manager.directory == LightningCallback(dirpath=tmp_path).manager.directory
     for callback in (FlaxCallback, LightningCallback):
         with pytest.raises(TypeError, match=r"Callback.__init__\(\) got an unexpected keyword.*max_to_kep"):
-            callback(tmp_path, max_to_kep=3)  # type: ignore[call-arg]
+            callback(tmp_path, max_to_kep=3)  # type: ignore[arg-type, call-arg, unused-ignore]
         with pytest.raises(TypeError, match=r"Callback.*positional argument"):
             callback(tmp_path, 3)  # type: ignore[call-arg]
 
@@ -205,7 +223,7 @@ def test_names_of_other_libraries_are_explained(tmp_path: Path, name: str, advic
 
 def test_an_option_of_managers_only(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="only CheckpointManagerOptions takes it"):
-        FlaxCallback(tmp_path, read_only=True)  # type: ignore[call-arg]
+        FlaxCallback(tmp_path, read_only=True)  # type: ignore[arg-type]
 
 
 TAKERS: dict[str, Callable[..., CallbackOptions]] = {
