@@ -84,8 +84,7 @@ class Checkpointer:
             StorageConflictError: Another save to this path is under way.
             StorageError: The storage refused; nothing is left behind.
         """
-        done = self._begin(path, item, force, kwargs).complete()
-        return done and done[1]
+        return self._complete(self._begin(path, item, force, kwargs))
 
     def restore(self, path: Place, item: Any = None, **kwargs: Any) -> Any:
         """Read an object back; trees and JSON also from a checkpoint of another library, such as Orbax.
@@ -125,10 +124,20 @@ class Checkpointer:
             as_location(path, writes=True),
             {ITEM: ItemToSave(self.handler, item, self.background, kwargs)},
             overwrite=force,
-            record=lambda items: CheckpointRecord(items=items, time=self._clock.now()),
             rendezvous=self._processes.rendezvous("save"),
             timeout=self._timeout,
         )
+
+    def _complete(self, save: Save) -> SaveReport | None:
+        """Write and commit a save; None if it was given up before."""
+        with save.completing() as claimed:
+            if not claimed:
+                return None
+            items = save.write()
+            return save.commit(None if items is None else self._record(items))[1]
+
+    def _record(self, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
+        return CheckpointRecord(items=items, time=self._clock.now())
 
     def _read(
         self,
@@ -204,7 +213,7 @@ class AsyncCheckpointer(Checkpointer):
         save = self._begin(path, item, force, kwargs)
         earlier = self._save.take_error()
         try:
-            self._save.start(save.complete, what=str(as_location(path)))
+            self._save.start(lambda: self._complete(save), what=str(as_location(path)))
         except BaseException as error:  # an interrupt, or the system has no more threads
             save.give_up(error)
             raise

@@ -8,7 +8,7 @@ import logging
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -38,9 +38,6 @@ from ..storage import Location
 from .commit import PendingCheckpoint
 
 _logger = logging.getLogger("holdfast")
-
-# Completes all items from the fragments of every process, by item, and makes the commit record.
-_Merge = Callable[[Mapping[str, Sequence[bytes]]], CheckpointRecord]
 
 _SHARED = struct.Struct("<Q")  # the shared bytes, before the record that process 0 sends to the others
 _LAST_WORD = 10.0  # seconds that the others get to stop writing before process 0 removes what they wrote
@@ -96,7 +93,12 @@ class ItemToSave:
 
 
 class Save:
-    """A save that has begun: its snapshot is taken, and :meth:`complete` writes and commits it.
+    """A save that has begun: its snapshot is taken. What is left is to write it and to commit it::
+
+        with save.completing() as claimed:
+            if claimed:
+                items = save.write()
+                record, report = save.commit(None if items is None else CheckpointRecord(items=items, time=...))
 
     With several processes, each makes one of these for the same items. Process 0 makes the folders, merges what all of
     them wrote, and commits; the others learn of it through the rendezvous.
@@ -110,18 +112,16 @@ class Save:
         overwrite: bool,
         owned: bool = False,
         began: float | None = None,
-        record: Callable[[Mapping[str, ItemRecord]], CheckpointRecord],
         rendezvous: Rendezvous | None = None,
         timeout: float = 600.0,
     ) -> None:
         self._began = time.perf_counter() if began is None else began
         self._kinds = {name: item.handler.kind for name, item in items.items()}
-        self._record = record
         self._location = location
         self._items: dict[str, PreparedItem] = {}
         self._reuse = [item.reuse for item in items.values() if item.reuse is not None]
         self._claim = threading.Lock()  # taken for good, by the thread that completes this or by who gives it up before
-        # Whether :meth:`complete` may be called after the loop has gone on.
+        # Whether this may be completed after the loop has gone on.
         self.in_background = any(item.background for item in items.values())
         self._role: Primary | Worker
         if rendezvous is not None and rendezvous.index > 0:
@@ -162,19 +162,51 @@ class Save:
         files = item.handler.save(folder, item.value, **item.kwargs)
         return _BegunItem(lambda: files)
 
-    def complete(self) -> tuple[CheckpointRecord, SaveReport] | None:
-        """Write what is left to write and commit; None if this was given up before."""
+    @contextlib.contextmanager
+    def completing(self) -> Iterator[bool]:
+        """Claim the save for this thread; an error inside of the block gives the save up.
+
+        Yields:
+            Whether the save is this thread's; otherwise it was given up before.
+        """
         if not self._claim.acquire(blocking=False):
-            return None
+            yield False
+            return
         try:
-            folders = self._role.open()
-            fragments = {}
-            for name, item in self._items.items():
-                fragments[name] = item.write(folders[name], self._role.process)
-            record, shared = self._role.commit(fragments, self._merge)
+            yield True
         except BaseException as error:
             self._role.give_up(error)
             raise
+
+    def write(self) -> Mapping[str, ItemRecord] | None:
+        """Write what is left to write, and wait for the other processes.
+
+        Returns:
+            The items that all processes wrote, for the commit record; None on processes other than 0.
+        """
+        folders = self._role.open()
+        own = {}
+        for name, item in self._items.items():
+            own[name] = item.write(folders[name], self._role.process)
+        fragments = self._role.gather(own)
+        if fragments is None:
+            return None
+        items = {}
+        for name, folder in folders.items():
+            files = self._items.pop(name).merge(folder, fragments[name])
+            items[name] = ItemRecord(folder.name, self._kinds[name], files)
+        return items
+
+    def commit(self, record: CheckpointRecord | None) -> tuple[CheckpointRecord, SaveReport]:
+        """Make the checkpoint exist.
+
+        Args:
+            record: The commit record; None on processes other than 0, which wait for that of process 0.
+
+        Returns:
+            The record, and the report of the save.
+        """
+        record, shared = self._role.commit(record)
         for written in self._reuse:
             written.commit()
         total = time.perf_counter() - self._began
@@ -194,7 +226,7 @@ class Save:
         return isinstance(self._role, Primary) and self._role.replaces
 
     def give_up(self, error: BaseException) -> bool:
-        """Remove what was written, and tell the other processes; not if :meth:`complete` has begun: it does so itself.
+        """Remove what was written, and tell the other processes; not if a thread completes this: it does so itself.
 
         Return whether it has not begun; it never will then. After an interrupt, this is the only way to know.
         """
@@ -202,14 +234,6 @@ class Save:
             return False
         self._role.give_up(error)
         return True
-
-    def _merge(self, fragments: Mapping[str, Sequence[bytes]]) -> CheckpointRecord:
-        """Complete every item from what all processes wrote, and make the commit record."""
-        items = {}
-        for name, folder in self._role.open().items():
-            files = self._items.pop(name).merge(folder, fragments[name])
-            items[name] = ItemRecord(folder.name, self._kinds[name], files)
-        return self._record(items)
 
 
 class _BegunItem:
@@ -262,19 +286,22 @@ class Primary:
             self._rendezvous.broadcast("plan", json.dumps(plan).encode(), self._timeout)
         return self._pending.folders
 
-    def commit(self, fragments: Mapping[str, bytes], merge: _Merge) -> tuple[CheckpointRecord, int]:
-        """Make the checkpoint exist once every process has written its share; return its record and what it shares."""
-        gathered = {name: [own] for name, own in fragments.items()}
-        if self._rendezvous is None:
-            record = merge(gathered)
-            self._pending.commit(record)
-            return record, record.shared_bytes
-        sizes = [json.loads(one) for one in self._rendezvous.gather("written", b"{}", self._timeout) or []]
-        for process in range(1, self._rendezvous.count):
-            for name, size in sizes[process].items():
-                gathered[name].append(_take_fragment(self._pending.folders[name], process, size))
-        record = merge(gathered)
+    def gather(self, own: Mapping[str, bytes]) -> Mapping[str, list[bytes]]:
+        """Return the fragments of every item, once every process has written its share."""
+        gathered = {name: [fragment] for name, fragment in own.items()}
+        if self._rendezvous is not None:
+            sizes = [json.loads(one) for one in self._rendezvous.gather("written", b"{}", self._timeout) or []]
+            for process in range(1, self._rendezvous.count):
+                for name, size in sizes[process].items():
+                    gathered[name].append(_take_fragment(self._pending.folders[name], process, size))
+        return gathered
+
+    def commit(self, record: CheckpointRecord | None) -> tuple[CheckpointRecord, int]:
+        """Make the checkpoint exist; return its record and the bytes that it shares with earlier steps."""
+        assert record is not None, "process 0 makes the record"
         self._pending.commit(record)
+        if self._rendezvous is None:
+            return record, record.shared_bytes
         self._committed = True
         try:
             done = _SHARED.pack(record.shared_bytes) + record.encode()
@@ -341,12 +368,15 @@ class Worker:
             self._folders = {name: self._location / folder for name, folder in plan["folders"].items()}
         return self._folders
 
-    def commit(self, fragments: Mapping[str, bytes], merge: _Merge) -> tuple[CheckpointRecord, int]:
+    def gather(self, own: Mapping[str, bytes]) -> None:
         folders = self.open()
-        for name, fragment in fragments.items():
+        for name, fragment in own.items():
             (folders[name] / _fragment_name(self._rendezvous.index)).write_bytes(fragment, atomic=False)
-        sizes = {name: len(fragment) for name, fragment in fragments.items()}
+        sizes = {name: len(fragment) for name, fragment in own.items()}
         self._rendezvous.gather("written", json.dumps(sizes).encode(), self._timeout)
+
+    def commit(self, record: CheckpointRecord | None) -> tuple[CheckpointRecord, int]:
+        """Wait for the record of process 0."""
         # Process 0 may wait as long for another one: that it gives up, and which one it missed, must arrive here.
         content = self._rendezvous.broadcast("committed", None, 2 * self._timeout)
         self._rendezvous.close()

@@ -672,7 +672,8 @@ class CheckpointManager:
                 self._run.ownership.check(at_once=True)
                 self._run.make_room(step, replaces=replaces)
                 facts = check_json("custom_metadata", custom_metadata)
-                pending = _PendingSave(step, None if metrics is None else plain_metrics(metrics), facts)
+                numbers = None if metrics is None else plain_metrics(metrics)
+                pending = _PendingSave(step, reason or decision.reason, numbers, facts)
                 if reason is None or not isinstance(self.options.best_fn, str):  # a callback has asked decide() before
                     self._note_metrics(step, pending.metrics)
                 values = self._items.to_save(items, save_kwargs or {}, not_due)
@@ -690,7 +691,6 @@ class CheckpointManager:
                     overwrite=True,  # what is there without having been due was committed by a run that is superseded
                     owned=True,
                     began=began,
-                    record=lambda found: self._record(pending, found, reason or decision.reason),
                     rendezvous=rendezvous,
                     timeout=self._processes.timeout,
                 )
@@ -738,15 +738,16 @@ class CheckpointManager:
         step = pending.step
         self.observer.reached("saving", step)
         try:
-            done = save.complete()
+            with save.completing() as claimed:
+                if not claimed:  # an interrupt came before this thread, and has ended the save
+                    return
+                items = save.write()
+                record, report = save.commit(None if items is None else self._record(pending, items))
         except BaseException as error:
             self._ended(pending, failed=True)
             self.observer.reached("save_failed", step)
             self.events.write("save_failed", step=step, error=described(error))
             raise
-        if done is None:  # an interrupt came before this thread, and has ended the save
-            return
-        record, report = done
         self._run.add(step, record)
         self._run.last_saved = step
         self._rollback.saved(step)
@@ -782,7 +783,7 @@ class CheckpointManager:
         self._pending = None
         pending.close()
 
-    def _record(self, pending: _PendingSave, items: Mapping[str, ItemRecord], reason: str) -> CheckpointRecord:
+    def _record(self, pending: _PendingSave, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
         """Make the commit record, at the last moment: the right to write is checked here."""
         self._run.ownership.check()
         self.observer.reached("commit", pending.step)
@@ -790,7 +791,7 @@ class CheckpointManager:
             items=items,
             time=self._clock.now(),
             step=pending.step,
-            reason=reason,
+            reason=pending.reason,
             metrics=pending.close(),
             custom_metadata=pending.facts,
         )
@@ -1061,8 +1062,9 @@ class _Damage(NamedTuple):
 class _PendingSave:
     """The step that is being saved, and its metrics: more may come until the commit record is made."""
 
-    def __init__(self, step: int, metrics: dict[str, Any] | None, facts: dict[str, Any] | None) -> None:
+    def __init__(self, step: int, reason: str, metrics: dict[str, Any] | None, facts: dict[str, Any] | None) -> None:
         self.step = step
+        self.reason = reason
         self.facts = facts
         self.metrics = metrics
         self._lock = threading.Lock()

@@ -280,23 +280,19 @@ def _import(
             left_out.append(f"{name} (an item of the kind {kind}, which holdfast does not read)")
     if not items:
         raise OptionError(f"{checkpoint.location}: none of its items can be read: {', '.join(left_out)}")
-    metrics, written, custom = checkpoint.metrics, checkpoint.time, checkpoint.custom_metadata
-    save = Save(
-        target,
-        items,
-        overwrite=overwrite,
-        record=lambda saved: CheckpointRecord(
-            items=saved,
-            time=SystemClock().now() if written is None else written,
-            step=step,
-            reason=f"imported from {checkpoint.format}",
-            metrics=metrics,
-            custom_metadata=custom,
-        ),
-    )
+    save = Save(target, items, overwrite=overwrite)
     with portion:
         portion.work(2 * sum(leaf.nbytes for tree in trees for leaf in tree.leaves))  # read, and read back
-        save.complete()
+        with save.completing():
+            record = CheckpointRecord(
+                items=save.write() or {},
+                time=SystemClock().now() if checkpoint.time is None else checkpoint.time,
+                step=step,
+                reason=f"imported from {checkpoint.format}",
+                metrics=checkpoint.metrics,
+                custom_metadata=checkpoint.custom_metadata,
+            )
+            save.commit(record)
         _verify(target, portion.advance)
     _warn(checkpoint, left_out)
     return _conversion(checkpoint, target, checkpoint.format, step, trees, left_out)

@@ -379,7 +379,7 @@ class _GraphSaver(AsyncCheckpointer):
             if background:
                 self.save(location, item, force=overwrite, **kwargs)
                 return str(location)
-            self._begin(location, item, overwrite, kwargs).complete()
+            self._complete(self._begin(location, item, overwrite, kwargs))
         except CheckpointExistsError as error:
             if overwrite or not (location / RECORD).exists():
                 raise
@@ -402,18 +402,16 @@ class _GraphSaver(AsyncCheckpointer):
         self._save.join()
 
     def _begin(self, path: Place, item: Any, force: bool, kwargs: Mapping[str, Any]) -> Save:
-        location, number = as_location(path, writes=True), self._number
-
-        def record(items: Mapping[str, ItemRecord]) -> CheckpointRecord:
-            found = CheckpointRecord(items=items, time=self._clock.now(), step=number)
-            # Retention policies are for checkpoints of a manager; these stay until a person removes them.
-            return found if number is None else replace(found, pinned=True, reason="saved by Checkpoint.save")
-
+        location = as_location(path, writes=True)
         return Save(
             location,
             {ITEM: ItemToSave(self.handler, item, self.background, kwargs)},
             overwrite=force,
-            record=record,
             rendezvous=self._processes.rendezvous(location.url),
             timeout=self._timeout,
         )
+
+    def _record(self, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
+        found = replace(super()._record(items), step=self._number)
+        # Retention policies are for checkpoints of a manager; these stay until a person removes them.
+        return found if self._number is None else replace(found, pinned=True, reason="saved by Checkpoint.save")

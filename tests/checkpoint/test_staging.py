@@ -38,13 +38,13 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     from holdfast.engine.checkpoint.save import Save
 
-    made, complete = Gate(), Save.complete
+    made, write = Gate(), Save.write
 
     def gated(self: Save) -> Any:
         made.wait()
-        return complete(self)
+        return write(self)
 
-    monkeypatch.setattr(Save, "complete", gated)
+    monkeypatch.setattr(Save, "write", gated)
     yield made
     made.release()
 

@@ -468,14 +468,14 @@ def test_a_second_live_run_is_refused(driver: Driver, owned: Path) -> None:
 def test_a_save_that_fails_in_the_background_is_raised(
     driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    complete = Save.complete
+    write = Save.write
 
     def fails(save: Save) -> Any:
         if save._location.name == "3":
             raise hf.StorageFullError("no space left for step 3")
-        return complete(save)
+        return write(save)
 
-    monkeypatch.setattr(Save, "complete", fails)
+    monkeypatch.setattr(Save, "write", fails)
     with pytest.raises(hf.SaveFailedError, match="no space left for step 3"):
         driver.train(tmp_path, 5, **EVERY_STEP)
     assert steps_in(tmp_path) == [1, 2, 4]

@@ -273,14 +273,14 @@ def test_a_copy_gives_way_to_a_save(
 ) -> None:
     monkeypatch.setattr(copying, "BESIDE", 1e-3)  # bytes a second: nothing arrives beside a save
     second, saving, given_way = threading.Event(), threading.Event(), threading.Event()
-    complete, take = saves.Save.complete, copying.Throttle.take
+    write, take = saves.Save.write, copying.Throttle.take
 
     def completes(save: saves.Save) -> Any:
         if second.is_set():
             assert saving.wait(60)
             if end == "it fails":
                 raise hf.StorageFullError("full")
-        return complete(save)
+        return write(save)
 
     def takes(throttle: copying.Throttle, count: int, *, sent: bool = True) -> None:
         while not gate.wait(0.01) and not throttle._ended():
@@ -289,7 +289,7 @@ def test_a_copy_gives_way_to_a_save(
             given_way.set()
         take(throttle, count)
 
-    monkeypatch.setattr(saves.Save, "complete", completes)
+    monkeypatch.setattr(saves.Save, "write", completes)
     monkeypatch.setattr(copying.Throttle, "take", takes)
     with manager(tmp_path / "run", place) as run:
         run.save(1, tree(1))
