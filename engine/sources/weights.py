@@ -25,19 +25,20 @@ class Misfits:
     """What differs between a program and a checkpoint, by path; for people.
 
     Attributes:
-        kept: Values of the program that the checkpoint does not have, or has otherwise, each with a line that says so.
+        kept: Values of the program that the checkpoint has otherwise, each with a line that says so.
+        absent: Values of the program that the checkpoint does not have.
         moved: Values that have another path in the checkpoint, with that path.
         left: Values that only the checkpoint has.
     """
 
     kept: dict[str, str] = field(default_factory=dict)
+    absent: list[str] = field(default_factory=list)
     moved: dict[str, str] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
 
     def missing(self, paths: Iterable[str]) -> None:
         """Note values that the checkpoint does not have, unless it is known that it has them otherwise."""
-        for path in paths:
-            self.kept.setdefault(path, f"{path}: not in the checkpoint")
+        self.absent += [path for path in paths if path not in self.kept]
 
     def differs(self, path: str, expected: object, found: object, more: str = "") -> None:
         """Note a value that the checkpoint has otherwise."""
@@ -49,13 +50,15 @@ class Misfits:
 
     def check(self, what: str) -> None:
         """Raise TreeMismatchError if anything differs."""
-        lines = [*self.kept.values(), *(f"{path}: in the checkpoint, not in the program" for path in self.left)]
-        if lines:
+        absent = [f"{path}: in the program, not in the checkpoint" for path in self.absent]
+        left = [f"{path}: in the checkpoint, not in the program" for path in self.left]
+        if lines := [*self.kept.values(), *absent, *left]:
             raise TreeMismatchError(what, lines)
 
     def __str__(self) -> str:
+        kept = [*self.kept.values(), *(f"{path}: not in the checkpoint" for path in self.absent)]
         moved = [f"{path}, from {origin}" for path, origin in self.moved.items()]
-        parts = (("kept as initialized", self.kept.values()), ("moved", moved), ("left in the checkpoint", self.left))
+        parts = (("kept as initialized", kept), ("moved", moved), ("left in the checkpoint", self.left))
         return "".join(f"\n  {what}: {line}" for what, lines in parts for line in lines)
 
 
