@@ -165,16 +165,9 @@ class WrittenSteps:
     def share(
         self, folder: Location, catalog: Catalog, sources: Sequence[Source], chunks: list[tuple[int, int]]
     ) -> SharedFiles:
-        """Link the files of an earlier step that hold what has not changed.
+        """Link the files of an earlier step that hold what has not changed; return them, and what is left to write.
 
-        Args:
-            folder: The folder of the item; its folder of data files is there.
-            catalog: The arrays.
-            sources: What will be written of each array.
-            chunks: The chunks that this process has to write: the number of the array, and that in the array.
-
-        Returns:
-            The files, and what is left to write.
+        ``chunks`` are those that this process has to write: the number of the array, and that in the array.
         """
         if self._pending is None:  # the first of its groups
             self._pending = _WrittenStep(self._step, folder)

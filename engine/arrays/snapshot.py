@@ -77,13 +77,8 @@ class StagingBuffer:
     """Memory for the snapshot of one tree; it grows to the largest tree and is kept.
 
     Fresh memory costs several times as much as the copy itself, because the system hands it out page by page; only the
-    first save of a run pays for it.
-
-    Args:
-        pinned_bytes: Bytes of pinned memory, at most, for what accelerators copy.
-
-    Attributes:
-        lock: Held while a snapshot is taken: several threads may save with one handler. A copy has memory of its own.
+    first save of a run pays for it. ``pinned_bytes`` limits the pinned memory for what accelerators copy. ``lock`` is
+    held while a snapshot is taken: several threads may save with one handler. A copy has memory of its own.
     """
 
     def __init__(self, pinned_bytes: int = 0) -> None:
@@ -174,13 +169,8 @@ class KnownTree:
     """A tree that was saved, as far as its structure goes: takes snapshots of the next trees that have the same one.
 
     It holds names, containers, facts and places in the staging buffer; no leaf of the tree, and no value of one. A tree
-    that differs in anything that decides what is stored is refused, and takes the long way.
-
-    Args:
-        flat: The tree.
-        leaves: Its leaves, as they were described.
-        copies: The snapshot of them, perhaps cut down to what this process writes.
-        staging: The buffer with the snapshot.
+    that differs in anything that decides what is stored is refused, and takes the long way. ``copies``, the snapshot of
+    the leaves in the buffer, may be cut down to what this process writes.
     """
 
     def __init__(self, flat: Flattened, leaves: Sequence[HostLeaf], copies: Snapshot, staging: StagingBuffer) -> None:

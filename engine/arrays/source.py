@@ -160,15 +160,7 @@ class PartialTree(TreeSource):
 
 
 class MemoryTree(TreeSource):
-    """A tree that is all in memory.
-
-    Args:
-        location: Where it comes from, for messages.
-        tree: The containers.
-        leaves: The leaves.
-        arrays: The arrays of those that have one, by their names; reading copies them.
-        document: What :meth:`graph_document` returns.
-    """
+    """A tree that is all in memory; reading copies the arrays of its leaves."""
 
     def __init__(
         self,

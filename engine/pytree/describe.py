@@ -192,13 +192,8 @@ class KnownLeaves:
     """Facts of the leaves of a tree, by which those of the next tree are known to be alike.
 
     The many leaves of few kinds are checked together, and what is stored of them needs no new description. The others
-    are described anew, and their descriptions compared. No leaf is held, and no value of one.
-
-    Args:
-        values: The leaves.
-        leaves: Their descriptions.
-        is_copied: Which of them are copied whole, into one place.
-        pinned_bytes: As for `describe`.
+    are described anew, and their descriptions compared. No leaf is held, and no value of one. ``is_copied`` says which
+    of the leaves are copied whole, into one place.
     """
 
     def __init__(

@@ -92,9 +92,7 @@ def streams_of(device: Any) -> Streams:
 class DeviceArray:
     """Elements on an accelerator, in the place of a host array until a snapshot copies them.
 
-    Args:
-        tensor: They, as numbers of the same size as those of the dtype; without a gradient or a conjugate bit.
-        dtype: What they are on the host.
+    The tensor has numbers of the same size as those of the dtype, and neither a gradient nor a conjugate bit.
     """
 
     __slots__ = ("dtype", "shape", "tensor")
@@ -173,14 +171,10 @@ class Arrival:
 
 
 class PinnedMemory:
-    """Blocks of pinned memory, allocated once and filled anew by each snapshot, and the streams that fill them.
-
-    Args:
-        limit: Bytes, at most.
-    """
+    """Blocks of pinned memory, allocated once and filled anew by each snapshot, and the streams that fill them."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self._limit = limit  # bytes
         self._blocks: list[Any] = []  # tensors of bytes
         self._addresses: list[int] = []  # of them, ascending
         self._order: list[int] = []  # the blocks in the order of their addresses

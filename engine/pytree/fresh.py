@@ -76,12 +76,7 @@ class LeafType:
 
 
 class FreshTypes:
-    """The types of the leaves of a fresh state, by name.
-
-    Args:
-        templates: The leaves.
-        roots: The keys of the root that the state has, where others stand beside it in the tree; None if it is all.
-    """
+    """The types of the leaves of a fresh state, by name; ``roots`` are its keys, if the tree has others beside them."""
 
     def __init__(self, templates: Sequence[LeafTemplate], roots: Collection[str] | None = None) -> None:
         self._types = {template.name: LeafType.of(template) for template in templates if template.kind != "any"}
@@ -132,12 +127,9 @@ def recorded_types(document: Any, saved: Mapping[str, Saved], where: object) -> 
 
 
 def as_saved(template: LeafTemplate, saved: Saved, began: LeafType | None) -> LeafTemplate | str:
-    """Return what a leaf is restored as when its run resumes, or the difference that shows that the program changed.
+    """Return what a leaf of today's fresh state is restored as, or the difference that shows that the program changed.
 
-    Args:
-        template: The leaf of today's fresh state.
-        saved: The saved leaf.
-        began: The type of the leaf in the fresh state that the run began with.
+    ``began`` is the type of the leaf in the fresh state that the run began with.
     """
     now, then = LeafType.of(template), LeafType.of(saved)
     if template.kind == "any" or now == then or began is None or saved.kind == STATIC:

@@ -44,10 +44,8 @@ class JaxDescriber:
     """Describes the jax arrays of one tree.
 
     Where `prefetches` is true, `prepare` every array before the first is described, so that all copies from devices
-    are under way before one is waited for. All copies are done when the first array is described.
-
-    Args:
-        pinned_bytes: Bytes of arrays, at most, that may be left in pinned memory, for a snapshot to read later.
+    are under way before one is waited for. All copies are done when the first array is described. At most
+    `pinned_bytes` of arrays are left in pinned memory, for a snapshot to read later.
     """
 
     def __init__(self, pinned_bytes: int = 0) -> None:
@@ -147,11 +145,7 @@ class WholeArrays:
         self._shardings = list(map(self._SHARDING, arrays))
 
     def start(self, arrays: Sequence[Any], pinned_bytes: int) -> HostCopies | None:
-        """Start the copies of arrays to the host; None if they are not like those that the facts are of.
-
-        Raises:
-            RuntimeError: One was deleted or donated.
-        """
+        """Start the copies of arrays to the host; None if they are not like those that the facts are of."""
         shardings = list(map(self._SHARDING, arrays))
         if not all(map(eq, map(self._FACTS, arrays), self._facts)):
             return None
@@ -177,12 +171,7 @@ class HostCopies:
     """Copies to the host of arrays of one device each, which are under way.
 
     Some become jax arrays in pinned memory, to which an accelerator copies fastest; the others arrays of numpy.
-
-    Attributes:
-        pinned_bytes: How many of the bytes that could be pinned are left.
-
-    Raises:
-        RuntimeError: An array was deleted or donated.
+    `pinned_bytes` of one is how many of the bytes that could be pinned are left.
     """
 
     def __init__(self, arrays: Sequence[Any], pinned_bytes: int) -> None:
@@ -361,15 +350,7 @@ def template_sharding(template: Any) -> Any:
 
 
 def on_saved_devices(abstract: AbstractSharding, saved: Details) -> Any:
-    """Return the sharding on the mesh that was saved, if its devices are here, or else on one of all devices.
-
-    Args:
-        abstract: The sharding of the template.
-        saved: The details of the saved leaf, which are not trusted.
-
-    Raises:
-        ValueError: Neither is possible.
-    """
+    """Return the sharding on the mesh that was saved, if its devices are here, or else on one of all devices."""
     jax: Any = loaded("jax")
     mesh = abstract.sharding.mesh
     numbers = _saved_devices(saved, mesh)

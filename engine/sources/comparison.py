@@ -25,30 +25,18 @@ Difference = Literal["missing", "added", "type", "values", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class LeafDifference:
-    """One leaf in which two checkpoints differ.
+    """One leaf in which two checkpoints differ."""
 
-    Attributes:
-        item: The item of the checkpoints that the leaf belongs to.
-        path: Its path in the tree, such as ``params/Dense_0/kernel``; empty for an item that is no tree.
-        kind: ``missing`` from the second, ``added`` by it, of another ``type`` (dtype or shape), other ``values``; or
-            ``unknown``, as holdfast cannot read it.
-        detail: What differs, for people.
-        differing: How many elements differ; 0 where that does not apply.
-        size: How many elements there are.
-        greatest: The greatest absolute difference of two elements; NaN where one of them is NaN or no number.
-        relative: The greatest absolute difference, divided by the greatest absolute element; NaN as for ``greatest``.
-        first: The index of the first element that differs, or None.
-    """
-
-    item: str
-    path: str
+    item: str  # the item of the checkpoints that the leaf belongs to
+    path: str  # its path in the tree, such as ``params/Dense_0/kernel``; empty for an item that is no tree
+    # Missing from the second, added by it, of another dtype or shape, of other values, or not read by holdfast.
     kind: Difference
-    detail: str
-    differing: int = 0
-    size: int = 0
-    greatest: float = math.nan
-    relative: float = math.nan
-    first: tuple[int, ...] | None = None
+    detail: str  # what differs, for people
+    differing: int = 0  # how many elements differ; 0 where that does not apply
+    size: int = 0  # how many elements there are
+    greatest: float = math.nan  # the greatest absolute difference of two elements; NaN where one is NaN or no number
+    relative: float = math.nan  # the same, divided by the greatest absolute element
+    first: tuple[int, ...] | None = None  # the index of the first element that differs
 
     @property
     def name(self) -> str:
@@ -73,17 +61,7 @@ def compare_checkpoints(
 
     Values are equal if their bits are. With a tolerance, two elements are equal as well if ``|a - b| <= atol + rtol *
     |a|``, and NaN equals NaN. Sharding, and the library that an array belonged to, are no differences. Metrics are not
-    compared.
-
-    Args:
-        one: The checkpoint that counts as the expected one.
-        other: The checkpoint that is compared with it.
-        rtol: The relative tolerance.
-        atol: The absolute tolerance.
-        progress: Is told how many bytes the first one's leaves have, and as they are compared.
-
-    Raises:
-        DamagedCheckpointError: Data of one of them is damaged.
+    compared. ``progress`` counts the bytes of the first one's leaves.
     """
     trees, others = dict(trees_of(one)), dict(trees_of(other))
     progress.expect(sum(leaf.nbytes for tree in trees.values() for leaf in tree.leaves))
@@ -289,31 +267,18 @@ _NO_NUMBERS = (UnsupportedLeafError, TypeError, ValueError)  # of elements such 
 
 @dataclass(frozen=True, slots=True)
 class LeafStatistics:
-    """The values of one leaf.
+    """The values of one leaf; None where it has no finite element."""
 
-    Attributes:
-        item: The item of the checkpoint that the leaf belongs to.
-        path: Its path in the tree.
-        size: How many elements it has.
-        minimum: The least finite element; None if there is none.
-        maximum: The greatest finite element; None if there is none.
-        mean: The mean of the finite elements; None if there is none.
-        deviation: The standard deviation of the finite elements; None if there is none.
-        norm: The Euclidean norm of the finite elements; None if there is none.
-        nan: How many elements are NaN.
-        inf: How many elements are infinite.
-    """
-
-    item: str
-    path: str
-    size: int
-    minimum: float | None = None
+    item: str  # the item of the checkpoint that the leaf belongs to
+    path: str  # its path in the tree
+    size: int  # how many elements it has
+    minimum: float | None = None  # of the finite elements, as all that follows but the last two
     maximum: float | None = None
     mean: float | None = None
-    deviation: float | None = None
-    norm: float | None = None
-    nan: int = 0
-    inf: int = 0
+    deviation: float | None = None  # the standard deviation
+    norm: float | None = None  # the Euclidean norm
+    nan: int = 0  # how many elements are NaN
+    inf: int = 0  # how many elements are infinite
 
 
 def leaf_statistics(
@@ -323,15 +288,6 @@ def leaf_statistics(
 
     Sums are taken in float64; means and deviations of the parts of an array are merged as in Chan, Golub and LeVeque,
     "Algorithms for computing the sample variance" (1983). Of complex elements, the absolute values count.
-
-    Args:
-        checkpoint: The checkpoint.
-        select: Patterns of paths; only matching leaves are read.
-        progress: Is told how many bytes there are to read, and as they are read.
-
-    Raises:
-        DamagedCheckpointError: Data is damaged.
-        TreeMismatchError: A pattern matches no leaf.
     """
     chosen = PathFilter(select)
     trees = list(trees_of(checkpoint))

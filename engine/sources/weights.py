@@ -103,17 +103,8 @@ def load_fitting(
 ) -> tuple[Any, list[SavedLeaf]]:
     """Load the leaves of a tree that fit those of a template; the others stay as they are in the template.
 
-    Args:
-        source: The saved tree.
-        flat: The template.
-        pairs: The names of leaves that stand for each other: in the checkpoint, and in the template.
-        misfits: Takes what did not match.
-
-    Returns:
-        The whole tree, and the leaves that were read.
-
-    Raises:
-        TreeMismatchError: Nothing fits.
+    ``pairs`` are names of leaves that stand for each other, in the checkpoint and in the template; ``misfits`` takes
+    what did not match. Return the whole tree, and the leaves that were read; TreeMismatchError if there are none.
     """
     leaves = {leaf.name: leaf for leaf in source.leaves}
     templates = dict(zip(flat.names, describe_template(flat.names, flat.values), strict=True))
