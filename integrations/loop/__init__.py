@@ -5,7 +5,6 @@ from __future__ import annotations
 from .announce import announce
 from .callback import CheckpointCallback, StepOutcome
 from .hyperparameters import Hyperparameters
-from .objects import ComponentAdapter
 from .preemption import PREEMPTED, WITHOUT_GRACE, GraceCheck, PreemptionSignal
 from .resuming import all_steps, check_resume, resume_step, unfinished_neighbour, warn_of_misfits
 from .states import LoopArguments, StateAdapter
@@ -16,7 +15,6 @@ __all__ = [
     "WITHOUT_GRACE",
     "AgreedStop",
     "CheckpointCallback",
-    "ComponentAdapter",
     "GraceCheck",
     "Hyperparameters",
     "LoopArguments",

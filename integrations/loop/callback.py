@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
-from typing import Any, ClassVar, Literal, Never, Protocol, Self, TypeVar, overload
+from typing import Any, Literal, Never, Protocol, Self, TypeVar, overload
 
 from ...engine.checkpoint import AsyncCheckpointer
 from ...engine.clock import Clock, Duration, seconds
@@ -29,7 +29,7 @@ from .initial import InitialState
 from .objects import adapter_for
 from .preemption import PREEMPTED, WITHOUT_GRACE, GraceCheck, PreemptionSignal
 from .resuming import all_steps, check_resume, peek, restore, unfinished_neighbour, warn_of_misfits
-from .states import LoopArguments, Reshard, StateAdapter
+from .states import STATE, LoopArguments, Reshard, StateAdapter
 from .steps import StepSaver, check_metrics
 from .stopping import AgreedStop, Stop, part
 
@@ -191,8 +191,6 @@ class CheckpointCallback:
         OptionError: The value of an option is invalid.
     """
 
-    _item: ClassVar[str] = "state"
-
     def __init__(
         self,
         directory: Place,
@@ -235,7 +233,7 @@ class CheckpointCallback:
         self._manager = CheckpointManager(
             options.directory,
             {
-                self._item: self._state_checkpointer,
+                STATE: self._state_checkpointer,
                 "extras": AsyncCheckpointer(self._extras_handler()),
                 "process": AsyncCheckpointer(PerProcessCheckpointHandler()),
             },
@@ -247,7 +245,7 @@ class CheckpointCallback:
         if options.grace_secs is not None:
             self._manager.add_listener(GraceCheck(seconds(options.grace_secs)))
         self._adapter: StateAdapter = StateAdapter()  # until a state is seen
-        self._saver = StepSaver(self._manager, self._adapter, self._item)
+        self._saver = StepSaver(self._manager, self._adapter)
         self._is_adapted = False
         self._preemption = PreemptionSignal(options.preemption_signals())
         self._stop: Stop | None = None  # of several processes that torch.distributed connects
@@ -343,7 +341,7 @@ class CheckpointCallback:
             restored = None
             if resume != "never":
                 every = self._with_generators(extras)
-                restored = restore(self._manager, adapter, self._item, template, every, self._options)
+                restored = restore(self._manager, adapter, template, every, self._options)
         except BaseException:
             self._begun = False  # or the loop could go on without what it has not restored
             raise
@@ -512,9 +510,9 @@ class CheckpointCallback:
     def _adapt(self, state: Any) -> StateAdapter:
         """Get to know the kind of the state, once."""
         if not self._is_adapted:
-            self._adapter = self._make_adapter(state, None if self._options.partial is None else Misfits())
+            self._adapter = adapter_for(state, None if self._options.partial is None else Misfits())
             self._state_checkpointer.handler = self._adapter.handler(self._options)
-            self._saver = StepSaver(self._manager, self._adapter, self._item)
+            self._saver = StepSaver(self._manager, self._adapter)
             self._is_adapted = True
         return self._adapter
 
@@ -557,9 +555,6 @@ class CheckpointCallback:
             logger.warning(
                 "the random generators of %s are not restored, as this process has no such devices", ", ".join(missing)
             )
-
-    def _make_adapter(self, state: Any, misfits: Misfits | None) -> StateAdapter:
-        return adapter_for(state, misfits)
 
     def _begin(self) -> None:
         if self._closed:

@@ -20,7 +20,7 @@ from ...engine.sources import Misfits, find_checkpoint, load_weights
 from ...engine.storage import Place, as_location
 from ..options import CallbackOptions
 from .announce import announce
-from .states import StateAdapter, located
+from .states import STATE, StateAdapter, located
 from .trees import TreeAdapter
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ class ComponentAdapter(LiveAdapter):
         found = find_checkpoint(as_location(place))
         loaded = []
         for path, module in modules.items():
-            parts = [part for part in (found / "state" / path, found / path) if part.is_directory()]
+            parts = [part for part in (found / STATE / path, found / path) if part.is_directory()]
             loaded.append(load_weights(parts[0] if parts else place, dict(module.state_dict()), misfits=self.misfits))
         for module, weights in zip(modules.values(), loaded, strict=True):
             module.load_state_dict(weights.tree)

@@ -36,7 +36,7 @@ from .announce import announce
 from .extras import GLOBAL_GENERATORS, GRADIENTS, check_names, is_own, restore_extras, templates_of
 from .hyperparameters import Hyperparameters
 from .objects import set_gradients
-from .states import LoopArguments, Reshard, StateAdapter
+from .states import STATE, LoopArguments, Reshard, StateAdapter
 
 logger = logging.getLogger("holdfast")
 
@@ -157,7 +157,6 @@ def resume_step(resume: Resume, manager: CheckpointManager, *, option: str = "re
 def restore(
     manager: CheckpointManager,
     adapter: StateAdapter,
-    item: str,
     template: Any,
     extras: Mapping[str, Any],
     options: LoopArguments,
@@ -169,8 +168,8 @@ def restore(
     """
     chosen = resume_step(options.resume, manager)
     mine = Hyperparameters(adapter, template, extras)
-    templates: dict[str, Any] = {item: adapter.template(template)}
-    kwargs = {item: adapter.restore_kwargs()}
+    templates: dict[str, Any] = {STATE: adapter.template(template)}
+    kwargs = {STATE: adapter.restore_kwargs()}
     if has_extras := bool(extras) or adapter.may_have_gradients:
         templates |= {"extras": None, "process": None}
         as_saved = {GRADIENTS} | (extras.keys() - templates_of(extras).keys())
@@ -192,7 +191,7 @@ def restore(
         if GLOBAL_GENERATORS not in fresh:
             extras = _without_unsaved_generators(extras, saved, step)
         values = _restore_extras(manager, adapter, step, extras, saved, fresh)
-    state = adapter.from_tree(template, restored.items[item])
+    state = adapter.from_tree(template, restored.items[STATE])
     if gradients := saved.get(GRADIENTS):
         _restore_gradients(state, values, gradients)
     if restored.skipped:
@@ -209,7 +208,7 @@ def restore(
         announce(text, whose, options.hyperparameters, shortened(differing), shown=first)
     if chosen is not None:
         manager.note_resume(chosen)  # warns of the later steps
-    warn_of_misfits(adapter.misfits, f"step {step}", "state")
+    warn_of_misfits(adapter.misfits, f"step {step}", STATE)
     return Resumed(step, state, values)
 
 

@@ -20,6 +20,7 @@ from ...engine.sources import Misfits, load_weights
 from ...engine.storage import Place
 from ..options import CallbackOptions
 
+STATE = "state"  # the item of a checkpoint that holds the state of the loop
 _PARAMS = "params"
 
 Reshard = Callable[[str, Sequence[Any], int, int], Any]

@@ -17,7 +17,7 @@ from ...engine.pytree import FreshTypes
 from ...engine.stateful import encode_state, state_of
 from .extras import GLOBAL_GENERATORS, GRADIENTS, changes_in_place, is_own, moves, tree_of
 from .objects import TensorVersions, is_versioned
-from .states import StateAdapter, is_deleted
+from .states import STATE, StateAdapter, is_deleted
 
 if TYPE_CHECKING:
     from ...engine.manager import Decision
@@ -35,12 +35,11 @@ class LastStep:
     before it ends; so their positions are taken at every step, at any cost.
     """
 
-    def __init__(self, step: int, adapter: StateAdapter, item: str, versions: TensorVersions) -> None:
+    def __init__(self, step: int, adapter: StateAdapter, versions: TensorVersions) -> None:
         self.step = step
         self.metrics: Mapping[str, Any] | None = None
         self.state: Any = None
         self._adapter = adapter
-        self._item = item
         self._versions = versions  # of extras that are torch modules or optimizers
         self._extras: Mapping[str, Any] = {}
         self._positions: dict[str, Any] = {}
@@ -65,7 +64,7 @@ class LastStep:
 
         Where several processes save, each keeps its own extras but for arrays, which all of them hold together.
         """
-        found = {self._item: self._adapter.to_tree(self.state)}
+        found = {STATE: self._adapter.to_tree(self.state)}
         extras = {name: self._tree_of(name, extra) for name, extra in self._extras.items()}
         if gradients := self._gradients():
             if alone:
@@ -156,10 +155,9 @@ def _taking(extra: Any) -> Callable[[Any], Any]:
 class StepSaver:
     """Saves the last step that the loop has reported."""
 
-    def __init__(self, manager: CheckpointManager, adapter: StateAdapter, item: str) -> None:
+    def __init__(self, manager: CheckpointManager, adapter: StateAdapter) -> None:
         self._manager = manager
         self._adapter = adapter
-        self._item = item
         self._last: LastStep | None = None
         self._saved: int | None = None
         self.fresh_extras: FreshTypes | None = None  # that the run began with
@@ -185,7 +183,7 @@ class StepSaver:
         if self._last is not None:
             self._last.update(step, state, metrics, extras)
             return
-        self._last = LastStep(step, self._adapter, self._item, self._extra_versions)
+        self._last = LastStep(step, self._adapter, self._extra_versions)
         self._last.update(step, state, metrics, extras)
         self._last.check_savable()  # the first save may be an hour away
 
@@ -229,7 +227,7 @@ class StepSaver:
         metrics = None if last.metrics is None else host_metrics(last.metrics)
         try:
             items = last.items(alone=self._manager.alone)
-            arguments: dict[str, Any] = {self._item: self._adapter.save_kwargs()}
+            arguments: dict[str, Any] = {STATE: self._adapter.save_kwargs()}
             if self.fresh_extras is not None and "extras" in items:
                 arguments["extras"] = {"fresh": self.fresh_extras}
             self._manager.save(last.step, items, metrics=metrics, force=True, reason=reason, save_kwargs=arguments)
