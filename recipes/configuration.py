@@ -33,11 +33,13 @@ _EXPECTED = {
     "greater_than": "a number above {gt}",
     "greater_than_equal": "a number not below {ge}",
     "int_type": "a whole number",
+    "json_invalid": "text of whole characters, without half a surrogate pair",
     "less_than": "a number below {lt}",
     "less_than_equal": "a number not above {le}",
     "list_type": "a list",
     "literal_error": "{expected}",
     "model_type": "a section with keys",
+    "string_too_short": "text that is not empty",
     "string_type": "text",
     "too_short": "a list of at least {min_length}",
 }

@@ -49,7 +49,7 @@ Layers = Annotated[list[Count], Field(min_length=1)]
 Name = Annotated[str, _checked(_check_file_name, "a name that a folder can have")]
 PathOrUrl = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path or a URL; ``~`` at its beginning is the home directory, as in a shell, which leaves key=value alone."""
-Place = Annotated[PathOrUrl, Field(min_length=1)]
+Place = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 Duration = Annotated[Any, _checked(clock.seconds, 'seconds above zero, or text such as "15m"')]
 Rate = Annotated[Any, _checked(clock.bytes_per_second, 'bytes a second above zero, or text such as "50 MB/s"')]
 Resume = Annotated[

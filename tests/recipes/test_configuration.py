@@ -162,6 +162,15 @@ ERRORS = {
         "FILE:2: checkpoint.allow_changes.0: expected one of seed, model, data, optimizer, or a key in them, "
         'found "optimizer.learning_rat"; did you mean "optimizer.learning_rate"?',
     ),
+    "no text": (
+        'checkpoint: {init_from: ""}',
+        'FILE:2: checkpoint.init_from: expected text that is not empty, found the text ""',
+    ),
+    "half a character": (
+        'name: "\\ud800"',
+        "FILE: expected text of whole characters, without half a surrogate pair, found the text "
+        '"{"recipe": "flax_digits", "name": "\\ud800"}"',
+    ),
     "schedule": (
         "optimizer: {warmup_steps: 10, decay_steps: 10}",
         "FILE:2: optimizer.decay_steps: expected more steps than warmup_steps (10), found 10",
