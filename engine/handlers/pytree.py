@@ -110,6 +110,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         self._known: _KnownPlan | None = None  # of the last tree that was written
         self._is_first = True  # until a snapshot was taken
 
+    @collection_paused()
     def prepare(
         self,
         item: Any,

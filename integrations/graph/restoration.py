@@ -366,6 +366,7 @@ class Restoration:
     def wanted(self) -> set[Path]:
         return set(self._wanted.values())
 
+    @collection_paused()
     def report(self, root: Node) -> RestoreReport:
         live = walk(root, strict=False)
         restored, missing = [], []
@@ -450,6 +451,7 @@ class Restoration:
             raise
         return PreparedRestore(self, values, due, known)
 
+    @collection_paused()
     def write(self, prepared: PreparedRestore) -> None:
         """Change the objects."""
         try:

@@ -22,6 +22,7 @@ from ...engine.pytree import (
     NUMBER_KINDS,
     NUMBERS,
     STRIDES,
+    LeafTemplate,
     Saved,
     TreeDef,
     compare,
@@ -232,9 +233,8 @@ class ValueReader:
                     saved[index] = Saved({"kind": "numpy"}, changed.dtype, changed.shape)
         names = [storage_name(one.path) for one in due]
         templates = [_template(one, leaf) for one, leaf in zip(due, saved, strict=True)]
-        targets = [replace(target, origin="program") for target in describe_template(names, templates)]
-        compared = zip(due, targets, saved, strict=True)
-        wrong = [compare(target, leaf) or self._problem(one, leaf) for one, target, leaf in compared]
+        targets = describe_template(names, templates)
+        wrong = [self._problem(*each) for each in zip(due, targets, saved, strict=True)]
         if misfits is not None and any(wrong):
             misfits.kept |= {format_node_path(one.path): line for one, line in zip(due, wrong, strict=True) if line}
             lost = [one for one, line in zip(due, wrong, strict=True) if line]
@@ -258,12 +258,17 @@ class ValueReader:
                 values[index] = new_optimizer_tensor(parameter, name, values[index], strides, group)
         return values
 
-    def _problem(self, one: Assignment, leaf: Saved) -> str | None:
-        """Return why a tensor cannot take its value, or why an optimizer's value does not fit its parameter."""
+    def _problem(self, one: Assignment, target: LeafTemplate, leaf: Saved) -> str | None:
+        """Return why an object cannot take its value, or why an optimizer's value does not fit its parameter."""
+        if compare(target, leaf) is not None:
+            return compare(replace(target, origin="program"), leaf)
         if isinstance(one.slot, TensorSlot) and one.slot.overlaps:
             what = "elements of this tensor share memory, as after expand(); make a copy of it"
             return f"{format_node_path(one.path)}: {what}"
-        if one.likeness is None or not leaf.shape or one.slot.get() not in (None, ...):
+        if one.likeness is None or not leaf.shape:
+            return None
+        live = one.slot.get()
+        if not (live is None or live is ...):
             return None
         shape = tuple(TensorSlot(one.likeness[0]).template(leaf.shape).shape)
         number = self._parameter_of.get(one.saved)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...engine.errors import UnsupportedLeafError
-from ...engine.pytree import collection_paused, is_python_value, key_segments
+from ...engine.pytree import collection_paused, is_python_value, is_torch_tensor, key_segments
 from .frameworks import ModuleState, OptimizerSlot, OptionSlot, group_options, is_buffer, is_optax_moment, slot_name
 from .paths import Path, format_node_path
 from .slots import Slot
@@ -95,14 +95,15 @@ def walk(root: Node, *, strict: bool = True) -> LiveGraph:
 
 def check(root: Node) -> None:
     """Raise UnsupportedLeafError if anything that can be reached can be neither saved nor restored."""
-    walker = _Walk()
+    walker = _Walk(tensors=False)  # which can always be saved
     with collection_paused():
         walker.discover(LiveNode(root, root_view(root)))
     walker.refuse()
 
 
 class _Walk:
-    def __init__(self) -> None:
+    def __init__(self, *, tensors: bool = True) -> None:
+        self._tensors = tensors
         self.skipped: dict[Path, str] = {}
         self.problems: dict[Path, str] = {}
         self.notes: dict[Path, str] = {}
@@ -149,6 +150,8 @@ class _Walk:
         known = self._known.get(id(edge.value))
         if known is not None:
             return known
+        if not self._tensors and is_torch_tensor(edge.value):
+            return None
         path = (*holder.path, edge.segment)
         view = classify(edge.value, edge.position)
         if isinstance(view, Unsaved):
