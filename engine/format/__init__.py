@@ -38,7 +38,7 @@ from .record import (
     own_item,
     own_shares,
 )
-from .varint import Cursor, encode_varint, encode_varints
+from .varint import UINT64_MAX, Cursor, encode_varint, encode_varints
 from .zarr import (
     METADATA_LIMIT,
     ArrayMetadata,

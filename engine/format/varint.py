@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError
 
-INT64_MAX = (1 << 63) - 1
+INT64_MAX, UINT64_MAX = (1 << 63) - 1, (1 << 64) - 1
 _MAX_BYTES = 10  # of the encoding of a 64-bit number
 
 
@@ -87,7 +87,6 @@ class Cursor:
         self.data = data
         self.position = 0
         self.source = source
-        self._array = np.frombuffer(data, np.uint8)
 
     @property
     def remaining(self) -> int:
@@ -110,13 +109,20 @@ class Cursor:
         return np.frombuffer(self.take(count), np.uint8)
 
     def varint(self, limit: int = INT64_MAX) -> int:
-        if self.position < len(self.data) and self.data[self.position] < 128:  # the common case, without arrays
-            value = self.byte()
-        else:
-            value = int(self.wide_varints(1)[0])
-        if value > limit:
-            self.fail(f"the number {value} before offset {self.position} exceeds its limit of {limit}")
-        return value
+        data, position = self.data, self.position
+        end = min(len(data), position + _MAX_BYTES)
+        value = shift = 0
+        while position < end:
+            byte = data[position]
+            position += 1
+            value |= (byte & 127) << shift
+            if byte < 128:
+                self.position = position
+                if value > limit:
+                    self.fail(f"the number {value} before offset {position} exceeds its limit of {limit}")
+                return value
+            shift += 7
+        return self.fail(f"a number at offset {self.position} is cut off, or does not fit 64 bits")
 
     def varints(self, count: int, limit: int = INT64_MAX) -> NDArray[np.int64]:
         values = self.wide_varints(count)
@@ -126,7 +132,7 @@ class Cursor:
 
     def wide_varints(self, count: int) -> NDArray[np.uint64]:
         try:
-            values, size = decode_varints(self._array[self.position :], count)
+            values, size = decode_varints(np.frombuffer(self.data, np.uint8)[self.position :], count)
         except ValueError as error:
             self.fail(f"{error} at offset {self.position}")
         self.position += size

@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from ....engine.errors import DamagedCheckpointError, FormatVersionError
-from ....engine.format import DType, crc32c, encode_varint
+from ....engine.format import UINT64_MAX, Cursor, DType, crc32c, encode_varint
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED = {_FIXED64: 8, _FIXED32: 4}
@@ -43,44 +43,26 @@ _MOST_AXES = 32  # of arrays of numpy 1; TensorFlow's tensors may have up to 254
 Value = int | bytes  # the value of a field: a number without a sign, or bytes, which may be text or a message
 
 
-def read_varint(data: bytes, position: int) -> tuple[int, int]:
-    """Read a number of up to 64 bits; return it and the position behind it."""
-    value = 0
-    for count in range(10):
-        if position + count >= len(data):
-            raise DamagedCheckpointError(f"a number at byte {position} is cut off")
-        byte = data[position + count]
-        value |= (byte & 127) << (7 * count)
-        if byte < 128:
-            if value >> 64:
-                break
-            return value, position + count + 1
-    raise DamagedCheckpointError(f"the number at byte {position} does not fit 64 bits")
-
-
 def fields(message: bytes) -> Iterator[tuple[int, Value]]:
     """Yield the numbers and values of a message's fields in their order."""
-    position = 0
-    while position < len(message):
-        tag, position = read_varint(message, position)
+    cursor = Cursor(message, "a message")
+    while cursor.remaining:
+        tag = cursor.varint()
         number, wire_type = tag >> 3, tag & 7
         if not 1 <= number <= _LARGEST_FIELD:
-            raise DamagedCheckpointError(f"a message has the invalid field number {number}")
+            cursor.fail(f"it has the invalid field number {number}")
         if wire_type == _VARINT:
-            value, position = read_varint(message, position)
-            yield number, value
-            continue
-        if wire_type == _BYTES:
-            length, position = read_varint(message, position)
+            yield number, cursor.varint(UINT64_MAX)
+        elif wire_type == _BYTES:
+            yield number, cursor.take(cursor.varint())
         elif wire_type in _FIXED:
-            length = _FIXED[wire_type]
+            yield number, _little(cursor, _FIXED[wire_type])
         else:
-            raise DamagedCheckpointError(f"field {number} of a message has the unknown wire type {wire_type}")
-        if length > len(message) - position:
-            raise DamagedCheckpointError(f"field {number} of a message claims {length} bytes of {len(message)}")
-        content = message[position : position + length]
-        position += length
-        yield number, content if wire_type == _BYTES else int.from_bytes(content, "little")
+            cursor.fail(f"its field {number} has the unknown wire type {wire_type}")
+
+
+def _little(cursor: Cursor, count: int) -> int:
+    return int.from_bytes(cursor.take(count), "little")
 
 
 def unsigned(value: Value) -> int:
@@ -284,29 +266,21 @@ def _extent(message: bytes) -> tuple[int, int] | None:
 
 def uncompress(data: bytes) -> bytes:
     """Decompress a stream of snappy."""
-    size, position = read_varint(data, 0)
+    cursor = Cursor(data, "a compressed block")
+    size = cursor.varint()
     if size > _RATIO * len(data):
         raise DamagedCheckpointError(f"{len(data)} compressed bytes claim a content of {size}")
     out = bytearray()
-    while position < len(data):
-        tag = data[position]
-        position += 1
+    while cursor.remaining:
+        tag = cursor.byte()
         kind, upper = tag & 3, tag >> 2
         if kind == 0:
-            if upper >= 60:
-                upper, position = _number(data, position, upper - 59)
-            length = upper + 1
-            if length > len(data) - position:
-                raise DamagedCheckpointError("a compressed block is cut off")
-            out += data[position : position + length]
-            position += length
+            out += cursor.take((upper if upper < 60 else _little(cursor, upper - 59)) + 1)
         else:
             if kind == 1:
-                low, position = _number(data, position, 1)
-                offset, length = (tag >> 5 << 8) | low, (upper & 7) + 4
+                offset, length = (tag >> 5 << 8) | cursor.byte(), (upper & 7) + 4
             else:
-                offset, position = _number(data, position, 2 if kind == 2 else 4)
-                length = upper + 1
+                offset, length = _little(cursor, 2 if kind == 2 else 4), upper + 1
             if not 1 <= offset <= len(out):
                 raise DamagedCheckpointError("a compressed block copies bytes before its beginning")
             if offset >= length:
@@ -319,12 +293,6 @@ def uncompress(data: bytes) -> bytes:
     if len(out) != size:
         raise DamagedCheckpointError(f"a compressed block claims {size} bytes, found {len(out)}")
     return bytes(out)
-
-
-def _number(data: bytes, position: int, count: int) -> tuple[int, int]:
-    if count > len(data) - position:
-        raise DamagedCheckpointError("a compressed block is cut off")
-    return int.from_bytes(data[position : position + count], "little"), position + count
 
 
 class _Handle(NamedTuple):
@@ -343,8 +311,8 @@ def read_table(content: bytes) -> list[tuple[bytes, bytes]]:
         raise DamagedCheckpointError("it does not end as an index file does: it is cut off, or not an index file")
     end = len(content) - FOOTER_BYTES
     footer = content[end : -len(MAGIC)]
-    metaindex, position = _handle(footer, 0)
-    index, position = _handle(footer, position)
+    cursor = Cursor(footer, "its footer")
+    metaindex, index = _handle(cursor), _handle(cursor)
     if footer != b"".join(map(encode_varint, (*metaindex, *index))).ljust(len(footer), b"\0"):
         raise DamagedCheckpointError("its footer is not as TensorFlow writes it")
     _block(content, metaindex, end)
@@ -352,8 +320,9 @@ def read_table(content: bytes) -> list[tuple[bytes, bytes]]:
     found: list[tuple[bytes, bytes]] = []
     reached, last = 0, None
     for _, value in _entries(_block(content, index, end)):
-        handle, rest = _handle(value, 0)
-        if rest != len(value) or handle.offset < reached:
+        cursor = Cursor(value, "the place of a block")
+        handle = _handle(cursor)
+        if cursor.remaining or handle.offset < reached:
             raise DamagedCheckpointError(f"the block at byte {handle.offset} overlaps another one")
         reached = handle.offset + handle.size
         before = len(found)
@@ -370,10 +339,8 @@ def read_table(content: bytes) -> list[tuple[bytes, bytes]]:
     return found
 
 
-def _handle(data: bytes, position: int) -> tuple[_Handle, int]:
-    offset, position = read_varint(data, position)
-    size, position = read_varint(data, position)
-    return _Handle(offset, size), position
+def _handle(cursor: Cursor) -> _Handle:
+    return _Handle(cursor.varint(), cursor.varint())
 
 
 def _block(content: bytes, handle: _Handle, end: int) -> bytes:
@@ -402,13 +369,10 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
     end = len(block) - 4 - 4 * restarts
     if end < 0:
         raise DamagedCheckpointError(f"a block of {len(block)} bytes claims {restarts} restarts")
-    position, key = 0, b""
-    while position < end:
-        shared, position = read_varint(block, position)
-        added, position = read_varint(block, position)
-        size, position = read_varint(block, position)
-        if shared > len(key) or added + size > end - position:
-            raise DamagedCheckpointError("an entry of a block is longer than the block")
-        key = key[:shared] + block[position : position + added]
-        position += added + size
-        yield key, block[position - size : position]
+    cursor, key = Cursor(block[:end], "a block"), b""
+    while cursor.remaining:
+        shared, added, size = cursor.varint(), cursor.varint(), cursor.varint()
+        if shared > len(key):
+            cursor.fail(f"an entry shares {shared} bytes with a key of {len(key)}")
+        key = key[:shared] + cursor.take(added)
+        yield key, cursor.take(size)

@@ -40,7 +40,6 @@ from .index import (
     fields,
     masked,
     read_table,
-    read_varint,
     signed,
     slice_key,
     text,
@@ -98,20 +97,17 @@ def _texts(data: bytes, entry: BundleEntry, order: Any) -> list[bytes]:
 
 def _variants(data: bytes, entry: BundleEntry, order: Any) -> list[bytes]:
     """Decode messages, each with its length in front and a checksum of everything so far behind it."""
-    found, position, crc = [], 0, 0
+    cursor, crc = Cursor(data, "its text"), 0
+    found: list[bytes] = []
     for _ in range(entry.count):
-        length, position = read_varint(data, position)
-        if length > len(data) - position - _CHECKSUM_BYTES:
-            raise DamagedCheckpointError(f"a variant claims {length} bytes of {len(data)}")
-        found.append(data[position : position + length])
-        position += length
-        noted = data[position : position + _CHECKSUM_BYTES]
-        position += _CHECKSUM_BYTES
+        length = cursor.varint()
+        found.append(cursor.take(length))
+        noted = cursor.take(_CHECKSUM_BYTES)
         crc = extend(extend(crc, length.to_bytes(8, order)), found[-1])
         if masked(crc).to_bytes(_CHECKSUM_BYTES, order) != noted:
             raise DamagedCheckpointError("a variant does not have the checksum in the file")
         crc = extend(crc, noted)
-    if position != len(data) or (data and masked(crc) != entry.checksum):
+    if cursor.remaining or (data and masked(crc) != entry.checksum):
         raise DamagedCheckpointError("its variants do not have the checksum in the file")
     return found
 
