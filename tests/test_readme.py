@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 import tarfile
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -67,24 +66,6 @@ def test_the_targets_of_the_readme(examples: Examples) -> None:
 @pytest.mark.examples("CONTRIBUTING.md")
 def test_the_targets_for_contributors(examples: Examples) -> None:
     check_targets(examples)
-
-
-def test_the_links_work_anywhere() -> None:
-    """PyPI shows the README without the repository: links are absolute, and lead to pages or files that are there."""
-    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
-    pages = re.findall(r": ([\w/]+\.md)$|- ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    known = {re.sub(r"(^|/)index$", r"\1", (first or second).removesuffix(".md")).strip("/") for first, second in pages}
-    for link in re.findall(r"\]\(([^)]+)\)", re.sub(r"\s+", " ", TEXT)):
-        address, _, anchor = link.partition("#")
-        if address.startswith(urls["Repository"]):
-            assert (ROOT / address.removeprefix(f"{urls['Repository']}/blob/main/")).is_file(), link
-            continue
-        assert address.startswith(urls["Documentation"]), link
-        page = address.removeprefix(urls["Documentation"]).strip("/")
-        assert page in known, link
-        if anchor:
-            headings = re.findall(r"^#+ (.+)$", (ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE)
-            assert anchor in [heading.lower().replace(" ", "-") for heading in headings], link
 
 
 def test_the_source_distribution_has_what_the_readme_names(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Draws the pictures of the site as SVG, each for light and dark pages.
 
-A drawing is made of boxes, arrows and texts at places in pixels. ``prepare`` writes it twice, as ``save.light.svg`` and
-``save.dark.svg``; pages show the one that fits with ``#only-light`` and ``#only-dark``.
+A drawing is made of boxes, arrows and texts at places in pixels. ``python -m docs.tools.drawings`` writes each
+into ``docs/drawings`` twice, as ``save.light.svg`` and ``save.dark.svg``. The site shows the one that fits, with
+``#only-light`` and ``#only-dark``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parents[1]
 
 COLOURS: Mapping[str, Mapping[str, str]] = {
     "light": {
@@ -217,9 +221,48 @@ def retention() -> Drawing:
     return d
 
 
-DRAWINGS = (save, load, commit, retention)
+def benchmarks() -> Drawing:
+    """Draw the times of the first workload of ``docs/benchmarks.md``, those of one library beside each other."""
+    text = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    rows = text[text.index("**1 GB in 436 leaves") :].split("\n\n")[1].splitlines()
+    times = {
+        cells[1]: (cells[3], cells[5]) for row in rows if len(cells := [one.strip() for one in row.split("|")]) > 5
+    }
+    d = Drawing("1 GB in 436 arrays: seconds until a save is durable, and to load it with a cold cache", 860, 316)
+    groups: dict[str, tuple[str, ...]] = {
+        "jax": ("holdfast (jax)", "orbax (tuned)", "orbax"),
+        "torch": ("holdfast (torch)", "safetensors", "torch dcp", "torch.save"),
+    }
+    for column, (left, title) in enumerate(((190, "until a save is durable"), (550, "load with a cold cache"))):
+        d.text(left, 22, f"{title} [s]", size=13, bold=True)
+        y = 36
+        for library, names in groups.items():
+            for name in names:
+                value = times[name][column]
+                kind = "safe" if name.startswith("holdfast") else "loop"
+                d.box(left, y, round(120 * float(value)), 24, kind, "")
+                d.text(left + round(120 * float(value)) + 8, y + 17, value, size=13)
+                if column == 0:
+                    d.text(
+                        180,
+                        y + 17,
+                        f"{library}: {name.removeprefix('torch ').removesuffix(f' ({library})')}",
+                        anchor="end",
+                    )
+                y += 34
+            y += 26
+    return d
+
+
+DRAWINGS = (save, load, commit, retention, benchmarks)
 
 
 def files() -> dict[str, str]:
     """Return the drawings by their file names."""
     return {f"{make.__name__}.{scheme}.svg": make().svg(scheme) for make in DRAWINGS for scheme in COLOURS}
+
+
+if __name__ == "__main__":
+    (DOCS / "drawings").mkdir(exist_ok=True)
+    for name, text in files().items():
+        (DOCS / "drawings" / name).write_text(text, encoding="utf-8")

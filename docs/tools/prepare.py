@@ -1,7 +1,7 @@
 """Writes all pages of the site into a folder: those of ``docs/``, and those that the code itself knows best.
 
 ``python -m docs.tools.prepare build/pages`` copies the pages, and generates the reference of names, commands, keys of
-the YAML and options, and the drawings. ``make docs`` runs it, and then MkDocs on that folder.
+the YAML and options. ``make docs`` runs it, and then MkDocs on that folder.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import pkgutil
 import re
 import shutil
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-REPOSITORY = "https://github.com/holdfast-ml/holdfast/blob/main/"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 # Pages of the reference of names: the file, its title, and the rooms whose public names are on it.
 SUBJECTS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
@@ -315,13 +316,13 @@ def copied_page(name: str) -> str:
     """Return a page that lies beside ``docs/``, with links that are right on the site."""
     text = (ROOT / name).read_text(encoding="utf-8")
     text = re.sub(r"\]\(docs/([^)]+\.md[^)]*)\)", r"](\1)", text)
-    return re.sub(r"\]\((?!https?:|#|\w+\.md)([^)]+)\)", rf"]({REPOSITORY}\1)", text)
+    repository = PROJECT["urls"].get("Repository")
+    linked = r"\1" if repository is None else rf"[\1]({repository}/blob/main/\2)"
+    return re.sub(r"\[([^]]+)\]\((?!https?:|#|[\w/]+\.md)([^)]+)\)", linked, text)
 
 
 def prepare(folder: Path) -> None:
     """Write all pages into a folder, which is made anew."""
-    from . import drawings
-
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "docs", folder, ignore=shutil.ignore_patterns("tools", "__pycache__"))
     pages = {f"reference/api/{name}": text for name, text in api_pages().items()}
@@ -332,7 +333,6 @@ def prepare(folder: Path) -> None:
         "changelog.md": copied_page("CHANGELOG.md"),
         "contributing.md": copied_page("CONTRIBUTING.md"),
     }
-    pages |= {f"drawings/{name}": text for name, text in drawings.files().items()}
     for name, text in pages.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

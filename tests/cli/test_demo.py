@@ -1,37 +1,23 @@
 from __future__ import annotations
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 
-import holdfast as hf
-from holdfast.cli.demo import _same, main
+from holdfast.cli import demo
 
 
-def make(directory: Path, name: str, value: object) -> str:
-    hf.save(directory / name / "checkpoints" / "9", {"a": 1})
-    hf.save(directory / name / "checkpoints" / "10", {"tree": [{"x": value}, 1.0]})
-    return str(directory / name)
-
-
-def test_equal_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, other = (make(tmp_path, name, np.array([0.0, np.nan])) for name in ("one", "other"))
-
-    assert _same(one, other)
-    assert "2 leaves, 24 bytes, all equal" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "value", [np.array([-0.0]), np.array([0.0], np.float32), np.array([0]), np.array([[0.0]]), 0.0, None]
-)
-def test_runs_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str], value: object) -> None:
-    assert not _same(make(tmp_path, "one", np.array([0.0])), make(tmp_path, "other", value))
-    captured = capsys.readouterr()
-    assert captured.out.startswith("  tree/0/x: ")
-    assert captured.err == "demo: 1 of 2 leaves differ\n"
+@pytest.mark.xdist_group("programs")
+def test_a_preempted_run_ends_as_the_uninterrupted_one(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = ("train.steps=60", "checkpoint.save_interval_steps=5", "logging.interval_steps=10")
+    monkeypatch.setattr(demo, "RECIPE", (*demo.RECIPE[:2], *short))
+    assert demo.main([]) == 0
+    said = capfd.readouterr().out
+    assert "kill -TERM" in said
+    assert "are the same, bit for bit" in said
+    assert "newest" in said
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["a", "b"]) == 2
+    assert demo.main(["a", "b"]) == 2
     assert "usage" in capsys.readouterr().err

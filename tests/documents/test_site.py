@@ -6,7 +6,6 @@ import doctest
 import importlib
 import inspect
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from holdfast.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 SITE: dict[str, Any] = YAML(typ="safe", pure=True).load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def places(entries: list[Any]) -> list[str]:
@@ -108,9 +106,11 @@ def test_drawings_are_complete(make: Any) -> None:
     texts = [["".join(node.itertext()) for node in drawing.iter() if node.text] for drawing in (light, dark)]
     assert texts[0] == texts[1]
     assert files[f"{name}.light.svg"] != files[f"{name}.dark.svg"]
-    page = (ROOT / "docs" / "how_it_works.md").read_text()
-    assert f"drawings/{name}.light.svg#only-light" in page
-    assert f"drawings/{name}.dark.svg#only-dark" in page
+    pages = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    for scheme in ("light", "dark"):
+        assert f"drawings/{name}.{scheme}.svg#only-{scheme}" in pages
+        committed = (ROOT / "docs" / "drawings" / f"{name}.{scheme}.svg").read_text(encoding="utf-8")
+        assert committed == files[f"{name}.{scheme}.svg"], "python -m docs.tools.drawings writes them"
 
 
 def test_the_site_asks_no_other_server() -> None:
@@ -119,8 +119,29 @@ def test_the_site_asks_no_other_server() -> None:
     assert not {"hooks", "extra_javascript"} & SITE.keys()
 
 
-def test_the_addresses_agree() -> None:
-    urls = PROJECT["urls"]
-    assert SITE["site_url"] == urls["Documentation"]
-    assert SITE["repo_url"] == urls["Repository"]
-    assert f"{urls['Repository']}/blob/main/" == prepare.REPOSITORY
+def test_addresses_are_set_in_one_place(pages: Path) -> None:
+    """In ``pyproject.toml``, which has none until there is a publication; no page has another."""
+    assert not {"site_url", "repo_url"} & SITE.keys()
+    if not prepare.PROJECT["urls"]:
+        assert "github.com/holdfast" not in "".join(path.read_text() for path in pages.rglob("*.md"))
+
+
+PAGES = sorted((ROOT / "docs").rglob("*.md")) + [
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_work_in_the_repository(page: Path) -> None:
+    """They are relative, and lead to files and headings that are there."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        address, _, anchor = link.partition("#")
+        if address.startswith(("http:", "https:")):
+            continue
+        target = page.parent / address if address else page
+        assert target.exists(), link
+        if anchor and not anchor.startswith("only-"):
+            headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            plain = [re.sub(r"[^\w\- ]", "", heading.replace("`", "")).strip().lower() for heading in headings]
+            assert anchor in [heading.replace(" ", "-") for heading in plain], link
